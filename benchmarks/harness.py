@@ -1,0 +1,309 @@
+"""Measure variants fairly: fresh processes, alternating order, medians and their spread.
+
+Owns child processes with a deadline and a result pipe, the order of measurements, the statistics,
+a daemon of one's own, and the description of the machine. What is measured is in
+:mod:`benchmarks.workers`; what is compared is in the benchmark that calls.
+
+Invariants: every wait has a deadline; no child and no daemon outlives the block that started it; a
+ratio is taken inside one round, between processes that ran right after one another, so that a slow
+drift of the machine cancels out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import select
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.process_memory import processes_with_environment
+
+__all__ = [
+    "ROOT",
+    "Daemon",
+    "Summary",
+    "Worker",
+    "WorkerFailed",
+    "alternate",
+    "daemon",
+    "describe_machine",
+    "pair_ratios",
+    "run_once",
+    "write_json",
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+Result = dict[str, Any]
+"""One JSON object that a worker sent."""
+DEADLINE_S = 180.0
+_STOP_DEADLINE_S = 15.0
+
+
+class WorkerFailed(Exception):
+    """A measuring process ended without a result, or did not answer in time."""
+
+
+class Worker:
+    """A fresh interpreter that runs one task of :mod:`benchmarks.workers` and sends results.
+
+    Use it as a context manager; leaving the block ends the process. ``proceed`` releases a task
+    that waits for the others.
+    """
+
+    def __init__(
+        self, task: str, *, environment: Mapping[str, str] | None = None, **arguments: Any
+    ) -> None:
+        self.task = task
+        self._results, write_end = os.pipe()
+        self._pending = b""
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("TRIMS_")}
+        variables["PYTHONPATH"] = str(ROOT)
+        command = [sys.executable, "-m", "benchmarks.workers", task, json.dumps(arguments)]
+        self.process = subprocess.Popen(
+            [*command, str(write_end)],
+            env=variables | dict(environment or {"TRIMS_ENABLED": "0"}),
+            stdin=subprocess.PIPE,
+            pass_fds=[write_end],
+            cwd=ROOT,
+        )
+        os.close(write_end)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.proceed()
+        with contextlib.suppress(OSError):
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+        os.close(self._results)
+        try:
+            self.process.wait(_STOP_DEADLINE_S if kind is None else 0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def result(self, deadline_s: float = DEADLINE_S) -> Result:
+        """The next result; raises WorkerFailed when none comes."""
+        end = time.monotonic() + deadline_s
+        while b"\n" not in self._pending:
+            ready, _, _ = select.select([self._results], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise WorkerFailed(f"{self.task}: no result within {deadline_s:.0f} s")
+            chunk = os.read(self._results, 1 << 16)
+            if not chunk:
+                code = self.process.wait(_STOP_DEADLINE_S)
+                raise WorkerFailed(f"{self.task}: ended with status {code} before its result")
+            self._pending += chunk
+        line, _, self._pending = self._pending.partition(b"\n")
+        answer: Result = json.loads(line)
+        return answer
+
+    def proceed(self) -> None:
+        """Release a task that waits."""
+        with contextlib.suppress(OSError):
+            if self.process.stdin is not None and not self.process.stdin.closed:
+                self.process.stdin.write(b"\n")
+                self.process.stdin.flush()
+
+
+def run_once(
+    task: str, *, environment: Mapping[str, str] | None = None, **arguments: Any
+) -> Result:
+    """The result of one task in a fresh process."""
+    with Worker(task, environment=environment, **arguments) as worker:
+        return worker.result()
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A daemon of this benchmark alone: ``environment`` leads clients to it."""
+
+    environment: dict[str, str]
+    socket_directory: Path
+
+    def warm(self, path: os.PathLike[str] | str) -> None:
+        """Make a file resident, from a process that ends afterwards."""
+        run_once("warm", environment=self.environment, path=os.fspath(path))
+
+    def pid(self) -> int:
+        """The serving process: the one with our directory in its environment that is no worker."""
+        running = processes_with_environment("TRIMS_SOCKET_DIR", str(self.socket_directory))
+        serving = [pid for pid, line in running.items() if "benchmarks" not in line]
+        if not serving:
+            raise WorkerFailed(f"no daemon is running for {self.socket_directory}")
+        return min(serving)
+
+
+@contextlib.contextmanager
+def daemon(**settings: str) -> Iterator[Daemon]:
+    """A private daemon, started by its first client and stopped at the end of the block."""
+    directory = Path(tempfile.mkdtemp(prefix="trims-bench-"))
+    environment = {
+        "TRIMS_ENABLED": "1",
+        "TRIMS_SOCKET_DIR": str(directory),
+        "XDG_CACHE_HOME": str(directory / "cache"),
+        "XDG_STATE_HOME": str(directory / "state"),
+        **settings,
+    }
+    try:
+        yield Daemon(environment, directory)
+    finally:
+        _stop_daemon(environment)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _stop_daemon(environment: Mapping[str, str]) -> None:
+    directory = environment["TRIMS_SOCKET_DIR"]
+    if not processes_with_environment("TRIMS_SOCKET_DIR", directory):
+        return
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            [sys.executable, "-m", "trims_shim", "stop"],
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment),
+            cwd=ROOT,
+            timeout=_STOP_DEADLINE_S,
+            check=False,
+            stdout=subprocess.DEVNULL,
+        )
+    end = time.monotonic() + _STOP_DEADLINE_S
+    while remaining := processes_with_environment("TRIMS_SOCKET_DIR", directory):
+        if time.monotonic() > end:
+            for pid in remaining:  # ours: they were started with our own directory
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            print(f"warning: killed {remaining}, which did not stop", file=sys.stderr)
+            return
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A median with the range of the samples it was taken from."""
+
+    median: float
+    low: float
+    high: float
+    samples: tuple[float, ...]
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Summary:
+        """Summarise at least one sample."""
+        return cls(statistics.median(samples), min(samples), max(samples), tuple(samples))
+
+
+def alternate(
+    sides: Mapping[str, Callable[[], Result]], rounds: int, *, warmups: int = 0
+) -> dict[str, list[Result]]:
+    """Run each side once a round, in reversed order every second round; results by side.
+
+    ``warmups`` rounds go first and are not counted: on a virtual machine the first use of a page
+    of memory, by anybody, also waits for the host.
+    """
+    results: dict[str, list[Result]] = {name: [] for name in sides}
+    for number in range(-warmups, rounds):
+        order = list(sides) if number % 2 == 0 else list(sides)[::-1]
+        for name in order:
+            result = sides[name]()
+            if number >= 0:
+                results[name].append(result)
+    return results
+
+
+def pair_ratios(slow: Sequence[float], fast: Sequence[float]) -> Summary:
+    """How many times longer ``slow`` took than ``fast``, taken round by round."""
+    return Summary.of([s / f for s, f in zip(slow, fast, strict=True)])
+
+
+def describe_machine() -> Result:
+    """What a reader needs to know to judge the figures."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "processor": _field("/proc/cpuinfo", "model name"),
+        "processors": len(os.sched_getaffinity(0)),
+        "memory_bytes": _kilobytes("MemTotal"),
+        "available_bytes": _kilobytes("MemAvailable"),
+        "load_average": os.getloadavg(),
+        "kernel": platform.release(),
+        "page_bytes": os.sysconf("SC_PAGESIZE"),
+        "huge_pages_anonymous": _huge("enabled"),
+        "huge_pages_shmem": _huge("shmem_enabled"),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("trims-shim", *_LIBRARIES)},
+    }
+
+
+_LIBRARIES = ("torch", "safetensors", "numpy", "msgpack", "pyzmq", "blake3")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write results for people and programs; dataclasses become objects."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1, default=_encode)
+    path.write_text(text + "\n")
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    return asdict(value)  # type: ignore[call-overload]
+
+
+def _commit() -> str:
+    answer = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=10,
+    )
+    return answer.stdout.strip()
+
+
+def _field(path: str, name: str) -> str:
+    with open(path) as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
+    return platform.machine()
+
+
+def _kilobytes(name: str) -> int:
+    return int(_field("/proc/meminfo", name).split()[0]) * 1024
+
+
+def _huge(name: str) -> str:
+    path = Path("/sys/kernel/mm/transparent_hugepage") / name
+    try:
+        return path.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return "absent"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,171 @@
+"""Loads that hit the cache and loads that miss it, against the frameworks' own loaders."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.harness import Daemon, Summary, alternate, daemon, run_once
+from benchmarks.plan import (
+    SERVED_FRACTION,
+    Findings,
+    Model,
+    Plan,
+    check_equal,
+    prepare,
+    served_note,
+    warm_daemon,
+)
+from benchmarks.process_memory import drop_cached, warm_cached
+from benchmarks.report import Curve, Target, compared
+
+__all__ = ["measure_loads", "measure_misses"]
+
+LARGE_BYTES = 500e6
+"""Targets for loads are promised from here on."""
+COLD_LIMIT = 0.01
+"""Share of a file that may stay in the page cache for a run to count as cold."""
+_LOADS = {
+    "torch.load": ("torch", False),
+    "torch.load(mmap=True)": ("torch-mmap", False),
+    "torch.load with trims": ("torch", True),
+    "safetensors": ("safetensors", False),
+    "safetensors with trims": ("safetensors", True),
+}
+_PAIRS = (
+    ("torch.load", "torch.load with trims", 30.0, 20.0),
+    ("torch.load(mmap=True)", "torch.load with trims", 2.5, 8.0),
+    ("safetensors", "safetensors with trims", 3.0, None),
+)
+"""(baseline, shim, target of load + touch, target of load + load_state_dict)."""
+
+
+def measure_loads(plan: Plan, findings: Findings) -> None:
+    """Load and touch every page; load into a model; each against the frameworks' own ways."""
+    models = [prepare(name) for name in plan.tiny + plan.models]
+    times: dict[tuple[str, str], list[tuple[float, Summary]]] = {}
+    for model in models:
+        with warm_daemon(plan, model.pt, model.safetensors) as own:
+            is_tiny = model.name in plan.tiny
+            tasks = ["load"] if is_tiny else ["load", "load_into"]
+            for task in tasks:
+                results = alternate(_load_sides(task, model, own), plan.rounds, warmups=1)
+                findings.samples[f"{task} {model.name}"] = results
+                _judge_loads(task, model, results, findings, is_tiny=is_tiny)
+                for name, runs in results.items():
+                    total = Summary.of([run["total_s"] for run in runs])
+                    times.setdefault((_TITLES[task], name), []).append((model.size_bytes, total))
+    for (panel, name), points in times.items():
+        findings.curves.append(Curve(panel, name, tuple(points)))
+
+
+_TITLES = {"load": "load + touch", "load_into": "load + load_state_dict"}
+
+
+def _load_sides(
+    task: str, model: Model, own: Daemon | None
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    sides: dict[str, Callable[[], dict[str, Any]]] = {}
+    for name, (how, with_shim) in _LOADS.items():
+        if (with_shim and own is None) or (task == "load_into" and how == "safetensors"):
+            continue
+        arguments = {"path": model.safetensors if how == "safetensors" else model.pt, "how": how}
+        if task == "load_into":
+            arguments["architecture"] = model.name
+        environment = own.environment if own is not None and with_shim else None
+        sides[name] = _once(task, environment, arguments)
+    return sides
+
+
+def _once(
+    task: str, environment: dict[str, str] | None, arguments: dict[str, str]
+) -> Callable[[], dict[str, Any]]:
+    return lambda: run_once(task, environment=environment, **arguments)
+
+
+def _judge_loads(
+    task: str,
+    model: Model,
+    results: dict[str, list[dict[str, Any]]],
+    findings: Findings,
+    *,
+    is_tiny: bool,
+) -> None:
+    totals = {name: [run["total_s"] for run in runs] for name, runs in results.items()}
+    check_equal(f"{task} {model.name}", [r for runs in results.values() for r in runs], findings)
+    for baseline, shim, load_target, into_target in _PAIRS:
+        if baseline not in totals:
+            continue
+        wanted = load_target if task == "load" else into_target
+        is_promised = wanted is not None and model.size_bytes >= LARGE_BYTES
+        note = ""
+        if is_tiny and shim in results:
+            note = _tiny_note(results[shim])
+        elif shim in results:
+            note = served_note(f"{task} {model.name}", results[shim], findings)
+        findings.rows.append(
+            compared(
+                f"{_TITLES[task]} vs {baseline}",
+                model.title,
+                totals[baseline],
+                totals.get(shim),
+                target=Target(at_least=wanted) if is_promised else None,
+                note=note,
+            )
+        )
+
+
+def _tiny_note(runs: Sequence[dict[str, Any]]) -> str:
+    is_served = min(run["shared"] for run in runs) >= SERVED_FRACTION
+    return "no gain promised; " + ("served" if is_served else "left to the framework's own loader")
+
+
+def measure_misses(plan: Plan, findings: Findings) -> None:
+    """The first load of a model that nobody has loaded, with and without the file in memory."""
+    starter = prepare("mobilenet" if plan.miss_models[0] != "mobilenet" else "resnet18")
+    for name in plan.miss_models:
+        model = prepare(name)
+        for state in ("in the page cache", "on disk"):
+            sides: dict[str, Callable[[], dict[str, Any]]] = {
+                "torch.load": _prepared(model, state, None)
+            }
+            if plan.with_shim:
+                sides["torch.load with trims"] = _prepared(model, state, starter)
+            results = alternate(sides, plan.rounds)
+            what = f"first load {name} {state}"
+            findings.samples[what] = results
+            check_equal(what, [r for runs in results.values() for r in runs], findings)
+            shim = results.get("torch.load with trims")
+            findings.rows.append(
+                compared(
+                    f"first load, file {state}",
+                    model.title,
+                    [run["total_s"] for run in results["torch.load"]],
+                    [run["total_s"] for run in shim] if shim else None,
+                    target=None if plan.is_smoke else Target(at_most=1.1),
+                    slower_is="shim",
+                    note=served_note(what, shim, findings) if shim else "",
+                )
+            )
+
+
+def _prepared(model: Model, state: str, starter: Model | None) -> Callable[[], dict[str, Any]]:
+    """One load of a model that no daemon knows; ``starter`` only gets the daemon running."""
+
+    def run() -> dict[str, Any]:
+        with contextlib.ExitStack() as stack:
+            environment = None
+            if starter is not None:
+                own = stack.enter_context(daemon())
+                own.warm(starter.pt)
+                environment = own.environment
+            cached = drop_cached(model.pt)
+            if state == "in the page cache":
+                cached = warm_cached(model.pt)
+            elif cached > COLD_LIMIT:
+                raise RuntimeError(f"{cached:.0%} of {model.pt} cannot be dropped from the cache")
+            result = run_once("load", environment=environment, path=model.pt, how="torch")
+            return result | {"cached_before": cached}
+
+    return run

@@ -1,0 +1,151 @@
+"""What the kernel says about processes and cached files. Linux, /proc; standard library only.
+
+Owns the parsing of /proc/PID/smaps and the page cache calls. Nothing here asks the product: the
+kernel's accounts are the independent witness that a benchmark's claims rest on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "Area",
+    "CpuTime",
+    "areas",
+    "areas_holding",
+    "cached_fraction",
+    "cpu_time",
+    "drop_cached",
+    "is_segment",
+    "machine_cpu_time",
+    "processes_with_environment",
+    "warm_cached",
+]
+
+PAGE_BYTES = mmap.PAGESIZE
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_HEADER = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) (\S+) [0-9a-f]+ ([0-9a-f]+:[0-9a-f]+) (\d+)\s*(.*)$"
+)
+_PROPORTIONAL = re.compile(r"^Pss:\s+(\d+) kB$")
+_READ_BYTES = 16 << 20
+
+
+@dataclass(slots=True)
+class Area:
+    """One memory area of a process. ``inode`` is 0 for anonymous memory."""
+
+    start: int
+    end: int
+    device: str
+    inode: int
+    path: str
+    pss_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTime:
+    """Seconds that a process, or all of the machine, was busy and was available."""
+
+    busy_s: float
+    total_s: float = 0.0
+
+
+def areas(pid: int | str, *, with_pss: bool = False) -> list[Area]:
+    """The memory areas of a process in address order; PSS costs the kernel a page table walk."""
+    found: list[Area] = []
+    source = Path(f"/proc/{pid}/{'smaps' if with_pss else 'maps'}")
+    for line in source.read_text(errors="replace").splitlines():
+        if header := _HEADER.match(line):
+            start, end, _, device, inode, path = header.groups()
+            found.append(Area(int(start, 16), int(end, 16), device, int(inode), path))
+        elif pss := _PROPORTIONAL.match(line):
+            found[-1].pss_bytes = int(pss[1]) * 1024
+    return found
+
+
+def areas_holding(
+    mapped: Iterable[Area], ranges: Iterable[tuple[int, int]]
+) -> Iterator[tuple[Area, int]]:
+    """(area, bytes of ``ranges`` in it) for each area that holds any; ranges are [start, end)."""
+    ordered = sorted(ranges)
+    for area in mapped:
+        inside = sum(max(0, min(e, area.end) - max(s, area.start)) for s, e in ordered)
+        if inside:
+            yield area, inside
+
+
+def is_segment(area: Area, checkpoint: os.PathLike[str] | str) -> bool:
+    """Whether an area is shared file memory that is not the checkpoint's own page cache."""
+    return area.inode != 0 and area.path != os.path.realpath(checkpoint)
+
+
+def cached_fraction(path: os.PathLike[str] | str) -> float:
+    """The share of a file's pages that is in the page cache (mincore)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = os.stat(path).st_size
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    pages = -(-size // PAGE_BYTES)
+    resident = (ctypes.c_ubyte * pages)()
+    view = ctypes.c_char.from_buffer(mapped)
+    try:
+        address = ctypes.c_void_p(ctypes.addressof(view))
+        if libc.mincore(address, ctypes.c_size_t(size), resident):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    finally:
+        del view
+        mapped.close()
+    return sum(page & 1 for page in bytes(resident)) / pages
+
+
+def drop_cached(path: os.PathLike[str] | str) -> float:
+    """Put a file out of the page cache; returns the share that stayed (dirty or mapped pages)."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return cached_fraction(path)
+
+
+def warm_cached(path: os.PathLike[str] | str) -> float:
+    """Read a file into the page cache; returns the share that is in it."""
+    with open(path, "rb", buffering=0) as file:
+        while file.read(_READ_BYTES):
+            pass
+    return cached_fraction(path)
+
+
+def cpu_time(pid: int) -> CpuTime:
+    """User and system time of a process so far, with all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return CpuTime((int(fields[11]) + int(fields[12])) * TICK_S)
+
+
+def machine_cpu_time() -> CpuTime:
+    """Busy and total time of all processors so far."""
+    with open("/proc/stat") as file:
+        ticks = [int(value) for value in file.readline().split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    return CpuTime((sum(ticks) - idle) * TICK_S, sum(ticks) * TICK_S)
+
+
+def processes_with_environment(variable: str, value: str) -> dict[int, str]:
+    """Command lines by pid of this user's processes that started with ``variable=value``."""
+    wanted = f"{variable}={value}".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(entry.name)] = command.decode(errors="replace").strip()
+        except OSError:  # it ended, or belongs to somebody else
+            continue
+    return found

@@ -1,0 +1,203 @@
+"""Rows of a benchmark: how they are judged, printed and plotted.
+
+Owns no measurement. Whether a target is met is computed here from the samples, so that no figure
+and no verdict is written by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.harness import Summary, pair_ratios
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Curve", "Row", "Target", "compared", "plot", "table", "verdicts"]
+
+MEGA = 1e6
+# Okabe and Ito, "Color Universal Design" (2008): distinct for every common colour vision.
+_COLOURS = ("#D55E00", "#E69F00", "#009E73", "#0072B2", "#56B4E9")
+_MARKERS = "osD^v"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a row promises: its figure is ``at_least`` or ``at_most`` a value."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def is_met(self, value: float) -> bool:
+        """Whether a measured value keeps the promise."""
+        return (self.at_least is None or value >= self.at_least) and (
+            self.at_most is None or value <= self.at_most
+        )
+
+    def __str__(self) -> str:
+        if self.at_least is not None:
+            return f"≥ {self.at_least:g}"
+        return f"≤ {self.at_most:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. ``figure`` is what the target is about; its unit is in ``unit``.
+
+    ``baseline`` and ``shim`` are seconds, but copies where ``unit`` is "copies".
+    """
+
+    measurement: str
+    subject: str
+    baseline: Summary | None = None
+    shim: Summary | None = None
+    figure: Summary | None = None
+    unit: str = "x"
+    target: Target | None = None
+    note: str = ""
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the target is met; None where there is no target or nothing was measured."""
+        if self.target is None or self.figure is None:
+            return None
+        return self.target.is_met(self.figure.median)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Time over model size of one way to load: ``points`` are (bytes, seconds)."""
+
+    panel: str
+    name: str
+    points: tuple[tuple[float, Summary], ...]
+
+
+def compared(
+    measurement: str,
+    subject: str,
+    baseline: Sequence[float],
+    shim: Sequence[float] | None,
+    *,
+    target: Target | None = None,
+    slower_is: str = "baseline",
+    note: str = "",
+) -> Row:
+    """A row about a ratio: speed-up, or with ``slower_is="shim"`` the cost relative to baseline."""
+    base = Summary.of(baseline)
+    if shim is None:
+        return Row(measurement, subject, base, target=target, note=note)
+    slow, fast = (baseline, shim) if slower_is == "baseline" else (shim, baseline)
+    ratio = pair_ratios(slow, fast)
+    return Row(measurement, subject, base, Summary.of(shim), ratio, "x", target, note)
+
+
+def table(rows: Iterable[Row], title: str) -> Table:
+    """All rows as one table."""
+    from rich.table import Table
+
+    shown = Table(title=title, header_style="bold", row_styles=("", "dim"))
+    shown.add_column("measurement", no_wrap=True)
+    shown.add_column("model", no_wrap=True)
+    for name in ("without", "with trims", "figure (min to max)", "target"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("met")
+    shown.add_column("remark")
+    for row in rows:
+        shown.add_row(
+            row.measurement,
+            row.subject,
+            _quantity(row.baseline, row.unit),
+            _quantity(row.shim, row.unit),
+            _figure(row),
+            "" if row.target is None else str(row.target),
+            _verdict(row.is_met),
+            row.note,
+        )
+    return shown
+
+
+def verdicts(rows: Iterable[Row]) -> dict[str, int]:
+    """How many targets were met, missed, and not judged."""
+    judged = [row.is_met for row in rows if row.target is not None]
+    return {
+        "met": judged.count(True),
+        "missed": judged.count(False),
+        "not measured": judged.count(None),
+    }
+
+
+def _quantity(summary: Summary | None, unit: str) -> str:
+    if summary is None:
+        return ""
+    if unit == "copies":
+        return f"{summary.median:.2f}"
+    return f"{summary.median * 1e3:.1f} ms"
+
+
+def _figure(row: Row) -> str:
+    if row.figure is None:
+        return ""
+    low, middle, high = (_short(v) for v in (row.figure.low, row.figure.median, row.figure.high))
+    spread = f" ({low} to {high})" if len(row.figure.samples) > 1 else ""
+    return f"{middle} {row.unit}{spread}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _verdict(is_met: bool | None) -> str:
+    if is_met is None:
+        return ""
+    return "[green]yes[/]" if is_met else "[red]no[/]"
+
+
+def plot(curves: Sequence[Curve], path: Path, *, subtitle: str) -> None:
+    """Time over size, one panel per measurement, both axes logarithmic; bars are min to max."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = list(dict.fromkeys(curve.panel for curve in curves))
+    names = list(dict.fromkeys(curve.name for curve in curves))
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(5.6 * len(panels), 4.8), sharey=True, squeeze=False
+    )
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for curve in curves:
+            if curve.panel == panel:
+                _draw(axis, curve, names.index(curve.name))
+        axis.set(xscale="log", yscale="log", xlabel="checkpoint size (MB)", title=panel)
+        sizes = sorted({size / MEGA for curve in curves for size, _ in curve.points})
+        axis.set_xticks(sizes, [f"{size:.2g}" if size < 10 else f"{size:.0f}" for size in sizes])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
+        axis.grid(True, which="major", alpha=0.3)
+        axis.legend(frameon=False, fontsize=9)
+    axes[0][0].set_ylabel("time (ms)")
+    figure.suptitle(subtitle, fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw(axis: Any, curve: Curve, index: int) -> None:
+    medians = [summary.median * 1e3 for _, summary in curve.points]
+    below = [(s.median - s.low) * 1e3 for _, s in curve.points]
+    above = [(s.high - s.median) * 1e3 for _, s in curve.points]
+    axis.errorbar(
+        [size / MEGA for size, _ in curve.points],
+        medians,
+        yerr=[below, above],
+        label=curve.name,
+        color=_COLOURS[index % len(_COLOURS)],
+        marker=_MARKERS[index % len(_MARKERS)],
+        linestyle="-" if "trims" in curve.name else "--",
+        capsize=3,
+    )

@@ -1,0 +1,112 @@
+"""Every example runs, as it is and through the cache, with the same answers.
+
+Each runs in a subprocess with a deadline, a temp directory and a daemon of this module's own; the
+daemon is stopped at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+LIMIT_S = 120
+UNMODIFIED = ("torch_unmodified.py", "safetensors_unmodified.py", "transformers_local.py")
+RESULT_LINES = ("answer", "sum of weights", "same tensor")
+"""Starts of the lines that must not depend on how weights were loaded."""
+
+Run = Callable[..., str]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[dict[str, str]]:
+    """Variables that lead to a daemon and a temp directory of this module."""
+    directory = Path(tempfile.mkdtemp(prefix="trims-ex-"))  # short: socket paths are limited
+    sockets = directory / "s"
+    sockets.mkdir(mode=0o700)
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TRIMS_")}
+    variables = inherited | {
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(directory),
+        "TRIMS_SOCKET_DIR": str(sockets),
+    }
+    try:
+        yield variables
+    finally:
+        stop = [sys.executable, "-m", "trims_shim", "stop"]
+        subprocess.run(stop, env=variables, cwd=ROOT, timeout=LIMIT_S, check=False)
+        shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def run(environment: dict[str, str]) -> Run:
+    """Run Python with these arguments and return what it prints."""
+
+    def run(*arguments: str, **variables: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            env=environment | variables,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def results(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith(RESULT_LINES)]
+
+
+def number(pattern: str, output: str) -> float:
+    found = re.search(pattern, output)
+    assert found, output
+    return float(found[1])
+
+
+@pytest.mark.parametrize("name", UNMODIFIED)
+def test_unmodified_program_gives_the_same_results_with_trims(run: Run, name: str) -> None:
+    program = str(EXAMPLES / name)
+    plain = run(program, TRIMS_ENABLED="0")
+    assert results(plain)
+    first = run("-m", "trims_shim", "run", program)
+    second = run("-m", "trims_shim", "run", program)
+    assert results(plain) == results(first) == results(second)
+
+
+def test_prefork_workers_share_the_weights(run: Run) -> None:
+    program = str(EXAMPLES / "prefork_server.py")
+    own = run(program, TRIMS_ENABLED="0")
+    shared = run(program)
+    assert results(own) == results(shared) != []
+    model = number(r"model +(\d+) MB", own)
+    saved = number(r"together +(\d+) MB", own) - number(r"together +(\d+) MB", shared)
+    assert saved > model, "three workers must share at least two copies, less what they write"
+
+
+def test_records_are_views_that_are_private_for_writing(run: Run) -> None:
+    output = run(str(EXAMPLES / "numpy_records.py"))
+    assert "opened 8 records" in output
+    assert "numpy and torch agree: True" in output
+    assert "a write stays private: True" in output
+
+
+def test_suite_with_a_model_per_test_passes_with_trims(run: Run) -> None:
+    output = run(str(EXAMPLES / "pytest_project" / "compare.py"), "--rounds", "1")
+    assert number(r"(\d+) tests passed in every run", output) > 0
+    assert number(r"whole process .*: ([\d.]+) x", output) > 0

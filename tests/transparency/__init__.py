@@ -1,0 +1,1 @@
+"""The transparency proof: with the cache and without it, a program observes the same."""

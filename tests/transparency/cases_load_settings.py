@@ -1,0 +1,264 @@
+"""torch.load: global settings, modes and registries that change what it does."""
+
+from __future__ import annotations
+
+import collections
+import mmap
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import LoadEndianness
+from torch.utils.serialization import config as config
+
+from .payloads import saved, state, with_bulk
+from .registry import Work, attempt, case, cases
+
+
+@cases({"private": mmap.MAP_PRIVATE, "shared": mmap.MAP_SHARED})
+def default_mmap_options(work: Work, flags: int) -> object:
+    path = work.fresh("model.pt", saved(state()))
+    with torch.serialization.set_default_mmap_options(flags):
+        loaded = torch.load(path, mmap=True)
+        plain = torch.load(path)
+    loaded["weight"].fill_(3)
+    plain["weight"].fill_(4)
+    # Under MAP_SHARED the write reaches the file: that is what the option promises.
+    return [loaded, plain, torch.load(path), torch.load(path, mmap=True), _digest(path)]
+
+
+def _digest(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+@case()
+def default_mmap_options_refused(work: Work) -> object:
+    return attempt(torch.serialization.set_default_mmap_options, 3)
+
+
+@case(served=True)
+def configured_mmap(work: Work) -> object:
+    path = work.file("model.pt", saved(state()))
+    with config.patch("load.mmap", True):
+        return [torch.load(path), torch.load(path, mmap=False), torch.load(path, mmap=None)]
+
+
+@cases({"little": LoadEndianness.LITTLE, "big": LoadEndianness.BIG, "native": LoadEndianness.NATIVE})
+def default_endianness(work: Work, order: LoadEndianness) -> object:
+    path = work.file("model.pt", saved(state()))
+    torch.serialization.set_default_load_endianness(order)
+    try:
+        return [torch.load(path), torch.load(path, mmap=True)]
+    finally:
+        torch.serialization.set_default_load_endianness(None)
+
+
+@cases({"default": False, "calculated": True})
+def storage_offsets(work: Work, calculate: bool) -> object:
+    path = work.file("model.pt", saved(state()))
+    with config.patch("load.calculate_storage_offsets", calculate):
+        return [torch.load(path), torch.load(path, mmap=True)]
+
+
+@cases({"crc": {"save.use_pinned_memory_for_d2h": False}, "aligned": {"save.storage_alignment": 4096}})
+def saved_with_settings(work: Work, changes: dict[str, Any]) -> object:
+    def write(path: Path) -> None:
+        with config.patch(changes):
+            torch.save(state(), path)
+
+    return torch.load(work.file("model.pt", write))
+
+
+@case()
+def saved_without_crc(work: Work) -> object:
+    def write(path: Path) -> None:
+        torch.serialization.set_crc32_options(False)
+        torch.save(state(), path)
+        torch.serialization.set_crc32_options(True)
+
+    return torch.load(work.file("model.pt", write))
+
+
+def _shapes(loaded: Any) -> object:
+    return [[name, list(t.shape), str(t.dtype), t.untyped_storage().nbytes()] for name, t in loaded.items()]
+
+
+@case()
+def skip_data_on_load(work: Work) -> object:
+    path = work.file("model.pt", saved(state()))
+    with torch.serialization.skip_data():
+        # The bytes are undefined by contract.
+        return [_shapes(torch.load(path)), _shapes(torch.load(path, mmap=True))]
+
+
+@case()
+def skip_data_on_save(work: Work) -> object:
+    def write(path: Path) -> None:
+        with torch.serialization.skip_data():
+            torch.save(state(), path)
+
+    return torch.load(work.file("model.pt", write))
+
+
+@cases({"plain": {}, "mmap": {"mmap": True}, "cpu": {"map_location": "cpu"}})
+def fake_tensor_mode(work: Work, options: dict[str, Any]) -> object:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+
+    path = work.file("model.pt", saved(state()))
+    with FakeTensorMode():
+        loaded = attempt(torch.load, path, **options)
+    if isinstance(loaded, Exception):
+        return loaded
+    return {name: [type(t), list(t.shape), str(t.device), str(t.dtype)] for name, t in loaded.items()}
+
+
+@case(served=True)
+def inference_mode(work: Work) -> object:
+    path = work.file("model.pt", saved(state()))
+    with torch.inference_mode():
+        loaded = torch.load(path)
+        mapped = torch.load(path, mmap=True)
+    return [loaded, mapped, attempt(loaded["weight"].add_, 1), attempt(loaded["weight"].requires_grad_)]
+
+
+@case(served=True)
+def grad_modes(work: Work) -> object:
+    path = work.file("model.pt", saved(with_bulk(torch.nn.Parameter(torch.ones(4)))))
+    with torch.no_grad():
+        first = torch.load(path)
+    with torch.enable_grad():
+        second = torch.load(path)
+    return [first, second, second["value"].sum()]
+
+
+@case(served=True)
+def default_dtype(work: Work) -> object:
+    path = work.file("model.pt", saved(state()))
+    torch.set_default_dtype(torch.float64)
+    return [torch.load(path), torch.ones(1)]
+
+
+@case(served=True)
+def function_mode_sees_the_same_calls(work: Work) -> object:
+    from torch.overrides import TorchFunctionMode  # noqa: PLC0415
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    path = work.file("model.pt", saved(state()))
+    with Noting():
+        loaded = torch.load(path)
+    return [loaded, seen]
+
+
+@case()
+def dispatch_mode_sees_the_same_calls(work: Work) -> object:
+    from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    path = work.file("model.pt", saved(state()))
+    with Noting():
+        loaded = torch.load(path)
+    return [loaded, seen]
+
+
+class Allowed(collections.OrderedDict):  # type: ignore[type-arg]
+    """A class that has to be allowed for weights_only."""
+
+
+class AlsoAllowed:
+    """Another one, with state."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.arange(5)
+
+    def __repr__(self) -> str:
+        return f"AlsoAllowed({self.tensor.tolist()})"
+
+
+@case(served=True)
+def safe_globals(work: Work) -> object:
+    path = work.file("model.pt", saved(with_bulk([Allowed(a=1), AlsoAllowed()])))
+    refused = attempt(torch.load, path)
+    with torch.serialization.safe_globals([Allowed, AlsoAllowed]):
+        inside = attempt(torch.load, path)
+    after = attempt(torch.load, path)
+    torch.serialization.add_safe_globals([Allowed, (AlsoAllowed, f"{__name__}.AlsoAllowed")])
+    listed = {repr(item).partition(" at ")[0] for item in torch.serialization.get_safe_globals()}
+    added = attempt(torch.load, path)
+    torch.serialization.clear_safe_globals()
+    return [refused, inside, after, listed, added, attempt(torch.load, path)]
+
+
+@case()
+def unsafe_globals_listed(work: Work) -> object:
+    path = work.file("model.pt", saved(with_bulk([Allowed(a=1), AlsoAllowed()])))
+    find = torch.serialization.get_unsafe_globals_in_checkpoint
+    with path.open("rb") as file:
+        return [sorted(find(path)), sorted(find(file)), file.tell(), attempt(find, "no-such-file")]
+
+
+@case()
+def registered_package(work: Work) -> object:
+    """A device of the user's own: tagged at save, restored at load, asked before and after cpu."""
+    calls: list[object] = []
+
+    def tag(storage: Any) -> str | None:
+        return "mine:1" if storage.nbytes() == 40 else None
+
+    def restore(storage: Any, location: str) -> Any:
+        calls.append([location, storage.nbytes(), type(storage).__name__])
+        return storage if location.startswith("mine") else None
+
+    torch.serialization.register_package(5, tag, restore)
+    path = work.fresh("model.pt", saved(state()))
+    loaded = [torch.load(path), torch.load(path, mmap=True), torch.load(path, map_location="mine:2")]
+    return [*loaded, attempt(torch.load, path, map_location="yours:2"), calls]
+
+
+@case()
+def replaced_reader_class(work: Work) -> object:
+    """A program that patches the same seam keeps its patch."""
+    original = torch.serialization._open_zipfile_reader
+    calls: list[str] = []
+
+    class Mine(original):  # type: ignore[misc, valid-type]
+        def __init__(self, name_or_buffer: Any) -> None:
+            calls.append(type(name_or_buffer).__name__)
+            super().__init__(name_or_buffer)
+
+    path = work.file("model.pt", saved(state()))
+    torch.serialization._open_zipfile_reader = Mine
+    loaded = torch.load(path)
+    torch.serialization._open_zipfile_reader = original
+    return [loaded, torch.load(path), calls]
+
+
+@case()
+def replaced_load_function(work: Work) -> object:
+    path = work.file("model.pt", saved(state()))
+    original = torch.load
+    torch.load = lambda *arguments, **keywords: ["mine", original(*arguments, **keywords)]
+    mine = torch.load(path)
+    torch.load = original
+    return [mine, torch.load(path)]
+
+
+@case()
+def config_is_not_changed(work: Work) -> object:
+    torch.load(work.file("model.pt", saved(state())))
+    return [
+        repr(config.load.mmap),
+        repr(config.load.endianness),
+        torch.serialization.get_default_mmap_options(),
+        str(torch.serialization.get_default_load_endianness()),
+        len(torch.serialization._package_registry),
+    ]

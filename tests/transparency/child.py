@@ -1,0 +1,157 @@
+"""The process that runs cases: it imports torch once and forks for each case.
+
+    python -m tests.transparency.child REQUEST.json RESULT.json
+
+A forked child has the state of a fresh program without the price of another ``import torch``. It
+runs one pass of one case, writes one JSON line and leaves by ``os._exit``. The parent never runs
+an operation of torch, so no thread pool exists when it forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import shim
+from .observe import Normaliser, Observer
+from .registry import Case, Work, load_topics
+
+__all__ = ["main", "run_case"]
+
+PASSES = ("first", "second")
+
+
+def main(request_path: str, result_path: str) -> None:
+    """Run the requested cases; for each the observations of both passes."""
+    request = json.loads(Path(request_path).read_text())
+    is_shimmed, names = request["shim"], request["cases"]
+    early = request["early"]
+    if is_shimmed and early:
+        shim.activate()
+    table = load_topics(tuple(dict.fromkeys(name.partition(".")[0] for name in names)))
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        directory = Path(request["directory"]) / _file_name(name)
+        directory.mkdir(parents=True, exist_ok=True)
+        results[name] = {
+            label: _run_forked(table[name], directory, is_shimmed) for label in request["passes"]
+        }
+    Path(result_path).write_text(json.dumps(results))
+
+
+def _file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
+
+
+def _run_forked(case: Case, directory: Path, is_shimmed: bool) -> dict[str, Any]:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(reading)
+            # Own group: what a case leaves behind is killed with it.
+            os.setpgid(0, 0)
+            answer = run_case(case, directory, is_shimmed)
+            with open(writing, "wb") as pipe:
+                pipe.write(json.dumps(answer).encode())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)
+    return _collect(pid, reading, time.monotonic() + case.timeout_s)
+
+
+def _collect(pid: int, reading: int, deadline: float) -> dict[str, Any]:
+    data = b""
+    with open(reading, "rb", buffering=0) as pipe:
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+                _kill_group(pid)
+                os.waitpid(pid, 0)
+                return {"failed": "timed out"}
+            chunk = pipe.read(1 << 20)
+            if not chunk:
+                break
+            data += chunk
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _kill_group(pid)
+    if status != 0 or not data:
+        return {"failed": f"the case's process ended with status {status}"}
+    answer: dict[str, Any] = json.loads(data)
+    return answer
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def run_case(case: Case, directory: Path, is_shimmed: bool) -> dict[str, Any]:
+    """Run one pass of a case in this process and describe everything it shows."""
+    import torch  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    os.chdir(directory)
+    normalise = Normaliser(str(directory))
+    work = Work(directory, shim.activate if is_shimmed else lambda: None)
+    answer: dict[str, Any] = {}
+    started = time.monotonic()
+    with _captured_output() as output, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            value = case.function(work)
+            answer["value"] = Observer(normalise).describe(value)
+        except BaseException:
+            answer["failed"] = normalise(traceback.format_exc())
+    answer["warnings"] = [
+        [w.category.__name__, normalise(str(w.message)), os.path.basename(w.filename)]
+        for w in caught
+    ]
+    answer["seconds"] = round(time.monotonic() - started, 3)
+    answer["output"] = [normalise(text) for text in output]
+    if is_shimmed:
+        answer["counters"] = shim.counters()
+    return answer
+
+
+@contextlib.contextmanager
+def _captured_output() -> Iterator[list[str]]:
+    """Standard output and error of this process and its children, whoever writes them."""
+    texts: list[str] = []
+    targets = [os.memfd_create(name) for name in ("stdout", "stderr")]
+    saved = [os.dup(1), os.dup(2)]
+    for number, target in enumerate(targets, start=1):
+        os.dup2(target, number)
+    try:
+        yield texts
+    finally:
+        with contextlib.suppress(io.UnsupportedOperation, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        for number, (target, original) in enumerate(zip(targets, saved, strict=True), start=1):
+            os.dup2(original, number)
+            os.close(original)
+            os.lseek(target, 0, os.SEEK_SET)
+            with open(target, "rb") as file:
+                texts.append(file.read().decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

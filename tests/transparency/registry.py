@@ -1,0 +1,136 @@
+"""The table of cases: what is compared, and how a case is declared.
+
+Owns the declaration only. A case is a function of a :class:`Work` directory that returns what a
+program can observe; :mod:`.observe` makes it comparable, :mod:`.child` runs it, :mod:`.compare`
+compares. A case runs twice over the same directory (first load, then a load of a file that is
+already resident), so files are made with :meth:`Work.file` unless the case changes them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CASES", "TOPICS", "Case", "Work", "attempt", "case", "cases", "declare", "load_topics"]
+
+TOPICS = tuple(
+    sorted(path.stem.removeprefix("cases_") for path in Path(__file__).parent.glob("cases_*.py"))
+)
+"""Every module ``cases_<topic>`` beside this one."""
+
+BATCH_OF_TOPIC = {"transformers": "transformers"}
+"""Topics whose import is slow have their own process; all others share the batch ``torch``."""
+
+
+@dataclass
+class Work:
+    """The directory a case works in, and how it reaches the shim."""
+
+    directory: Path
+    enable_shim: Callable[[], None] = lambda: None
+    """Imports the shim where there is one; only for cases declared with ``early=False``."""
+    notes: dict[str, int] = field(default_factory=dict)
+
+    def file(self, name: str, write: Callable[[Path], object]) -> Path:
+        """The file of that name, written on the first run only: the second finds it resident."""
+        path = self.directory / name
+        if not path.exists():
+            write(path)
+        return path
+
+    def fresh(self, name: str, write: Callable[[Path], object]) -> Path:
+        """The file of that name, written anew on each run, for cases that change it."""
+        path = self.directory / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        write(path)
+        return path
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    ``served``: True where the cache must have served at least one load, False where it must have
+    served none, None where either is right. ``elided``: the same for load_state_dict's copies.
+    ``fresh``: the case needs an interpreter of its own. ``early``: the shim is imported before the
+    case starts (else the case calls ``work.enable_shim()``).
+    """
+
+    name: str
+    function: Callable[[Work], object]
+    topic: str
+    served: bool | None = None
+    elided: bool | None = None
+    fresh: bool = False
+    early: bool = True
+    timeout_s: float = 60.0
+
+    @property
+    def batch(self) -> str:
+        """The process the case runs in."""
+        return f"fresh:{self.name}" if self.fresh else BATCH_OF_TOPIC.get(self.topic, "torch")
+
+
+CASES: dict[str, Case] = {}
+
+
+def declare(name: str, function: Callable[[Work], object], **options: Any) -> None:
+    """Add a case; ``name`` is completed with the topic of the module ``function`` is from."""
+    topic = function.__module__.rpartition(".cases_")[2]
+    full = f"{topic}.{name}"
+    if full in CASES:
+        raise ValueError(f"two cases are named {full}")
+    CASES[full] = Case(full, function, topic, **options)
+
+
+def case(**options: Any) -> Callable[[Callable[[Work], object]], Callable[[Work], object]]:
+    """Declare the decorated function as a case."""
+
+    def add(function: Callable[[Work], object]) -> Callable[[Work], object]:
+        declare(function.__name__, function, **options)
+        return function
+
+    return add
+
+
+def cases(parameters: Mapping[str, Any], **options: Any) -> Callable[[Any], Any]:
+    """Declare one case for each named parameter; the function takes it as second argument."""
+
+    def add(function: Any) -> Any:
+        for label, value in parameters.items():
+            declare(f"{function.__name__}[{label}]", _bound(function, value), **options)
+        return function
+
+    return add
+
+
+def _bound(function: Any, value: Any) -> Callable[[Work], object]:
+    def run(work: Work) -> object:
+        return function(work, value)
+
+    run.__module__ = function.__module__
+    return run
+
+
+def attempt(function: Callable[..., object], *arguments: Any, **keywords: Any) -> object:
+    """What the call returns, or the exception it raises: an error that a case expects.
+
+    An exception that leaves a case is a mistake in the case and fails its test.
+    """
+    try:
+        return function(*arguments, **keywords)
+    except Exception as error:
+        return error
+
+
+def load_topics(topics: tuple[str, ...] = TOPICS) -> dict[str, Case]:
+    """Import the modules of these topics and return the table."""
+    for topic in topics:
+        importlib.import_module(f"{__package__}.cases_{topic}")
+    return CASES

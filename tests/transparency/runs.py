@@ -1,0 +1,83 @@
+"""Runs many cases with few interpreters, with and without the shim, both sides at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from . import shim
+from .registry import Case
+
+__all__ = ["Results", "run", "run_both"]
+
+Results = dict[str, dict[str, Any]]
+"""case name -> {"first": observation, "second": observation}"""
+
+_SECONDS_PER_BATCH = 420
+
+
+def run(
+    selected: Iterable[Case], socket_directory: Path | None, passes: tuple[str, ...]
+) -> Results:
+    """Observations of these cases, without the shim where ``socket_directory`` is None."""
+    batches: dict[tuple[str, bool], list[str]] = {}
+    for case in selected:
+        batches.setdefault((case.batch, case.early), []).append(case.name)
+    results: Results = {}
+    with tempfile.TemporaryDirectory(prefix="transparency-") as directory:
+        for (_, early), names in batches.items():
+            request = {
+                "cases": names,
+                "early": early,
+                "passes": passes,
+                "shim": socket_directory is not None,
+                "directory": f"{directory}/work",
+            }
+            results |= _run_batch(request, Path(directory), socket_directory)
+    return results
+
+
+def _run_batch(request: dict[str, Any], directory: Path, sockets: Path | None) -> Results:
+    request_path, result_path = directory / "request.json", directory / "result.json"
+    request_path.write_text(json.dumps(request))
+    result_path.unlink(missing_ok=True)
+    # By its full name, whatever pytest calls this package: spawned grandchildren import it, too.
+    module = "tests.transparency.child"
+    command = [sys.executable, "-m", module, str(request_path), str(result_path)]
+    # Without a terminal or pipe of ours: a daemon that a case starts must not keep us waiting.
+    with (directory / "output.txt").open("w+b") as output:
+        try:
+            status: object = subprocess.run(
+                command,
+                cwd=shim.ROOT,
+                env=shim.environment(sockets),
+                timeout=_SECONDS_PER_BATCH,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            status = error
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    if result_path.exists():
+        results: Results = json.loads(result_path.read_text())
+        return results
+    failed = {"failed": f"the batch ended with {status}: {text}"}
+    return {name: dict.fromkeys(request["passes"], failed) for name in request["cases"]}
+
+
+def run_both(selected: list[Case], sockets: Path | None) -> tuple[Results, Results | None]:
+    """(without the shim, with the shim or None where there is none), run at the same time."""
+    passes = ("first", "second")
+    with ThreadPoolExecutor(2) as pool:
+        original = pool.submit(run, selected, None, passes)
+        shimmed = pool.submit(run, selected, sockets, passes) if sockets is not None else None
+        return original.result(), shimmed.result() if shimmed is not None else None

@@ -1,0 +1,78 @@
+"""The promise: with the shim, on the first load and on a warm one, a program observes what it
+observes without it: values, types, aliases, errors, warnings, output.
+
+Each case is run twice without the shim (which must agree with itself, else the case proves
+nothing) and twice with it. One case by hand: ``python -m tests.transparency.run NAME --compare``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from . import compare, runs, shim
+from .registry import CASES, Case, load_topics
+
+load_topics()
+ALL = list(CASES.values())
+PAIR = tuple[runs.Results, runs.Results | None]
+
+
+@pytest.fixture(scope="session")
+def observations(request: pytest.FixtureRequest) -> Iterator[PAIR]:
+    """Observations of the selected cases only, so that ``-k`` runs what it names."""
+    names = {
+        item.callspec.params["case"].name  # type: ignore[attr-defined]
+        for item in request.session.items
+        if "observations" in getattr(item, "fixturenames", ())
+    }
+    selected = [case for case in ALL if case.name in names]
+    if not shim.is_available():
+        yield runs.run_both(selected, None)
+        return
+    with shim.SocketDirectory() as sockets:
+        yield runs.run_both(selected, sockets)
+
+
+def _seen(observation: dict[str, Any]) -> dict[str, Any]:
+    if "failed" in observation:
+        pytest.fail(f"the case itself failed:\n{observation['failed']}", pytrace=False)
+    return observation
+
+
+def _report(found: dict[str, str]) -> None:
+    if found:
+        lines = [f"{path}: {text}" for path, text in found.items()]
+        pytest.fail("\n".join(["differs (without -> with):", *lines]), pytrace=False)
+
+
+@pytest.mark.timeout(900)  # The first test waits for all observations.
+@pytest.mark.parametrize("label", ["first", "second"])
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_shim_changes_nothing(case: Case, label: str, observations: PAIR) -> None:
+    original, shimmed = observations
+    if shimmed is None:
+        pytest.skip("trims_shim has no __init__.py: nothing to test yet")
+    expected, actual = _seen(original[case.name][label]), _seen(shimmed[case.name][label])
+    found = compare.differences(expected, actual)
+    allowed = compare.DIFFERENCES.get(case.name, {})
+    stale = {path: reason for path, reason in allowed.items() if path not in found}
+    assert not stale, f"listed in DIFFERENCES but equal: {stale}"
+    _report({path: text for path, text in found.items() if path not in allowed})
+    errors = compare.expectation_errors(actual["counters"], case.served, case.elided)
+    assert not errors, errors
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_original_agrees_with_itself(case: Case, observations: PAIR) -> None:
+    first, second = (_seen(observations[0][case.name][label]) for label in ("first", "second"))
+    _report(compare.differences(first, second))
+
+
+def test_table_is_large_enough_to_be_a_proof() -> None:
+    assert len(ALL) >= 110
+    assert sum(case.served is True for case in ALL) >= 60
+    assert set(compare.DIFFERENCES) <= set(CASES)

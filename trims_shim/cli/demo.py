@@ -1,0 +1,469 @@
+"""``trims demo``: the effect of the cache on a program that knows nothing about it.
+
+Owns a temporary directory with a program, a checkpoint and a daemon of its own, and removes all of
+it, also on Ctrl-C. The program is ordinary torch code that times itself; it runs unchanged without
+and with trims. Every statement at the end is computed from what was measured. Memory figures and
+the proof of sharing come from the kernel (/proc), not from this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as _json
+import os
+import re
+import select
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["run_demo"]
+
+_MEGA = 1e6
+_ANSWER_DEADLINE_S = 180.0
+_STOP_DEADLINE_S = 15.0
+_SERVED_FRACTION = 0.9
+"""Share of the checkpoint's bytes that must be shared for a process to count as served."""
+_AREA = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ ([0-9a-f]+:[0-9a-f]+) (\d+)\s*(.*)$")
+
+_PROGRAM = '''\
+"""A text model behind a server: loads its weights, answers once, stays up. Ordinary torch code."""
+
+import hashlib
+import json
+import os
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+HIDDEN, HEADS, WORDS = 1024, 16, 8192
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.wide, self.narrow = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return x + self.narrow(F.gelu(self.wide(self.norm2(x))))
+
+
+class TextModel(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, HIDDEN)
+        self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
+
+    def forward(self, tokens):
+        return self.blocks(self.words(tokens)) @ self.words.weight.T
+
+
+def main(path, layers):
+    model = TextModel(layers).eval()
+
+    start = time.perf_counter()
+    state = torch.load(path)
+    loaded = time.perf_counter()
+    model.load_state_dict(state)
+    ready = time.perf_counter()
+    del state
+    with torch.no_grad():
+        answer = model(torch.arange(16).unsqueeze(0))
+    end = time.perf_counter()
+
+    report = {
+        "pid": os.getpid(),
+        "load_s": loaded - start,
+        "load_state_dict_s": ready - loaded,
+        "first_answer_s": end - ready,
+        "checksum": hashlib.sha256(answer.numpy().tobytes()).hexdigest()[:16],
+    }
+    print(json.dumps(report), flush=True)
+    sys.stdin.readline()  # a server would wait for requests here
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
+'''
+
+_TRAINING = """\
+import sys
+import torch
+from program import TextModel
+
+torch.manual_seed(1)
+torch.save(TextModel(int(sys.argv[2])).state_dict(), sys.argv[1])
+"""
+_WORDS_MB, _BLOCK_MB = 33.6, 50.4
+"""Sizes of the program's embedding and of one block, to turn a size into a number of layers."""
+
+
+class _DemoFailed(Exception):
+    """A step of the demonstration could not be done; the message is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One process of the program, as it and the kernel report it."""
+
+    label: str
+    with_shim: bool
+    pid: int
+    load_s: float
+    load_state_dict_s: float
+    first_answer_s: float
+    checksum: str
+    private_bytes: int = 0
+    proportional_bytes: int = 0
+    shared_fraction: float = 0.0
+    segments: tuple[str, ...] = ()
+
+    @property
+    def ready_s(self) -> float:
+        """Time until the model has its weights."""
+        return self.load_s + self.load_state_dict_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The files of this demonstration and the environment of its processes."""
+
+    directory: Path
+    layers: int
+
+    @property
+    def program(self) -> Path:
+        return self.directory / "program.py"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.directory / "model.pt"
+
+    @property
+    def sockets(self) -> Path:
+        return self.directory / "s"
+
+    def environment(self, *, with_shim: bool) -> dict[str, str]:
+        """The caller's environment, with a daemon of the demonstration's own, or without trims."""
+        own = {"TRIMS_SOCKET_DIR": str(self.sockets), "TRIMS_AUTOSTART": "1"}
+        return os.environ | own | {"TRIMS_ENABLED": "1" if with_shim else "0"}
+
+
+def run_demo(*, size_mb: int = 400, processes: int = 4, json: bool = False) -> int:
+    """Run the demonstration; 0 only if all results are equal and the cache served later processes.
+
+    ``size_mb`` is the size of the model made for it, ``processes`` (at least 2) how many use it
+    through trims at the same time. Prints a table, or with ``json`` one JSON object. Blocks for
+    some ten seconds and starts child processes; needs torch, and ``size_mb`` of disk.
+    """
+    note = _Notes(is_quiet=json)
+    try:
+        with _place(size_mb) as place:
+            runs = _measure(place, max(2, processes), note)
+            size_bytes = place.checkpoint.stat().st_size
+    except KeyboardInterrupt:
+        note("interrupted; everything was removed")
+        return 130
+    except _DemoFailed as error:
+        print(f"trims demo: {error}", file=sys.stderr)
+        return 1
+    is_good, sentences = _conclude(runs)
+    if json:
+        described = {"size_bytes": size_bytes, "ok": is_good, "conclusion": " ".join(sentences)}
+        print(_json.dumps(described | {"runs": [asdict(run) for run in runs]}, indent=1))
+    else:
+        _show(runs, size_bytes, sentences, is_good=is_good)
+    return 0 if is_good else 1
+
+
+class _Notes:
+    """Progress for the person who waits; on stderr, so that the table can be piped."""
+
+    def __init__(self, *, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
+
+    def __call__(self, text: str) -> None:
+        if not self._is_quiet:
+            print(f"... {text}", file=sys.stderr, flush=True)
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _place(size_mb: int) -> Iterator[_Place]:
+    directory = Path(tempfile.mkdtemp(prefix="trims-demo-"))
+    place = _Place(directory, layers=max(1, round((size_mb - _WORDS_MB) / _BLOCK_MB)))
+    try:
+        place.sockets.mkdir(mode=0o700)
+        place.program.write_text(_PROGRAM)
+        (directory / "training.py").write_text(_TRAINING)
+        yield place
+    finally:
+        _stop_daemon(place)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _stop_daemon(place: _Place) -> None:
+    if not any(place.sockets.iterdir()):
+        return
+    command = [sys.executable, "-m", "trims_shim", "stop"]
+    try:
+        done = subprocess.run(
+            command,
+            env=place.environment(with_shim=True),
+            capture_output=True,
+            text=True,
+            timeout=_STOP_DEADLINE_S,
+            check=False,
+        )
+        problem = done.stderr.strip() if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        problem = f"no answer within {_STOP_DEADLINE_S:.0f} s"
+    if problem:
+        print(f"trims demo: the daemon of the demo was not stopped: {problem}", file=sys.stderr)
+
+
+def _measure(place: _Place, processes: int, note: Callable[[str], None]) -> list[_Run]:
+    note("making a model")
+    _train(place)
+    with contextlib.ExitStack() as stack:
+        note("1 process without trims")
+        alive = [stack.enter_context(_program(place, "without trims", False))]
+        for number in range(1, processes + 1):
+            note(f"process {number} of {processes} with trims")
+            label = f"with trims #{number}"
+            alive.append(stack.enter_context(_program(place, label, True)))
+        # All at once: libraries that several processes map are then nobody's private memory.
+        return _observe(alive, place)
+
+
+def _train(place: _Place) -> None:
+    """Write the checkpoint with weights that no freshly initialised model has."""
+    done = subprocess.run(
+        [sys.executable, "training.py", str(place.checkpoint), str(place.layers)],
+        cwd=place.directory,
+        env=place.environment(with_shim=False),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=_ANSWER_DEADLINE_S,
+        check=False,
+    )
+    if done.returncode:
+        raise _DemoFailed(f"the model could not be made:\n{_tail(done.stderr)}")
+
+
+@contextlib.contextmanager
+def _program(place: _Place, label: str, with_shim: bool) -> Iterator[_Run]:
+    """The program in a fresh process, which has answered and stays alive inside the block."""
+    launcher = [sys.executable, "-m", "trims_shim", "run"] if with_shim else [sys.executable]
+    complaints = place.directory / f"{label}.err"
+    with complaints.open("w") as errors:
+        process = subprocess.Popen(
+            [*launcher, str(place.program), str(place.checkpoint), str(place.layers)],
+            env=place.environment(with_shim=with_shim),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+    try:
+        line = _first_line(process)
+        if not line:
+            raise _DemoFailed(f"process '{label}' failed:\n{_tail(complaints.read_text())}")
+        yield _Run(label=label, with_shim=with_shim, **_json.loads(line))
+    finally:
+        _end(process)
+
+
+def _first_line(process: subprocess.Popen[bytes]) -> bytes:
+    """The line that the program prints; empty when it ends or stays silent too long."""
+    assert process.stdout is not None
+    text = b""
+    end = time.monotonic() + _ANSWER_DEADLINE_S
+    while b"\n" not in text:
+        if not select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+            return b""
+        chunk = os.read(process.stdout.fileno(), 1 << 16)
+        if not chunk:
+            return b""
+        text += chunk
+    return text.partition(b"\n")[0]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(_STOP_DEADLINE_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+        process.wait()
+        raise
+    finally:
+        process.stdout.close()
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-8:])
+
+
+# --- what the kernel says -----------------------------------------------------------------------
+
+
+def _observe(runs: Sequence[_Run], place: _Place) -> list[_Run]:
+    """Add memory figures while all ``runs`` are alive: then what they share is shared."""
+    size = place.checkpoint.stat().st_size
+    observed = []
+    for run in runs:
+        totals = _totals(run.pid)
+        shared = _shared_by_segment(run.pid)
+        observed.append(
+            replace(
+                run,
+                private_bytes=totals["Private_Clean"] + totals["Private_Dirty"],
+                proportional_bytes=totals["Pss"],
+                shared_fraction=min(1.0, sum(shared.values()) / size),
+                segments=tuple(sorted(shared)),
+            )
+        )
+    return observed
+
+
+def _totals(pid: int) -> dict[str, int]:
+    totals = {}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+        name, _, amount = line.partition(":")
+        totals[name] = int(amount.split()[0]) * 1024
+    return totals
+
+
+def _shared_by_segment(pid: int) -> dict[str, int]:
+    """Bytes mapped and never written, by memory file (device and inode) without a name on disk."""
+    shared: dict[str, int] = {}
+    segment = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text(errors="replace").splitlines():
+        if area := _AREA.match(line):
+            device, inode, path = area.groups()
+            is_memory_file = inode != "0" and path.endswith("(deleted)")
+            segment = f"{device}:{inode}" if is_memory_file else ""
+        elif segment and line.startswith(("Size:", "Anonymous:")):
+            amount = int(line.split()[1]) * 1024
+            sign = 1 if line.startswith("Size:") else -1
+            shared[segment] = shared.get(segment, 0) + sign * amount
+    return shared
+
+
+# --- saying it ----------------------------------------------------------------------------------
+
+
+def _is_served(run: _Run, others: Sequence[_Run]) -> bool:
+    """Whether a process has its weights in memory that every other process has mapped too."""
+    is_common = all(set(run.segments) & set(other.segments) for other in others)
+    return run.with_shim and is_common and run.shared_fraction >= _SERVED_FRACTION
+
+
+def _conclude(runs: Sequence[_Run]) -> tuple[bool, list[str]]:
+    """(whether the demonstration succeeded, sentences that follow from the measurements)."""
+    plain, first, *later = runs
+    are_equal = len({run.checksum for run in runs}) == 1
+    served = [run for run in later if _is_served(run, [first, *later])]
+    sentences = []
+    if not are_equal:
+        sentences.append("The results differ. This is a bug: please report it.")
+    if len(served) < len(later):
+        sentences.append(
+            f"{len(later) - len(served)} of {len(later)} later processes were not served by the "
+            "cache; the framework's own loader was used. Run 'trims info' to see why."
+        )
+    if served:
+        sentences.append(_speed(plain, served))
+        sentences.append(_memory(plain, served))
+    return are_equal and len(served) == len(later), sentences
+
+
+def _speed(plain: _Run, served: Sequence[_Run]) -> str:
+    cached_s = statistics.median(run.ready_s for run in served)
+    ratio = plain.ready_s / cached_s
+    verdict = f"{ratio:.0f} times faster" if ratio >= 2 else f"{ratio:.2f} times the speed"
+    return (
+        f"Once the model is in the cache, a process has its weights after {_time(cached_s)} "
+        f"instead of {_time(plain.ready_s)} ({verdict})."
+    )
+
+
+def _memory(plain: _Run, served: Sequence[_Run]) -> str:
+    own = statistics.median(run.private_bytes for run in served)
+    change = plain.private_bytes - own
+    verdict = f"{_size(change)} less" if change >= 0 else f"{_size(-change)} more"
+    return (
+        f"Each further process takes {_size(own)} of memory of its own instead of "
+        f"{_size(plain.private_bytes)} ({verdict})."
+    )
+
+
+def _show(runs: Sequence[_Run], size_bytes: int, sentences: list[str], *, is_good: bool) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(_table(runs, size_bytes))
+    style = "bold green" if is_good else "bold red"
+    console.print(" ".join(sentences), style=style, highlight=False)
+
+
+def _table(runs: Sequence[_Run], size_bytes: int) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=f"The same program, unchanged, with a model of {_size(size_bytes)}",
+        caption="private memory: what would be free again if this process ended",
+        header_style="bold",
+    )
+    table.add_column("process", no_wrap=True)
+    for name in ("torch.load", "load_state_dict", "first answer", "private memory"):
+        table.add_column(name, justify="right", min_width=len(name))
+    table.add_column("weights shared", justify="right")
+    table.add_column("same result?")
+    expected = runs[0].checksum
+    for number, run in enumerate(runs):
+        table.add_row(
+            run.label + (" (fills cache)" if number == 1 else ""),
+            _time(run.load_s),
+            _time(run.load_state_dict_s),
+            _time(run.first_answer_s),
+            _size(run.private_bytes),
+            f"{run.shared_fraction:.0%}" if run.shared_fraction else "no",
+            "yes" if run.checksum == expected else "[bold red]NO[/]",
+            end_section=number < 2,
+        )
+    return table
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def _size(size_bytes: float) -> str:
+    return f"{size_bytes / _MEGA:.0f} MB"

@@ -1,0 +1,1 @@
+"""The side of the cache that lives in user processes."""

@@ -1,0 +1,137 @@
+"""Arenas: segments as this process sees them.
+
+Owns the mappings and the index from an address back to its image. An :class:`Image` is this
+process's hold on a leased image (descriptor and lease); an :class:`Arena` is one private mapping of
+it. Both live exactly as long as somebody holds a buffer of theirs:
+
+    tensor -> storage -> Arena.buffer -> (finalizer) unmap -> last arena gone -> Image released
+
+Invariants: the garbage collector may run finalizers anywhere, in any thread, so they take no lock
+and do no blocking I/O, and every shared structure here is changed by single dictionary operations.
+An arena inherited through fork stays readable in the child; the child never releases the parent's
+lease.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import itertools
+import os
+import weakref
+from collections.abc import Callable
+
+from trims_shim.memory.mapping import map_private, unmap
+
+__all__ = ["Arena", "Image", "find"]
+
+
+class Image:
+    """One leased image. When the last reference goes, it closes its descriptor and its lease."""
+
+    __slots__ = ("__weakref__", "_pid", "_release", "descriptor", "digest", "size_bytes")
+
+    def __init__(
+        self,
+        descriptor: int,
+        size_bytes: int,
+        *,
+        digest: str,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """Take ownership of ``descriptor``, an open segment of ``size_bytes`` bytes."""
+        self.descriptor = descriptor
+        self.size_bytes = size_bytes
+        self.digest = digest
+        self._release = release
+        self._pid = os.getpid()
+
+    def map(self) -> Arena:
+        """A fresh private mapping: what is written to another arena is not seen in it."""
+        return Arena(self)
+
+    # The names are bound early: module globals may be gone when the interpreter shuts down.
+    def __del__(self, *, _close=os.close, _getpid=os.getpid) -> None:  # type: ignore[no-untyped-def]
+        with contextlib.suppress(OSError):
+            _close(self.descriptor)
+        if self._release is not None and self._pid == _getpid():
+            self._release()
+
+
+class Arena:
+    """One private, writable, copy-on-write mapping of an image.
+
+    ``buffer`` is a ctypes array over all of it and the sole owner of the mapping: keep it (or an
+    object made from it with the buffer protocol) alive for as long as the address is used.
+    """
+
+    __slots__ = ("__weakref__", "address", "buffer", "image", "size_bytes")
+
+    def __init__(self, image: Image) -> None:
+        self.image = image
+        self.size_bytes = image.size_bytes
+        self.address = map_private(image.descriptor, image.size_bytes)
+        self.buffer = (ctypes.c_char * self.size_bytes).from_address(self.address)
+        _index.add(self)
+        finalizer = weakref.finalize(self.buffer, _release_mapping, self.address, image)
+        finalizer.atexit = False
+
+    def clone(self) -> Arena:
+        """A fresh mapping of the same image bytes, without this arena's private writes."""
+        return self.image.map()
+
+
+class _Index:
+    """Live arenas by address.
+
+    The sorted list of addresses is a cache, valid for one stamp; a reader that loses a race with a
+    finalizer sees an address without an entry, which means "unknown", never a wrong image.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[int, weakref.ref[ctypes.Array[ctypes.c_char]], Image]] = {}
+        self._stamps = itertools.count()
+        self._stamp = next(self._stamps)
+        self._sorted: tuple[int, list[int]] = (self._stamp, [])
+
+    def add(self, arena: Arena) -> None:
+        self._entries[arena.address] = (arena.size_bytes, weakref.ref(arena.buffer), arena.image)
+        self._stamp = next(self._stamps)
+
+    def remove(self, address: int) -> None:
+        self._entries.pop(address, None)
+        self._stamp = next(self._stamps)
+
+    def find(self, address: int, size_bytes: int) -> tuple[Image, int] | None:
+        starts = self._starts()
+        index = bisect.bisect_right(starts, address) - 1
+        if index < 0:
+            return None
+        start = starts[index]
+        entry = self._entries.get(start)
+        if entry is None or address - start + size_bytes > entry[0] or entry[1]() is None:
+            return None
+        return entry[2], address - start
+
+    def _starts(self) -> list[int]:
+        stamp = self._stamp
+        cached_stamp, starts = self._sorted
+        if cached_stamp != stamp:
+            starts = sorted(self._entries)
+            self._sorted = (stamp, starts)
+        return starts
+
+
+_index = _Index()
+
+
+def find(address: int, size_bytes: int) -> tuple[Image, int] | None:
+    """(image, offset in bytes) of the live arena that holds ``[address, address + size_bytes)``."""
+    return _index.find(address, size_bytes)
+
+
+def _release_mapping(address: int, image: Image) -> None:
+    # Out of the index first: the kernel may hand the address out again right after munmap.
+    _index.remove(address)
+    unmap(address, image.size_bytes)

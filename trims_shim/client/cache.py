@@ -1,0 +1,315 @@
+"""The cache as this process uses it: connections, leases it holds, and the way to an arena.
+
+Owns the process-wide :class:`Cache`. Fork rule: the child forgets everything by replacing the
+object; nothing is closed, locked or logged there. What it inherits stays open in the child, which
+is right: it still maps the memory, so the parent's lease must outlive the parent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from trims_shim import config as configuration
+from trims_shim import diagnostics
+from trims_shim._version import __version__
+from trims_shim.client import spawn
+from trims_shim.client.arenas import Arena, Image
+from trims_shim.client.connection import Connection
+from trims_shim.config import Config
+from trims_shim.errors import (
+    DaemonUnavailable,
+    IncompatibleDaemon,
+    NotServed,
+    RequestRefused,
+    TooManyRequests,
+)
+from trims_shim.specs import Identity
+from trims_shim.wire import endpoint as endpoints
+from trims_shim.wire import messages
+
+__all__ = ["Cache", "cache", "configure"]
+
+_CONNECTIONS_LIMIT = 16
+_IDENTITIES_LIMIT = 4096
+_DRAIN_PATIENCE_S = 5.0
+_Result = TypeVar("_Result")
+
+
+class Cache:
+    """See the module docstring. Thread-safe."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.endpoint = endpoints.choose(config.socket_dir, runtime_dir=config.runtime_dir)
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._in_use = 0
+        self._images: weakref.WeakValueDictionary[str, Image] = weakref.WeakValueDictionary()
+        self._digests: dict[Identity, str] = {}
+
+    # --- opening ----------------------------------------------------------------------------------
+
+    def open(self, descriptor: int, *, name: str, min_bytes: int | None = None) -> Arena:
+        """A fresh private mapping of the image of an open file; blocks while it is loaded.
+
+        The descriptor stays the caller's. Raises NotServed where the cache gains nothing, any
+        other TrimsError when it cannot help.
+        """
+        identity = self._check(descriptor, name, min_bytes)
+        image = self._local(identity)
+        if image is None:
+            image = self._lease(descriptor, identity, name)
+        arena = image.map()
+        diagnostics.count("bytes_shared", amount=image.size_bytes)
+        return arena
+
+    def _check(self, descriptor: int, name: str, min_bytes: int | None) -> Identity:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotServed("not_regular", f"{name} is not a regular file")
+        least = self.config.min_bytes if min_bytes is None else min_bytes
+        if status.st_size < max(1, least):
+            raise NotServed("small_file", f"{name} has {status.st_size} bytes")
+        return Identity.from_stat(status)
+
+    def _local(self, identity: Identity) -> Image | None:
+        """An image this process still holds; a settled identity means equal content."""
+        image = self._images.get(self._digests.get(identity, ""))
+        if image is not None:
+            diagnostics.count("open", "local")
+        return image
+
+    def _lease(self, descriptor: int, identity: Identity, name: str) -> Image:
+        def ask(connection: Connection) -> Image:
+            granted = connection.open_image(descriptor, name)
+            reply = granted.reply
+            diagnostics.count("open", reply.outcome)
+            image = Image(
+                granted.descriptor,
+                reply.size_bytes,
+                digest=reply.digest,
+                release=lambda: connection.release(reply.lease),
+            )
+            if reply.is_settled:
+                self._remember(identity, image)
+            return image
+
+        return self._with_connection(ask)
+
+    def _remember(self, identity: Identity, image: Image) -> None:
+        if len(self._digests) >= _IDENTITIES_LIMIT:
+            self._digests.clear()
+        self._digests[identity] = image.digest
+        self._images[image.digest] = image
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def request(self, message: Any, *, may_start: bool = False) -> Any:
+        """A control request. Raises DaemonUnavailable when no daemon runs and none may start."""
+        return self._with_connection(lambda each: each.request(message), may_start=may_start)
+
+    def welcome(self, *, may_start: bool = False) -> messages.Welcome:
+        """What the daemon said of itself."""
+        return self._with_connection(lambda each: each.welcome, may_start=may_start)
+
+    def quiesce(self) -> None:
+        """Before a fork: leave no thread of ours, unless a request is under way in one of theirs."""
+        # Whoever forks must not wait for us, and may do so from a place that holds the lock.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            for connection in self._idle:
+                connection.quiesce()
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """At exit: report the counters and close idle connections."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.report(diagnostics.take_unreported())
+            connection.close()
+
+    # --- connections ------------------------------------------------------------------------------
+
+    def _with_connection(
+        self, ask: Callable[[Connection], _Result], *, may_start: bool | None = None
+    ) -> _Result:
+        """Run ``ask`` on a connection; once more on a new one when the daemon went away."""
+        may_start = self.config.autostart if may_start is None else may_start
+        try:
+            with self._connection(may_start) as connection:
+                return ask(connection)
+        except DaemonUnavailable:
+            if not may_start:
+                raise
+        with self._connection(may_start) as connection:
+            return ask(connection)
+
+    @contextlib.contextmanager
+    def _connection(self, may_start: bool) -> Iterator[Connection]:
+        with self._lock:
+            if self._in_use >= _CONNECTIONS_LIMIT:
+                raise TooManyRequests(f"{_CONNECTIONS_LIMIT} loads are under way in this process")
+            self._in_use += 1
+        connection = None
+        is_usable = False
+        try:
+            connection = self._take_idle() or self._connect(may_start)
+            yield connection
+            is_usable = True
+        except RequestRefused:
+            is_usable = True
+            raise
+        finally:
+            self._give_back(connection, is_usable)
+
+    def _take_idle(self) -> Connection | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if connection.is_alive():
+                return connection
+            connection.close()
+
+    def _give_back(self, connection: Connection | None, is_usable: bool) -> None:
+        with self._lock:
+            self._in_use -= 1
+            if connection is not None and is_usable:
+                self._idle.append(connection)
+                return
+        if connection is not None:
+            # An answer may still come for it, and its descriptors with it: start afresh.
+            connection.close()
+
+    def _connect(self, may_start: bool) -> Connection:
+        try:
+            connection = self._dial()
+        except DaemonUnavailable:
+            if not may_start:
+                raise
+            return self._start()
+        if not may_start or not _is_older(connection.welcome):
+            with _closing_on_error(connection):
+                connection.check_protocol()
+            return connection
+        self._replace(connection)
+        return self._start()
+
+    def _dial(self) -> Connection:
+        return Connection(
+            self.endpoint,
+            config_hash=self.config.daemon_hash(),
+            stall_timeout_s=self.config.stall_timeout,
+        )
+
+    def _start(self) -> Connection:
+        spawn.start(self.endpoint, timeout_s=self.config.start_timeout)
+        diagnostics.count("daemon", "started")
+        connection = self._dial()
+        with _closing_on_error(connection):
+            connection.check_protocol()
+        return connection
+
+    def _replace(self, connection: Connection) -> None:
+        """Drain an older daemon; its leases and mappings live on."""
+        before = _inode(self.endpoint.handover)
+        try:
+            connection.drain()
+            deadline = time.monotonic() + _DRAIN_PATIENCE_S
+            while before is not None and _inode(self.endpoint.handover) == before:
+                if time.monotonic() > deadline:
+                    raise IncompatibleDaemon(
+                        f"daemon {connection.welcome.pid} (trims_shim "
+                        f"{connection.welcome.package}) does not make room; run `trims stop`"
+                    )
+                time.sleep(0.01)
+        finally:
+            connection.close()
+
+
+@contextlib.contextmanager
+def _closing_on_error(connection: Connection) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _is_older(welcome: messages.Welcome) -> bool:
+    ours = (messages.PROTOCOL_VERSION, _version_key(__version__))
+    return (welcome.protocol, _version_key(welcome.package)) < ours
+
+
+def _version_key(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return None
+
+
+# --- the process-wide object ----------------------------------------------------------------------
+
+_cache: Cache | None = None
+_forgotten: list[Cache] = []
+_has_hooks = False
+
+
+def configure(config: Config) -> None:
+    """Use these settings from now on; open connections and leases of the old ones stay."""
+    global _cache
+    if _cache is not None:
+        _forgotten.append(_cache)
+    _cache = Cache(config)
+    _install_hooks()
+
+
+def cache() -> Cache:
+    """The cache of this process."""
+    if _cache is None:
+        configure(configuration.load())
+    assert _cache is not None
+    return _cache
+
+
+def _install_hooks() -> None:
+    global _has_hooks
+    if not _has_hooks:
+        _has_hooks = True
+        os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+        atexit.register(_at_exit)
+
+
+def _before_fork() -> None:
+    if _cache is not None:
+        _cache.quiesce()
+
+
+def _after_fork_in_child() -> None:
+    """Only forget; the old object is kept so that no destructor of its runs here."""
+    global _cache
+    if _cache is not None:
+        _forgotten.append(_cache)
+        _cache = Cache(_cache.config)
+    diagnostics.reset_after_fork()
+
+
+def _at_exit() -> None:
+    if _cache is not None:
+        _cache.close()

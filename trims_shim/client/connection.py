@@ -1,0 +1,266 @@
+"""One connection to the daemon: the handover socket and, when needed, the control socket.
+
+Used by one thread at a time (the pool in :mod:`trims_shim.client.cache` sees to that), except
+:meth:`Connection.release`, which any thread may call at any time, a finalizer included. The leases
+taken over a connection end with it.
+
+The control socket is opened on the first request and closed again by :meth:`quiesce` before a
+fork: ZeroMQ has threads, and a program that forks must not find them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from trims_shim._version import __version__
+from trims_shim.client.session import Conversation
+from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
+from trims_shim.wire import codec, handover, messages
+from trims_shim.wire.endpoint import Endpoint
+
+__all__ = ["Connection", "Granted"]
+
+_CONNECT_TIMEOUT_S = 3.0
+_ANSWER_TIMEOUT_S = 3.0
+_LAST_WORDS_MS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """An opened image. The receiver owns ``descriptor``."""
+
+    reply: messages.OpenImageReply
+    descriptor: int
+
+
+class Connection:
+    """See the module docstring."""
+
+    def __init__(self, endpoint: Endpoint, *, config_hash: str, stall_timeout_s: float) -> None:
+        """Connect and say Hello. Raises DaemonUnavailable, IncompatibleDaemon, WireError."""
+        self.pid = os.getpid()
+        self.endpoint = endpoint
+        self._handover = _connect(endpoint)
+        self._control: zmq.Socket[bytes] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._unsent: deque[int] = deque()
+        self._grants: dict[int, tuple[int, int]] = {}
+        self._ticket = 0
+        try:
+            self.welcome = self._greet(config_hash)
+        except BaseException:
+            self._handover.close()
+            raise
+        self._conversation = Conversation(
+            token=self.welcome.token, stall_timeout_s=stall_timeout_s
+        )
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def open_image(self, descriptor: int, name: str) -> Granted:
+        """Lease the image of an open file. Blocks while the daemon reads it.
+
+        Raises RequestRefused, DaemonError, WireError.
+        """
+        self._flush_releases()
+        self._ticket += 1
+        ticket = self._ticket
+        self._send_handover(messages.FileOffer(ticket), descriptor)
+        reply = self.request(messages.OpenImageRequest(ticket, name))
+        if not isinstance(reply, messages.OpenImageReply):
+            raise WireError(f"{type(reply).__name__} answers OpenImageRequest")
+        while ticket not in self._grants:
+            self._receive_handover()
+        segment, _ = self._grants.pop(ticket)
+        if os.fstat(segment).st_size < reply.size_bytes:
+            os.close(segment)
+            raise WireError(f"segment of {name} is shorter than its image")
+        return Granted(reply, segment)
+
+    def request(self, message: Any) -> Any:
+        """Send a control request and wait for its reply. Raises as :meth:`open_image`."""
+        control = self._open_control()
+        envelope = self._conversation.begin(message, time.monotonic())
+        self._send_control(control, envelope)
+        poller = zmq.Poller()
+        poller.register(control, zmq.POLLIN)
+        poller.register(self._handover.fileno(), zmq.POLLIN)
+        while True:
+            left = self._conversation.check_stall(time.monotonic())
+            ready = dict(poller.poll(int(left * 1000) + 1))
+            if control in ready:
+                answer = codec.decode_envelope(control.recv(zmq.NOBLOCK))
+                reply = self._conversation.receive(answer, time.monotonic())
+                if reply is not None:
+                    return reply
+            elif self._handover.fileno() in ready:
+                try:
+                    self._receive_handover()
+                except DaemonUnavailable:
+                    # A stopping daemon answers on one socket and says goodbye on the other.
+                    if not control.poll(_LAST_WORDS_MS):
+                        raise
+
+    def report(self, counters: dict[str, int]) -> None:
+        """Hand counters to the daemon's totals; best effort, for the end of a process."""
+        if counters and self.pid == os.getpid():
+            with contextlib.suppress(OSError):
+                handover.send(self._handover, messages.StatsReport(counters))
+
+    def release(self, lease: int) -> None:
+        """Give a lease up. Never blocks, raises or locks; safe in a finalizer."""
+        if self.pid != os.getpid():
+            return
+        try:
+            handover.send(self._handover, messages.LeaseRelease(lease))
+        except BlockingIOError:
+            self._unsent.append(lease)
+        except OSError:
+            pass  # The connection is gone, and all its leases with it.
+
+    def drain(self) -> None:
+        """Ask the daemon to finish and make room for a newer one; waits until it has closed."""
+        self._send_handover(messages.DrainRequest(__version__), None)
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def is_alive(self) -> bool:
+        """False once the daemon has closed its end."""
+        try:
+            data = self._handover.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not data:
+            return False
+        with contextlib.suppress(DaemonUnavailable, WireError, OSError):
+            self._receive_handover()
+            return True
+        return False
+
+    def quiesce(self) -> None:
+        """Close the control socket and its threads; the next request opens it again."""
+        control, self._control = self._control, None
+        context, self._context = self._context, None
+        if control is not None:
+            control.close(linger=0)
+        if context is not None:
+            context.term()
+
+    def close(self) -> None:
+        """Close everything; the daemon releases the leases."""
+        self.quiesce()
+        for segment, _ in self._grants.values():
+            os.close(segment)
+        self._grants.clear()
+        self._handover.close()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _greet(self, config_hash: str) -> messages.Welcome:
+        hello = messages.Hello(messages.PROTOCOL_VERSION, __version__, os.getpid(), config_hash)
+        self._send_handover(hello, None)
+        packet = self._receive_packet()
+        if not isinstance(packet.message, messages.Welcome):
+            raise DaemonUnavailable(f"the daemon answered Hello with {packet.message!r:.200}")
+        return packet.message
+
+    def check_protocol(self) -> None:
+        """Raises IncompatibleDaemon when the daemon speaks another version."""
+        if self.welcome.protocol != messages.PROTOCOL_VERSION or not self.welcome.token:
+            raise IncompatibleDaemon(
+                f"the daemon (trims_shim {self.welcome.package}, protocol {self.welcome.protocol}) "
+                f"and this process (trims_shim {__version__}, protocol "
+                f"{messages.PROTOCOL_VERSION}) do not understand each other; run `trims stop`"
+            )
+
+    def _open_control(self) -> zmq.Socket[bytes]:
+        if self._control is None:
+            self._context = zmq.Context(io_threads=1)
+            control = self._context.socket(zmq.DEALER)
+            control.setsockopt(zmq.LINGER, 0)
+            control.setsockopt(zmq.MAXMSGSIZE, messages.CONTROL_MESSAGE_LIMIT_BYTES)
+            control.setsockopt(zmq.SNDTIMEO, int(_CONNECT_TIMEOUT_S * 1000))
+            control.connect(f"ipc://{self.endpoint.control(self.welcome.instance)}")
+            self._control = control
+        return self._control
+
+    def _send_control(self, control: zmq.Socket[bytes], envelope: codec.Envelope) -> None:
+        try:
+            control.send(codec.encode_envelope(envelope))
+        except zmq.Again as error:
+            raise DaemonTimeout("the daemon does not take requests; see `trims status`") from error
+
+    def _send_handover(self, message: Any, descriptor: int | None) -> None:
+        try:
+            if not _wait(self._handover, select.POLLOUT):
+                raise DaemonTimeout("the daemon does not read; see `trims status`")
+            handover.send(self._handover, message, descriptor=descriptor)
+        except OSError as error:
+            raise DaemonUnavailable(f"the daemon has closed the connection: {error}") from error
+
+    def _receive_handover(self) -> None:
+        packet = self._receive_packet()
+        message = packet.message
+        if isinstance(message, messages.SegmentGrant) and packet.descriptor is not None:
+            if message.ticket == self._ticket:
+                self._grants[message.ticket] = (packet.descriptor, message.lease)
+                return
+            # Of a request that was given up.
+            self.release(message.lease)
+        if packet.descriptor is not None:
+            os.close(packet.descriptor)
+        if isinstance(message, messages.Goodbye):
+            raise DaemonUnavailable(f"the daemon closes the connection: {message.reason}")
+
+    def _receive_packet(self) -> handover.Packet:
+        try:
+            if not _wait(self._handover, select.POLLIN):
+                raise DaemonTimeout("the daemon does not answer; see `trims status`")
+            packet = handover.receive(self._handover)
+        except OSError as error:
+            raise DaemonUnavailable(f"the daemon has closed the connection: {error}") from error
+        if packet is None:
+            raise DaemonUnavailable("the daemon has closed the connection")
+        return packet
+
+    def _flush_releases(self) -> None:
+        while self._unsent:
+            self._send_handover(messages.LeaseRelease(self._unsent.popleft()), None)
+
+
+def _connect(endpoint: Endpoint) -> socket.socket:
+    endpoint.check_length()
+    endpoint.check_owner()
+    connection = handover.new_socket()
+    connection.settimeout(_CONNECT_TIMEOUT_S)
+    try:
+        connection.connect(endpoint.handover)
+        # Not blocking from here on: Python waits for its own timeout even under MSG_DONTWAIT.
+        connection.setblocking(False)
+        peer = handover.peer_of(connection)
+    except OSError as error:
+        connection.close()
+        raise DaemonUnavailable(f"no daemon answers at {endpoint.handover}: {error}") from error
+    if peer.uid not in (os.geteuid(), 0):
+        connection.close()
+        raise DaemonUnavailable(
+            f"{endpoint.handover} is served by user {peer.uid}, whom you need not trust"
+        )
+    return connection
+
+
+def _wait(connection: socket.socket, event: int) -> bool:
+    poll = select.poll()
+    poll.register(connection, event)
+    return bool(poll.poll(_ANSWER_TIMEOUT_S * 1000))

@@ -1,0 +1,84 @@
+"""One client's conversation with the daemon, without I/O.
+
+Owns the request numbers, the match of replies to requests, and the decision that the daemon has
+stopped making progress. Time is an argument. The connection feeds it what arrives and asks when to
+give up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trims_shim import errors
+from trims_shim.errors import DaemonError, DaemonTimeout, TrimsError
+from trims_shim.wire import messages
+from trims_shim.wire.codec import Envelope
+
+__all__ = ["Conversation", "error_from"]
+
+
+@dataclass(slots=True)
+class _Pending:
+    request_id: int
+    deadline_s: float
+    done_bytes: int = -1
+
+
+class Conversation:
+    """At most one request at a time; late answers of abandoned requests are ignored."""
+
+    def __init__(self, *, token: bytes, stall_timeout_s: float) -> None:
+        self._token = token
+        self._stall_timeout_s = stall_timeout_s
+        self._next = 1
+        self._pending: _Pending | None = None
+
+    def begin(self, message: Any, now_s: float) -> Envelope:
+        """The envelope to send; forgets a request that was given up."""
+        request_id, self._next = self._next, self._next + 1
+        self._pending = _Pending(request_id, now_s + self._stall_timeout_s)
+        return Envelope(request_id, self._token, message)
+
+    def receive(self, envelope: Envelope, now_s: float) -> Any | None:
+        """The reply, or None for progress and for answers nobody waits for.
+
+        Raises the error that an ErrorReply names.
+        """
+        pending = self._pending
+        is_unaddressed_error = envelope.request_id == 0 and isinstance(
+            envelope.message, messages.ErrorReply
+        )
+        if pending is None or (envelope.request_id != pending.request_id and not is_unaddressed_error):
+            return None
+        if isinstance(envelope.message, messages.Progress):
+            # Only bytes count: a daemon that says it is alive but reads nothing is no use.
+            if envelope.message.done_bytes > pending.done_bytes:
+                pending.done_bytes = envelope.message.done_bytes
+                pending.deadline_s = now_s + self._stall_timeout_s
+            return None
+        self._pending = None
+        if isinstance(envelope.message, messages.ErrorReply):
+            raise error_from(envelope.message)
+        return envelope.message
+
+    def check_stall(self, now_s: float) -> float:
+        """Seconds until the request will be given up. Raises DaemonTimeout when it is time."""
+        if self._pending is None:
+            return self._stall_timeout_s
+        left = self._pending.deadline_s - now_s
+        if left <= 0:
+            self._pending = None
+            raise DaemonTimeout(
+                f"the daemon made no progress for {self._stall_timeout_s:g} s; see `trims status`"
+            )
+        return left
+
+
+def error_from(reply: messages.ErrorReply) -> TrimsError:
+    """The error an ErrorReply names; a name this version does not know is a DaemonError."""
+    kind = getattr(errors, reply.error, None)
+    if reply.error in errors.__all__ and isinstance(kind, type) and kind is not errors.NotServed:
+        error: TrimsError = kind(reply.message)
+        return error
+    return DaemonError(f"{reply.error}: {reply.message}")

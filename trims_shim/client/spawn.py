@@ -1,0 +1,134 @@
+"""Start the daemon when none answers.
+
+The starter takes ``start.lock``, looks once more whether somebody listens, and only then spawns; the
+report pipe exists before the spawn, so no outcome is lost. The new process detaches by a second
+fork: the daemon is never a child of the user's program, which must not find a stranger when it
+waits for its own children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from trims_shim.errors import DaemonStartFailed, DaemonTimeout, DaemonUnavailable
+from trims_shim.wire.endpoint import Endpoint
+
+__all__ = ["start"]
+
+_POLL_S = 0.02
+_BOOT = (
+    "import os, sys; "
+    "sys.path[:] = sys.argv[2].split(os.pathsep); "
+    "pid = os.fork() if sys.argv[1] != '-' else 0; "
+    "pid and os._exit(0); "
+    "from trims_shim.daemon.detached import main; "
+    "main(int(sys.argv[1]))"
+)
+
+
+def start(endpoint: Endpoint, *, timeout_s: float) -> None:
+    """Start a daemon and wait until one answers. Returns also when somebody else won the race.
+
+    Raises DaemonStartFailed with the daemon's reason, DaemonTimeout.
+    """
+    endpoint.create()
+    deadline = time.monotonic() + timeout_s
+    with _start_lock(endpoint, deadline) as is_mine:
+        if is_mine:
+            _spawn(endpoint, deadline)
+
+
+@contextlib.contextmanager
+def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[bool]:
+    """True when this process is the one to start; False when a starter has just finished."""
+    descriptor = os.open(endpoint.start_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    has_waited = False
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                has_waited = True
+            if time.monotonic() > deadline:
+                raise DaemonTimeout(
+                    f"another process has been starting the daemon in {endpoint.directory} for "
+                    f"too long; see {endpoint.log}"
+                )
+            time.sleep(_POLL_S)
+        yield not (has_waited and os.path.exists(endpoint.handover))
+    finally:
+        os.close(descriptor)
+
+
+def _spawn(endpoint: Endpoint, deadline: float) -> None:
+    executable = _interpreter()
+    reader, writer = os.pipe()
+    try:
+        try:
+            process = _launch(executable, endpoint, writer)
+        except OSError as error:
+            raise DaemonStartFailed(
+                f"the daemon cannot be started with {executable}: {error}; run `trims daemon`"
+            ) from error
+        finally:
+            os.close(writer)
+        line = _read_line(reader, deadline, endpoint)
+        # The first fork ends at once; its status is taken so that no zombie is left.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(0.1, deadline - time.monotonic()))
+    finally:
+        os.close(reader)
+    word, _, reason = line.partition(" ")
+    if word not in ("ready", "lost-race"):
+        detail = reason.strip() or f"it died without a word; see {endpoint.log}"
+        raise DaemonStartFailed(f"the daemon could not start: {detail}")
+
+
+def _launch(executable: str, endpoint: Endpoint, writer: int) -> subprocess.Popen[bytes]:
+    # Paths that depend on the working directory would let whoever owns it choose the code.
+    paths = [path for path in sys.path if os.path.isabs(path)]
+    package_parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = dict(os.environ)
+    environment.update(TRIMS_ENABLED="0", TRIMS_SOCKET_DIR=endpoint.directory)
+    with open(endpoint.log, "ab") as log:
+        return subprocess.Popen(
+            [executable, "-I", "-c", _BOOT, str(writer), os.pathsep.join([package_parent, *paths])],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=environment,
+            pass_fds=(writer,),
+            start_new_session=True,
+        )
+
+
+def _interpreter() -> str:
+    executable = sys.executable or ""
+    if "python" not in os.path.basename(executable).lower() or not os.path.exists(executable):
+        raise DaemonUnavailable(
+            f"this program's interpreter ({executable or 'unknown'}) cannot start the daemon; "
+            f"run `trims daemon` first"
+        )
+    return executable
+
+
+def _read_line(reader: int, deadline: float, endpoint: Endpoint) -> str:
+    data = b""
+    while not data.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([reader], [], [], left)[0]:
+            raise DaemonTimeout(f"the daemon did not report in time; see {endpoint.log}")
+        chunk = os.read(reader, 4096)
+        if not chunk:
+            break
+        data += chunk
+    return data.decode(errors="replace")

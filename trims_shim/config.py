@@ -1,0 +1,348 @@
+"""Settings: the one place that reads the environment and the configuration file.
+
+Order, strongest first: argument, environment (``TRIMS_*``), file, default; every value remembers
+its source. An unknown ``TRIMS_*`` variable, an unknown key in the file, an unclear boolean or a
+value out of range is a ConfigError. Kept free of heavy imports: ``import trims_shim`` pays for it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from trims_shim.errors import ConfigError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
+__all__ = ["SETTINGS", "Config", "Setting", "load", "memory_limit_bytes", "parse_size"]
+
+PATCHABLE_LIBRARIES = ("torch", "safetensors")
+EVICTION_POLICIES = ("lru",)
+MEMORY_KINDS = ("auto", "memfd-huge", "tmpfs-huge", "tmpfs-huge-userns", "memfd")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+# Read by the test suite, the benchmarks and the process that is being started; not settings.
+_RESERVED = ("TRIMS_BENCH_DIR", "TRIMS_TEST_", "TRIMS_AUTOSTARTED")
+
+
+class Setting:
+    """One setting: its variable is ``TRIMS_<NAME>``, its key in the file is ``name``."""
+
+    __slots__ = ("default", "help", "is_daemons", "name", "parse")
+
+    def __init__(
+        self,
+        name: str,
+        default: str,
+        parse: Callable[[str], Any],
+        help: str,
+        *,
+        is_daemons: bool = False,
+    ) -> None:
+        self.name = name
+        self.default = default
+        self.parse = parse
+        self.help = help
+        self.is_daemons = is_daemons
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable."""
+        return "TRIMS_" + self.name.upper()
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise ConfigError(f"{text!r} is not a boolean; use 1 or 0")
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in allowed:
+            raise ConfigError(f"{text!r} is not one of {', '.join(allowed)}")
+        return text.lower()
+
+    return parse
+
+
+def _subset(*allowed: str) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(name.strip() for name in text.split(",") if name.strip())
+        for name in names:
+            if name not in allowed:
+                raise ConfigError(f"{name!r} is not one of {', '.join(allowed)}")
+        return names
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a number of seconds") from None
+    if not 0 <= value < 1e9:
+        raise ConfigError(f"{text!r} seconds is out of range")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) > 1024:
+        raise ConfigError(f"{text!r} is not a number from 0 to 1024")
+    return int(text)
+
+
+def parse_size(text: str) -> int:
+    """Bytes in ``512``, ``64K``, ``1.5GiB`` or ``40%`` (of the memory this process may use)."""
+    body = text.strip().upper()
+    if body.endswith("%"):
+        return int(memory_limit_bytes() * _share(body[:-1], text))
+    for suffix in ("IB", "B"):
+        if body.endswith(suffix):
+            body = body[: -len(suffix)]
+            break
+    unit = body[-1:] if body[-1:] in _UNITS and not body[-1:].isdigit() else ""
+    number = body[: len(body) - len(unit)]
+    try:
+        size = float(number)
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a size; write for example 512M, 8GiB or 40%") from None
+    if not 0 <= size * _UNITS[unit] < 1 << 62:
+        raise ConfigError(f"{text!r} is out of range")
+    return int(size * _UNITS[unit])
+
+
+def _share(number: str, text: str) -> float:
+    try:
+        percent = float(number)
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a percentage") from None
+    if not 0 <= percent <= 100:
+        raise ConfigError(f"{text!r} is not between 0% and 100%")
+    return percent / 100
+
+
+def memory_limit_bytes() -> int:
+    """Memory this process may use: RAM, or the tightest cgroup limit around it."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _cgroup_limit_files():
+        try:
+            with open(path) as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text.isdecimal():
+            limit = min(limit, int(text))
+    return limit
+
+
+def _cgroup_limit_files() -> list[str]:
+    files = []
+    try:
+        with open("/proc/self/cgroup") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        root, name = (
+            ("/sys/fs/cgroup", "memory.max")
+            if number == "0"
+            else ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+        )
+        while True:
+            files.append(f"{root}{path.rstrip('/')}/{name}")
+            if path in ("/", ""):
+                break
+            path = os.path.dirname(path)
+    return files
+
+
+def _any(text: str) -> str:
+    return text
+
+
+SETTINGS = (
+    Setting("enabled", "1", _boolean, "patch the libraries of this process"),
+    Setting(
+        "patches",
+        ",".join(PATCHABLE_LIBRARIES),
+        _subset(*PATCHABLE_LIBRARIES),
+        "libraries to patch, separated by commas",
+    ),
+    Setting(
+        "elide_copies",
+        "1",
+        _boolean,
+        "let load_state_dict take shared weights over instead of copying them",
+    ),
+    Setting("min_bytes", "1M", parse_size, "smaller files go to the framework's own loader"),
+    Setting("strict", "0", _boolean, "raise when the cache fails instead of falling back (tests)"),
+    Setting("autostart", "1", _boolean, "start the daemon when none runs"),
+    Setting("socket_dir", "", _any, "directory of the sockets; empty: see docs/daemon.md"),
+    Setting("start_timeout", "10", _seconds, "seconds to wait for a starting daemon"),
+    Setting("stall_timeout", "10", _seconds, "seconds without a sign of life before falling back"),
+    Setting("log", "warning", _choice(*LOG_LEVELS), "level of the logger trims_shim"),
+    Setting("log_file", "", _any, "file that the log is appended to; empty: logging's own set-up"),
+    Setting(
+        "host_bytes", "50%", parse_size, "byte budget of the host tier (of RAM)", is_daemons=True
+    ),
+    Setting(
+        "memory_kind",
+        "auto",
+        _choice(*MEMORY_KINDS),
+        "memory of host segments; auto takes the best that works",
+        is_daemons=True,
+    ),
+    Setting(
+        "eviction",
+        "lru",
+        _choice(*EVICTION_POLICIES),
+        "which unleased image goes first",
+        is_daemons=True,
+    ),
+    Setting(
+        "idle_exit",
+        "600",
+        _seconds,
+        "seconds without a lease or request after which the daemon exits; 0: never",
+        is_daemons=True,
+    ),
+    Setting(
+        "ingest_threads",
+        "0",
+        _count,
+        "threads that read one model file; 0: by the number of cores",
+        is_daemons=True,
+    ),
+    Setting(
+        "group",
+        "",
+        _any,
+        "group that may use a machine-wide daemon; empty: this user only",
+        is_daemons=True,
+    ),
+)
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+class Config:
+    """Values of all settings with their sources; read-only. ``config.min_bytes``, and so on."""
+
+    __slots__ = ("_sources", "_texts", "_values", "runtime_dir")
+
+    def __init__(
+        self, texts: Mapping[str, str], sources: Mapping[str, str], *, runtime_dir: str = ""
+    ) -> None:
+        """Parse ``texts`` (by setting name); what is missing has its default.
+
+        ``runtime_dir`` is ``$XDG_RUNTIME_DIR``, where sockets belong.
+        """
+        self.runtime_dir = runtime_dir
+        self._values: dict[str, Any] = {}
+        self._texts: dict[str, str] = {}
+        self._sources: dict[str, str] = {}
+        for setting in SETTINGS:
+            text = texts.get(setting.name, setting.default)
+            self._texts[setting.name] = text
+            self._sources[setting.name] = sources.get(setting.name, "default")
+            try:
+                self._values[setting.name] = setting.parse(text)
+            except ConfigError as error:
+                source = self._sources[setting.name]
+                raise ConfigError(
+                    f"{setting.variable} ({source}): {error}; see `trims info`"
+                ) from None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def source(self, name: str) -> str:
+        """Where the value of a setting comes from."""
+        return self._sources[name]
+
+    def text(self, name: str) -> str:
+        """The value of a setting as it was written."""
+        return self._texts[name]
+
+    def daemon_hash(self) -> str:
+        """Changes when a setting that is read only when a daemon starts has changed."""
+        import zlib
+
+        parts = [f"{s.name}={self._texts[s.name]}" for s in SETTINGS if s.is_daemons]
+        return f"{zlib.crc32(';'.join(parts).encode()):08x}"
+
+
+def config_file(environment: Mapping[str, str]) -> str:
+    """Path of the configuration file of this user (it need not exist)."""
+    base = environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return os.path.join(base, "trims", "trims.toml")
+
+
+def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Config:
+    """The settings of this process. Raises ConfigError, naming the variable or key."""
+    env = os.environ if environment is None else environment
+    texts: dict[str, str] = {}
+    sources: dict[str, str] = {}
+    path = config_file(env)
+    for name, text in _read_file(path).items():
+        texts[name], sources[name] = text, path
+    for variable, text in env.items():
+        if not variable.startswith("TRIMS_") or variable.startswith(_RESERVED):
+            continue
+        name = variable[len("TRIMS_") :].lower()
+        _check_known(name, f"environment variable {variable}")
+        if text:
+            texts[name], sources[name] = text, f"environment {variable}"
+    for name, text in arguments.items():
+        _check_known(name, f"argument {name}")
+        texts[name], sources[name] = text, "argument"
+    return Config(texts, sources, runtime_dir=env.get("XDG_RUNTIME_DIR", ""))
+
+
+def _read_file(path: str) -> dict[str, str]:
+    if not os.path.exists(path):
+        return {}
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib  # type: ignore[import-not-found,no-redef]
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    for name in table:
+        _check_known(name, f"key {name} in {path}")
+    return {name: _as_text(value) for name, value in table.items()}
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    if isinstance(value, list):
+        return ",".join(str(item) for item in value)
+    return str(value)
+
+
+def _check_known(name: str, what: str) -> None:
+    if name in _BY_NAME:
+        return
+    import difflib
+
+    near = difflib.get_close_matches(name, _BY_NAME, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_BY_NAME)}"
+    raise ConfigError(f"{what} is not a setting of trims_shim; {hint}")

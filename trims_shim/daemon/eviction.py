@@ -1,0 +1,61 @@
+"""Which unleased image goes first when room is needed.
+
+Pure. A policy sees candidates only (never a leased, pinned or loading image) and ranks them; how
+many go is the store's business. Policies are stateless over :class:`Candidate`, so that the store
+and a simulation run the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from trims_shim.errors import ConfigError
+from trims_shim.specs import Digest
+
+__all__ = ["Candidate", "EvictionPolicy", "LeastRecentlyUsed", "policy_named"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An image that may be evicted, with what policies weigh."""
+
+    digest: Digest
+    resident_bytes: int
+    loaded_ns: int
+    used_ns: int
+    opens: int
+    load_ns: int
+
+
+class EvictionPolicy(Protocol):
+    """Ranks candidates for eviction."""
+
+    name: str
+
+    def rank(self, candidates: Iterable[Candidate], now_ns: int) -> list[Digest]:
+        """Digests in the order in which they should go; leaving one out keeps it."""
+
+
+class LeastRecentlyUsed:
+    """Evict what was opened or released longest ago (TrIMS §4.3, the default there)."""
+
+    name = "lru"
+
+    def rank(self, candidates: Iterable[Candidate], now_ns: int) -> list[Digest]:
+        """Oldest use first; ties by digest, so that the order is reproducible."""
+        ordered = sorted(candidates, key=lambda each: (each.used_ns, each.digest))
+        return [each.digest for each in ordered]
+
+
+_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {LeastRecentlyUsed.name: LeastRecentlyUsed}
+
+
+def policy_named(name: str) -> EvictionPolicy:
+    """The policy of this name. Raises ConfigError."""
+    try:
+        return _POLICIES[name]()
+    except KeyError:
+        known = ", ".join(sorted(_POLICIES))
+        raise ConfigError(f"no eviction policy {name!r}; known: {known}") from None

@@ -1,0 +1,262 @@
+"""The daemon process: detach, claim the endpoint, serve, clean up.
+
+Start-up reports exactly one typed outcome through an inherited pipe (:class:`Outcome`), so that the
+client that started it never guesses: ready, somebody else won the race, or a reason. Whoever holds
+the flock on ``daemon.lock`` owns the socket names; a socket found without a holder is stale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import glob
+import grp
+import logging
+import os
+import secrets
+import signal
+import socket
+import stat
+import time
+from typing import Any
+
+from trims_shim import config as configuration
+from trims_shim.config import Config
+from trims_shim.daemon.eviction import policy_named
+from trims_shim.daemon.ingest import default_threads
+from trims_shim.daemon.loader import Loader
+from trims_shim.daemon.server import Server
+from trims_shim.daemon.sessions import Limits, Sessions
+from trims_shim.daemon.store import Store
+from trims_shim.errors import ConfigError, DaemonStartFailed, TrimsError
+from trims_shim.memory import host
+from trims_shim.specs import SegmentKind
+from trims_shim.wire import endpoint as endpoints
+from trims_shim.wire import handover
+from trims_shim.wire.endpoint import Endpoint
+
+__all__ = ["Outcome", "run"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+_LOCK_PATIENCE_S = 5.0
+
+
+class Outcome(enum.Enum):
+    """First word of the line a starting daemon reports; the rest of it is for people."""
+
+    READY = "ready"
+    LOST_RACE = "lost-race"
+    FAILED = "failed"
+
+
+def run(*, report_descriptor: int | None = None, settings: Config | None = None) -> int:
+    """Serve until idle, stopped or replaced; the exit status. Blocks.
+
+    ``report_descriptor``: a pipe for the outcome, closed after it.
+    """
+    report = _Report(report_descriptor)
+    try:
+        config = settings or configuration.load()
+        endpoint = endpoints.choose(config.socket_dir, runtime_dir=config.runtime_dir)
+        endpoint.create(mode=0o750 if config.group else 0o700)
+        lock = _claim(endpoint)
+        if lock is None:
+            report.send(Outcome.LOST_RACE, "another daemon serves this socket directory")
+            return 0
+        server = _build(endpoint, config)
+    except TrimsError as error:
+        report.send(Outcome.FAILED, str(error))
+        return 1
+    # Border: the client that waits must hear of anything.
+    except Exception as error:
+        report.send(Outcome.FAILED, f"{type(error).__name__}: {error}")
+        raise
+    return _serve(server, lock, report)
+
+
+class _Report:
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    def send(self, outcome: Outcome, text: str) -> None:
+        if outcome is Outcome.FAILED:
+            _logger.error("%s", text)
+        if self._descriptor is None:
+            return
+        line = f"{outcome.value} {text}\n"
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, line.encode()[:4000])
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+def _claim(endpoint: Endpoint) -> int | None:
+    """The held lock, or None when a live daemon has it and answers."""
+    lock = os.open(endpoint.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    patience = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if _answers(endpoint) or time.monotonic() > patience:
+                os.close(lock)
+                return None
+        # A daemon that drains gives the lock up at once; one that starts will answer soon.
+        time.sleep(0.02)
+
+
+def _answers(endpoint: Endpoint) -> bool:
+    with handover.new_socket() as probe:
+        try:
+            probe.connect(endpoint.handover)
+        except OSError:
+            return False
+    return True
+
+
+def _build(endpoint: Endpoint, config: Config) -> Server:
+    memory, reason = _memory(config)
+    _raise_descriptor_limit()
+    _remove_stale(endpoint)
+    instance = secrets.token_hex(8)
+    wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    loader = Loader(
+        memory,
+        threads=config.ingest_threads or default_threads(),
+        wake=lambda: os.eventfd_write(wake, 1),
+    )
+    store = Store(
+        config.host_bytes,
+        policy=policy_named(config.eviction),
+        footprint_bytes=memory.footprint_bytes,
+    )
+    gid = _group_id(config.group)
+    with _umask(0o177 if gid is None else 0o117):
+        listener = _listen(endpoint)
+        server = Server(
+            endpoint,
+            instance=instance,
+            listener=listener,
+            store=store,
+            loader=loader,
+            sessions=Sessions(Limits()),
+            wake_descriptor=wake,
+            idle_exit_s=config.idle_exit,
+            config_hash=config.daemon_hash(),
+            memory_reason=reason,
+        )
+    if gid is not None:
+        _give_to_group(endpoint, instance, gid)
+    return server
+
+
+def _memory(config: Config) -> tuple[host.HostMemory, str]:
+    if config.memory_kind == "auto":
+        return host.open_best(config.host_bytes)
+    kind = SegmentKind(config.memory_kind)
+    return host.open_memory(kind, budget_bytes=config.host_bytes), "chosen by TRIMS_MEMORY_KIND"
+
+
+def _listen(endpoint: Endpoint) -> socket.socket:
+    """Bound under a temporary name and renamed, so that a name that exists also listens."""
+    listener = handover.new_socket()
+    temporary = f"{endpoint.handover}.{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    listener.bind(temporary)
+    listener.listen(512)
+    os.rename(temporary, endpoint.handover)
+    return listener
+
+
+def _serve(server: Server, lock: int, report: _Report) -> int:
+    endpoint = server.endpoint
+    ours = os.stat(endpoint.handover).st_ino
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    server.on_stop = lambda: _retire(endpoint, ours, lock)
+    _logger.info(
+        "daemon %d serves %s from %s", os.getpid(), endpoint.directory, server.loader.memory.kind
+    )
+    report.send(Outcome.READY, str(os.getpid()))
+    try:
+        server.run()
+    finally:
+        server.stop()
+        for path in (endpoint.control(server.instance), endpoint.events(server.instance)):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+    return 0
+
+
+def _retire(endpoint: Endpoint, ours: int, lock: int) -> None:
+    """Make room for a successor: no name of ours in the way, the lock free."""
+    with contextlib.suppress(OSError):
+        if os.stat(endpoint.handover).st_ino == ours:
+            os.unlink(endpoint.handover)
+    with contextlib.suppress(OSError):
+        os.close(lock)
+
+
+def _remove_stale(endpoint: Endpoint) -> None:
+    """Sockets that a killed daemon left. Called with the lock held."""
+    pattern = os.path.join(glob.escape(endpoint.directory), "*.sock*")
+    for path in glob.glob(pattern):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.lstat(path).st_mode) and not _is_draining(path):
+                os.unlink(path)
+
+
+def _is_draining(path: str) -> bool:
+    """Whether a predecessor still serves this control socket."""
+    if os.path.basename(path).startswith("handover"):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+def _raise_descriptor_limit() -> None:
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _group_id(name: str) -> int | None:
+    if not name:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(f"TRIMS_GROUP: no group {name!r} on this machine") from None
+
+
+def _give_to_group(endpoint: Endpoint, instance: str, gid: int) -> None:
+    try:
+        os.chown(endpoint.directory, -1, gid)
+        os.chmod(endpoint.directory, 0o750)
+        for path in (endpoint.handover, endpoint.control(instance), endpoint.events(instance)):
+            os.chown(path, -1, gid)
+            os.chmod(path, 0o660)
+    except OSError as error:
+        raise DaemonStartFailed(f"sockets cannot be given to the group: {error}") from error
+
+
+class _umask(contextlib.AbstractContextManager[None]):  # noqa: N801
+    """Create sockets with the right mode from their first moment."""
+
+    def __init__(self, mask: int) -> None:
+        self._mask = mask
+
+    def __enter__(self) -> None:
+        self._old = os.umask(self._mask)
+
+    def __exit__(self, *_: Any) -> None:
+        os.umask(self._old)

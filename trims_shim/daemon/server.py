@@ -1,0 +1,541 @@
+"""The server: one thread that moves messages between sockets and the store.
+
+Theory of operation
+-------------------
+An epoll loop watches the listener, every handover connection, the ROUTER's descriptor and a wake-up
+event. Each event is handed to the store or a request handler; the actions that come back are
+executed at once. Loads run in the loader's threads, which only fill memory and wake the loop, so
+the state needs no lock and a slow disk never delays an answer.
+
+ZeroMQ's descriptor is edge-triggered: after every turn of the loop, whatever caused it, the ROUTER
+is drained until it is empty.
+
+Trust: a client is who the kernel says (SO_PEERCRED); what it sends is data. Whatever breaks a limit
+or cannot be decoded is answered with an error, and the connection it came on is closed. Should a
+client pile up bytes inside ZeroMQ (parts of a message it never ends), the control socket is closed
+and bound again, which frees them; honest clients reconnect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from trims_shim._version import __version__
+from trims_shim.daemon.loader import Finished, Loader
+from trims_shim.daemon.requests import Later, add_counters, handle
+from trims_shim.daemon.sessions import Session, Sessions, check_readable_file
+from trims_shim.daemon.store import (
+    Action,
+    AdoptSegment,
+    Announce,
+    DiscardSegment,
+    DropImage,
+    GrantLease,
+    Opening,
+    RefuseRequest,
+    StartIngest,
+    Store,
+)
+from trims_shim.errors import (
+    AccessDenied,
+    DaemonUnavailable,
+    FileChanged,
+    MalformedMessage,
+    ReadFailed,
+    TooManyRequests,
+    TrimsError,
+    WireError,
+)
+from trims_shim.specs import Identity
+from trims_shim.wire import codec, handover, messages
+from trims_shim.wire.endpoint import Endpoint
+
+__all__ = ["Server"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+REQUEST_LIMIT_BYTES = 64 << 10
+"""Longest request; replies may be longer (messages.CONTROL_MESSAGE_LIMIT_BYTES)."""
+_PROGRESS_INTERVAL_S = 0.25
+_HOUSEKEEPING_INTERVAL_S = 1.0
+_BLOAT_LIMIT_BYTES = 256 << 20
+_ACCEPTS_PER_TURN = 64
+_PACKETS_PER_TURN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request that is not answered yet."""
+
+    routing: bytes
+    ticket: int
+
+
+class Server:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        instance: str,
+        listener: socket.socket,
+        store: Store,
+        loader: Loader,
+        sessions: Sessions,
+        wake_descriptor: int,
+        idle_exit_s: float,
+        config_hash: str = "",
+        memory_reason: str = "",
+    ) -> None:
+        """Take over a bound and listening ``listener``; ``wake_descriptor`` is an eventfd."""
+        self.endpoint = endpoint
+        self.instance = instance
+        self.store = store
+        self.loader = loader
+        self.sessions = sessions
+        self.idle_exit_s = idle_exit_s
+        self.config_hash = config_hash
+        self.memory_reason = memory_reason
+        self.started_ns = time.time_ns()
+        self.counters: Counter[str] = Counter()
+        self._listener = listener
+        self._wake_descriptor = wake_descriptor
+        self._selector = selectors.DefaultSelector()
+        self._context = zmq.Context(io_threads=1)
+        self._router = self._bind_router()
+        self._events = self._context.socket(zmq.PUB)
+        self._events.setsockopt(zmq.LINGER, 0)
+        self._events.bind(f"ipc://{endpoint.events(instance)}")
+        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self.on_stop: Callable[[], None] = lambda: None
+        self._is_stopping = False
+        self._jobs_open = 0
+        self._last_active = time.monotonic()
+        self._next_housekeeping = 0.0
+        self._next_progress = 0.0
+        self._rss_baseline = _private_bytes()
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until idle, stopped or drained; then close everything."""
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_descriptor, selectors.EVENT_READ, self._woken)
+        try:
+            while not self._is_finished():
+                self._turn()
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """Accept nobody any more, finish what is in flight, then end :meth:`run`.
+
+        May be called from a signal handler. ``on_stop`` runs once, so that a successor can start
+        while loads under way are finished here.
+        """
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        self.on_stop()
+        with contextlib.suppress(KeyError, ValueError, OSError):
+            self._selector.unregister(self._listener)
+        self._listener.close()
+        os.eventfd_write(self._wake_descriptor, 1)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether :meth:`stop` was called."""
+        return self._is_stopping
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(self._timeout()):
+            if isinstance(key.data, Session):
+                self._read_session(key.data)
+            else:
+                key.data()
+        self._drain_router()
+        now = time.monotonic()
+        if now >= self._next_progress:
+            self._next_progress = now + _PROGRESS_INTERVAL_S
+            self._send_progress()
+        if now >= self._next_housekeeping:
+            self._next_housekeeping = now + _HOUSEKEEPING_INTERVAL_S
+            self._guard_against_bloat()
+
+    def _timeout(self) -> float:
+        return _PROGRESS_INTERVAL_S if self.store.ingest_count() else _HOUSEKEEPING_INTERVAL_S
+
+    def _is_finished(self) -> bool:
+        if self._is_stopping:
+            return not self.store.ingest_count() and not self._jobs_open
+        is_pinned = any(image.is_pinned for image in self.store.images())
+        if self.store.lease_count() or self.store.ingest_count() or is_pinned:
+            self._last_active = time.monotonic()
+        idle = time.monotonic() - self._last_active
+        return 0 < self.idle_exit_s < idle
+
+    def _close(self) -> None:
+        for session in self.sessions:
+            self._end(session, "the daemon has stopped")
+        self._listener.close()
+        self.loader.close()
+        self._router.close(linger=200)
+        self._events.close()
+        self._context.term()
+        self._selector.close()
+
+    # --- handover ---------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # Out of descriptors: leave it in the backlog, do not spin on it.
+                _logger.warning("a client cannot be accepted: %s", error)
+                time.sleep(0.01)
+                return
+            session = self.sessions.accept(connection, time.time_ns())
+            if session is not None:
+                self._selector.register(connection, selectors.EVENT_READ, session)
+
+    def _read_session(self, session: Session) -> None:
+        try:
+            for _ in range(_PACKETS_PER_TURN):
+                packet = self.sessions.receive(session)
+                if packet is None:
+                    self._end(session, "")
+                    return
+                self._on_packet(session, packet.message)
+                if self.sessions.get(session.number) is None:
+                    return
+        except BlockingIOError:
+            return
+        except (TrimsError, OSError) as error:
+            self.counters["rejected_packets"] += 1
+            self._end(session, str(error))
+
+    def _on_packet(self, session: Session, message: Any) -> None:
+        if isinstance(message, messages.LeaseRelease):
+            self.store.release(session.number, message.lease, time.time_ns())
+        elif isinstance(message, messages.Hello):
+            self._greet(session, message)
+        elif isinstance(message, messages.StatsReport):
+            add_counters(self, message)
+        elif isinstance(message, messages.DrainRequest):
+            self._drain(session, message)
+        elif not isinstance(message, messages.FileOffer):
+            raise MalformedMessage(f"{type(message).__name__} is not for the daemon")
+
+    def _greet(self, session: Session, hello: messages.Hello) -> None:
+        if hello.protocol != messages.PROTOCOL_VERSION:
+            # Not greeted: the client learns both versions and may ask to drain.
+            token = b""
+        else:
+            token = self.sessions.greet(session, hello.package, hello.pid)
+        welcome = messages.Welcome(
+            messages.PROTOCOL_VERSION,
+            __version__,
+            os.getpid(),
+            self.instance,
+            token,
+            self.config_hash,
+        )
+        handover.send(session.connection, welcome)
+
+    def _drain(self, session: Session, request: messages.DrainRequest) -> None:
+        if session.peer.uid not in (0, os.geteuid()):
+            raise AccessDenied("only the daemon's own user may replace it")
+        _logger.info("replaced by a client of version %.40s", request.package)
+        self.stop()
+
+    def _end(self, session: Session, reason: str) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(session.connection)
+        if reason:
+            with contextlib.suppress(OSError):
+                handover.send(session.connection, messages.Goodbye(reason[:500]))
+        self.sessions.close(session)
+        self.store.close_session(session.number, time.time_ns())
+        for key in [key for key in self._waiting if key[0] == session.number]:
+            del self._waiting[key]
+        self._last_active = time.monotonic()
+
+    # --- control ----------------------------------------------------------------------------------
+
+    def _bind_router(self) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.MAXMSGSIZE, REQUEST_LIMIT_BYTES)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.RCVHWM, 1000)
+        router.setsockopt(zmq.SNDHWM, 1000)
+        router.bind(f"ipc://{self.endpoint.control(self.instance)}")
+        self._selector.register(router.getsockopt(zmq.FD), selectors.EVENT_READ, self._noop)
+        return router
+
+    def _noop(self) -> None:
+        """The ROUTER is drained after every turn."""
+
+    def _drain_router(self) -> None:
+        while self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._on_frames(frames)
+
+    def _on_frames(self, frames: list[zmq.Frame]) -> None:
+        routing = frames[0].bytes
+        try:
+            if len(frames) != 2:
+                raise MalformedMessage(f"control message of {len(frames) - 1} parts")
+            envelope = codec.decode_envelope(frames[1].buffer, limit_bytes=REQUEST_LIMIT_BYTES)
+            session = self.sessions.authenticated(envelope.token)
+            if session is None:
+                raise AccessDenied("unknown session; say Hello on the handover socket first")
+        except (WireError, AccessDenied) as error:
+            self.counters["rejected_messages"] += 1
+            self._reply(routing, 0, messages.ErrorReply(type(error).__name__, str(error)[:500]))
+            self._disconnect(frames[-1])
+            return
+        self._last_active = time.monotonic()
+        self._on_request(session, routing, envelope)
+
+    def _on_request(self, session: Session, routing: bytes, envelope: codec.Envelope) -> None:
+        self.counters["requests"] += 1
+        session.requests += 1
+        try:
+            if isinstance(envelope.message, messages.OpenImageRequest):
+                self._open(session, routing, envelope.request_id, envelope.message)
+                return
+            reply, actions = handle(self, session, envelope.message)
+            self._execute(actions)
+            if isinstance(reply, Later):
+                self._run_later(routing, envelope.request_id, reply)
+                return
+        except TrimsError as error:
+            reply = messages.ErrorReply(type(error).__name__, str(error)[:1000])
+        # Border: a bug in a handler costs one request, not the daemon.
+        except Exception:
+            _logger.exception("request %s failed", type(envelope.message).__name__)
+            self.counters["internal_errors"] += 1
+            reply = messages.ErrorReply("DaemonError", "internal error; see the daemon's log")
+        if reply is not None:
+            self._reply(routing, envelope.request_id, reply)
+
+    def _run_later(self, routing: bytes, request: int, later: Later) -> None:
+        def done(result: Any) -> None:
+            if isinstance(result, Exception):
+                result = messages.ErrorReply("ReadFailed", str(result)[:1000])
+            self._jobs_open -= 1
+            self._reply(routing, request, result)
+
+        self._jobs_open += 1
+        self.loader.run(later.work, done)
+
+    def _open(
+        self,
+        session: Session,
+        routing: bytes,
+        request: int,
+        message: messages.OpenImageRequest,
+    ) -> None:
+        descriptor = self._claim(session, message.ticket)
+        try:
+            self._check_limits(session, request)
+            status = check_readable_file(descriptor)
+            if status.st_size == 0:
+                raise ReadFailed(f"{message.name[:200]} is empty")
+            opening = Opening(
+                session.number,
+                request,
+                session.peer.uid,
+                Identity.from_stat(status),
+                message.name[:4096],
+            )
+            self._waiting[(session.number, request)] = _Waiting(routing, message.ticket)
+            actions = self.store.open(
+                opening, time.time_ns(), lingering_bytes=self.lingering_bytes()
+            )
+            self._execute(actions, descriptor=descriptor)
+            descriptor = -1 if any(isinstance(each, StartIngest) for each in actions) else descriptor
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _claim(self, session: Session, ticket: int) -> int:
+        descriptor = self.sessions.claim_offer(session, ticket)
+        if descriptor is None:
+            # The offer was sent first but on another socket: it is in that socket's buffer now.
+            self._read_session(session)
+            descriptor = self.sessions.claim_offer(session, ticket)
+        if descriptor is None:
+            raise AccessDenied(f"no file was offered under ticket {ticket}")
+        return descriptor
+
+    def _check_limits(self, session: Session, request: int) -> None:
+        limits = self.sessions.limits
+        waiting = sum(1 for number, _ in self._waiting if number == session.number)
+        if waiting >= limits.requests or (session.number, request) in self._waiting:
+            raise TooManyRequests(f"more than {limits.requests} open requests")
+        if self.store.lease_count(session.number) >= limits.leases:
+            raise TooManyRequests(f"more than {limits.leases} leases")
+        if self.is_stopping:
+            raise DaemonUnavailable("the daemon is stopping; load again")
+
+    def _reply(self, routing: bytes, request: int, message: Any) -> None:
+        data = codec.encode_envelope(codec.Envelope(request, b"", message))
+        try:
+            self._router.send_multipart([routing, data], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # Gone (EHOSTUNREACH) or not reading (EAGAIN): its handover connection ends the session.
+            _logger.debug("reply dropped: %s", error)
+
+    @staticmethod
+    def _disconnect(frame: zmq.Frame) -> None:
+        """Close the connection a frame came on."""
+        with contextlib.suppress(Exception):
+            descriptor = os.dup(frame.get(zmq.SRCFD))  # type: ignore[call-overload]
+            with socket.socket(fileno=descriptor) as connection:
+                connection.shutdown(socket.SHUT_RD)
+
+    # --- actions ----------------------------------------------------------------------------------
+
+    def _execute(self, actions: list[Action], *, descriptor: int = -1) -> None:
+        for action in actions:
+            if isinstance(action, StartIngest):
+                self.loader.start(action, descriptor)
+            elif isinstance(action, AdoptSegment):
+                self.loader.adopt(action.ingest, action.digest)
+            elif isinstance(action, DiscardSegment):
+                self.loader.discard(action.ingest)
+            elif isinstance(action, DropImage):
+                self.loader.drop(action.digest)
+            elif isinstance(action, GrantLease):
+                self._grant(action)
+            elif isinstance(action, RefuseRequest):
+                error = action.error
+                self.counters["refused"] += 1
+                reply = messages.ErrorReply(type(error).__name__, str(error)[:1000])
+                self._answer(action.opening, reply)
+            elif isinstance(action, Announce):
+                self._publish(action)
+
+    def _grant(self, grant: GrantLease) -> None:
+        session = self.sessions.get(grant.opening.session)
+        if session is None:
+            return
+        self.counters[f"open_{grant.outcome}"] += 1
+        segment = self.loader.segment(grant.digest)
+        waiting = self._waiting.get((session.number, grant.opening.request))
+        if waiting is None:
+            return
+        packet = messages.SegmentGrant(waiting.ticket, grant.lease)
+        try:
+            handover.send(session.connection, packet, descriptor=segment.descriptor)
+        except OSError as error:
+            self._end(session, f"the client does not take its segments: {error}")
+            return
+        reply = messages.OpenImageReply(
+            grant.lease, grant.digest, segment.size_bytes, grant.outcome, grant.is_settled
+        )
+        self._answer(grant.opening, reply)
+
+    def _answer(self, opening: Opening, message: Any) -> None:
+        waiting = self._waiting.pop((opening.session, opening.request), None)
+        if waiting is not None:
+            self._reply(waiting.routing, opening.request, message)
+
+    def _publish(self, event: Announce) -> None:
+        self.counters[f"images_{event.event}"] += 1
+        body = messages.ImageEvent(event.event, event.digest, event.size_bytes, time.time_ns())
+        with contextlib.suppress(zmq.ZMQError):
+            topic = f"image.{event.event}".encode()
+            self._events.send_multipart([topic, codec.encode(body)], zmq.NOBLOCK)
+
+    # --- loads ------------------------------------------------------------------------------------
+
+    def _woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_descriptor, 8)
+        for finished in self.loader.take_finished():
+            self._execute(self._after(finished))
+        for finish_job in self.loader.take_jobs():
+            finish_job()
+
+    def _after(self, finished: Finished) -> list[Action]:
+        result, error = finished.result, finished.error
+        if result is not None and finished.segment is None and not self._is_resident(result.digest):
+            error = FileChanged("the equal image was evicted meanwhile; load it again")
+        if error is not None or result is None:
+            self.loader.discard(finished.ingest)
+            return self.store.ingest_failed(finished.ingest, error or ReadFailed("no result"))
+        return self.store.ingest_done(finished.ingest, result, time.time_ns())
+
+    def _is_resident(self, digest: str) -> bool:
+        return any(image.digest == digest for image in self.store.images())
+
+    def _send_progress(self) -> None:
+        for ingest, meter in self.loader.meters().items():
+            progress = messages.Progress(meter.done_bytes, meter.total_bytes)
+            for opening in self.store.waiters(ingest):
+                waiting = self._waiting.get((opening.session, opening.request))
+                if waiting is not None:
+                    self._reply(waiting.routing, opening.request, progress)
+
+    def lingering_bytes(self) -> int:
+        """Bytes of evicted images that somebody still maps; 0 where the kernel does not say."""
+        return max(0, self.known_lingering_bytes())
+
+    def known_lingering_bytes(self) -> int:
+        """As :meth:`lingering_bytes`; -1 where the kernel does not say."""
+        used = self.loader.memory.used_bytes()
+        if used is None:
+            return -1
+        totals = self.store.totals()
+        return max(0, used - totals.resident_bytes - totals.reserved_bytes)
+
+    # --- defence ----------------------------------------------------------------------------------
+
+    def _guard_against_bloat(self) -> None:
+        if _private_bytes() - self._rss_baseline < _BLOAT_LIMIT_BYTES:
+            return
+        _logger.warning("control messages pile up without end; all control connections are closed")
+        self.counters["control_resets"] += 1
+        self._selector.unregister(self._router.getsockopt(zmq.FD))
+        self._router.close(linger=0)
+        for session in self.sessions:
+            self._end(session, "the control socket was reset; connect again")
+        self._router = self._bind_router()
+        _trim_heap()
+        self._rss_baseline = max(self._rss_baseline, _private_bytes())
+
+
+def _private_bytes() -> int:
+    """Resident memory of this process that is not segments or files."""
+    with open("/proc/self/statm") as file:
+        _, resident, shared, *_ = file.read().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _trim_heap() -> None:
+    import ctypes
+
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,157 @@
+"""Sessions: one for each handover connection, and the limits on what one client may hold open.
+
+Owns the connections and the descriptors that clients offered; knows nothing of images. A session
+ends when its connection does; whoever closes it tells the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import stat
+from dataclasses import dataclass, field
+
+from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
+from trims_shim.wire.handover import Packet, Peer, peer_of, receive
+from trims_shim.wire.messages import FileOffer
+
+__all__ = ["Limits", "Session", "Sessions", "check_readable_file"]
+
+_O_PATH = 0o10000000
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client may have open at once; beyond it is an error and a closed connection."""
+
+    offers: int = 32
+    requests: int = 64
+    leases: int = 4096
+    sessions_per_user: int = 2048
+
+
+@dataclass(slots=True)
+class Session:
+    """One client connection. ``offers`` are open descriptors that no request has claimed yet."""
+
+    number: int
+    connection: socket.socket
+    peer: Peer
+    connected_ns: int
+    token: bytes = b""
+    package: str = ""
+    pid: int = 0
+    requests: int = 0
+    offers: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def is_greeted(self) -> bool:
+        """Whether Hello has been received."""
+        return bool(self.token)
+
+
+class Sessions:
+    """All open sessions."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._by_number: dict[int, Session] = {}
+        self._by_token: dict[bytes, Session] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(list(self._by_number.values()))
+
+    def accept(self, connection: socket.socket, now_ns: int) -> Session | None:
+        """A new session, or None (connection closed) when its user has too many."""
+        connection.setblocking(False)
+        peer = peer_of(connection)
+        mine = sum(1 for each in self._by_number.values() if each.peer.uid == peer.uid)
+        if mine >= self.limits.sessions_per_user:
+            connection.close()
+            return None
+        session = Session(self._next, connection, peer, now_ns)
+        self._next += 1
+        self._by_number[session.number] = session
+        return session
+
+    def greet(self, session: Session, package: str, pid: int) -> bytes:
+        """Give the session its token."""
+        if session.is_greeted:
+            raise MalformedMessage("a second Hello on one connection")
+        session.package, session.pid = package[:64], pid
+        session.token = secrets.token_bytes(16)
+        self._by_token[session.token] = session
+        return session.token
+
+    def authenticated(self, token: bytes) -> Session | None:
+        """The session of a token."""
+        return self._by_token.get(token)
+
+    def get(self, number: int) -> Session | None:
+        """The session with this number, while it is open."""
+        return self._by_number.get(number)
+
+    def receive(self, session: Session) -> Packet | None:
+        """The next packet; a file offer is stored. None: the peer has closed.
+
+        Raises BlockingIOError when there is nothing, WireError, AccessDenied or TooManyRequests
+        when the session must be closed.
+        """
+        packet = receive(session.connection)
+        if packet is None:
+            return None
+        if isinstance(packet.message, FileOffer):
+            self._store_offer(session, packet)
+        elif packet.descriptor is not None:
+            os.close(packet.descriptor)
+            raise MalformedMessage(f"{type(packet.message).__name__} carries a descriptor")
+        return packet
+
+    def claim_offer(self, session: Session, ticket: int) -> int | None:
+        """The descriptor offered under a ticket; the caller owns it now."""
+        return session.offers.pop(ticket, None)
+
+    def close(self, session: Session) -> None:
+        """Close the connection and every unclaimed descriptor."""
+        self._by_number.pop(session.number, None)
+        self._by_token.pop(session.token, None)
+        for descriptor in session.offers.values():
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        session.offers.clear()
+        session.connection.close()
+
+    def _store_offer(self, session: Session, packet: Packet) -> None:
+        if packet.descriptor is None:
+            raise MalformedMessage("FileOffer without a descriptor")
+        ticket = packet.message.ticket
+        try:
+            if not session.is_greeted:
+                raise MalformedMessage("FileOffer before Hello")
+            if ticket in session.offers or len(session.offers) >= self.limits.offers:
+                raise TooManyRequests(f"more than {self.limits.offers} unclaimed file offers")
+        except BaseException:
+            os.close(packet.descriptor)
+            raise
+        session.offers[ticket] = packet.descriptor
+
+
+def check_readable_file(descriptor: int) -> os.stat_result:
+    """Status of an offered file. Raises AccessDenied unless it is a regular file open for reading.
+
+    A write-only or O_PATH descriptor can be had without the right to read.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if flags & os.O_ACCMODE == os.O_WRONLY or flags & _O_PATH:
+        raise AccessDenied("the offered descriptor is not open for reading")
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise AccessDenied("the offered descriptor is not a regular file")
+    return status

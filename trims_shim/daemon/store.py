@@ -1,0 +1,467 @@
+"""The store: which images exist, who leases them, what is loading, what must go.
+
+A pure state machine, ``(state, event, now) -> (state, actions)``: no I/O, no clock, no thread. The
+server feeds it events and executes the actions in order.
+
+Rules
+1. An image is keyed by its digest. Identities only point at digests; they are trusted for the user
+   who proved them (device numbers are reused, so another user's equal identity proves nothing) and
+   only when *settled*: a file whose change time was too close to the moment of reading is read
+   again next time. An untrusted identity is a hint that hashing alone may be enough.
+2. One load per identity; further requests wait for it (single flight). Two loads that end with one
+   digest share one image; the second segment is discarded.
+3. Bytes are reserved before a load starts and become resident bytes when it ends. Reserved plus
+   resident plus lingering (evicted but still mapped somewhere) never exceeds the budget.
+4. A leased or pinned image is never evicted. Without room the request is refused, and the client
+   loads privately.
+5. A closed session leaves no lease and no waiter. A load without waiters runs to its end: somebody
+   wanted the model a moment ago, and its first reader may come back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from trims_shim.daemon.eviction import Candidate, EvictionPolicy
+from trims_shim.errors import NoSpace, RequestRefused, UnknownImage
+from trims_shim.specs import Digest, Identity
+
+__all__ = [
+    "Action",
+    "AdoptSegment",
+    "Announce",
+    "DiscardSegment",
+    "DropImage",
+    "GrantLease",
+    "ImageRow",
+    "Ingested",
+    "Opening",
+    "RefuseRequest",
+    "StartIngest",
+    "Store",
+    "Totals",
+]
+
+_IDENTITIES_LIMIT = 65536
+_NAMES_PER_IMAGE = 16
+
+IdentityKey = tuple[int, Identity]
+"""(user, identity)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A client's request for an image, with the proof already checked."""
+
+    session: int
+    request: int
+    user: int
+    identity: Identity
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ingested:
+    """A load that ended well. ``is_settled``: the identity may be trusted from now on."""
+
+    digest: Digest
+    resident_bytes: int
+    is_settled: bool
+    load_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartIngest:
+    """Read the file of this request; ``is_likely_known``: hash first, an equal image may exist."""
+
+    ingest: int
+    opening: Opening
+    is_likely_known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptSegment:
+    """The loaded segment is the image of this digest from now on."""
+
+    ingest: int
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardSegment:
+    """The loaded segment is not needed: an image of equal content exists."""
+
+    ingest: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantLease:
+    """Send the segment and the reply."""
+
+    opening: Opening
+    lease: int
+    digest: Digest
+    outcome: str
+    is_settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRequest:
+    """Answer with an error."""
+
+    opening: Opening
+    error: RequestRefused
+
+
+@dataclass(frozen=True, slots=True)
+class DropImage:
+    """Give up the segment of this image."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Publish an event."""
+
+    event: str
+    digest: Digest
+    size_bytes: int
+
+
+Action: TypeAlias = (
+    StartIngest | AdoptSegment | DiscardSegment | GrantLease | RefuseRequest | DropImage | Announce
+)
+
+
+@dataclass(slots=True)
+class _Image:
+    digest: Digest
+    size_bytes: int
+    resident_bytes: int
+    loaded_ns: int
+    used_ns: int
+    load_ns: int
+    opens: int = 0
+    is_pinned: bool = False
+    leases: set[int] = field(default_factory=set)
+    names: OrderedDict[tuple[int, str], None] = field(default_factory=OrderedDict)
+
+
+@dataclass(slots=True)
+class _Ingest:
+    key: IdentityKey
+    reserved_bytes: int
+    first: Opening
+    waiters: list[Opening]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRow:
+    """One image in a snapshot. ``names`` are (user, path) pairs."""
+
+    digest: Digest
+    size_bytes: int
+    resident_bytes: int
+    leases: int
+    is_pinned: bool
+    loaded_ns: int
+    used_ns: int
+    opens: int
+    load_ns: int
+    names: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The account of the tier."""
+
+    budget_bytes: int
+    resident_bytes: int
+    reserved_bytes: int
+
+
+class Store:
+    """See the module docstring. Every mutating method returns the actions to execute, in order."""
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        policy: EvictionPolicy,
+        footprint_bytes: Callable[[int], int] = lambda size: size,
+    ) -> None:
+        """``footprint_bytes`` says what a segment for a file of some size will cost."""
+        self._budget_bytes = budget_bytes
+        self._policy = policy
+        self._footprint_bytes = footprint_bytes
+        self._images: dict[Digest, _Image] = {}
+        self._identities: OrderedDict[IdentityKey, Digest] = OrderedDict()
+        self._hints: OrderedDict[Identity, Digest] = OrderedDict()
+        self._ingests: dict[int, _Ingest] = {}
+        self._loading: dict[IdentityKey, int] = {}
+        self._leases: dict[int, tuple[int, Digest]] = {}
+        self._by_session: dict[int, set[int]] = {}
+        self._next = 1
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def open(self, opening: Opening, now_ns: int, *, lingering_bytes: int = 0) -> list[Action]:
+        """A client wants the image of a file it has proved it can read."""
+        key = (opening.user, opening.identity)
+        digest = self._identities.get(key)
+        if digest is not None:
+            self._identities.move_to_end(key)
+            return [self._grant(opening, digest, "hit", now_ns, is_settled=True)]
+        ingest = self._loading.get(key)
+        if ingest is not None:
+            self._ingests[ingest].waiters.append(opening)
+            return []
+        return self._start(opening, key, now_ns, lingering_bytes)
+
+    def ingest_done(self, ingest: int, result: Ingested, now_ns: int) -> list[Action]:
+        """The segment is filled and sealed, or an equal image was found."""
+        load = self._end(ingest)
+        actions: list[Action] = []
+        image = self._images.get(result.digest)
+        if image is None:
+            image = _Image(
+                result.digest,
+                load.first.identity.size_bytes,
+                result.resident_bytes,
+                loaded_ns=now_ns,
+                used_ns=now_ns,
+                load_ns=result.load_ns,
+            )
+            self._images[result.digest] = image
+            actions.append(AdoptSegment(ingest, result.digest))
+            actions.append(Announce("loaded", image.digest, image.size_bytes))
+        else:
+            actions.append(DiscardSegment(ingest))
+        self._remember(load.key, result)
+        self._name(image, load.first)
+        for opening in load.waiters:
+            outcome = "miss" if opening is load.first else "joined"
+            actions.append(
+                self._grant(
+                    opening, image.digest, outcome, now_ns, is_settled=result.is_settled
+                )
+            )
+        return actions
+
+    def ingest_failed(self, ingest: int, error: RequestRefused) -> list[Action]:
+        """The file could not be read; everybody who waits is told why."""
+        load = self._end(ingest)
+        return [RefuseRequest(opening, error) for opening in load.waiters]
+
+    def release(self, session: int, lease: int, now_ns: int) -> bool:
+        """The client gave a lease up; False when it does not hold it."""
+        owner, digest = self._leases.get(lease, (-1, ""))
+        if owner != session:
+            return False
+        del self._leases[lease]
+        self._by_session[session].discard(lease)
+        self._unlease(lease, digest, now_ns)
+        return True
+
+    def close_session(self, session: int, now_ns: int) -> None:
+        """The connection is gone, and with it its leases and its place in every queue."""
+        for lease in self._by_session.pop(session, set()):
+            _, digest = self._leases.pop(lease)
+            self._unlease(lease, digest, now_ns)
+        for load in self._ingests.values():
+            load.waiters = [each for each in load.waiters if each.session != session]
+
+    def pin(self, digest: Digest, *, is_pinned: bool) -> list[Action]:
+        """Keep an image, or allow it to go. Raises UnknownImage."""
+        image = self._image(digest)
+        if image.is_pinned == is_pinned:
+            return []
+        image.is_pinned = is_pinned
+        return [Announce("pinned" if is_pinned else "unpinned", digest, image.size_bytes)]
+
+    def evict(self, digest: Digest) -> list[Action]:
+        """Drop one image. Raises UnknownImage, or NoSpace naming who holds it."""
+        image = self._image(digest)
+        if image.leases or image.is_pinned:
+            why = "is pinned; unpin it first" if image.is_pinned else "is in use"
+            raise NoSpace(f"image {digest[:12]} {why} ({len(image.leases)} leases)")
+        return self._drop(image)
+
+    def evict_all(self) -> list[Action]:
+        """Drop every image that nobody leases or pins."""
+        actions: list[Action] = []
+        for image in [each for each in self._images.values() if self._is_free(each)]:
+            actions += self._drop(image)
+        return actions
+
+    # --- questions --------------------------------------------------------------------------------
+
+    def find(self, text: str, *, user: int | None = None) -> Digest:
+        """The digest meant by a digest prefix of 6 or more digits, or a name. Raises UnknownImage.
+
+        ``user`` restricts names to those this user opened; None sees all.
+        """
+        if len(text) >= 6:
+            matches = [digest for digest in self._images if digest.startswith(text.lower())]
+            if len(matches) == 1:
+                return matches[0]
+            if matches:
+                raise UnknownImage(f"{text} means {len(matches)} images; write more digits")
+        for image in self._images.values():
+            if any(path == text and user in (None, owner) for owner, path in image.names):
+                return image.digest
+        raise UnknownImage(f"no resident image {text!r}; `trims ls` shows them")
+
+    def totals(self) -> Totals:
+        """The account of the tier."""
+        return Totals(
+            self._budget_bytes,
+            sum(image.resident_bytes for image in self._images.values()),
+            sum(load.reserved_bytes for load in self._ingests.values()),
+        )
+
+    def images(self) -> list[ImageRow]:
+        """Every resident image, most recently used first."""
+        rows = sorted(self._images.values(), key=lambda each: -each.used_ns)
+        return [
+            ImageRow(
+                image.digest,
+                image.size_bytes,
+                image.resident_bytes,
+                len(image.leases),
+                image.is_pinned,
+                image.loaded_ns,
+                image.used_ns,
+                image.opens,
+                image.load_ns,
+                tuple(image.names),
+            )
+            for image in rows
+        ]
+
+    def lease_count(self, session: int | None = None) -> int:
+        """Leases of one session, or of all."""
+        if session is None:
+            return len(self._leases)
+        return len(self._by_session.get(session, ()))
+
+    def ingest_count(self) -> int:
+        """Loads under way."""
+        return len(self._ingests)
+
+    def waiters(self, ingest: int) -> list[Opening]:
+        """Who waits for a load."""
+        return list(self._ingests[ingest].waiters) if ingest in self._ingests else []
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _start(
+        self, opening: Opening, key: IdentityKey, now_ns: int, lingering_bytes: int
+    ) -> list[Action]:
+        needed = self._footprint_bytes(opening.identity.size_bytes)
+        actions = self._make_room(needed, now_ns, lingering_bytes)
+        if actions is None:
+            return [RefuseRequest(opening, self._no_space(opening, needed, lingering_bytes))]
+        ingest, self._next = self._next, self._next + 1
+        self._ingests[ingest] = _Ingest(key, needed, opening, [opening])
+        self._loading[key] = ingest
+        known = self._hints.get(opening.identity) in self._images
+        return [*actions, StartIngest(ingest, opening, is_likely_known=known)]
+
+    def _make_room(
+        self, needed_bytes: int, now_ns: int, lingering_bytes: int
+    ) -> list[Action] | None:
+        totals = self.totals()
+        used = totals.resident_bytes + totals.reserved_bytes + lingering_bytes
+        missing = used + needed_bytes - self._budget_bytes
+        if missing <= 0:
+            return []
+        candidates = [
+            Candidate(
+                each.digest,
+                each.resident_bytes,
+                each.loaded_ns,
+                each.used_ns,
+                each.opens,
+                each.load_ns,
+            )
+            for each in self._images.values()
+            if self._is_free(each)
+        ]
+        chosen = []
+        for digest in self._policy.rank(candidates, now_ns):
+            if missing <= 0:
+                break
+            chosen.append(self._images[digest])
+            missing -= self._images[digest].resident_bytes
+        # All or nothing: images are not thrown away for a request that is refused all the same.
+        if missing > 0:
+            return None
+        return [action for image in chosen for action in self._drop(image)]
+
+    def _no_space(self, opening: Opening, needed: int, lingering_bytes: int) -> NoSpace:
+        totals = self.totals()
+        return NoSpace(
+            f"{opening.name}: {needed} bytes do not fit the host tier: budget {totals.budget_bytes}, "
+            f"resident {totals.resident_bytes}, loading {totals.reserved_bytes}, evicted but still "
+            f"mapped {lingering_bytes}; raise TRIMS_HOST_BYTES or `trims evict`"
+        )
+
+    def _grant(
+        self, opening: Opening, digest: Digest, outcome: str, now_ns: int, *, is_settled: bool
+    ) -> GrantLease:
+        image = self._images[digest]
+        lease, self._next = self._next, self._next + 1
+        self._leases[lease] = (opening.session, digest)
+        self._by_session.setdefault(opening.session, set()).add(lease)
+        image.leases.add(lease)
+        image.used_ns = now_ns
+        image.opens += 1
+        self._name(image, opening)
+        return GrantLease(opening, lease, digest, outcome, is_settled)
+
+    def _name(self, image: _Image, opening: Opening) -> None:
+        image.names[(opening.user, opening.name)] = None
+        image.names.move_to_end((opening.user, opening.name))
+        while len(image.names) > _NAMES_PER_IMAGE:
+            image.names.popitem(last=False)
+
+    def _remember(self, key: IdentityKey, result: Ingested) -> None:
+        self._hints[key[1]] = result.digest
+        if result.is_settled:
+            self._identities[key] = result.digest
+        for table in (self._hints, self._identities):
+            while len(table) > _IDENTITIES_LIMIT:
+                table.popitem(last=False)
+
+    def _end(self, ingest: int) -> _Ingest:
+        load = self._ingests.pop(ingest)
+        del self._loading[load.key]
+        return load
+
+    def _unlease(self, lease: int, digest: Digest, now_ns: int) -> None:
+        image = self._images[digest]
+        image.leases.discard(lease)
+        image.used_ns = now_ns
+
+    def _drop(self, image: _Image) -> list[Action]:
+        del self._images[image.digest]
+        for key in [key for key, digest in self._identities.items() if digest == image.digest]:
+            del self._identities[key]
+        for identity in [each for each, digest in self._hints.items() if digest == image.digest]:
+            del self._hints[identity]
+        return [DropImage(image.digest), Announce("evicted", image.digest, image.size_bytes)]
+
+    def _image(self, digest: Digest) -> _Image:
+        try:
+            return self._images[digest]
+        except KeyError:
+            raise UnknownImage(f"no resident image {digest[:12]}; `trims ls` shows them") from None
+
+    @staticmethod
+    def _is_free(image: _Image) -> bool:
+        return not image.leases and not image.is_pinned

@@ -1,0 +1,107 @@
+"""What the shim did in this process: counters by event and reason, and one WARNING per cause.
+
+Recording never raises into a load. Counters are plain dictionary increments under the interpreter
+lock, so no lock is taken that a fork or a finalizer could find held.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+__all__ = ["Stats", "count", "fallback", "reset_after_fork", "stats", "take_unreported"]
+
+_logger = logging.getLogger("trims_shim")
+_logger.addHandler(logging.NullHandler())
+
+_totals: Counter[str] = Counter()
+_reported: Counter[str] = Counter()
+_warned: set[str] = set()
+
+EXPECTED_REASONS = frozenset(
+    {
+        "small_file",
+        "not_a_file",
+        "not_regular",
+        "legacy_format",
+        "unsupported_format",
+        "shared_mapping",
+        "fake_mode",
+        "skip_data",
+        "device",
+        "daemon_unavailable",
+        "write_only",
+        "partial_file",
+    }
+)
+"""Reasons of loads that the shim leaves alone by design: counted, never warned about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters of this process.
+
+    ``served``: loads that took their bytes from the cache; ``fallbacks``: loads that went to the
+    framework's own loader, by reason; ``events``: everything, as ``event:reason``.
+    """
+
+    served: int
+    hits: int
+    misses: int
+    elided_copies: int
+    bytes_shared: int
+    fallbacks: dict[str, int]
+    events: dict[str, int]
+
+
+def count(event: str, reason: str = "", amount: int = 1) -> None:
+    """Add to a counter."""
+    _totals[f"{event}:{reason}" if reason else event] += amount
+
+
+def fallback(reason: str, error: BaseException | None = None, *, what: str = "") -> None:
+    """Count a load that goes to the framework's own loader; warn once per unexpected reason."""
+    count("fallback", reason)
+    if reason in EXPECTED_REASONS:
+        _logger.debug("%s: the framework's own loader is used (%s)", what, reason)
+        return
+    if reason in _warned:
+        return
+    _warned.add(reason)
+    _logger.warning(
+        "%s: the framework's own loader is used (%s): %s. Run `trims info` for details.",
+        what or "load",
+        reason,
+        error,
+    )
+
+
+def stats() -> Stats:
+    """A snapshot of the counters of this process."""
+    events = dict(_totals)
+    fallbacks = {
+        key.partition(":")[2]: value for key, value in events.items() if key.startswith("fallback:")
+    }
+    return Stats(
+        served=sum(value for key, value in events.items() if key.startswith("served:")),
+        hits=events.get("open:hit", 0) + events.get("open:local", 0),
+        misses=events.get("open:miss", 0) + events.get("open:joined", 0),
+        elided_copies=sum(v for key, v in events.items() if key.startswith("elided:")),
+        bytes_shared=events.get("bytes_shared", 0),
+        fallbacks=fallbacks,
+        events=events,
+    )
+
+
+def take_unreported() -> dict[str, int]:
+    """Counters since the last call, for the daemon's totals."""
+    delta = _totals - _reported
+    _reported.update(delta)
+    return dict(delta)
+
+
+def reset_after_fork() -> None:
+    """In a forked child: start from zero, so that the parent's counts are not reported twice."""
+    _totals.clear()
+    _reported.clear()

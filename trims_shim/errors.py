@@ -1,0 +1,216 @@
+"""Every error this package raises, as one tree.
+
+    TrimsError
+    ├── ConfigError              a setting is unknown, unclear or out of range
+    ├── FormatError              a model file is not what its format promises
+    │   ├── TruncatedFile            it ends before a structure it announces
+    │   ├── CorruptFile              a structure contradicts itself or another one
+    │   └── UnsupportedFormat        well formed, but of a kind this package does not serve
+    ├── WireError                a message between client and daemon is not acceptable
+    │   ├── MalformedMessage         it cannot be decoded, or a field has the wrong type
+    │   ├── MessageTooLarge          it is longer than the protocol allows
+    │   └── UnknownMessage           its verb is not part of this protocol version
+    ├── DaemonError              the daemon cannot be used
+    │   ├── DaemonUnavailable        nobody listens, and none may or could be started
+    │   ├── DaemonStartFailed        it was started and reported a failure
+    │   ├── DaemonTimeout            it stopped answering
+    │   └── IncompatibleDaemon       it speaks another protocol version and cannot be replaced
+    ├── RequestRefused           the daemon answered with a refusal
+    │   ├── AccessDenied             the descriptor does not prove that the client may read the file
+    │   ├── NoSpace                  nothing can be reclaimed for an image of this size
+    │   ├── FileChanged              the file changed while it was being read
+    │   ├── ReadFailed               the file could not be read
+    │   ├── UnknownImage             no resident image has this digest or name
+    │   └── TooManyRequests          a limit on what one client may have open was reached
+    ├── MemoryFailure            a segment could not be made, mapped or sealed
+    ├── NotServed                the load gains nothing or cannot be shared; not a fault
+    └── PatchError               a patch point could not be applied
+
+A message says what failed, on which object, and what to do next. ``reason`` is the short, stable
+name under which diagnostics count the error.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AccessDenied",
+    "ConfigError",
+    "CorruptFile",
+    "DaemonError",
+    "DaemonStartFailed",
+    "DaemonTimeout",
+    "DaemonUnavailable",
+    "FileChanged",
+    "FormatError",
+    "IncompatibleDaemon",
+    "MalformedMessage",
+    "MemoryFailure",
+    "MessageTooLarge",
+    "NoSpace",
+    "NotServed",
+    "PatchError",
+    "ReadFailed",
+    "RequestRefused",
+    "TooManyRequests",
+    "TrimsError",
+    "TruncatedFile",
+    "UnknownImage",
+    "UnknownMessage",
+    "UnsupportedFormat",
+    "WireError",
+]
+
+
+class TrimsError(Exception):
+    """Base of all errors of this package; ``reason`` is its name in statistics."""
+
+    reason = "error"
+
+
+class ConfigError(TrimsError):
+    """A setting is unknown, unclear or out of range."""
+
+    reason = "config"
+
+
+class FormatError(TrimsError):
+    """A model file is not what its format promises."""
+
+    reason = "format"
+
+
+class TruncatedFile(FormatError):
+    """The file ends before a structure it announces."""
+
+    reason = "truncated"
+
+
+class CorruptFile(FormatError):
+    """A structure contradicts itself or another one."""
+
+    reason = "corrupt"
+
+
+class UnsupportedFormat(FormatError):
+    """The file is well formed, but of a kind this package does not serve."""
+
+    reason = "unsupported_format"
+
+
+class WireError(TrimsError):
+    """A message between client and daemon is not acceptable."""
+
+    reason = "wire"
+
+
+class MalformedMessage(WireError):
+    """A message cannot be decoded, or a field has the wrong type."""
+
+    reason = "malformed_message"
+
+
+class MessageTooLarge(WireError):
+    """A message is longer than the protocol allows."""
+
+    reason = "message_too_large"
+
+
+class UnknownMessage(WireError):
+    """A message's verb is not part of this protocol version."""
+
+    reason = "unknown_message"
+
+
+class DaemonError(TrimsError):
+    """The daemon cannot be used."""
+
+    reason = "daemon"
+
+
+class DaemonUnavailable(DaemonError):
+    """Nobody listens on the socket, and no daemon may or could be started."""
+
+    reason = "daemon_unavailable"
+
+
+class DaemonStartFailed(DaemonError):
+    """The daemon was started and reported a failure."""
+
+    reason = "daemon_start_failed"
+
+
+class DaemonTimeout(DaemonError):
+    """The daemon stopped answering."""
+
+    reason = "daemon_timeout"
+
+
+class IncompatibleDaemon(DaemonError):
+    """The daemon speaks another protocol version and cannot be replaced."""
+
+    reason = "incompatible_daemon"
+
+
+class RequestRefused(TrimsError):
+    """The daemon answered with a refusal."""
+
+    reason = "refused"
+
+
+class AccessDenied(RequestRefused):
+    """The descriptor does not prove that the client may read the file."""
+
+    reason = "access_denied"
+
+
+class NoSpace(RequestRefused):
+    """Nothing can be reclaimed for an image of this size."""
+
+    reason = "no_space"
+
+
+class FileChanged(RequestRefused):
+    """The file changed while it was being read."""
+
+    reason = "file_changed"
+
+
+class ReadFailed(RequestRefused):
+    """The file could not be read."""
+
+    reason = "read_failed"
+
+
+class UnknownImage(RequestRefused):
+    """No resident image has this digest or name."""
+
+    reason = "unknown_image"
+
+
+class TooManyRequests(RequestRefused):
+    """A limit on what one client may have open was reached."""
+
+    reason = "too_many_requests"
+
+
+class MemoryFailure(TrimsError):
+    """A segment could not be made, mapped or sealed."""
+
+    reason = "memory"
+
+
+class NotServed(TrimsError):
+    """The load gains nothing from the cache, or cannot be shared. Not a fault.
+
+    ``reason`` is given by the caller, for example ``small_file``.
+    """
+
+    def __init__(self, reason: str, message: str = "") -> None:
+        super().__init__(message or reason)
+        self.reason = reason
+
+
+class PatchError(TrimsError):
+    """A patch point could not be applied."""
+
+    reason = "patch"

@@ -1,0 +1,29 @@
+"""Readers of model file formats: pure functions from bytes to plain data.
+
+No reader executes, imports or allocates because a file says so; every way a file can be wrong is a
+``FormatError``.
+"""
+
+from __future__ import annotations
+
+from trims_shim.formats.safetensors import SafetensorsHeader, read_header
+from trims_shim.formats.torch_recipe import (
+    ParameterSpec,
+    Recipe,
+    StorageSpec,
+    TensorSpec,
+    read_recipe,
+)
+from trims_shim.formats.torch_zip import TorchArchive, read_archive
+
+__all__ = [
+    "ParameterSpec",
+    "Recipe",
+    "SafetensorsHeader",
+    "StorageSpec",
+    "TensorSpec",
+    "TorchArchive",
+    "read_archive",
+    "read_header",
+    "read_recipe",
+]

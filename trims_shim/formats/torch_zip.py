@@ -1,0 +1,375 @@
+"""Where the records of a ``torch.save`` zip archive lie, read from the mapped file.
+
+Owns the container only: the pickle inside is read by :mod:`trims_shim.formats.torch_recipe`. Pure:
+the buffer is read in place, nothing is kept of it.
+
+The archive is the subset of PKWARE's APPNOTE.TXT 6.3.10 that PyTorch's writer (miniz) and Python's
+``zipfile`` produce with stored entries. Sections are cited at the readers. Invariants of an archive
+that is returned:
+
+- every record lies inside the file, before the central directory, and no two overlap;
+- data offsets come from local headers, because their padding is what aligns the data; what a local
+  header says agrees with the central directory;
+- names are unique also when case is ignored: miniz looks records up that way.
+
+Anything PyTorch's reader may accept but that is not of this shape is ``UnsupportedFormat``: the
+caller then lets that reader decide.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from trims_shim.errors import CorruptFile, TruncatedFile, UnsupportedFormat
+from trims_shim.specs import Span
+
+__all__ = ["TorchArchive", "read_archive"]
+
+_LOCAL_SIGNATURE = 0x04034B50
+_CENTRAL_SIGNATURE = 0x02014B50
+_END_SIGNATURE = 0x06054B50
+_END64_SIGNATURE = 0x06064B50
+_LOCATOR_SIGNATURE = 0x07064B50
+
+_CENTRAL = struct.Struct("<I4xHH8xIIHHHH2xII")
+_LOCAL_BYTES = 30
+_END = struct.Struct("<IHHHHIIH")
+_END64 = struct.Struct("<IQ4xIIQQQQ")
+_LOCATOR = struct.Struct("<IIQI")
+_EXTRA = struct.Struct("<HH")
+
+_IN_ZIP64 = 0xFFFFFFFF
+_IN_ZIP64_SHORT = 0xFFFF
+_ZIP64_EXTRA = 0x0001
+_FLAG_DESCRIPTOR = 0x0008
+_FLAG_UTF8 = 0x0800
+_FLAGS_ENCRYPTED = 0x2041
+_FOREIGN_FLAGS = 0xFFFF & ~(_FLAG_DESCRIPTOR | _FLAG_UTF8)
+_DIRECTORY = 0x10
+"""MS-DOS attribute; miniz then reads nothing and returns memory it never wrote."""
+_END_SEARCH_BYTES = _END.size + 0xFFFF
+"""An end record may be followed by a comment of at most 65535 bytes (4.3.16)."""
+
+_MAX_RECORDS = 1 << 20
+_MAX_DIRECTORY_BYTES = 128 << 20
+"""Far above any checkpoint (a record per tensor); bounds what a hostile file makes us allocate."""
+_VERSIONS = {b"%d%s" % (n, end): n for n in range(1, 11) for end in (b"", b"\n")}
+"""``kMinSupportedFileFormatVersion`` to ``kMaxSupportedFileFormatVersion`` of caffe2/serialize."""
+_MAX_NOTE_BYTES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class TorchArchive:
+    """The records of one archive.
+
+    ``records`` is keyed as ``PyTorchFileReader`` names them, without ``prefix`` and its slash, and
+    ordered by offset. ``byteorder`` is ``"little"``, ``"big"`` or, where nothing says it, ``""``.
+    """
+
+    prefix: str
+    records: Mapping[str, Span]
+    version: int
+    byteorder: str
+
+
+def read_archive(buffer: Any) -> TorchArchive:
+    """The records of the archive that fills ``buffer`` (one-dimensional, of single bytes).
+
+    Raises TruncatedFile, CorruptFile or UnsupportedFormat.
+    """
+    view = memoryview(buffer)
+    if view.itemsize != 1 or view.ndim != 1 or not view.c_contiguous:
+        raise TypeError("read_archive needs a contiguous one-dimensional buffer of bytes")
+    count, start, size = _find_directory(view)
+    names, spans = _read_records(view, bytes(view[start : start + size]), count, start)
+    prefix, relative = _relative_names(names)
+    records = dict(zip(relative, spans, strict=True))
+    return TorchArchive(
+        prefix=prefix,
+        records=records,
+        version=_read_version(view, records),
+        byteorder=_read_byteorder(view, records),
+    )
+
+
+def _find_directory(view: memoryview) -> tuple[int, int, int]:
+    """(records, offset, size) of the central directory (4.3.14 to 4.3.16)."""
+    total = len(view)
+    if total < 4:
+        raise TruncatedFile(f"archive of {total} bytes: shorter than a zip signature")
+    if bytes(view[:4]) != b"PK\x03\x04":
+        raise UnsupportedFormat("the file does not begin with a zip record")
+    end = total - _END.size
+    if end < 0 or bytes(view[end : end + 4]) != b"PK\x05\x06":
+        _refuse_ending(view)
+    _, disk, directory_disk, here, count, size, start, comment = _END.unpack_from(view, end)
+    if comment:
+        raise TruncatedFile(f"archive comment of {comment} bytes: the file ends before it")
+    if disk not in (0, _IN_ZIP64_SHORT) or directory_disk not in (0, _IN_ZIP64_SHORT):
+        raise UnsupportedFormat("the archive is split over several disks")
+    if here != count:
+        raise UnsupportedFormat(f"{here} of {count} records are on this disk")
+    locator = end - _LOCATOR.size
+    if locator >= 0 and bytes(view[locator : locator + 4]) == b"PK\x06\x07":
+        end, count64, size64, start64 = _read_end64(view, locator)
+        for name, short, wide, mark in (
+            ("record count", count, count64, _IN_ZIP64_SHORT),
+            ("directory size", size, size64, _IN_ZIP64),
+            ("directory offset", start, start64, _IN_ZIP64),
+        ):
+            if short not in (wide, mark):
+                raise CorruptFile(f"{name}: {short} in the end record, {wide} in the zip64 one")
+        count, size, start = count64, size64, start64
+    _check_directory(count, start, size, end)
+    return count, start, size
+
+
+def _refuse_ending(view: memoryview) -> NoReturn:
+    tail = bytes(view[max(0, len(view) - _END_SEARCH_BYTES) :])
+    if b"PK\x05\x06" in tail:
+        raise UnsupportedFormat("the zip end record is not the last thing in the file")
+    raise TruncatedFile("no zip end record: the file ends before its central directory")
+
+
+def _read_end64(view: memoryview, locator: int) -> tuple[int, int, int, int]:
+    """(offset of the zip64 end record, records, directory size, directory offset)."""
+    _, disk, offset, disks = _LOCATOR.unpack_from(view, locator)
+    if disk or disks > 1:
+        raise UnsupportedFormat("the archive is split over several disks")
+    if offset + _END64.size > locator:
+        raise CorruptFile(f"zip64 end record at {offset}: not before its locator at {locator}")
+    signature, size, disk, directory_disk, here, count, length, start = _END64.unpack_from(
+        view, offset
+    )
+    if signature != _END64_SIGNATURE:
+        raise CorruptFile(f"zip64 end record at {offset}: wrong signature {signature:#x}")
+    if offset + 12 + size != locator:
+        raise CorruptFile(f"zip64 end record at {offset}: {size} bytes do not reach its locator")
+    if disk or directory_disk or here != count:
+        raise UnsupportedFormat("the archive is split over several disks")
+    return offset, count, length, start
+
+
+def _check_directory(count: int, start: int, size: int, stop: int) -> None:
+    if start + size != stop:
+        raise CorruptFile(
+            f"central directory of {size} bytes at {start}: the end record is at {stop}"
+        )
+    if count > _MAX_RECORDS or size > _MAX_DIRECTORY_BYTES:
+        raise UnsupportedFormat(f"central directory of {count} records and {size} bytes")
+    if count == 0:
+        raise UnsupportedFormat("the archive holds no records")
+    if count * _CENTRAL.size > size:
+        raise CorruptFile(f"{count} records do not fit a central directory of {size} bytes")
+
+
+def _read_records(
+    view: memoryview, directory: bytes, count: int, limit: int
+) -> tuple[list[bytes], list[Span]]:
+    """Full names and data spans, in file order; data must end at or before ``limit``.
+
+    One loop over both headers of each record, because a load waits for it: what is not as PyTorch
+    writes it leaves the loop for a function that is slow and precise.
+    """
+    names: list[bytes] = []
+    spans: list[Span] = []
+    length = len(directory)
+    position = floor = 0
+    unpack_central = _CENTRAL.unpack_from
+    for _ in range(count):
+        begin = position + 46
+        if begin > length:
+            raise CorruptFile(f"central directory: ends after {len(names)} of {count} records")
+        (signature, flags, method, stored, size, name_bytes, extra_bytes, comment, disk,
+         attributes, header) = unpack_central(directory, position)  # fmt: skip
+        end = begin + name_bytes
+        position = end + extra_bytes + comment
+        name = directory[begin:end]
+        if position > length:
+            raise CorruptFile(f"central directory: ends inside the entry of record {name!r}")
+        if signature != _CENTRAL_SIGNATURE or flags & _FOREIGN_FLAGS or method or comment:
+            _refuse_entry(name, signature, flags, method)
+        if attributes & _DIRECTORY:
+            raise UnsupportedFormat(f"record {name!r}: marked as a directory")
+        if disk == _IN_ZIP64_SHORT or _IN_ZIP64 in (stored, size, header):
+            size, stored, header, disk = _widen(
+                name, directory[end : end + extra_bytes], size, stored, header, disk
+            )
+        if stored != size or disk:
+            _refuse_extent(name, size, stored)
+        if header < floor:
+            _refuse_order(name, names, spans, header, floor)
+        data = header + _LOCAL_BYTES + name_bytes
+        if data > limit:
+            raise CorruptFile(f"record {name!r}: its local header is not before the directory")
+        local = _local_reader(name_bytes)(view, header)
+        if local[:3] != (_LOCAL_SIGNATURE, flags, 0) or local[5] != name_bytes or local[7] != name:
+            _refuse_local(name, flags, local)
+        data += local[6]
+        if local[3] != size or local[4] != size:
+            _check_local_sizes(view, name, flags, local, header, size)
+        floor = data + size
+        if floor > limit:
+            raise CorruptFile(f"record {name!r}: {size} bytes at {data} reach into the directory")
+        names.append(name)
+        spans.append(Span(data, size))
+    if position != length:
+        raise CorruptFile(f"central directory: {length - position} bytes after its last record")
+    return names, spans
+
+
+@functools.lru_cache(maxsize=1024)
+def _local_reader(name_bytes: int) -> Callable[[memoryview, int], tuple[Any, ...]]:
+    """Unpacks signature, flags, method, sizes (stored, plain), name length, extra length, name."""
+    return struct.Struct(f"<I2xHH8xIIHH{name_bytes}s").unpack_from
+
+
+def _widen(
+    name: bytes, extra: bytes, size: int, stored: int, header: int, disk: int
+) -> tuple[int, int, int, int]:
+    """The values that the zip64 extra field holds in place of all-ones ones (4.5.3)."""
+    field = _zip64_field(name, extra)
+    values = [size, stored, header]
+    position = 0
+    for index, value in enumerate(values):
+        if value != _IN_ZIP64:
+            continue
+        if position + 8 > len(field):
+            raise CorruptFile(f"record {name!r}: zip64 field of {len(field)} bytes is too short")
+        values[index] = int.from_bytes(field[position : position + 8], "little")
+        position += 8
+    if disk == _IN_ZIP64_SHORT:
+        disk = int.from_bytes(field[position : position + 4], "little")
+    return values[0], values[1], values[2], disk
+
+
+def _zip64_field(name: bytes, extra: bytes) -> bytes:
+    position = 0
+    while position + _EXTRA.size <= len(extra):
+        kind, size = _EXTRA.unpack_from(extra, position)
+        position += _EXTRA.size
+        if position + size > len(extra):
+            break
+        if kind == _ZIP64_EXTRA:
+            return extra[position : position + size]
+        position += size
+    raise CorruptFile(f"record {name!r}: announces a zip64 field and has none")
+
+
+def _check_local_sizes(
+    view: memoryview, name: bytes, flags: int, local: tuple[Any, ...], header: int, size: int
+) -> None:
+    """Sizes in a local header: zero when a descriptor follows the data, or in its zip64 field."""
+    stored, plain, name_bytes, extra_bytes = local[3:7]
+    if flags & _FLAG_DESCRIPTOR and stored == plain == 0:
+        return
+    if _IN_ZIP64 in (stored, plain):
+        begin = header + _LOCAL_BYTES + name_bytes
+        extra = bytes(view[begin : begin + extra_bytes])
+        plain, stored, _, _ = _widen(name, extra, plain, stored, 0, 0)
+        if flags & _FLAG_DESCRIPTOR and stored == plain == 0:
+            return
+    if stored != size or plain != size:
+        raise CorruptFile(
+            f"record {name!r}: {size} bytes in the directory, {plain} ({stored} stored) at the data"
+        )
+
+
+def _refuse_entry(name: bytes, signature: int, flags: int, method: int) -> NoReturn:
+    if signature != _CENTRAL_SIGNATURE:
+        raise CorruptFile(f"central directory: wrong signature {signature:#x} before {name[:64]!r}")
+    if flags & _FLAGS_ENCRYPTED:
+        raise UnsupportedFormat(f"record {name!r}: encrypted")
+    if method:
+        raise UnsupportedFormat(f"record {name!r}: compressed with method {method}")
+    if flags & _FOREIGN_FLAGS:
+        raise UnsupportedFormat(f"record {name!r}: flags {flags:#x}")
+    raise UnsupportedFormat(f"record {name!r}: has a comment")
+
+
+def _refuse_extent(name: bytes, size: int, stored: int) -> NoReturn:
+    if stored != size:
+        raise CorruptFile(f"record {name!r}: {stored} bytes stored for {size}, uncompressed")
+    raise UnsupportedFormat(f"record {name!r}: on another disk")
+
+
+def _refuse_order(
+    name: bytes, names: list[bytes], spans: list[Span], header: int, floor: int
+) -> NoReturn:
+    if spans and header < spans[-1].offset_bytes - _LOCAL_BYTES - len(names[-1]):
+        raise UnsupportedFormat(f"record {name!r}: listed out of the order of the file")
+    raise CorruptFile(f"record {name!r}: at {header} overlaps {names[-1]!r}, which ends at {floor}")
+
+
+def _refuse_local(name: bytes, flags: int, local: tuple[Any, ...]) -> NoReturn:
+    if local[0] != _LOCAL_SIGNATURE:
+        raise CorruptFile(f"record {name!r}: no local header where the directory says")
+    if local[5] != len(name) or local[7] != name:
+        raise CorruptFile(
+            f"record {name!r}: its local header names {local[7]!r} ({local[5]} bytes)"
+        )
+    raise CorruptFile(
+        f"record {name!r}: flags {flags:#x} in the directory, {local[1]:#x} and method {local[2]} "
+        "at the data"
+    )
+
+
+def _relative_names(names: list[bytes]) -> tuple[str, list[str]]:
+    """The common folder, and the names inside it. All at once: one decode, one split."""
+    prefix = names[0].partition(b"/")[0]
+    start = prefix + b"/"
+    for name in names:
+        if not name.startswith(start) or name == start or name.endswith(b"/"):
+            raise UnsupportedFormat(f"record {name!r}: not a file in the folder {prefix!r}")
+    cut = len(start)
+    joined = b"\0".join([name[cut:] for name in names])
+    if joined.count(b"\0") != len(names) - 1:
+        raise UnsupportedFormat("a record has a NUL in its name")
+    if len(set(joined.lower().split(b"\0"))) != len(names):
+        raise CorruptFile(f"record {_repeated(names)!r}: more than once (case is ignored)")
+    try:
+        return prefix.decode(), joined.decode().split("\0")
+    except UnicodeDecodeError as error:
+        raise UnsupportedFormat("a record has a name that is not UTF-8") from error
+
+
+def _repeated(names: list[bytes]) -> bytes:
+    seen = set()
+    for name in names:
+        if name.lower() in seen:
+            return name
+        seen.add(name.lower())
+    return b""
+
+
+def _read_version(view: memoryview, records: Mapping[str, Span]) -> int:
+    note = _read_note(view, records, "version")
+    if note is None:
+        raise UnsupportedFormat("record 'version': missing")
+    if note not in _VERSIONS:
+        raise UnsupportedFormat(f"record 'version': {note!r} is not one of 1 to 10")
+    alignment = _read_note(view, records, ".storage_alignment")
+    if alignment is not None and not alignment.isdigit():
+        raise UnsupportedFormat(f"record '.storage_alignment': {alignment!r} is not a number")
+    return _VERSIONS[note]
+
+
+def _read_byteorder(view: memoryview, records: Mapping[str, Span]) -> str:
+    note = _read_note(view, records, "byteorder")
+    if note not in (None, b"little", b"big"):
+        raise UnsupportedFormat(f"record 'byteorder': {note!r}")
+    return "" if note is None else note.decode()
+
+
+def _read_note(view: memoryview, records: Mapping[str, Span], name: str) -> bytes | None:
+    """A record of a few bytes, or None where there is none."""
+    span = records.get(name)
+    if span is None:
+        return None
+    if span.size_bytes > _MAX_NOTE_BYTES:
+        raise UnsupportedFormat(f"record {name!r}: {span.size_bytes} bytes")
+    return bytes(view[span.offset_bytes : span.end_bytes])

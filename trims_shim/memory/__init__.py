@@ -1,0 +1,1 @@
+"""Memory that images live in: segments on the daemon's side, mappings on the client's."""

@@ -1,0 +1,434 @@
+"""Host segments: memory of the daemon that clients map and nobody can change any more.
+
+A segment is made writable, filled once, sealed, and from then on only handed out as a read-only
+descriptor. How it is sealed depends on the memory: a memfd by F_ADD_SEALS; a file of our own
+unattached tmpfs by being opened through a read-only clone of the mount (F_ADD_SEALS is refused for
+tmpfs files): every way to a writable descriptor then ends in EROFS.
+
+All memory is allocated before the first byte is written (fallocate, or populating where huge pages
+depend on the mapping): a store into a hole that cannot be filled would be SIGBUS, not an error.
+
+Huge pages decide the cost of the first touch, so kinds are tried in the order of
+:class:`~trims_shim.specs.SegmentKind`; :func:`probe` says why a better one does not work here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from trims_shim.errors import MemoryFailure
+from trims_shim.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
+from trims_shim.specs import SegmentKind
+
+__all__ = [
+    "HostMemory",
+    "Probe",
+    "SealedSegment",
+    "WritableSegment",
+    "open_best",
+    "open_memory",
+    "probe",
+]
+
+_SHMEM_HUGE = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+_F_ADD_SEALS = 1033
+_SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008  # SEAL, SHRINK, GROW, WRITE (linux/fcntl.h)
+_MFD_NOEXEC_SEAL = 0x0008  # since Linux 6.3
+# System call numbers are the same on every architecture since Linux 5.1 (asm-generic/unistd.h).
+_SYS_OPEN_TREE, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428, 430, 431, 432
+_SYS_MOUNT_SETATTR = 442
+_FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 6
+_AT_EMPTY_PATH, _OPEN_TREE_CLONE = 0x1000, 1
+_MOUNT_ATTR_RDONLY = 1
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNS = 0x00020000
+
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(slots=True)
+class SealedSegment:
+    """Immutable memory of one image. ``descriptor`` is read-only; the owner closes it."""
+
+    descriptor: int
+    size_bytes: int
+
+    def resident_bytes(self) -> int:
+        """What the kernel charges for it."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    def close(self) -> None:
+        """Give the daemon's hold up; the memory goes when the last mapping of a client goes."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class WritableSegment:
+    """A segment being filled. Exactly one of :meth:`seal` and :meth:`discard` ends it."""
+
+    def __init__(
+        self, writable: int, readable: int, size_bytes: int, *, is_memfd: bool, wants_advice: bool
+    ) -> None:
+        """Take ownership of both descriptors of one file that has its final size already."""
+        self._writable = writable
+        self._readable = readable
+        self._is_memfd = is_memfd
+        self.size_bytes = size_bytes
+        try:
+            self._map = mmap.mmap(
+                writable, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
+            )
+            if wants_advice:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+                self._map.madvise(_MADV_POPULATE_WRITE)
+        except (OSError, ValueError) as error:
+            self._close_descriptors()
+            raise MemoryFailure(f"segment of {size_bytes} bytes: {error}") from error
+        self.view = memoryview(self._map)
+
+    def seal(self) -> SealedSegment:
+        """End writing. Afterwards neither daemon nor client can change a byte or the size."""
+        self._unmap()
+        try:
+            if self._is_memfd:
+                fcntl.fcntl(self._writable, _F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            self._close_descriptors()
+            raise MemoryFailure(f"segment cannot be sealed: {error}") from error
+        os.close(self._writable)
+        return SealedSegment(self._readable, self.size_bytes)
+
+    def discard(self) -> None:
+        """Free the memory."""
+        self._unmap()
+        self._close_descriptors()
+
+    def _unmap(self) -> None:
+        self.view.release()
+        self._map.close()
+
+    def _close_descriptors(self) -> None:
+        os.close(self._writable)
+        os.close(self._readable)
+
+
+class HostMemory(Protocol):
+    """One kind of segment memory."""
+
+    kind: SegmentKind
+
+    def create(self, size_bytes: int) -> WritableSegment:
+        """A new segment of ``size_bytes`` > 0. Raises MemoryFailure."""
+
+    def footprint_bytes(self, size_bytes: int) -> int:
+        """What a segment of this size will cost."""
+
+    def used_bytes(self) -> int | None:
+        """Bytes of all segments that still exist, mapped by anybody; None where unknown."""
+
+    def close(self) -> None:
+        """Give up the descriptors of this memory; segments live on."""
+
+
+class MemfdMemory:
+    """Sealed memfds; huge pages where ``shmem_enabled`` gives them."""
+
+    def __init__(self, kind: SegmentKind) -> None:
+        self.kind = kind
+
+    def create(self, size_bytes: int) -> WritableSegment:
+        """See :class:`HostMemory`."""
+        writable = -1
+        try:
+            writable = _memfd()
+            os.ftruncate(writable, size_bytes)
+            if self.kind is SegmentKind.MEMFD:
+                os.posix_fallocate(writable, 0, size_bytes)
+            readable = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if writable >= 0:
+                os.close(writable)
+            raise MemoryFailure(f"memfd of {size_bytes} bytes: {error}") from error
+        return WritableSegment(
+            writable,
+            readable,
+            size_bytes,
+            is_memfd=True,
+            wants_advice=self.kind is SegmentKind.MEMFD_HUGE,
+        )
+
+    def footprint_bytes(self, size_bytes: int) -> int:
+        """See :class:`HostMemory`."""
+        unit = HUGE_PAGE_BYTES if self.kind is SegmentKind.MEMFD_HUGE else PAGE_BYTES
+        return round_up(size_bytes, unit)
+
+    def used_bytes(self) -> int | None:
+        """Unknown: the kernel does not add memfds up for anybody."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class TmpfsMemory:
+    """Files of an unattached tmpfs with huge pages.
+
+    ``mount`` is the writable mount, ``sealed`` a read-only clone of it; neither appears in any
+    mount table, and the file system vanishes with its last descriptor and mapping.
+    """
+
+    def __init__(self, mount: int, sealed: int, kind: SegmentKind) -> None:
+        """Take ownership of the descriptors of both mounts."""
+        self.kind = kind
+        self._mount = mount
+        self._sealed = sealed
+        self._count = 0
+
+    def create(self, size_bytes: int) -> WritableSegment:
+        """See :class:`HostMemory`."""
+        self._count += 1
+        name = f"segment-{os.getpid()}-{self._count}"
+        writable = -1
+        try:
+            # A name only until both descriptors exist; the mount is reachable by nobody else.
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            writable = os.open(name, flags, 0o400, dir_fd=self._mount)
+            readable = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sealed)
+            os.unlink(name, dir_fd=self._mount)
+            # The size first: huge=within_size gives huge pages only up to it, and no waste after.
+            os.ftruncate(writable, size_bytes)
+            os.posix_fallocate(writable, 0, size_bytes)
+        except OSError as error:
+            if writable >= 0:
+                os.close(writable)
+            raise MemoryFailure(f"tmpfs segment of {size_bytes} bytes: {error}") from error
+        return WritableSegment(writable, readable, size_bytes, is_memfd=False, wants_advice=False)
+
+    def footprint_bytes(self, size_bytes: int) -> int:
+        """See :class:`HostMemory`."""
+        return round_up(size_bytes, PAGE_BYTES)
+
+    def used_bytes(self) -> int | None:
+        """Bytes of every file of the mount, evicted ones that a client still maps included."""
+        status = os.fstatvfs(self._mount)
+        return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+    def close(self) -> None:
+        """See :class:`HostMemory`."""
+        os.close(self._mount)
+        os.close(self._sealed)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Whether a kind of memory works here, and why not."""
+
+    kind: SegmentKind
+    is_available: bool
+    reason: str
+
+
+def probe() -> list[Probe]:
+    """Try every kind, best first, with a real segment."""
+    found = []
+    for kind in SegmentKind:
+        try:
+            memory = open_memory(kind, budget_bytes=4 * HUGE_PAGE_BYTES)
+        except MemoryFailure as error:
+            found.append(Probe(kind, False, str(error)))
+            continue
+        memory.close()
+        found.append(Probe(kind, True, ""))
+    return found
+
+
+def open_best(budget_bytes: int) -> tuple[HostMemory, str]:
+    """The best kind that works, and why no better one does (empty: it is the best)."""
+    reasons = []
+    for kind in SegmentKind:
+        try:
+            return open_memory(kind, budget_bytes=budget_bytes), "; ".join(reasons)
+        except MemoryFailure as error:
+            reasons.append(f"{kind.value}: {error}")
+    raise MemoryFailure("; ".join(reasons))
+
+
+def open_memory(kind: SegmentKind, *, budget_bytes: int) -> HostMemory:
+    """Memory of this kind, tried out. Raises MemoryFailure with the reason where it cannot be."""
+    memory = _OPENERS[kind](budget_bytes)
+    try:
+        segment = memory.create(HUGE_PAGE_BYTES)
+        segment.view[:1] = b"x"
+        segment.seal().close()
+    except BaseException:
+        memory.close()
+        raise
+    return memory
+
+
+def _open_memfd_huge(budget_bytes: int) -> HostMemory:
+    try:
+        with open(_SHMEM_HUGE) as file:
+            setting = file.read()
+    except OSError as error:
+        raise MemoryFailure(f"{_SHMEM_HUGE}: {error}") from error
+    chosen = setting.partition("[")[2].partition("]")[0]
+    if chosen not in ("always", "advise", "within_size", "force"):
+        raise MemoryFailure(f"shmem_enabled is '{chosen}', not 'advise' or 'always'")
+    return MemfdMemory(SegmentKind.MEMFD_HUGE)
+
+
+def _open_tmpfs(budget_bytes: int) -> HostMemory:
+    return TmpfsMemory(*_mounts(budget_bytes), SegmentKind.TMPFS_HUGE)
+
+
+def _open_tmpfs_in_user_namespace(budget_bytes: int) -> HostMemory:
+    return TmpfsMemory(*_tmpfs_from_child(budget_bytes), SegmentKind.TMPFS_HUGE_USERNS)
+
+
+def _open_memfd(budget_bytes: int) -> HostMemory:
+    return MemfdMemory(SegmentKind.MEMFD)
+
+
+_OPENERS: dict[SegmentKind, Callable[[int], HostMemory]] = {
+    SegmentKind.MEMFD_HUGE: _open_memfd_huge,
+    SegmentKind.TMPFS_HUGE: _open_tmpfs,
+    SegmentKind.TMPFS_HUGE_USERNS: _open_tmpfs_in_user_namespace,
+    SegmentKind.MEMFD: _open_memfd,
+}
+
+
+def _memfd() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("trims-segment", flags | _MFD_NOEXEC_SEAL)
+    except OSError:
+        return os.memfd_create("trims-segment", flags)
+
+
+def _mounts(budget_bytes: int) -> tuple[int, int]:
+    mount = _new_tmpfs(budget_bytes)
+    try:
+        return mount, _read_only_clone(mount)
+    except MemoryFailure:
+        os.close(mount)
+        raise
+
+
+def _new_tmpfs(budget_bytes: int) -> int:
+    """Descriptor of an unattached tmpfs mount (needs CAP_SYS_ADMIN in its user namespace)."""
+    context = _syscall("fsopen", _SYS_FSOPEN, ctypes.c_char_p(b"tmpfs"), 1)
+    try:
+        # Room for the budget and for rounding; the store keeps the exact account.
+        size = round_up(budget_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES
+        for key, value in (("huge", "within_size"), ("size", str(size)), ("mode", "0700")):
+            _syscall(
+                f"tmpfs {key}={value}",
+                _SYS_FSCONFIG,
+                context,
+                _FSCONFIG_SET_STRING,
+                ctypes.c_char_p(key.encode()),
+                ctypes.c_char_p(value.encode()),
+                0,
+            )
+        _syscall("fsconfig", _SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+        return _syscall("fsmount", _SYS_FSMOUNT, context, 1, 0)
+    finally:
+        os.close(context)
+
+
+def _read_only_clone(mount: int) -> int:
+    clone = _syscall(
+        "open_tree",
+        _SYS_OPEN_TREE,
+        mount,
+        ctypes.c_char_p(b""),
+        _OPEN_TREE_CLONE | _AT_EMPTY_PATH | os.O_CLOEXEC,
+    )
+    attributes = ctypes.create_string_buffer(struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0), 32)
+    try:
+        _syscall(
+            "mount_setattr",
+            _SYS_MOUNT_SETATTR,
+            clone,
+            ctypes.c_char_p(b""),
+            _AT_EMPTY_PATH,
+            attributes,
+            ctypes.c_size_t(32),
+        )
+    except MemoryFailure:
+        os.close(clone)
+        raise
+    return clone
+
+
+def _syscall(what: str, number: int, *arguments: object) -> int:
+    result = _libc.syscall(ctypes.c_long(number), *arguments)
+    if result < 0:
+        raise MemoryFailure(f"{what}: {os.strerror(ctypes.get_errno())}")
+    return int(result)
+
+
+def _tmpfs_from_child(budget_bytes: int) -> tuple[int, int]:
+    """Both mounts, made in a user namespace of a short-lived child that sends them here.
+
+    The daemon itself must stay out of the namespace: it would see its clients' users as nobody.
+    Forks, so it is called before any thread is started.
+    """
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = os.fork()
+        if child == 0:
+            _send_mounts_and_exit(theirs, budget_bytes)
+        theirs.close()
+        ours.settimeout(5)
+        try:
+            answer, descriptors, _, _ = socket.recv_fds(ours, 1024, 2)
+        except OSError as error:
+            raise MemoryFailure(f"user namespace: {error}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                os.waitpid(child, 0)
+    if len(descriptors) != 2:
+        raise MemoryFailure(answer.decode(errors="replace") or "user namespace: the child died")
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    return descriptors[0], descriptors[1]
+
+
+def _send_mounts_and_exit(connection: socket.socket, budget_bytes: int) -> None:
+    try:
+        _enter_user_namespace()
+        mounts = _mounts(budget_bytes)
+        socket.send_fds(connection, [b"ok"], list(mounts))
+    # Border: this is a forked child; nothing may unwind into the daemon's stack.
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            connection.send(f"user namespace: {error}".encode()[:1000])
+    finally:
+        os._exit(0)
+
+
+def _enter_user_namespace() -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    if _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS) != 0:
+        raise MemoryFailure(f"unshare: {os.strerror(ctypes.get_errno())}")
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{uid} {uid} 1"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)

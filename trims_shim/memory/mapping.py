@@ -1,0 +1,88 @@
+"""Map a segment into this process: private, copy-on-write, aligned for huge pages.
+
+Owns the system calls; lifetime is the caller's (:mod:`trims_shim.client.arenas`). Through ctypes
+because :mod:`mmap` duplicates the descriptor and cannot choose an address. A mapping is never
+populated: MAP_POPULATE on a private writable mapping copies every page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap as _mmap
+import os
+
+from trims_shim.errors import MemoryFailure
+
+__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "map_private", "round_up", "unmap"]
+
+HUGE_PAGE_BYTES = 2 << 20
+"""x86-64 and arm64 (4 KiB granule) PMD size; only an alignment, so a wrong value costs speed."""
+PAGE_BYTES = _mmap.PAGESIZE
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_longlong,
+]
+_libc.munmap.restype = ctypes.c_int
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def round_up(size_bytes: int, unit_bytes: int) -> int:
+    """The smallest multiple of ``unit_bytes`` that is at least ``size_bytes``."""
+    return -(-size_bytes // unit_bytes) * unit_bytes
+
+
+def map_private(descriptor: int, size_bytes: int) -> int:
+    """Address of a private writable mapping of a whole segment; the descriptor may be closed after.
+
+    Raises MemoryFailure where the kernel refuses (address space, map count, seals).
+    """
+    length = round_up(size_bytes, PAGE_BYTES)
+    base, reserved = _reserve(length)
+    address = round_up(base, HUGE_PAGE_BYTES)
+    end = address + length
+    try:
+        _mmap_call(
+            address,
+            length,
+            _mmap.PROT_READ | _mmap.PROT_WRITE,
+            _mmap.MAP_PRIVATE | _MAP_FIXED | getattr(_mmap, "MAP_NORESERVE", 0x4000),
+            descriptor,
+        )
+    except MemoryFailure:
+        _libc.munmap(base, reserved)
+        raise
+    if address > base:
+        _libc.munmap(base, address - base)
+    if base + reserved > end:
+        _libc.munmap(end, base + reserved - end)
+    return address
+
+
+def unmap(address: int, size_bytes: int) -> None:
+    """Remove a mapping made by :func:`map_private`. Takes no lock; safe in a finalizer."""
+    _libc.munmap(address, round_up(size_bytes, PAGE_BYTES))
+
+
+def _reserve(length: int) -> tuple[int, int]:
+    reserved = length + HUGE_PAGE_BYTES
+    flags = _mmap.MAP_PRIVATE | _mmap.MAP_ANONYMOUS | getattr(_mmap, "MAP_NORESERVE", 0x4000)
+    return _mmap_call(None, reserved, 0, flags, -1), reserved
+
+
+def _mmap_call(
+    address: int | None, length: int, protection: int, flags: int, descriptor: int
+) -> int:
+    result = _libc.mmap(address, length, protection, flags, descriptor, 0)
+    if result is None or result == _MAP_FAILED:
+        error = ctypes.get_errno()
+        raise MemoryFailure(f"mmap of {length} bytes failed: {os.strerror(error)}")
+    return int(result)

@@ -1,0 +1,161 @@
+"""When a ``copy_`` between two tensors may be replaced, and when nobody watches torch's operations.
+
+Owns the conditions on the call (:func:`is_watched`), on the pair (:func:`is_stock_copy`,
+:func:`is_byte_copy`) and on the destination (:func:`is_exclusive`). They only look; every one of
+them errs towards the copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+__all__ = [
+    "PLAIN_TYPES",
+    "is_byte_copy",
+    "is_exclusive",
+    "is_stock_copy",
+    "is_watched",
+    "missing_capability",
+]
+
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_REAL = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    )
+    if hasattr(torch, name)
+)
+
+
+class _Owners(NamedTuple):
+    """Reference counts that together show every other way to a tensor's memory.
+
+    Another view of it: ``storage_uses``; the storage object itself in somebody's hands, also as a
+    typed storage: ``storage_objects``; a DLPack capsule or its consumer, a graph, a script module:
+    ``tensor_uses``; a numpy array holds a view. Compared with those of a tensor that nobody else
+    holds, measured once, because the absolute numbers are torch's business.
+    """
+
+    storage_uses: int
+    storage_objects: int
+    tensor_uses: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Owners:
+        storage = tensor.untyped_storage()
+        return cls(
+            torch._C._storage_Use_Count(storage._cdata),
+            sys.getrefcount(storage),
+            tensor._use_count(),  # type: ignore[attr-defined]
+        )
+
+
+_SOLE = _Owners.of(torch.zeros(4))
+
+
+def missing_capability() -> str | None:
+    """Why this torch cannot elide copies, or None: tries the private parts on tiny tensors."""
+    needed = (
+        (torch.UntypedStorage, "_swap_data_ptr_"),
+        (torch.Tensor, "_use_count"),
+        (torch._C, "_storage_Use_Count"),
+        (torch._C, "_is_cow_tensor"),
+        (torch._C, "_len_torch_function_stack"),
+        (torch._C, "_len_torch_dispatch_stack"),
+    )
+    for holder, name in needed:
+        if not hasattr(holder, name):
+            return f"torch {torch.__version__} has no {name}"
+    if not _swap_keeps_identity():
+        return "swapping storages does not behave as expected"
+    for what, export in _exports():
+        tensor = torch.zeros(4)
+        keep = export(tensor)
+        if _Owners.of(tensor) == _SOLE:
+            return f"{what} cannot be noticed"
+        del keep
+    return None
+
+
+def _exports() -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
+    yield "a view", lambda tensor: tensor.view(2, 2)
+    yield "a detached alias", lambda tensor: tensor.detach()
+    yield "a storage", lambda tensor: tensor.untyped_storage()
+    yield "a typed storage", lambda tensor: tensor._typed_storage()  # type: ignore[attr-defined]
+    yield "a DLPack capsule", lambda tensor: tensor.__dlpack__()
+    if "numpy" in sys.modules:  # torch imports it where it can use it
+        yield "a numpy array", lambda tensor: tensor.numpy()
+
+
+def _swap_keeps_identity() -> bool:
+    tensor, other = torch.zeros(4), torch.ones(4)
+    version, address = tensor._version, other.data_ptr()
+    tensor.untyped_storage()._swap_data_ptr_(other.untyped_storage())  # type: ignore[attr-defined]
+    return (tensor._version, tensor.data_ptr()) == (version, address)
+
+
+def is_watched() -> bool:
+    """Whether something besides the program can see or change what ``copy_`` does right now."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.is_inference_mode_enabled()
+        or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        or torch.are_deterministic_algorithms_enabled()
+        or torch.__future__.get_swap_module_params_on_conversion()
+    )
+
+
+def is_stock_copy(dst: torch.Tensor, src: torch.Tensor) -> bool:
+    """Whether ``dst.copy_(src)`` is an ordinary copy on the CPU that neither fails nor warns."""
+    return (
+        type(dst) in PLAIN_TYPES
+        and type(src) in PLAIN_TYPES
+        and dst.is_cpu
+        and src.is_cpu
+        and dst.layout is torch.strided
+        and src.layout is torch.strided
+        and dst.shape == src.shape
+        and (src.dtype in _REAL or (src.dtype in _COMPLEX and dst.dtype in _COMPLEX))
+        and (dst.dtype in _REAL or dst.dtype in _COMPLEX)
+    )
+
+
+def is_byte_copy(dst: torch.Tensor, src: torch.Tensor) -> bool:
+    """Whether ``dst.copy_(src)``, a stock copy, moves bytes in order and leaves no other trace."""
+    return (
+        dst.dtype is src.dtype
+        and dst.is_contiguous()
+        and src.is_contiguous()
+        and not (dst.is_neg() or src.is_neg() or dst.is_conj() or src.is_conj())
+        and not (dst.is_inference() or src.is_inference())
+        and dst.is_leaf
+        and not (torch.is_grad_enabled() and (dst.requires_grad or src.requires_grad))
+    )
+
+
+def is_exclusive(dst: torch.Tensor, size: int) -> bool:
+    """Whether ``dst`` is all of its storage, in ordinary memory that nothing else can reach."""
+    if _Owners.of(dst) != _SOLE:
+        return False
+    storage = dst.untyped_storage()
+    return (
+        storage.nbytes() == size
+        and dst.storage_offset() == 0
+        and not storage.is_shared()
+        and not dst.is_pinned()
+        and not torch._C._is_cow_tensor(dst)  # type: ignore[attr-defined]
+    )

@@ -1,0 +1,265 @@
+"""Replace the copies of a load_state_dict by fresh mappings of the bytes they would have copied.
+
+``parameter.copy_(entry)`` becomes: the parameter's storage takes over a slice of a fresh private
+mapping of the image the entry lies in. Both sides stay independent, as after a copy, because both
+are copy-on-write mappings of immutable bytes; nothing is read and nothing is written. One arena is
+made for each image and call; a byte of it is given to one parameter only.
+
+A copy is elided only where it cannot be told from one:
+
+- the call (:func:`is_watched`): no function or dispatch mode of anybody else, no tracing or
+  compiling, no functorch level, forward-mode level, profiler, inference mode, no setting that
+  swaps parameters, and deterministic algorithms are not asked for;
+- the pair (:func:`is_stock_copy`, :func:`is_byte_copy`): exactly Tensor or Parameter, CPU, strided,
+  same dtype and shape, contiguous, no conjugate or negative bit, no inference tensor, no graph
+  behind the destination, autograd would not record the copy;
+- the destination: a parameter or buffer of the module tree, all of its storage, which torch's
+  allocator or an earlier elision made, and which nothing else can reach (:func:`is_exclusive`);
+- the source: at least 64 KiB inside a live arena, on a 64-byte border, and pristine.
+
+What can be told apart afterwards: the parameter's memory is elsewhere, so an address that somebody
+kept as a number (``data_ptr()``, ctypes, registered I/O) is stale where a copy would have kept it
+valid; a storage that lies in an image cannot be resized (``UntypedStorage.resize_``), as with
+``torch.load(mmap=True)``; the first write to a page costs a page fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import logging
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode
+from trims_shim.patches.torch_storage import storage_of
+
+from trims_shim import diagnostics
+from trims_shim.client import arenas
+from trims_shim.memory.pages import PageScanner
+from trims_shim.memory.reclaim import RetiredBlock, retire
+from trims_shim.patches.torch_copies import (
+    PLAIN_TYPES,
+    is_byte_copy,
+    is_exclusive,
+    is_stock_copy,
+    is_watched,
+)
+from trims_shim.patches.torch_stock_load import (
+    PLAIN_DICTS,
+    is_torchs_own,
+    registered,
+    stock_pairs,
+)
+
+__all__ = ["ALIGNMENT_BYTES", "MIN_SIZE_BYTES", "load"]
+
+MIN_SIZE_BYTES = 64 << 10
+"""Below this a copy is as cheap as the checks."""
+ALIGNMENT_BYTES = 64
+"""What torch's allocator gives. Kernels choose their loops by alignment: with MKL on x86-64 a
+matrix at 8 modulo 16 gives other last bits than the same matrix at 0."""
+
+_COPY = torch.Tensor.copy_
+_logger = logging.getLogger(__name__)
+
+_own_arenas: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]] = (
+    weakref.WeakValueDictionary()
+)
+"""Arenas made here, by address. Only parameters hold slices of them, each its own."""
+
+
+class _Way(enum.Enum):
+    """How a call goes on after our part of it."""
+
+    TORCHS_OWN = enum.auto()
+    TORCHS_OWN_WITH_MODE = enum.auto()
+    DONE = enum.auto()
+
+
+def load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``original(*args, **kwargs)``, a load_state_dict with ``assign`` off, without copies.
+
+    Returns and raises what the original does.
+    """
+    call = _Call()
+    try:
+        way = call.begin(original, args[0], args[1])
+        if way is _Way.DONE:
+            return torch_module._IncompatibleKeys([], [])
+        with call.mode if way is _Way.TORCHS_OWN_WITH_MODE else contextlib.nullcontext():
+            return original(*args, **kwargs)
+    finally:
+        call.end()
+
+
+class _Call:
+    """One load_state_dict: its arenas, its scanner, what it replaced."""
+
+    def __init__(self) -> None:
+        self.mode = _CopyMode(self)
+        self._scanner: PageScanner | None = None
+        self._targets: dict[arenas.Image, _Target] = {}
+        self._replaced: list[RetiredBlock] = []
+        self._elided_copies = 0
+        self._elided_bytes = 0
+
+    def begin(self, original: Callable[..., Any], module: Any, state_dict: Any) -> _Way:
+        """Do what can be done before, or instead of, torch's own code."""
+        try:
+            if is_watched() or not _holds_cached_bytes(state_dict):
+                return _Way.TORCHS_OWN
+            self._scanner = PageScanner()
+            if is_torchs_own(original) and (pairs := stock_pairs(module, state_dict)):
+                self._copy_all(pairs)
+                return _Way.DONE
+            self.mode.destinations = registered(module)
+        # Border: a copy elided so far is what a copy would have done; torch does them all again,
+        # and an error that belongs to the load comes up there with torch's text.
+        except Exception as error:
+            _count_error(error)
+            return _Way.TORCHS_OWN
+        return _Way.TORCHS_OWN_WITH_MODE
+
+    def end(self) -> None:
+        """Close, count, and have the replaced memory freed."""
+        if self._scanner is None:
+            return
+        self._scanner.close()
+        if self._elided_copies:
+            diagnostics.count("elided", "load_state_dict", self._elided_copies)
+            diagnostics.count("elided_bytes", "load_state_dict", self._elided_bytes)
+        retire(self._replaced)
+
+    def elide(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
+        """Give ``dst`` the bytes of ``src`` as ``dst.copy_(src)`` would; False: nothing was done.
+
+        The pair must satisfy :func:`is_stock_copy`.
+        """
+        size = src.nbytes
+        if size < MIN_SIZE_BYTES or not is_byte_copy(dst, src) or self._scanner is None:
+            return False
+        address = src.data_ptr()
+        found = arenas.find(address, size)
+        if found is None or not self._scanner.is_pristine(address, size):
+            return False
+        image, offset = found
+        if not self._is_there_already(dst, image, offset, size):
+            if offset % ALIGNMENT_BYTES or not _is_replaceable(dst, size):
+                return False
+            target = self._targets.get(image)
+            if target is None:
+                target = self._targets[image] = _Target.of(image)
+            if not target.take(offset, offset + size):
+                return False
+            self._swap(dst, target.storage[offset : offset + size], size)
+        torch.autograd.graph.increment_version(dst)
+        self._elided_copies += 1
+        self._elided_bytes += size
+        return True
+
+    def _is_there_already(
+        self, dst: torch.Tensor, image: arenas.Image, offset: int, size: int
+    ) -> bool:
+        """Whether ``dst`` shows the same bytes of the same image: tied entries, a second load."""
+        address = dst.data_ptr()
+        if arenas.find(address, size) != (image, offset) or self._scanner is None:
+            return False
+        return self._scanner.is_pristine(address, size)
+
+    def _swap(self, dst: torch.Tensor, fresh: torch.UntypedStorage, size: int) -> None:
+        dst.untyped_storage()._swap_data_ptr_(fresh)  # type: ignore[attr-defined]
+        self._replaced.append(RetiredBlock(fresh, fresh.data_ptr(), size))
+
+    def _copy_all(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            for dst, src in pairs:
+                if not self.elide(dst, src):
+                    dst.copy_(src)
+
+
+@dataclass(slots=True)
+class _Target:
+    """A fresh arena of one image, and which bytes of it have been given away."""
+
+    storage: torch.UntypedStorage
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, image: arenas.Image) -> _Target:
+        arena = image.map()
+        _own_arenas[arena.address] = arena.buffer
+        return cls(storage_of(arena))
+
+    def take(self, start: int, end: int) -> bool:
+        """Reserve ``[start, end)``; False when any of it is taken."""
+        index = bisect_left(self.starts, end)
+        if index and self.ends[index - 1] > start:
+            return False
+        self.starts.insert(index, start)
+        self.ends.insert(index, end)
+        return True
+
+
+class _CopyMode(TorchFunctionMode):
+    """Sees every torch call of a load_state_dict and answers the copies that can be elided."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self._call = call
+        self.destinations: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _COPY and len(args) == 2 and not kwargs and self._elide(*args):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _elide(self, dst: Any, src: Any) -> bool:
+        if self.destinations.get(id(dst)) is not dst:
+            return False
+        try:
+            return not is_watched() and is_stock_copy(dst, src) and self._call.elide(dst, src)
+        # Border: the caller copies, also over a replacement that was half made.
+        except Exception as error:
+            _count_error(error)
+            return False
+
+
+def _count_error(error: Exception) -> None:
+    _logger.debug("load_state_dict: copying, elision failed", exc_info=error)
+    diagnostics.count("elision_error", type(error).__name__)
+
+
+def _holds_cached_bytes(state_dict: Any) -> bool:
+    """Whether anything worth eliding comes from the cache. Other mappings may compute entries."""
+    return type(state_dict) in PLAIN_DICTS and any(
+        type(value) in PLAIN_TYPES
+        and value.is_cpu
+        and value.nbytes >= MIN_SIZE_BYTES
+        and arenas.find(value.data_ptr(), value.nbytes) is not None
+        for value in state_dict.values()
+    )
+
+
+def _is_replaceable(dst: torch.Tensor, size: int) -> bool:
+    """Whether taking ``dst`` away from its memory is noticed by nobody.
+
+    Memory that cannot be resized is borrowed (from numpy, a file, a DLPack producer, a state dict
+    that was assigned) unless an earlier elision put the tensor there.
+    """
+    if not is_exclusive(dst, size):
+        return False
+    if dst.untyped_storage().resizable():
+        return True
+    address = dst.data_ptr()
+    found = arenas.find(address, size)
+    return found is not None and address - found[1] in _own_arenas

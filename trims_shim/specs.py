@@ -1,0 +1,80 @@
+"""Plain data that passes between layers: identities, records, image and segment descriptions.
+
+Pure: no I/O, no clock, no third-party import. Everything is frozen. Sizes are bytes, times are
+nanoseconds.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from dataclasses import dataclass
+
+__all__ = ["Digest", "Identity", "ImageState", "Record", "SegmentKind", "Span"]
+
+Digest = str
+"""BLAKE3 of an image's bytes, 64 lower-case hexadecimal digits: the truth about content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What ``fstat`` says of a file: enough to look an image up, never proof of content."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def from_stat(cls, status: os.stat_result) -> Identity:
+        """The identity in a stat result of an open descriptor."""
+        return cls(
+            device=status.st_dev,
+            inode=status.st_ino,
+            size_bytes=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            ctime_ns=status.st_ctime_ns,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A half-open byte range ``[offset_bytes, offset_bytes + size_bytes)`` of an image."""
+
+    offset_bytes: int
+    size_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        """First byte after the range."""
+        return self.offset_bytes + self.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A named tensor inside an image.
+
+    ``dtype`` is the format's own name (``F32`` in safetensors, ``FloatStorage`` in torch zip).
+    """
+
+    name: str
+    span: Span
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ImageState(enum.Enum):
+    """Life of an image in the store."""
+
+    LOADING = "loading"
+    RESIDENT = "resident"
+
+
+class SegmentKind(enum.Enum):
+    """Where a host segment's memory comes from, best first."""
+
+    MEMFD_HUGE = "memfd-huge"
+    TMPFS_HUGE = "tmpfs-huge"
+    TMPFS_HUGE_USERNS = "tmpfs-huge-userns"
+    MEMFD = "memfd"

@@ -1,0 +1,1 @@
+"""The protocol between clients and the daemon: messages, their encoding, the two channels."""

@@ -1,0 +1,144 @@
+"""Messages to bytes and back: msgpack maps, every field checked on the way in.
+
+Pure. A message travels as ``{"verb": <class name>, **fields}``; control messages carry ``id`` and
+``token`` beside it (:class:`Envelope`). Decoding never builds anything but the dataclasses of
+:mod:`trims_shim.wire.messages`, and its cost is bounded by the length limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from typing import Any
+
+import msgpack
+
+from trims_shim.errors import MalformedMessage, MessageTooLarge, UnknownMessage
+from trims_shim.wire import messages
+
+__all__ = ["Envelope", "decode", "decode_envelope", "encode", "encode_envelope"]
+
+_VERBS: dict[str, type] = {
+    name: value for name, value in vars(messages).items() if dataclasses.is_dataclass(value)
+}
+_TOKEN_BYTES_LIMIT = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Envelope:
+    """A control message with what routes it: the sender's request number and session token."""
+
+    request_id: int
+    token: bytes
+    message: Any
+
+
+def encode(message: Any) -> bytes:
+    """Bytes of a handover message or event."""
+    return _pack(_to_map(message))
+
+
+def decode(data: bytes, *, limit_bytes: int = messages.HANDOVER_PACKET_LIMIT_BYTES) -> Any:
+    """The message in a handover packet.
+
+    Raises MessageTooLarge, UnknownMessage (verb) or MalformedMessage (anything else).
+    """
+    return _from_map(_unpack(data, limit_bytes))
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    """Bytes of a control message."""
+    body = _to_map(envelope.message)
+    body["id"] = envelope.request_id
+    body["token"] = envelope.token
+    return _pack(body)
+
+
+def decode_envelope(
+    data: bytes, *, limit_bytes: int = messages.CONTROL_MESSAGE_LIMIT_BYTES
+) -> Envelope:
+    """The message in a control frame; raises as :func:`decode` does."""
+    body = _unpack(data, limit_bytes)
+    request_id, token = body.get("id"), body.get("token", b"")
+    if type(request_id) is not int or type(token) is not bytes or len(token) > _TOKEN_BYTES_LIMIT:
+        raise MalformedMessage("control message without a valid id and token")
+    return Envelope(request_id, token, _from_map(body))
+
+
+def _pack(body: dict[str, Any]) -> bytes:
+    packed: bytes = msgpack.packb(body, use_bin_type=True)
+    return packed
+
+
+def _unpack(data: bytes, limit_bytes: int) -> dict[str, Any]:
+    if len(data) > limit_bytes:
+        raise MessageTooLarge(f"message of {len(data)} bytes; the limit is {limit_bytes}")
+    try:
+        body = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    # msgpack raises its own, ValueError, TypeError and UnicodeDecodeError; all mean the same here.
+    except Exception as error:
+        raise MalformedMessage(f"message of {len(data)} bytes is not msgpack: {error}") from error
+    if type(body) is not dict:
+        raise MalformedMessage(f"message is a {type(body).__name__}, not a map")
+    return body
+
+
+def _to_map(message: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {"verb": type(message).__name__}
+    for name, _ in _fields(type(message)):
+        body[name] = _plain(getattr(message, name))
+    return body
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {name: _plain(getattr(value, name)) for name, _ in _fields(type(value))}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _from_map(body: dict[str, Any]) -> Any:
+    verb = body.get("verb")
+    kind = _VERBS.get(verb) if isinstance(verb, str) else None
+    if kind is None:
+        raise UnknownMessage(f"unknown message {verb!r:.60}; is the other side newer?")
+    return _build(kind, body)
+
+
+def _build(kind: type, body: dict[str, Any]) -> Any:
+    values = {}
+    for name, hint in _fields(kind):
+        if name in body:
+            values[name] = _checked(hint, body[name], f"{kind.__name__}.{name}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise MalformedMessage(f"{kind.__name__}: {error}") from error
+
+
+def _checked(hint: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(hint)
+    if dataclasses.is_dataclass(hint) and type(value) is dict:
+        return _build(typing.cast(type, hint), value)
+    if origin is tuple and type(value) is list:
+        item = typing.get_args(hint)[0]
+        return tuple(_checked(item, each, where) for each in value)
+    if origin is dict and type(value) is dict:
+        key, item = typing.get_args(hint)
+        return {_checked(key, k, where): _checked(item, v, where) for k, v in value.items()}
+    if hint is float and type(value) is int:
+        return float(value)
+    if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) and type(value) is hint:
+        if hint is int and not -(1 << 63) <= value < 1 << 64:
+            raise MalformedMessage(f"{where}: {value} does not fit 64 bits")
+        return value
+    raise MalformedMessage(f"{where}: {type(value).__name__} where {hint} is expected")
+
+
+@functools.lru_cache(maxsize=None)
+def _fields(kind: type) -> tuple[tuple[str, Any], ...]:
+    hints = typing.get_type_hints(kind)
+    return tuple((each.name, hints[each.name]) for each in dataclasses.fields(kind))

@@ -1,0 +1,121 @@
+"""Where daemon and clients meet: the socket directory, its checks and the names in it.
+
+The directory belongs to one user and is closed to others (0700), or to root and a group for a
+machine-wide daemon; a directory that somebody else could have made is refused, because who owns the
+socket decides which bytes become weights. Search order: ``TRIMS_SOCKET_DIR``,
+``$XDG_RUNTIME_DIR/trims``, ``/run/user/UID/trims``, ``<temp dir>/trims-UID``.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+
+from trims_shim.errors import ConfigError, DaemonUnavailable
+
+__all__ = ["Endpoint", "choose"]
+
+_SUN_PATH_LIMIT_BYTES = 107
+_LONGEST_NAME = "control-0123456789abcdef.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Names inside one socket directory."""
+
+    directory: str
+
+    @property
+    def handover(self) -> str:
+        """The SEQPACKET socket that clients connect to first."""
+        return os.path.join(self.directory, "handover.sock")
+
+    @property
+    def lock(self) -> str:
+        """Held by the daemon for as long as it accepts clients."""
+        return os.path.join(self.directory, "daemon.lock")
+
+    @property
+    def start_lock(self) -> str:
+        """Held by the one client that is starting a daemon."""
+        return os.path.join(self.directory, "start.lock")
+
+    @property
+    def log(self) -> str:
+        """What the daemon prints."""
+        return os.path.join(self.directory, "daemon.log")
+
+    def control(self, instance: str) -> str:
+        """The ROUTER socket of one daemon instance (``instance``: 16 hexadecimal digits)."""
+        return os.path.join(self.directory, f"control-{instance}.sock")
+
+    def events(self, instance: str) -> str:
+        """The PUB socket of one daemon instance."""
+        return os.path.join(self.directory, f"events-{instance}.sock")
+
+    def check_length(self) -> None:
+        """Raises ConfigError when the kernel's limit on socket paths would cut a name."""
+        length = len(os.fsencode(os.path.join(self.directory, _LONGEST_NAME)))
+        if length > _SUN_PATH_LIMIT_BYTES:
+            raise ConfigError(
+                f"socket directory {self.directory} is too long: its socket names take {length} "
+                f"bytes and the kernel allows {_SUN_PATH_LIMIT_BYTES}; set TRIMS_SOCKET_DIR to a "
+                f"shorter path"
+            )
+
+    def check_owner(self) -> None:
+        """Raises DaemonUnavailable when the directory is missing or not safe to trust."""
+        try:
+            status = os.lstat(self.directory)
+        except FileNotFoundError:
+            raise DaemonUnavailable(
+                f"no socket directory {self.directory}; no daemon has run"
+            ) from None
+        except OSError as error:
+            raise DaemonUnavailable(f"socket directory {self.directory}: {error}") from error
+        _check_status(self.directory, status)
+
+    def create(self, *, mode: int = 0o700) -> None:
+        """Make the directory if it is missing, and check it. Raises DaemonUnavailable."""
+        self.check_length()
+        try:
+            os.makedirs(os.path.dirname(self.directory) or "/", exist_ok=True)
+            os.mkdir(self.directory, mode)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise DaemonUnavailable(
+                f"socket directory {self.directory} cannot be made: {error}; set TRIMS_SOCKET_DIR"
+            ) from error
+        self.check_owner()
+
+
+def choose(configured: str, *, runtime_dir: str) -> Endpoint:
+    """The endpoint of this user: the setting ``socket_dir``, else below ``$XDG_RUNTIME_DIR``..."""
+    if configured:
+        return Endpoint(os.path.abspath(os.path.expanduser(configured)))
+    uid = os.geteuid()
+    for base in (runtime_dir, f"/run/user/{uid}"):
+        if base and os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK):
+            return Endpoint(os.path.join(base, "trims"))
+    return Endpoint(os.path.join(tempfile.gettempdir(), f"trims-{uid}"))
+
+
+def _check_status(directory: str, status: os.stat_result) -> None:
+    if not stat.S_ISDIR(status.st_mode):
+        raise DaemonUnavailable(f"socket directory {directory} is not a directory")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise DaemonUnavailable(
+            f"socket directory {directory} belongs to user {status.st_uid}, not to you or root; "
+            f"set TRIMS_SOCKET_DIR to a directory of yours"
+        )
+    if stat.S_IMODE(status.st_mode) & stat.S_IWOTH:
+        raise DaemonUnavailable(
+            f"socket directory {directory} is writable by everybody; run `chmod 700 {directory}`"
+        )
+    if status.st_uid == os.geteuid() != 0 and stat.S_IMODE(status.st_mode) & stat.S_IWGRP:
+        raise DaemonUnavailable(
+            f"socket directory {directory} is writable by its group; run `chmod 700 {directory}`"
+        )

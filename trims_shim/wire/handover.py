@@ -1,0 +1,107 @@
+"""The handover channel: packets with descriptors over a UNIX SEQPACKET socket.
+
+A descriptor is part of its packet: it is received with it and closed with it when the packet is
+refused. The kernel keeps packets whole, so there is no framing and no partial read; one ``send`` is
+atomic, so that a finalizer may release a lease from any thread without a lock.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from trims_shim.errors import MalformedMessage
+from trims_shim.wire import codec
+from trims_shim.wire.messages import HANDOVER_PACKET_LIMIT_BYTES
+
+__all__ = ["Packet", "Peer", "close_all", "new_socket", "peer_of", "receive", "send"]
+
+_MSG_CMSG_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0x40000000)
+_DESCRIPTORS_PER_PACKET = 1
+# Room for a few more than allowed, so that a surplus is received (and closed), not truncated away.
+_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array.array("i").itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end, by the kernel's word (SO_PEERCRED)."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """One received message; the receiver owns ``descriptor`` (None when there is none)."""
+
+    message: Any
+    descriptor: int | None
+
+
+def new_socket() -> socket.socket:
+    """An unconnected handover socket, closed on exec."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Credentials of the connected peer."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return Peer(*struct.unpack("3i", raw))
+
+
+def send(connection: socket.socket, message: Any, *, descriptor: int | None = None) -> None:
+    """Send one message over a non-blocking socket.
+
+    Raises OSError (BlockingIOError when the peer does not read).
+    """
+    data = codec.encode(message)
+    if descriptor is None:
+        connection.send(data, socket.MSG_NOSIGNAL)
+        return
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+    connection.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+
+
+def receive(connection: socket.socket) -> Packet | None:
+    """The next packet, or None when the peer has closed.
+
+    Raises WireError for a packet that is too long, malformed or carries more than one descriptor
+    (its descriptors are closed), OSError of the socket.
+    """
+    data, ancillary, message_flags, _ = connection.recvmsg(
+        HANDOVER_PACKET_LIMIT_BYTES, _ANCILLARY_BYTES, _MSG_CMSG_CLOEXEC
+    )
+    descriptors = _descriptors(ancillary)
+    if not data and not descriptors:
+        return None
+    try:
+        if message_flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise MalformedMessage("handover packet is too long or carries too many descriptors")
+        if len(descriptors) > _DESCRIPTORS_PER_PACKET:
+            raise MalformedMessage(f"handover packet carries {len(descriptors)} descriptors")
+        message = codec.decode(data)
+    except BaseException:
+        close_all(descriptors)
+        raise
+    return Packet(message, descriptors[0] if descriptors else None)
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Close descriptors, whatever their state."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)
