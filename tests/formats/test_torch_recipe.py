@@ -92,7 +92,7 @@ def _wide_numbers() -> Any:
 
 
 _VALUES: dict[str, Any] = {
-    "empty": lambda: {},
+    "empty": dict,
     "tensor": lambda: _tensor(2, 3),
     "parameter": lambda: torch.nn.Parameter(_tensor(2)),
     "frozen parameter": lambda: torch.nn.Parameter(_tensor(2), requires_grad=False),

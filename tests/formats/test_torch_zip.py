@@ -224,6 +224,7 @@ def test_a_bad_local_header(field: int, value: bytes, message: str, plain: bytes
     ("field", "value", "error", "message"),
     [
         (4, b"\x01\x00", UnsupportedFormat, "several disks"),
+        (6, b"\xff\xff", UnsupportedFormat, "several disks"),
         (8, b"\x01\x00", UnsupportedFormat, "on this disk"),
         (8, b"\x00\x00\x00\x00", UnsupportedFormat, "no records"),
         (8, b"\xfe\xff\xfe\xff", CorruptFile, "do not fit"),
@@ -245,6 +246,7 @@ def test_a_bad_end_record(
     ("field", "value", "error", "message"),
     [
         (-42 + 4, b"\x01", UnsupportedFormat, "several disks"),
+        (-42 + 16, b"\x00", UnsupportedFormat, "several disks"),
         (-42 + 8, b"\xff" * 8, CorruptFile, "not before its locator"),
         (-42 + 8, b"\x04\x00", CorruptFile, "wrong signature"),
         (-98 + 4, b"\x2d", CorruptFile, "do not reach its locator"),
@@ -328,7 +330,7 @@ def test_records_listed_out_of_order(plain: bytes) -> None:
         ({"version": b"3" * 21}, "21 bytes"),
         ({"version": b"3", "byteorder": b"middle"}, "'byteorder'"),
         ({"version": b"3", ".storage_alignment": b"a"}, "not a number"),
-        ({"version": b"3", "folder/": b""}, "not a file in the folder"),
+        ({"version": b"3", "folder/": b""}, "marked as a directory"),
     ],
 )
 def test_records_that_torch_would_stumble_over(
@@ -343,9 +345,11 @@ def test_archives_without_a_folder(tools: Any) -> None:
         read_archive(tools.archive_of(_NOTES, prefix=""))
 
 
-@pytest.mark.parametrize(("old", "new"), [(b"data/0", b"data\x000"), (b"data/0", b"data/\xff")])
-def test_names_that_are_no_text(old: bytes, new: bytes, plain: bytes) -> None:
-    with pytest.raises(UnsupportedFormat, match=r"NUL|UTF-8"):
+@pytest.mark.parametrize(
+    ("old", "new"), [(b"data/0", b"data\x000"), (b"data/0", b"data/\xff"), (b"data/0", b"data0/")]
+)
+def test_names_that_are_no_file_names(old: bytes, new: bytes, plain: bytes) -> None:
+    with pytest.raises(UnsupportedFormat, match=r"NUL|UTF-8|not a file"):
         read_archive(plain.replace(old, new))
 
 

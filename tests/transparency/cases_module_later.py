@@ -173,7 +173,7 @@ def parameter_storages_can_grow(work: Work) -> object:
     module, _ = _loaded(work)
     storage = module.large.weight.untyped_storage()
     first = attempt(storage.resize_, storage.nbytes() * 2)
-    seen = [type(first), storage.nbytes(), module.large.weight[3]]
+    seen = [type(first), storage.nbytes(), module.large.weight[3].detach().clone()]
     attempt(storage.resize_, 0)
     return [seen, storage.nbytes()]
 

@@ -252,11 +252,13 @@ def deleted_after_open(work: Work) -> object:
 
 @cases({"cpu": "cpu", "meta": "meta"})
 def device_context(work: Work, name: str) -> object:
-    with torch.device(name), safe_open(_file(work), framework="pt") as file:
+    path = _file(work)
+    with torch.device(name), safe_open(path, framework="pt") as file:
         return [attempt(file.get_tensor, "bulk"), attempt(lambda: file.get_slice("bulk")[:2])]
 
 
 @case(served=True)
 def inference_mode(work: Work) -> object:
-    with torch.inference_mode(), safe_open(_file(work), framework="pt") as file:
+    path = _file(work)
+    with torch.inference_mode(), safe_open(path, framework="pt") as file:
         return [file.get_tensor("bulk"), file.get_slice("bulk")[:2]]

@@ -339,7 +339,8 @@ def _observe(runs: Sequence[_Run], place: _Place) -> list[_Run]:
     observed = []
     for run in runs:
         totals = _totals(run.pid)
-        shared = _shared_by_segment(run.pid)
+        # Other deleted files may be mapped too (libraries of an upgraded package).
+        shared = {k: v for k, v in _shared_by_segment(run.pid).items() if v > size / 2}
         observed.append(
             replace(
                 run,

@@ -2,9 +2,9 @@
 
 Owns the meaning of ``data.pkl`` in a ``torch.save`` archive: dicts, OrderedDicts, lists, tuples and
 plain constants holding tensors and parameters. Torch is not imported and nothing in the pickle is
-looked up or called: a GLOBAL is a name in a table of nine functions and the storage classes, or the
-whole pickle is refused. Reading and building are apart, so that nothing is built from a pickle that
-turns out to be refused:
+looked up or called: a GLOBAL is a name in a table of five functions, storage classes and dtypes, or
+the whole pickle is refused. Reading and building are apart, so that nothing is built from a pickle
+that turns out to be refused:
 
     recipe = read_recipe(pickle)            # FormatError: let torch.load decide
     storages = [... for spec in recipe.storages]

@@ -109,7 +109,7 @@ def _find_directory(view: memoryview) -> tuple[int, int, int]:
     _, disk, directory_disk, here, count, size, start, comment = _END.unpack_from(view, end)
     if comment:
         raise TruncatedFile(f"archive comment of {comment} bytes: the file ends before it")
-    if disk not in (0, _IN_ZIP64_SHORT) or directory_disk not in (0, _IN_ZIP64_SHORT):
+    if disk or directory_disk:
         raise UnsupportedFormat("the archive is split over several disks")
     if here != count:
         raise UnsupportedFormat(f"{here} of {count} records are on this disk")
@@ -138,7 +138,7 @@ def _refuse_ending(view: memoryview) -> NoReturn:
 def _read_end64(view: memoryview, locator: int) -> tuple[int, int, int, int]:
     """(offset of the zip64 end record, records, directory size, directory offset)."""
     _, disk, offset, disks = _LOCATOR.unpack_from(view, locator)
-    if disk or disks > 1:
+    if disk or disks != 1:
         raise UnsupportedFormat("the archive is split over several disks")
     if offset + _END64.size > locator:
         raise CorruptFile(f"zip64 end record at {offset}: not before its locator at {locator}")

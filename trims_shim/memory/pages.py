@@ -68,6 +68,9 @@ class PageScanner:
             self._descriptor = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # no /proc, hidden, or a sandbox: every answer is "no"
             self._descriptor = -1
+        # A sandbox's pagemap may show nothing at all. This object was written: does it know?
+        if self.is_pristine(ctypes.addressof(self._region), 1):
+            self.close()
 
     def __enter__(self) -> PageScanner:
         return self

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trims_shim.errors import PatchError
+from trims_shim.patches import holders
 
 __all__ = ["AppliedPatch", "PatchPoint", "PatchState", "apply", "resolve", "undo"]
 
@@ -38,7 +39,8 @@ class PatchPoint:
     ``supported`` is the version range it was tested with, for people; ``probe`` decides: it returns
     None where the library can do what the replacement needs, else why not. ``wrap`` makes the
     replacement from the original attribute (a function, a class, or the raw ``__dict__`` entry such
-    as a ``staticmethod``).
+    as a ``staticmethod``). ``has_holders``: the name itself is what callers hold, so modules that
+    imported it before are rebound.
     """
 
     name: str
@@ -47,6 +49,7 @@ class PatchPoint:
     supported: str
     probe: Callable[[], str | None]
     wrap: Callable[[Any], Any]
+    has_holders: bool = False
 
 
 @dataclass(slots=True)
@@ -115,6 +118,8 @@ def apply(point: PatchPoint) -> AppliedPatch:
         patch.state, patch.reason = PatchState.SKIPPED, f"{type(error).__name__}: {error}"
         return patch
     patch.state = PatchState.APPLIED
+    if point.has_holders:
+        holders.rebind(patch.original, patch.replacement, home=target.partition(":")[0])
     return patch
 
 
@@ -130,3 +135,5 @@ def undo(patch: AppliedPatch) -> None:
         delattr(patch.parent, patch.attribute)
     else:
         setattr(patch.parent, patch.attribute, patch.original)
+    if patch.point.has_holders:
+        holders.rebind(patch.replacement, patch.original, home=patch.target.partition(":")[0])

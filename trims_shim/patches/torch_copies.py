@@ -89,7 +89,7 @@ def _exports() -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
     yield "a view", lambda tensor: tensor.view(2, 2)
     yield "a detached alias", lambda tensor: tensor.detach()
     yield "a storage", lambda tensor: tensor.untyped_storage()
-    yield "a typed storage", lambda tensor: tensor._typed_storage()  # type: ignore[attr-defined]
+    yield "a typed storage", lambda tensor: tensor._typed_storage()  # type: ignore[no-untyped-call]
     yield "a DLPack capsule", lambda tensor: tensor.__dlpack__()
     if "numpy" in sys.modules:  # torch imports it where it can use it
         yield "a numpy array", lambda tensor: tensor.numpy()

@@ -224,7 +224,7 @@ class _CopyMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _elide(self, dst: Any, src: Any) -> bool:
-        if self.destinations.get(id(dst)) is not dst:
+        if id(dst) not in self.destinations:  # which keeps them alive, so an id is unambiguous
             return False
         try:
             return not is_watched() and is_stock_copy(dst, src) and self._call.elide(dst, src)

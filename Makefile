@@ -1,0 +1,35 @@
+# `make demo` and `make test` set everything up on a fresh machine; nothing has to be configured.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+# The CPU build of torch is enough for everything here; any torch from 2.4 on works.
+TORCH ?= torch==2.13.0
+STAMP = $(VENV)/.installed
+
+.PHONY: demo test lint bench docs setup clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py scripts/setup.sh
+	PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" scripts/setup.sh
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/trims demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.host $(BENCH_ARGS)
+
+docs: $(STAMP)
+	$(BIN)/python scripts/check_docs.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info

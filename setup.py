@@ -1,0 +1,5 @@
+"""Builds the optional native extension; all metadata is in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

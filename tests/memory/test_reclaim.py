@@ -1,0 +1,122 @@
+"""Retired memory goes back to the system soon, off the caller's path, and not before it may."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from trims_shim.memory import reclaim
+from trims_shim.memory.mapping import PAGE_BYTES
+from trims_shim.memory.pages import PageScanner
+
+SIZE_BYTES = 8 * PAGE_BYTES
+TIMEOUT_S = 10.0
+
+
+class Owner:
+    """Anonymous memory of this test, and something whose end can be seen."""
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, SIZE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory[:] = b"x" * SIZE_BYTES
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.002)
+
+
+@pytest.fixture(autouse=True)
+def _no_grace_and_nothing_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)  # a test runner may have threads of its own
+    wait_until(lambda: not reclaim._batches)
+
+
+def test_the_owner_is_dropped_and_the_list_emptied() -> None:
+    owner = Owner()
+    gone = weakref.ref(owner)
+    blocks = [reclaim.RetiredBlock(owner, owner.address, SIZE_BYTES)]
+    del owner
+    reclaim.retire(blocks)
+    assert blocks == []
+    wait_until(lambda: gone() is None and not reclaim._batches)
+
+
+def test_only_whole_pages_inside_are_discarded() -> None:
+    owner = Owner()
+    start, size = PAGE_BYTES + 100, 3 * PAGE_BYTES
+    reclaim.retire([reclaim.RetiredBlock(object(), owner.address + start, size)])
+    wait_until(lambda: not reclaim._batches)
+    zeros = [index for index, byte in enumerate(owner.memory[:]) if byte == 0]
+    assert zeros == list(range(2 * PAGE_BYTES, 4 * PAGE_BYTES))
+
+
+def test_memory_stays_readable_for_a_while_when_other_threads_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reclaim, "GRACE_S", 0.2)
+    owner = Owner()
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait, args=(TIMEOUT_S,))
+    other.start()
+    try:
+        reclaim.retire([reclaim.RetiredBlock(object(), owner.address, SIZE_BYTES)])
+        time.sleep(0.05)
+        assert owner.memory[0] == ord("x")
+        wait_until(lambda: owner.memory[0] == 0)
+    finally:
+        stop.set()
+        other.join(TIMEOUT_S)
+
+
+def test_without_a_thread_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(reclaim._thread, "start_new_thread", refuse)
+    owner = Owner()
+    reclaim.retire([reclaim.RetiredBlock(object(), owner.address, SIZE_BYTES)])
+    assert owner.memory[:] == bytes(SIZE_BYTES)
+
+
+def test_a_forked_child_drops_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[object, ...]] = []
+    monkeypatch.setattr(
+        reclaim._thread, "start_new_thread", lambda *arguments: started.append(arguments)
+    )
+    owner = Owner()
+    gone = weakref.ref(owner)
+    reclaim.retire([reclaim.RetiredBlock(owner, owner.address, SIZE_BYTES)])
+    del owner
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if gone() is None and not reclaim._batches else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert gone() is not None
+    (release, arguments) = started[0]
+    release(*arguments)  # type: ignore[operator, misc]
+    assert gone() is None
+
+
+def test_the_discarded_pages_are_really_gone() -> None:
+    owner = Owner()
+    with PageScanner() as scanner:
+        assert not scanner.is_pristine(owner.address, SIZE_BYTES)
+        reclaim.retire([reclaim.RetiredBlock(object(), owner.address, SIZE_BYTES)])
+        wait_until(lambda: not reclaim._batches)
+        assert scanner.is_pristine(owner.address, SIZE_BYTES)  # nothing present, nothing swapped
+
+
+def test_nothing_to_do_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaim._thread, "start_new_thread", pytest.fail)
+    reclaim.retire([])

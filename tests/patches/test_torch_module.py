@@ -1,0 +1,1355 @@
+"""load_state_dict with elided copies: the same outcome as torch's own, and copies where in doubt.
+
+Every condition is tested twice: it holds and the copy is elided, it fails and torch's copy is made;
+the values are right either way, seen through every alias of the destination.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import types
+import weakref
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trims_shim import diagnostics, patches
+from trims_shim.client.arenas import Image, find
+from trims_shim.errors import MemoryFailure
+from trims_shim.memory import reclaim
+from trims_shim.patches import points
+
+try:
+    from trims_shim.patches.torch_storage import storage_of
+except ModuleNotFoundError:  # the same in one line
+    _module = types.ModuleType("trims_shim.patches.torch_storage")
+
+    def storage_of(arena: Any) -> torch.UntypedStorage:
+        return torch.frombuffer(arena.buffer, dtype=torch.uint8).untyped_storage()
+
+    _module.storage_of = storage_of  # type: ignore[attr-defined]
+    sys.modules[_module.__name__] = _module
+
+from trims_shim.patches import torch_copies, torch_elision, torch_module
+
+ROWS, COLUMNS = 128, 256  # 128 KiB in float32
+TIMEOUT_S = 20.0
+MODULE = "torch.nn.modules.module"
+torchs_own = nn.Module.load_state_dict
+
+
+@pytest.fixture(autouse=True)
+def _patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The patch alone, with no daemon behind it."""
+    monkeypatch.setattr(patches, "active", lambda: True, raising=False)
+    monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
+    diagnostics.reset_after_fork()
+    applied = points.apply(torch_module.POINTS[0])
+    assert applied.state is points.PatchState.APPLIED, applied.reason
+    yield
+    points.undo(applied)
+    assert nn.Module.load_state_dict is torchs_own
+    errors = [key for key in diagnostics.stats().events if key.startswith("elision_error")]
+    assert errors == []
+
+
+def elided() -> int:
+    """Copies elided since the test began."""
+    return diagnostics.stats().events.get("elided:load_state_dict", 0)
+
+
+def forget_errors() -> list[str]:
+    errors = [key for key in diagnostics.stats().events if key.startswith("elision_error")]
+    diagnostics.reset_after_fork()
+    return errors
+
+
+def cached(state: dict[str, torch.Tensor], *, shift: int = 0) -> OrderedDict[str, torch.Tensor]:
+    """The same state dict, its bytes in an image that is mapped as a load would map it."""
+    offsets, end = {}, shift
+    for key, value in state.items():
+        offsets[key] = end
+        end = -(-(end + value.nbytes) // 64) * 64 + shift
+    descriptor = os.memfd_create("weights")
+    os.ftruncate(descriptor, end)
+    for key, value in state.items():
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        os.pwrite(descriptor, data, offsets[key])
+    image = Image(descriptor, end, digest="test")
+    storage = storage_of(image.map())
+    result: OrderedDict[str, torch.Tensor] = OrderedDict()
+    for key, value in state.items():
+        record = storage[offsets[key] : offsets[key] + value.nbytes]
+        tensor = torch.empty(0, dtype=value.dtype)
+        result[key] = tensor.set_(record, 0, value.shape)  # type: ignore[call-overload]
+    return result
+
+
+def image_of(tensor: torch.Tensor) -> Image | None:
+    found = find(tensor.data_ptr(), tensor.nbytes)
+    return found[0] if found else None
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(COLUMNS, ROWS)
+        self.norm = nn.BatchNorm1d(ROWS)
+        self.second = nn.Linear(ROWS, COLUMNS)
+        self.register_buffer("table", torch.randn(ROWS, COLUMNS))
+        self.register_buffer("scratch", torch.randn(ROWS, COLUMNS), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)))
+
+
+NET_LARGE = 3
+
+
+def _stock(module: nn.Module) -> None:
+    """The tree as it is: the copies are done without torch's Python."""
+
+
+def _hooked(module: nn.Module) -> None:
+    """A hook that does nothing: torch's own code runs under the mode."""
+    module._register_load_state_dict_pre_hook(lambda *_: None)
+
+
+@pytest.fixture(params=[_stock, _hooked], ids=["stock", "mode"])
+def prepare(request: pytest.FixtureRequest) -> Callable[[nn.Module], None]:
+    return request.param
+
+
+def assert_equal(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    actual = module.state_dict()
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(actual[key], value), key
+
+
+def weight(value: torch.Tensor | None = None) -> nn.Module:
+    module = nn.Linear(COLUMNS, ROWS, bias=False)
+    if value is not None:
+        module.weight = nn.Parameter(value)
+    return module
+
+
+# --- it elides -----------------------------------------------------------------------------------
+
+
+def test_large_entries_are_elided_and_all_are_right(prepare: Callable[..., None]) -> None:
+    expected = Net().state_dict()
+    net, state = Net(), cached(expected)
+    prepare(net)
+    identities = {key: id(value) for key, value in net.named_parameters()}
+    storage = net.first.weight.untyped_storage()._cdata
+    result = net.load_state_dict(state)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert type(result) is type(torchs_own(nn.Module(), {}))
+    assert_equal(net, expected)
+    assert elided() == NET_LARGE
+    assert image_of(net.first.weight) is image_of(state["first.weight"])
+    assert net.first.weight.data_ptr() != state["first.weight"].data_ptr()
+    assert {key: id(value) for key, value in net.named_parameters()} == identities
+    assert net.first.weight.untyped_storage()._cdata == storage
+    assert net.first.weight.untyped_storage().nbytes() == net.first.weight.nbytes
+    assert net.first.weight.requires_grad and net.first.weight.is_leaf
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int64", "bool", "complex64"])
+def test_dtypes(dtype: str, prepare: Callable[..., None]) -> None:
+    kind = getattr(torch, dtype)
+    expected = {"table": (torch.randn(ROWS, COLUMNS) * 3).to(kind).repeat(4, 1)}
+    module = nn.Module()
+    module.register_buffer("table", torch.zeros(4 * ROWS, COLUMNS, dtype=kind))
+    prepare(module)
+    module.load_state_dict(cached(expected))
+    assert_equal(module, expected)
+    assert elided() == 1
+
+
+def test_version_counters_go_up_as_with_a_copy(prepare: Callable[..., None]) -> None:
+    expected = Net().state_dict()
+    nets = [Net(), Net()]
+    for net in nets:
+        prepare(net)
+    state = cached(expected)
+    torchs_own(nets[0], expected)
+    nets[1].load_state_dict(state)
+    assert elided() == NET_LARGE
+    versions = [{key: value._version for key, value in net.state_dict().items()} for net in nets]
+    assert versions[0] == versions[1]
+    assert all(value._version == 0 for value in state.values())
+
+
+def test_both_sides_stay_independent(prepare: Callable[..., None]) -> None:
+    expected = weight().state_dict()
+    state, one, two = cached(expected), weight(), weight()
+    prepare(one), prepare(two)
+    one.load_state_dict(state)
+    two.load_state_dict(state)
+    assert elided() == 2
+    state["weight"].fill_(1)
+    assert_equal(one, expected)
+    with torch.no_grad():
+        one.weight.fill_(2)
+    assert torch.equal(state["weight"], torch.ones(ROWS, COLUMNS))
+    assert_equal(two, expected)
+    third = weight()
+    prepare(third)
+    third.load_state_dict(state)  # written to: its pages are no longer the image's
+    assert torch.equal(third.weight, torch.ones(ROWS, COLUMNS))
+    assert elided() == 2
+
+
+def test_the_state_dict_may_go_away(prepare: Callable[..., None]) -> None:
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    prepare(module)
+    module.load_state_dict(state)
+    image = image_of(state["weight"])
+    assert image is not None
+    del state
+    assert_equal(module, expected)
+    assert image.arenas == 1
+    del module
+    assert image.arenas == 0
+
+
+def test_a_second_load_of_the_same_finds_it_there(prepare: Callable[..., None]) -> None:
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    prepare(module)
+    module.load_state_dict(state)
+    address, version = module.weight.data_ptr(), module.weight._version
+    module.load_state_dict(state)
+    assert module.weight.data_ptr() == address
+    assert module.weight._version == version + 1
+    assert elided() == 2
+    with torch.no_grad():
+        module.weight[0, 0] = 7
+    module.load_state_dict(state)
+    assert_equal(module, expected)
+    assert module.weight.data_ptr() != address
+    assert elided() == 3
+
+
+def test_another_checkpoint_into_the_same_module(prepare: Callable[..., None]) -> None:
+    first, second = weight().state_dict(), weight().state_dict()
+    module, image = weight(), None
+    prepare(module)
+    for expected in (first, second, first):
+        state = cached(expected)
+        module.load_state_dict(state)
+        assert_equal(module, expected)
+        previous, image = image, image_of(module.weight)
+        assert image is image_of(state["weight"])
+        if previous is not None:
+            wait_until(lambda gone=previous: gone.arenas == 0)
+    assert elided() == 3
+
+
+def test_replaced_memory_goes_back_to_the_system() -> None:
+    code = """
+import os, sys, time, torch
+from torch import nn
+sys.path.insert(0, {tests!r})
+import test_torch_module as t
+from trims_shim.patches import points
+t.patches.active = lambda: True
+points.apply(t.torch_module.POINTS[0])
+def anonymous():
+    text = open("/proc/self/status").read()
+    return int(text.split("RssAnon:")[1].split()[0]) >> 10
+shapes = [(1024, 1024)] * 24 + [(128, 256)] * 192  # 96 MiB mmapped, 24 MiB from malloc's heap
+module = nn.ParameterList([torch.randn(shape) for shape in shapes])
+state = t.cached(module.state_dict())
+before = anonymous()
+module.load_state_dict(state)
+assert t.elided() == len(shapes)
+limit = time.monotonic() + 10
+while before - anonymous() < 110:
+    assert time.monotonic() < limit, (before, anonymous())
+    time.sleep(0.01)
+"""
+    tests = os.path.dirname(__file__)
+    run = subprocess.run(
+        [sys.executable, "-c", code.format(tests=tests)],
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert run.returncode == 0, run.stderr
+
+
+# --- it copies: what else can reach the destination -----------------------------------------------
+
+
+def _numpy(tensor: torch.Tensor) -> Any:
+    array = tensor.detach().numpy()
+    return lambda: torch.from_numpy(array)
+
+
+def _dlpack(tensor: torch.Tensor) -> Any:
+    capsule = tensor.detach_().__dlpack__() if not tensor.requires_grad else None
+    capsule = capsule or tensor.detach().__dlpack__()
+    return lambda: torch.utils.dlpack.from_dlpack(capsule)
+
+
+def _dlpack_of_itself(tensor: torch.Tensor) -> Any:
+    tensor.requires_grad_(False)
+    capsule = tensor.__dlpack__()
+    return lambda: torch.utils.dlpack.from_dlpack(capsule)
+
+
+def _numpy_of_itself(tensor: torch.Tensor) -> Any:
+    array = tensor.requires_grad_(False).numpy()
+    return lambda: torch.from_numpy(array)
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    storage = tensor.untyped_storage()
+    return lambda: torch.empty(0).set_(storage, 0, tensor.shape)
+
+
+def _typed_storage(tensor: torch.Tensor) -> Any:
+    storage = tensor._typed_storage()
+    return lambda: torch.empty(0).set_(storage._untyped_storage, 0, tensor.shape)
+
+
+def _alias(tensor: torch.Tensor) -> Any:
+    alias = tensor.data
+    return lambda: alias
+
+
+def _view(tensor: torch.Tensor) -> Any:
+    view = tensor.view(-1)
+    return lambda: view.view(tensor.shape)
+
+
+def _second_parameter(tensor: torch.Tensor) -> Any:
+    parameter = nn.Parameter(tensor.data)
+    return lambda: parameter
+
+
+OBSERVERS = [
+    _numpy,
+    _numpy_of_itself,
+    _dlpack,
+    _dlpack_of_itself,
+    _storage,
+    _typed_storage,
+    _alias,
+    _view,
+    _second_parameter,
+]
+
+
+@pytest.mark.parametrize("loaded_before", [False, True], ids=["fresh", "elided-before"])
+@pytest.mark.parametrize("observe", OBSERVERS, ids=lambda observe: observe.__name__[1:])
+def test_an_observer_of_the_old_memory_sees_the_new_values(
+    observe: Callable[[torch.Tensor], Any], loaded_before: bool, prepare: Callable[..., None]
+) -> None:
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    prepare(module)
+    if loaded_before:
+        module.load_state_dict(cached(weight().state_dict()))
+    before = elided()
+    see = observe(module.weight)
+    module.load_state_dict(state)
+    assert_equal(module, expected)
+    assert torch.equal(see(), expected["weight"])
+    assert elided() == before
+    del see
+    unobserved = weight()
+    prepare(unobserved)
+    unobserved.load_state_dict(state)
+    assert elided() == before + 1
+
+
+def test_a_graph_that_saved_the_parameter_notices_the_load(prepare: Callable[..., None]) -> None:
+    module, state = weight(), cached(weight().state_dict())
+    prepare(module)
+    output = module(torch.randn(2, COLUMNS, requires_grad=True)).sum()
+    module.load_state_dict(state)
+    assert elided() == 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
+
+
+def test_a_script_module_keeps_seeing_the_parameter(prepare: Callable[..., None]) -> None:
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    prepare(module)
+    traced = torch.jit.trace(weight(), torch.ones(1, COLUMNS))
+    traced.load_state_dict(state)
+    assert torch.equal(traced.weight, expected["weight"])
+    assert elided() == 0
+    module.load_state_dict(state)
+    assert elided() == 1
+
+
+# --- it copies: the destination -------------------------------------------------------------------
+
+
+class Special(nn.Parameter):
+    """Not exactly a Parameter."""
+
+
+def _sliced() -> nn.Module:
+    return weight(torch.randn(2 * ROWS, COLUMNS)[ROWS:])
+
+
+def _head_of_more() -> nn.Module:
+    return weight(torch.randn(2 * ROWS, COLUMNS)[:ROWS])
+
+
+def _transposed() -> nn.Module:
+    return weight(torch.randn(COLUMNS, ROWS).t())
+
+
+def _other_dtype() -> nn.Module:
+    return weight().double()
+
+
+def _shared() -> nn.Module:
+    return weight().share_memory()
+
+
+def _borrowed_from_bytes() -> nn.Module:
+    memory = bytearray(ROWS * COLUMNS * 4)
+    return weight(torch.frombuffer(memory, dtype=torch.float32).view(ROWS, COLUMNS))
+
+
+def _subclass() -> nn.Module:
+    module = weight()
+    module.weight = Special(module.weight.data)
+    return module
+
+
+def _inference_buffer() -> nn.Module:
+    module = nn.Module()
+    with torch.inference_mode():
+        module.register_buffer("weight", torch.randn(ROWS, COLUMNS))
+    return module
+
+
+def _copy_on_write() -> nn.Module:
+    module = weight()
+    module.weight = nn.Parameter(torch._lazy_clone(module.weight.data))
+    return module
+
+
+def _with_graph() -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("weight", torch.randn(ROWS, COLUMNS, requires_grad=True) * 2)
+    return module
+
+
+def _negative_view() -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("weight", torch._neg_view(torch.randn(ROWS, COLUMNS)))
+    return module
+
+
+DESTINATIONS = [
+    _sliced,
+    _head_of_more,
+    _transposed,
+    _other_dtype,
+    _shared,
+    _borrowed_from_bytes,
+    _subclass,
+    _copy_on_write,
+    _with_graph,
+    _negative_view,
+]
+
+
+@pytest.mark.parametrize("make", DESTINATIONS, ids=lambda make: make.__name__[1:])
+def test_a_destination_that_is_not_ordinary_is_copied_to(
+    make: Callable[[], nn.Module], prepare: Callable[..., None]
+) -> None:
+    expected = weight().state_dict()
+    module, state = make(), cached(expected)
+    prepare(module)
+    address = module.weight.untyped_storage().data_ptr()
+    module.load_state_dict(state)
+    assert torch.equal(module.weight.float(), expected["weight"])
+    assert module.weight.untyped_storage().data_ptr() == address or make is _copy_on_write
+    assert elided() == 0
+
+
+def test_an_inference_tensor_is_copied_to(prepare: Callable[..., None]) -> None:
+    expected = weight().state_dict()
+    module, state = _inference_buffer(), cached(expected)
+    prepare(module)
+    messages = []
+    for load in (torchs_own, nn.Module.load_state_dict):
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor") as raised:
+            load(module, state)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    assert elided() == 0
+
+
+def test_pinned_memory_is_copied_to(
+    monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., None]
+) -> None:
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    prepare(module)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    module.load_state_dict(state)
+    assert_equal(module, expected)
+    assert elided() == 0
+
+
+def test_copies_to_tensors_outside_the_module_are_torchs() -> None:
+    state, outside, module = cached(weight().state_dict()), torch.zeros(ROWS, COLUMNS), weight()
+    address = outside.data_ptr()
+
+    def hook(*_: object) -> None:
+        outside.copy_(state["weight"])
+
+    module._register_load_state_dict_pre_hook(hook)
+    module.load_state_dict(state)
+    assert outside.data_ptr() == address
+    assert torch.equal(outside, state["weight"])
+    assert elided() == 1  # the parameter
+
+
+def test_a_copy_that_autograd_records_is_torchs() -> None:
+    state, module = cached(weight().state_dict()), nn.Module()
+    module.register_buffer("weight", torch.zeros(ROWS, COLUMNS))
+    source = state["weight"].requires_grad_(True)
+
+    def hook(*_: object) -> None:
+        module.weight.copy_(source)
+
+    module._register_load_state_dict_pre_hook(hook)
+    module.load_state_dict({})if False else module.load_state_dict(state)
+    assert module.weight.grad_fn is not None
+    assert elided() == 0
+
+
+# --- it copies: the source ------------------------------------------------------------------------
+
+
+def _plain(state: OrderedDict[str, torch.Tensor]) -> None:
+    state["weight"] = state["weight"].clone()
+
+
+def _written(state: OrderedDict[str, torch.Tensor]) -> None:
+    state["weight"][5, 5] = 5
+
+
+def _not_contiguous(state: OrderedDict[str, torch.Tensor]) -> None:
+    state["weight"] = state["weight"].view(COLUMNS, ROWS).t()
+
+
+def _negative(state: OrderedDict[str, torch.Tensor]) -> None:
+    state["weight"] = torch._neg_view(state["weight"])
+
+
+def _converted(state: OrderedDict[str, torch.Tensor]) -> None:
+    state["weight"] = state["weight"].view(torch.int32)
+
+
+def _a_subclass(state: OrderedDict[str, torch.Tensor]) -> None:
+    state["weight"] = Special(state["weight"])
+
+
+def _made_in_inference_mode(state: OrderedDict[str, torch.Tensor]) -> None:
+    with torch.inference_mode():
+        state["weight"] = state["weight"].view(ROWS, COLUMNS)
+        assert state["weight"].is_inference()
+
+
+SOURCES = [
+    _plain,
+    _written,
+    _not_contiguous,
+    _negative,
+    _converted,
+    _a_subclass,
+]
+
+
+@pytest.mark.parametrize("change", SOURCES, ids=lambda change: change.__name__[1:])
+def test_a_source_that_is_not_the_images_bytes_is_copied(
+    change: Callable[..., None], prepare: Callable[..., None]
+) -> None:
+    state = cached({**weight().state_dict(), "other": torch.randn(ROWS, COLUMNS)})
+    module = weight()
+    module.register_buffer("other", torch.zeros(ROWS, COLUMNS))
+    prepare(module)
+    change(state)
+    module.load_state_dict(state)
+    assert torch.equal(module.weight, state["weight"].float())
+    assert torch.equal(module.other, state["other"])
+    assert image_of(module.weight) is None
+    assert elided() == 1  # the other one
+
+
+def test_small_entries_are_copied(
+    monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., None]
+) -> None:
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    prepare(module)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_elision, "MIN_SIZE_BYTES", module.weight.nbytes + 1)
+        module.load_state_dict(state)
+    assert_equal(module, expected)
+    assert elided() == 0
+    monkeypatch.setattr(torch_elision, "MIN_SIZE_BYTES", module.weight.nbytes)
+    module.load_state_dict(state)
+    assert elided() == 1
+
+
+@pytest.mark.parametrize("shift", [8, 16, 32, 64])
+def test_bytes_off_the_alignment_of_torchs_allocator_are_copied(
+    shift: int, prepare: Callable[..., None]
+) -> None:
+    expected = weight().state_dict()
+    module = weight()
+    prepare(module)
+    module.load_state_dict(cached(expected, shift=shift))
+    assert_equal(module, expected)
+    assert module.weight.data_ptr() % torch_elision.ALIGNMENT_BYTES == 0
+    assert elided() == (shift % torch_elision.ALIGNMENT_BYTES == 0)
+
+
+def test_a_range_is_given_to_one_parameter_only(prepare: Callable[..., None]) -> None:
+    state = cached({"a": torch.randn(ROWS, COLUMNS)})
+    state["b"] = state["a"]
+    state["c"] = state["a"].view(-1)[: ROWS * COLUMNS // 2].view(ROWS, COLUMNS // 2)
+    module = nn.Module()
+    module.a = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+    module.b = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+    module.c = nn.Parameter(torch.zeros(ROWS, COLUMNS // 2))
+    prepare(module)
+    module.load_state_dict(state)
+    assert elided() == 1
+    with torch.no_grad():
+        module.a.fill_(1)
+    for name in ("b", "c"):
+        assert torch.equal(getattr(module, name), state[name])
+
+
+def test_a_target_gives_every_byte_away_once() -> None:
+    target = torch_elision._Target(torch.UntypedStorage(0))
+    assert target.take(100, 200)
+    assert target.take(300, 400)
+    assert target.take(200, 300)
+    taken = [(0, 101), (199, 210), (100, 200), (150, 160), (50, 500), (399, 401), (250, 260)]
+    assert not any(target.take(start, end) for start, end in taken)
+    assert target.take(0, 100)
+    assert target.take(400, 401)
+
+
+# --- it copies: somebody watches ------------------------------------------------------------------
+
+
+class RecordingMode(torch.overrides.TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copies += func is torch.Tensor.copy_
+        return func(*args, **(kwargs or {}))
+
+
+class RecordingDispatchMode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def _swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@contextlib.contextmanager
+def _replaced(target: str, value: Any) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, value)
+        yield
+
+
+WATCHERS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "function mode": RecordingMode,
+    "default device": lambda: torch.device("cpu"),
+    "dispatch mode": RecordingDispatchMode,
+    "deterministic": _deterministic,
+    "swap setting": _swapping,
+    "forward mode": torch.autograd.forward_ad.dual_level,
+    "profiler": lambda: torch.autograd.profiler.profile(use_kineto=False),
+    "compiling": lambda: _replaced("torch.compiler.is_compiling", lambda: True),
+    "jit tracing": lambda: _replaced("torch._C._get_tracing_state", lambda: object()),
+    "fx tracing": lambda: _replaced(
+        "torch.fx._symbolic_trace.is_fx_symbolic_tracing", lambda: True
+    ),
+    "inference mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("name", WATCHERS)
+def test_nothing_is_elided_while_somebody_watches(name: str, prepare: Callable[..., None]) -> None:
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    prepare(module)
+    with WATCHERS[name]():
+        assert torch_copies.is_watched()
+        module.load_state_dict(state)
+    assert_equal(module, expected)
+    assert elided() == 0
+    module.load_state_dict(state)
+    assert elided() == 1
+
+
+def test_nothing_is_elided_inside_a_functorch_transform(prepare: Callable[..., None]) -> None:
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    prepare(module)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        assert torch_copies.is_watched()
+        module.load_state_dict(state)
+        return x.sum()
+
+    torch.func.grad(body)(torch.ones(3))
+    assert elided() == 0
+    torch.vmap(body)(torch.ones(3, 3))
+    assert elided() == 0
+    assert_equal(module, expected)
+
+
+def test_a_users_mode_sees_the_same_calls(prepare: Callable[..., None]) -> None:
+    expected = Net().state_dict()
+    counts = []
+    for load, state in ((torchs_own, expected), (nn.Module.load_state_dict, cached(expected))):
+        net = Net()
+        prepare(net)
+        with RecordingMode() as mode:
+            load(net, state)
+        counts.append(mode.copies)
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_mode_that_a_hook_enters_sees_its_copies() -> None:
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    mode = RecordingMode()
+    module._register_load_state_dict_pre_hook(lambda *_: mode.__enter__())
+    module.register_load_state_dict_post_hook(lambda *_: mode.__exit__(None, None, None))
+    module.load_state_dict(state)
+    assert mode.copies == 1
+    assert_equal(module, expected)
+
+
+# --- torch's own behaviour ------------------------------------------------------------------------
+
+
+def _message(load: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    with pytest.raises((RuntimeError, TypeError, AttributeError)) as raised:
+        load(*arguments, **options)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def _missing(state: dict[str, Any]) -> None:
+    del state["second.weight"]
+
+
+def _unexpected(state: dict[str, Any]) -> None:
+    state["third.weight"] = torch.zeros(3)
+
+
+def _wrong_shape(state: dict[str, Any]) -> None:
+    state["first.weight"] = torch.zeros(3, 3)
+
+
+def _no_tensor(state: dict[str, Any]) -> None:
+    state["first.bias"] = "nothing"
+
+
+def _extra_state(state: dict[str, Any]) -> None:
+    state["norm._extra_state"] = 3
+
+
+def _odd_key(state: dict[str, Any]) -> None:
+    state[3] = torch.zeros(3)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [_missing, _unexpected, _wrong_shape, _no_tensor, _extra_state, _odd_key],
+    ids=lambda damage: damage.__name__[1:],
+)
+def test_errors_are_torchs_and_the_rest_is_loaded(
+    damage: Callable[..., None], prepare: Callable[..., None]
+) -> None:
+    plain = dict(Net().state_dict())
+    state: dict[str, Any] = dict(cached(plain))
+    start = Net().state_dict()
+    nets = [Net(), Net()]
+    damage(plain), damage(state)
+    messages = []
+    for net, load, entries in zip(
+        nets, (torchs_own, nn.Module.load_state_dict), (plain, state), strict=True
+    ):
+        torchs_own(net, start)
+        prepare(net)
+        messages.append(_message(load, net, entries))
+    assert messages[0] == messages[1]
+    assert_equal(nets[1], nets[0].state_dict())
+
+
+def test_not_strict(prepare: Callable[..., None]) -> None:
+    expected = Net().state_dict()
+    state = cached(expected)
+    del state["second.weight"]
+    state["third.weight"] = torch.zeros(3)
+    for positional in (True, False):
+        net = Net()
+        prepare(net)
+        kept = net.second.weight.detach().clone()
+        options = {} if positional else {"strict": False}
+        result = net.load_state_dict(state, *([False] if positional else []), **options)
+        assert result == (["second.weight"], ["third.weight"])
+        assert torch.equal(net.second.weight, kept)
+        assert torch.equal(net.first.weight, expected["first.weight"])
+    assert elided() == 2 * (NET_LARGE - 1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), (3,), ([],), ({}, True, False, 4)],
+    ids=["none", "number", "list", "too many"],
+)
+def test_wrong_calls_fail_as_before(arguments: tuple[Any, ...]) -> None:
+    module = weight()
+    expected = _message(torchs_own, module, *arguments)
+    assert _message(nn.Module.load_state_dict, module, *arguments) == expected
+
+
+def test_unknown_keywords_fail_as_before() -> None:
+    options = {"strictly": True}
+    expected = _message(torchs_own, weight(), {}, **options)
+    assert _message(nn.Module.load_state_dict, weight(), {}, **options) == expected
+
+
+@pytest.mark.parametrize("positional", [True, False])
+def test_assign_is_torchs(positional: bool, prepare: Callable[..., None]) -> None:
+    module, state = weight(), cached(weight().state_dict())
+    prepare(module)
+    arguments, options = ((True, True), {}) if positional else ((), {"assign": True})
+    module.load_state_dict(state, *arguments, **options)
+    assert module.weight.data_ptr() == state["weight"].data_ptr()
+    assert elided() == 0
+
+
+def test_loading_an_assigned_entry_again_is_a_copy_onto_itself(
+    prepare: Callable[..., None],
+) -> None:
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    prepare(module)
+    module.load_state_dict(state, assign=True)
+    address = module.weight.data_ptr()
+    module.load_state_dict(state)
+    assert module.weight.data_ptr() == state["weight"].data_ptr() == address
+    other = cached(weight().state_dict())
+    module.load_state_dict(other)  # the memory is the state dict's: it has to change too
+    assert torch.equal(state["weight"], other["weight"])
+    assert torch.equal(module.weight, other["weight"])
+
+
+def test_torchs_mark_of_an_earlier_assign_is_obeyed() -> None:
+    plain, state = weight().state_dict(), cached(weight().state_dict())
+    state._metadata = copy.deepcopy(plain._metadata)  # type: ignore[attr-defined]
+    outcomes = []
+    for load, entries in ((torchs_own, plain), (nn.Module.load_state_dict, state)):
+        load(weight(), entries, assign=True)
+        module = weight()
+        load(module, entries)
+        outcomes.append(module.weight.data_ptr() == entries["weight"].data_ptr())
+    assert outcomes == [True, True]
+
+
+def test_no_hook_is_left_out() -> None:
+    state, net, calls = cached(Net().state_dict()), Net(), []
+    net.second._register_load_state_dict_pre_hook(lambda *_: calls.append("pre"))
+    net.first.register_load_state_dict_post_hook(lambda *_: calls.append("post"))
+    net.load_state_dict(state)
+    assert calls == ["post", "pre"]
+    assert elided() == NET_LARGE
+
+
+def test_a_hook_that_renames_keys(prepare: Callable[..., None]) -> None:
+    expected = weight().state_dict()
+    state = cached({"old": expected["weight"]})
+    module = weight()
+    prepare(module)
+    module._register_load_state_dict_pre_hook(
+        lambda entries, *_: entries.update(weight=entries.pop("old"))
+    )
+    module.load_state_dict(state)
+    assert_equal(module, expected)
+    assert elided() == 1
+
+
+def test_a_hook_that_writes_to_an_entry_is_heard() -> None:
+    state, net = cached(Net().state_dict()), Net()
+    net.second._register_load_state_dict_pre_hook(
+        lambda entries, *_: entries["second.weight"].fill_(4)
+    )
+    net.load_state_dict(state)
+    assert torch.equal(net.second.weight, torch.full((COLUMNS, ROWS), 4.0))
+    # Its page may be its neighbour's, which then is copied: conservative, and right.
+    assert torch.equal(net.first.weight, state["first.weight"])
+
+
+def test_overrides_are_called() -> None:
+    class Doubling(nn.Linear):
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+            with torch.no_grad():
+                self.weight.mul_(2)
+
+    expected = weight().state_dict()
+    module, state = Doubling(COLUMNS, ROWS, bias=False), cached(expected)
+    module.load_state_dict(state)
+    assert torch.equal(module.weight, expected["weight"] * 2)
+    assert elided() == 1
+    on_instance, calls = weight(), []
+    on_instance._load_from_state_dict = lambda *_: calls.append(1)  # type: ignore[method-assign]
+    on_instance.load_state_dict(state)
+    assert calls == [1]
+
+
+def test_extra_state_is_delivered() -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return "mine"
+
+        def set_extra_state(self, state: Any) -> None:
+            self.got = state
+
+    state = cached(weight().state_dict())
+    state["_extra_state"] = "mine"  # type: ignore[assignment]
+    module = Extra(COLUMNS, ROWS, bias=False)
+    module.load_state_dict(state)
+    assert module.got == "mine"
+    assert elided() == 1
+
+
+def test_an_old_checkpoint_without_batch_counters() -> None:
+    expected = Net().state_dict()
+    state = cached({key: value for key, value in expected.items() if "tracked" not in key})
+    net = Net()
+    net.norm.num_batches_tracked.fill_(3)
+    net.load_state_dict(state)
+    assert torch.equal(net.first.weight, expected["first.weight"])
+    assert net.norm.num_batches_tracked == 3
+    assert elided() == NET_LARGE
+    uncounted = Net()
+    uncounted.norm.num_batches_tracked = None
+    plain = {key: value for key, value in expected.items() if "tracked" not in key}
+    messages = [_message(load, uncounted, plain) for load in (torchs_own,)]
+    assert messages == [_message(nn.Module.load_state_dict, uncounted, state)]
+
+
+def test_parametrized_and_lazy_modules(prepare: Callable[..., None]) -> None:
+    normed = nn.utils.parametrizations.weight_norm(weight())
+    expected = nn.utils.parametrizations.weight_norm(weight()).state_dict()
+    prepare(normed)
+    normed.load_state_dict(cached(expected))
+    assert_equal(normed, expected)
+    lazy = nn.LazyLinear(ROWS)
+    full = nn.Linear(COLUMNS, ROWS).state_dict()
+    prepare(lazy)
+    lazy.load_state_dict(cached(full))
+    assert_equal(lazy, full)
+
+
+def test_a_meta_module_warns_as_before(prepare: Callable[..., None]) -> None:
+    module = nn.Linear(COLUMNS, ROWS, bias=False, device="meta")
+    prepare(module)
+    with pytest.warns(UserWarning, match="which is a no-op"):
+        module.load_state_dict(cached(weight().state_dict()))
+    assert module.weight.is_meta
+    assert elided() == 0
+
+
+def test_recurrent_modules(prepare: Callable[..., None]) -> None:
+    expected = nn.LSTM(ROWS, ROWS).state_dict()
+    module = nn.LSTM(ROWS, ROWS)
+    prepare(module)
+    module.load_state_dict(cached(expected))
+    assert_equal(module, expected)
+    assert elided() == 2
+    x = torch.randn(3, 1, ROWS)
+    reference = nn.LSTM(ROWS, ROWS)
+    torchs_own(reference, expected)
+    assert torch.equal(module(x)[0], reference(x)[0])
+
+
+def test_tied_parameters(prepare: Callable[..., None]) -> None:
+    tied = nn.ModuleDict({"a": weight(), "b": weight()})
+    tied["b"].weight = tied["a"].weight
+    prepare(tied)
+    entry = torch.randn(ROWS, COLUMNS)
+    state = cached({"a.weight": entry})
+    state["b.weight"] = state["a.weight"]
+    version = tied["a"].weight._version
+    tied.load_state_dict(state)
+    assert tied["a"].weight is tied["b"].weight
+    assert torch.equal(tied["a"].weight, entry)
+    assert tied["a"].weight._version == version + 2
+    assert elided() == 2
+    last = cached({"a.weight": torch.randn(ROWS, COLUMNS), "b.weight": entry})
+    tied.load_state_dict(last)  # the later key wins
+    assert torch.equal(tied["a"].weight, entry)
+
+
+def test_a_module_that_occurs_twice(prepare: Callable[..., None]) -> None:
+    shared = weight()
+    module = nn.ModuleDict({"a": shared, "b": shared})
+    prepare(module)
+    expected = {"a.weight": torch.randn(ROWS, COLUMNS), "b.weight": torch.randn(ROWS, COLUMNS)}
+    module.load_state_dict(cached(expected))
+    assert torch.equal(shared.weight, expected["b.weight"])
+
+
+def test_two_parameters_on_one_storage(prepare: Callable[..., None]) -> None:
+    memory = torch.zeros(ROWS, COLUMNS)
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(memory), nn.Parameter(memory.view(ROWS, COLUMNS))
+    prepare(module)
+    expected = {"a": torch.randn(ROWS, COLUMNS), "b": torch.randn(ROWS, COLUMNS)}
+    module.load_state_dict(cached(expected))
+    assert torch.equal(module.a, expected["b"])
+    assert torch.equal(memory, expected["b"])
+    assert elided() == 0
+
+
+def test_a_module_that_contains_itself_fails_as_before() -> None:
+    module = nn.Module()
+    module.register_buffer("table", torch.zeros(ROWS, COLUMNS), persistent=False)
+    module._modules["inner"] = module
+    state = cached({"table": torch.zeros(ROWS, COLUMNS)})
+    with pytest.raises(RecursionError):
+        torchs_own(module, state)
+    with pytest.raises(RecursionError):
+        module.load_state_dict(state)
+    assert forget_errors() == ["elision_error:RecursionError"]
+
+
+def test_mappings_that_compute_their_entries_are_read_once() -> None:
+    class Counting(UserDict[str, torch.Tensor]):
+        reads = 0
+
+        def __getitem__(self, key: str) -> torch.Tensor:
+            self.reads += 1
+            return super().__getitem__(key)
+
+    expected = weight().state_dict()
+    state, module = Counting(cached(expected)), weight()
+    module.load_state_dict(state)
+    assert_equal(module, expected)
+    assert state.reads == 1
+
+
+def test_somebody_elses_wrapper_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def theirs(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        calls.append(self)
+        return torchs_own(self, *arguments, **options)
+
+    load = torch_module.POINTS[0].wrap(theirs)
+    module, expected = weight(), weight().state_dict()
+    load(module, cached(expected))
+    assert calls == [module]
+    assert elided() == 1
+    with monkeypatch.context() as patch:
+        original = nn.Module._load_from_state_dict
+
+        def also_theirs(self: nn.Module, *rest: Any) -> None:
+            calls.append(self)
+            original(self, *rest)
+
+        patch.setattr(nn.Module, "_load_from_state_dict", also_theirs)
+        module.load_state_dict(cached(expected))
+    assert calls == [module, module]
+
+
+def test_inactive_patches_leave_everything_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "active", lambda: False)
+    expected = weight().state_dict()
+    module = weight()
+    module.load_state_dict(cached(expected))
+    assert_equal(module, expected)
+    assert elided() == 0
+
+
+def test_a_load_inside_a_hook(prepare: Callable[..., None]) -> None:
+    expected, inner_expected = weight().state_dict(), weight().state_dict()
+    outer, inner = weight(), weight()
+    state, inner_state = cached(expected), cached(inner_expected)
+    prepare(inner)
+    outer._register_load_state_dict_pre_hook(lambda *_: inner.load_state_dict(inner_state))
+    outer.load_state_dict(state)
+    assert_equal(outer, expected)
+    assert_equal(inner, inner_expected)
+
+
+def test_an_exception_of_a_hook_passes_and_leaves_no_mode_behind() -> None:
+    class Mine(BaseException):
+        pass
+
+    def hook(*_: object) -> None:
+        raise Mine
+
+    module, state = weight(), cached(weight().state_dict())
+    module._register_load_state_dict_pre_hook(hook)
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(Mine):
+        module.load_state_dict(state)
+    assert torch._C._len_torch_function_stack() == 0
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+@pytest.mark.parametrize("where", ["map", "swap", "after", "scan"])
+def test_a_failure_of_ours_becomes_a_copy(
+    where: str, monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., None]
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise MemoryFailure("no more mappings")
+
+    targets = {
+        "map": (Image, "map"),
+        "swap": (torch_elision._Call, "_swap"),
+        "after": (torch.autograd.graph, "increment_version"),
+        "scan": (torch_elision.PageScanner, "is_pristine"),
+    }
+    expected = Net().state_dict()
+    net, state = Net(), cached(expected)
+    prepare(net)
+    if where == "scan":  # the scanner itself asks when it is made
+        monkeypatch.setattr(torch_elision, "PageScanner", fail)
+    else:
+        monkeypatch.setattr(*targets[where], fail)
+    net.load_state_dict(state)
+    assert_equal(net, expected)
+    assert elided() == 0
+    assert forget_errors() == ["elision_error:MemoryFailure"]
+    state["first.weight"].fill_(1)
+    assert_equal(net, expected)
+
+
+def test_a_page_scan_that_cannot_be_made_means_copies(
+    monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., None]
+) -> None:
+    from trims_shim.memory import pages
+
+    monkeypatch.setattr(pages, "_PAGEMAP", "/proc/self/there-is-no-such-file")
+    expected = weight().state_dict()
+    module = weight()
+    prepare(module)
+    module.load_state_dict(cached(expected))
+    assert_equal(module, expected)
+    assert elided() == 0
+
+
+def test_a_torch_without_the_private_parts_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_copies.missing_capability() is None
+    with monkeypatch.context() as patch:
+        patch.delattr(torch._C, "_storage_Use_Count")
+        assert "_storage_Use_Count" in str(torch_copies.missing_capability())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_copies._Owners, "of", classmethod(lambda *_: torch_copies._SOLE))
+        assert "cannot be noticed" in str(torch_copies.missing_capability())
+
+
+def test_the_wrapper_looks_like_the_original() -> None:
+    import inspect
+
+    assert inspect.signature(nn.Module.load_state_dict) == inspect.signature(torchs_own)
+    assert nn.Module.load_state_dict.__doc__ == torchs_own.__doc__
+    assert nn.Module.load_state_dict.__qualname__ == torchs_own.__qualname__
+
+
+# --- life after the load --------------------------------------------------------------------------
+
+
+def trained(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(8, COLUMNS)).square().mean().backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+def test_training_goes_on_as_after_a_copy(prepare: Callable[..., None]) -> None:
+    expected = Net().state_dict()
+    state, results = cached(expected), []
+    for load, entries in ((torchs_own, expected), (nn.Module.load_state_dict, state)):
+        torch.manual_seed(1)
+        net = Net()
+        prepare(net)
+        optimizer = torch.optim.Adam(net.parameters())
+        trained(net, optimizer)
+        load(net, entries)
+        results.append({key: value.clone() for key, value in trained(net, optimizer).items()})
+    assert elided() == NET_LARGE - 1 or elided() == NET_LARGE
+    for key, value in results[0].items():
+        assert torch.equal(results[1][key], value), key
+    assert_equal_states(state, expected)
+
+
+def assert_equal_states(
+    state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
+    for key, value in expected.items():
+        assert torch.equal(state[key], value), key
+
+
+def _deepcopied(net: Net) -> Net:
+    return copy.deepcopy(net)
+
+
+def _pickled(net: Net) -> Net:
+    return pickle.loads(pickle.dumps(net))
+
+
+def _saved(net: Net) -> Net:
+    file = io.BytesIO()
+    torch.save(net, file)
+    assert len(file.getvalue()) < 2 * sum(value.nbytes for value in net.state_dict().values())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _in_shared_memory(net: Net) -> Net:
+    net.share_memory()
+    assert net.first.weight.is_shared()
+    return net
+
+
+def _converted_and_back(net: Net) -> Net:
+    return net.double().float()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [_deepcopied, _pickled, _saved, _in_shared_memory, _converted_and_back],
+    ids=lambda use: use.__name__[1:],
+)
+def test_what_programs_do_with_a_loaded_module(
+    use: Callable[[Net], Net], prepare: Callable[..., None]
+) -> None:
+    expected = Net().state_dict()
+    net, state = Net(), cached(expected)
+    if prepare is _stock:
+        prepare(net)
+    net.load_state_dict(state)
+    assert elided() == NET_LARGE
+    other = use(net)
+    assert_equal(other, expected)
+    with torch.no_grad():
+        other.first.weight.fill_(1)
+    assert_equal_states(state, expected)
+    if other is not net:
+        assert_equal(net, expected)
+
+
+def test_fork_after_load(prepare: Callable[..., None]) -> None:
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    prepare(module)
+    module.load_state_dict(state)
+    child = os.fork()
+    if child == 0:
+        right = bool((module.weight == expected["weight"]).all())
+        with torch.no_grad():
+            module.weight.fill_(1)
+        again = weight()
+        prepare(again)
+        again.load_state_dict(state)
+        right &= bool((again.weight == expected["weight"]).all()) and elided() == 2
+        os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_equal(module, expected)
+
+
+def test_threads_load_at_the_same_time(prepare: Callable[..., None]) -> None:
+    expected = Net().state_dict()
+    state, failures = cached(expected), []
+
+    def load() -> None:
+        try:
+            for _ in range(5):
+                net = Net()
+                prepare(net)
+                net.load_state_dict(state)
+                assert_equal(net, expected)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert failures == []
+    assert elided() == 4 * 5 * NET_LARGE
+
+
+def test_nothing_of_ours_keeps_the_module_alive(prepare: Callable[..., None]) -> None:
+    module, state = weight(), cached(weight().state_dict())
+    prepare(module)
+    module.load_state_dict(state)
+    parameter = weakref.ref(module.weight)
+    del module
+    assert parameter() is None
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.002)

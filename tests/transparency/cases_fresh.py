@@ -1,0 +1,155 @@
+"""Cases that need an interpreter of their own: import orders, warnings as errors, process ends.
+
+This module imports neither torch nor safetensors: the order of the imports is what is tested.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+from .registry import Work, attempt, case
+
+
+def _make(work: Work) -> tuple[Path, Path]:
+    import torch  # noqa: PLC0415
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    from .payloads import saved, state  # noqa: PLC0415
+
+    tensors = work.file("model.safetensors", lambda path: save_file(state(), path))
+    assert torch
+    return work.file("model.pt", saved(state())), tensors
+
+
+@case(fresh=True, early=False, served=True)
+def names_imported_before_the_shim(work: Work) -> object:
+    """``from torch import load`` and the like keep working when the shim comes later."""
+    from safetensors import safe_open  # noqa: PLC0415
+    from safetensors.torch import load_file  # noqa: PLC0415
+    from torch import load  # noqa: PLC0415
+    from torch.nn import Linear  # noqa: PLC0415
+    from torch.serialization import load as other  # noqa: PLC0415
+
+    model, tensors = _make(work)
+    before = load(model)
+    work.enable_shim()
+    module = Linear(1024, 1024, bias=False)
+    module.load_state_dict({"weight": load(model)["bulk"]})
+    with safe_open(tensors, "pt") as file:
+        opened = file.get_tensor("bulk")
+    return [before, load(model), other(model), load_file(tensors), opened, module]
+
+
+@case(fresh=True, served=True)
+def names_imported_after_the_shim(work: Work) -> object:
+    from safetensors import safe_open  # noqa: PLC0415
+    from safetensors.torch import load_file  # noqa: PLC0415
+    from torch import load  # noqa: PLC0415
+
+    model, tensors = _make(work)
+    with safe_open(tensors, "pt") as file:
+        return [load(model), load_file(tensors), file.get_tensor("bulk")]
+
+
+@case(fresh=True, served=True)
+def safetensors_before_torch(work: Work) -> object:
+    import safetensors  # noqa: PLC0415
+
+    loaded_early = "torch" in sys.modules
+    model, tensors = _make(work)
+    import torch  # noqa: PLC0415
+
+    with safetensors.safe_open(tensors, "pt") as file:
+        # The runner itself imports torch before a case: what counts is that both sides agree.
+        return [loaded_early, file.get_tensor("bulk"), torch.load(model)]
+
+
+SCRIPT = """
+import sys
+if sys.argv[1] == "first":
+    import trims_shim
+{imports}
+if sys.argv[1] == "last":
+    import trims_shim
+{body}
+"""
+
+
+def _script(work: Work, name: str, imports: str, body: str, *options: str) -> list[object]:
+    """Run a program of its own, with the shim first and last where there is a shim."""
+    path = work.file(f"{name}.py", lambda path: path.write_text(SCRIPT.format(
+        imports=imports, body=body)))
+    orders = ["first", "last"] if os.environ.get("TRIMS_ENABLED") == "1" else ["never", "never"]
+    seen: list[object] = []
+    for order in orders:
+        done = subprocess.run([sys.executable, *options, str(path), order], capture_output=True,
+                              text=True, timeout=50, check=False)
+        seen.append([done.returncode, done.stdout, done.stderr])
+    return seen
+
+
+@case(fresh=True)
+def program_with_warnings_as_errors(work: Work) -> object:
+    _make(work)
+    body = (
+        "loaded = torch.load('model.pt')\n"
+        "print(sorted(loaded), loaded['bulk'].sum().item(), loaded['bias'].tolist())\n"
+        "module = torch.nn.Linear(1024, 1024, bias=False)\n"
+        "print(module.load_state_dict({'weight': loaded['bulk']}), module.weight.sum().item())\n"
+    )
+    # Other libraries warn while they are imported: errors only afterwards.
+    imports = "import warnings, torch\nwarnings.simplefilter('error')"
+    return _script(work, "strict", imports, body)
+
+
+@case(fresh=True)
+def program_in_development_mode(work: Work) -> object:
+    """``-X dev`` reports descriptors that are never closed, and more."""
+    _make(work)
+    body = (
+        "warnings.simplefilter('always')\n"
+        "loaded = torch.load('model.pt')\n"
+        "del loaded\n"
+        "gc.collect()\n"
+        "print('done')\n"
+    )
+    imports = "import gc, warnings\nwarnings.simplefilter('ignore')\nimport torch"
+    return _script(work, "development", imports, body, "-X", "dev")
+
+
+@case(fresh=True)
+def program_ends_in_every_way(work: Work) -> object:
+    """Exit handlers, tensors alive at the end, an error, exit codes."""
+    _make(work)
+    start = "loaded = torch.load('model.pt')\n"
+    ends = {
+        "handler": "import atexit\natexit.register(lambda: print(loaded['bias'].tolist()))\n",
+        "cycle": "class C: pass\nc = C()\nc.c, c.t = c, loaded\nprint('end')\n",
+        "error": "raise SystemExit(loaded['bias'].sum().item())\n",
+        "hard": "print('hard', flush=True)\nimport os\nos._exit(7)\n",
+    }
+    return {name: _script(work, name, "import torch", start + end) for name, end in ends.items()}
+
+
+@case(fresh=True)
+def program_without_torch(work: Work) -> object:
+    """Programs that never load a model are left alone, whatever they import."""
+    body = "print(sorted(m for m in ('torch', 'safetensors', 'numpy') if m in sys.modules))"
+    return _script(work, "light", "import json", body)
+
+
+@case(fresh=True)
+def refused_file_warns_once_in_each_place(work: Work) -> object:
+    """The default filter shows a warning once for each line of the caller."""
+    import torch  # noqa: PLC0415
+
+    model, _ = _make(work)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            attempt(lambda: torch.load(model)["bulk"].storage())
+    return [[w.category.__name__, os.path.basename(w.filename), w.lineno] for w in caught]

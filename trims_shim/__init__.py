@@ -1,0 +1,65 @@
+"""trims_shim: a model that is anywhere on the machine is loaded everywhere, at once, without a copy.
+
+Importing the package is all it takes: ``torch.load``, safetensors and ``nn.Module.load_state_dict``
+then take weights from a local cache daemon that keeps one copy for every process. On any trouble
+the framework's own loader runs. ``TRIMS_ENABLED=0`` turns the import into a no-op.
+
+The import is cheap (no torch, no ZeroMQ, no thread, no daemon); the daemon starts with the first
+load. See docs/quickstart.md.
+"""
+
+from __future__ import annotations
+
+from trims_shim._activate import activate
+from trims_shim._version import __version__
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from trims_shim.api import (
+        Handle,
+        disable,
+        disabled,
+        enable,
+        enabled,
+        info,
+        open,
+        stats,
+        warm,
+    )
+    from trims_shim.errors import ConfigError, TrimsError
+
+__all__ = [
+    "ConfigError",
+    "Handle",
+    "TrimsError",
+    "__version__",
+    "disable",
+    "disabled",
+    "enable",
+    "enabled",
+    "info",
+    "open",
+    "stats",
+    "warm",
+]
+
+_FROM_ERRORS = ("ConfigError", "TrimsError")
+
+
+def __getattr__(name: str) -> object:
+    """Public names, imported on first use (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module 'trims_shim' has no attribute {name!r}")
+    import importlib
+
+    home = "trims_shim.errors" if name in _FROM_ERRORS else "trims_shim.api"
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+activate()

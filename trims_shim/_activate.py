@@ -1,0 +1,51 @@
+"""What ``import trims_shim`` does: read the switch, and patch. Never raises, imports nothing heavy.
+
+All three doors end here: the import, ``trims run`` (through the bootstrap's sitecustomize) and
+``trims autostart``.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from trims_shim.config import Config
+
+__all__ = ["activate", "config_problem"]
+
+config_problem = ""
+"""Why the shim stays inactive in this process: an unusable setting."""
+
+
+def activate() -> None:
+    """Patch what the settings ask for; an unusable setting leaves everything alone, and says so."""
+    global config_problem
+    from trims_shim import config as configuration
+    from trims_shim.errors import ConfigError
+
+    try:
+        settings = configuration.load()
+    except ConfigError as error:
+        config_problem = str(error)
+        import logging
+
+        logging.getLogger("trims_shim").warning("trims_shim stays inactive: %s", error)
+        return
+    _set_up_logging(settings)
+    if settings.enabled and settings.patches:
+        from trims_shim import patches
+
+        patches.enable(settings.patches)
+
+
+def _set_up_logging(settings: Config) -> None:
+    """Only what was asked for; otherwise the program's own logging set-up decides."""
+    if settings.source("log") == "default" and not settings.log_file:
+        return
+    import logging
+
+    logger = logging.getLogger("trims_shim")
+    logger.setLevel(settings.log.upper())
+    if settings.log_file:
+        handler = logging.FileHandler(settings.log_file, delay=True)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
+        logger.addHandler(handler)

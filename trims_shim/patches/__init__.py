@@ -1,0 +1,103 @@
+"""Patches of the libraries that load models, and the switch that turns them on and off.
+
+Owns which patch points exist, when they are applied (now, or when their library is imported) and
+whether they act. Importing this package imports none of the patched libraries.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import importlib
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from trims_shim.patches.importing import call_when_imported
+
+if TYPE_CHECKING:
+    from trims_shim.patches.points import AppliedPatch
+
+__all__ = ["active", "applied", "disable", "enable", "overridden"]
+
+PATCH_FILES = (
+    # (settings that ask for it, module whose import completes the library, patch file)
+    (("torch", "safetensors"), "torch", "trims_shim.patches.torch_from_file"),
+    (("torch",), "torch", "trims_shim.patches.torch_load"),
+    (("torch",), "torch", "trims_shim.patches.torch_module"),
+    (("safetensors",), "safetensors.numpy", "trims_shim.patches.safetensors_numpy"),
+)
+
+overridden: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
+    "trims_shim_override", default=None
+)
+"""Set by the context managers: True or False wins over :func:`enable` for this context."""
+
+_lock = threading.RLock()
+_is_enabled = False
+_applied: dict[str, list[AppliedPatch]] = {}
+_requested: set[str] = set()
+
+
+def active() -> bool:
+    """Whether patched calls use the cache right now."""
+    override = overridden.get()
+    return _is_enabled if override is None else override
+
+
+def enable(libraries: tuple[str, ...]) -> None:
+    """Patch these libraries, now or as soon as they are imported."""
+    global _is_enabled
+    with _lock:
+        _is_enabled = True
+        for wanted_by, module, patch_file in PATCH_FILES:
+            if not set(wanted_by) & set(libraries) or patch_file in _requested:
+                continue
+            _requested.add(patch_file)
+            call_when_imported(module, lambda patch_file=patch_file: _apply(patch_file))
+
+
+def disable() -> None:
+    """Put every original back that is still ours to put back; what others wrapped turns inert."""
+    global _is_enabled
+    from trims_shim.patches.points import undo
+
+    with _lock:
+        _is_enabled = False
+        _requested.clear()
+        for patches in _applied.values():
+            for patch in reversed(patches):
+                undo(patch)
+        _applied.clear()
+
+
+def applied() -> list[AppliedPatch]:
+    """Every patch point asked for, with its state; waiting ones included."""
+    from trims_shim.patches.points import AppliedPatch
+
+    found = []
+    with _lock:
+        for _, module, patch_file in PATCH_FILES:
+            if patch_file in _applied:
+                found += _applied[patch_file]
+            elif patch_file in _requested:
+                points = importlib.import_module(patch_file).POINTS
+                found += [AppliedPatch(point, reason=f"waits for {module}") for point in points]
+    return found
+
+
+def _apply(patch_file: str) -> None:
+    from trims_shim.patches.points import apply
+
+    with _lock:
+        if patch_file not in _requested or patch_file in _applied:
+            return
+        points = importlib.import_module(patch_file).POINTS
+        _applied[patch_file] = [apply(point) for point in points]
+        _preload()
+
+
+def _preload() -> None:
+    """Import what a load needs, while the program is importing anyway and not loading a model."""
+    if "torch" in sys.modules:
+        importlib.import_module("trims_shim.client.cache")
+        importlib.import_module("trims_shim.formats")

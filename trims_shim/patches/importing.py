@@ -1,0 +1,93 @@
+"""Call back when a module has been imported.
+
+A finder at the head of ``sys.meta_path`` that never finds anything itself: it asks the others and
+wraps the loader of the few modules it waits for. Hooks run after the module's own code, outside any
+lock of ours; what they raise must not break the user's import, so it is counted and dropped.
+
+Own code instead of ``wrapt.importer``: importing wrapt takes longer than ``import trims_shim`` may
+take in all (docs/decisions/0003-no-wrapt.md).
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from typing import Any
+
+__all__ = ["call_when_imported"]
+
+_hooks: dict[str, list[Callable[[], None]]] = {}
+
+
+def call_when_imported(name: str, hook: Callable[[], None]) -> None:
+    """Call ``hook`` once, now when the module is imported already, else right after its import."""
+    module = sys.modules.get(name)
+    if module is not None and not _is_initializing(module):
+        _run(hook)
+        return
+    _hooks.setdefault(name, []).append(hook)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _is_initializing(module: types.ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _run(hook: Callable[[], None]) -> None:
+    try:
+        hook()
+    # Border: a failing hook would make the import of the user's library fail.
+    except Exception as error:
+        from trims_shim import diagnostics
+
+        diagnostics.fallback("import_hook", error, what="patching")
+
+
+class _Finder:
+    """See the module docstring."""
+
+    def __init__(self) -> None:
+        self._searching: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in _hooks or name in self._searching:
+            return None
+        self._searching.add(name)
+        try:
+            from importlib.util import find_spec
+
+            spec = find_spec(name)
+        finally:
+            self._searching.discard(name)
+        if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+        return spec
+
+
+class _Loader:
+    """The real loader, plus the hooks after it; removes itself from the module it loads."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        for hook in _hooks.pop(module.__name__, []):
+            _run(hook)

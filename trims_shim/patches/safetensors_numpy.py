@@ -1,0 +1,101 @@
+"""safetensors.numpy.load_file: arrays over the arena instead of a private copy of the file.
+
+The compiled ``safe_open(framework="np")`` copies every tensor, so there is no deeper seam; the
+function is replaced and known holders of the name are rebound. Other numpy users (``flax``) call it
+through the module. Arrays are writable, as the original's, and writes stay private.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from trims_shim import diagnostics, patches
+from trims_shim.errors import FormatError
+from trims_shim.patches.points import PatchPoint
+
+__all__ = ["NUMPY_DTYPES", "POINTS"]
+
+NUMPY_DTYPES = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I64": "<i8",
+    "U64": "<u8",
+    "I32": "<i4",
+    "U32": "<u4",
+    "I16": "<i2",
+    "U16": "<u2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
+    "C64": "<c8",
+}
+
+
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_file(filename: Any, **kwargs: Any) -> Any:
+        if patches.active() and kwargs.get("backend", "mmap") == "mmap" and len(kwargs) <= 1:
+            arrays = _serve(filename)
+            if arrays is not None:
+                return arrays
+        return original(filename, **kwargs)
+
+    return load_file
+
+
+def _serve(filename: Any) -> dict[str, Any] | None:
+    if not isinstance(filename, (str, os.PathLike)):
+        return None
+    from trims_shim.formats import read_header
+    from trims_shim.patches.torch_storage import arena_of_file
+
+    try:
+        descriptor = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None  # The original has its own words for it.
+    try:
+        arena = arena_of_file(descriptor, os.fspath(filename))
+    finally:
+        os.close(descriptor)
+    if arena is None:
+        return None
+    try:
+        arrays = _arrays(arena.buffer, read_header(arena.buffer).records)
+    except FormatError as error:
+        diagnostics.fallback("unsupported_format", error, what=os.fspath(filename))
+        return None
+    if arrays is not None:
+        diagnostics.count("served", "safetensors_numpy")
+    return arrays
+
+
+def _arrays(buffer: Any, records: Any) -> dict[str, Any] | None:
+    import numpy
+
+    whole = numpy.frombuffer(buffer, dtype=numpy.uint8)
+    arrays = {}
+    for record in records:
+        dtype = NUMPY_DTYPES.get(record.dtype)
+        if dtype is None:
+            diagnostics.fallback("unsupported_format", what=f"dtype {record.dtype}")
+            return None
+        part = whole[record.span.offset_bytes : record.span.end_bytes]
+        arrays[record.name] = part.view(numpy.dtype(dtype)).reshape(record.shape)
+    return arrays
+
+
+POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        name="safetensors.numpy.load_file",
+        library="safetensors",
+        targets=("safetensors.numpy:load_file",),
+        supported="0.4 and newer",
+        probe=lambda: None,
+        wrap=_wrap,
+        has_holders=True,
+    ),
+)

@@ -1,0 +1,99 @@
+"""torch.UntypedStorage.from_file: what ``torch.load(mmap=True)`` and safetensors map files with.
+
+safetensors' compiled ``safe_open`` looks this method up on torch for each file, so everything built
+on it (``load_file``, ``load_model``, transformers) is served without touching names that everybody
+imports directly. A private mapping of the whole file becomes a private mapping of its segment;
+shared mappings and partial ones stay the original's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from trims_shim import diagnostics, patches
+from trims_shim.patches.points import PatchPoint
+
+__all__ = ["POINTS"]
+
+
+def _probe() -> str | None:
+    import torch
+
+    buffer = bytearray(64)
+    storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    part = storage[8:16]
+    if type(part) is not torch.UntypedStorage or part.data_ptr() != storage.data_ptr() + 8:
+        return "slices of a storage are not storages over the same memory"
+    return None
+
+
+def _wrap(original: Any) -> Any:
+    inner: Callable[..., Any] = original.__func__ if hasattr(original, "__func__") else original
+
+    @functools.wraps(inner)
+    def from_file(*args: Any, **kwargs: Any) -> Any:
+        if patches.active():
+            storage = _serve(args, kwargs)
+            if storage is not None:
+                return storage
+        return bound(*args, **kwargs)
+
+    import torch
+
+    bound = original.__get__(None, torch.UntypedStorage)
+    return staticmethod(from_file)
+
+
+def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    call = _arguments(*args, **kwargs) if len(args) <= 3 and set(kwargs) <= _NAMES else None
+    if call is None:
+        return None
+    filename, shared, size_bytes = call
+    if shared:
+        diagnostics.fallback("shared_mapping", what=filename)
+        return None
+    from trims_shim.patches.torch_storage import arena_of_file, storage_of
+
+    try:
+        descriptor = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None  # The original has its own words for it.
+    try:
+        if os.fstat(descriptor).st_size != size_bytes:
+            diagnostics.fallback("partial_file", what=filename)
+            return None
+        arena = arena_of_file(descriptor, filename)
+    finally:
+        os.close(descriptor)
+    if arena is None:
+        return None
+    diagnostics.count("served", "from_file")
+    storage = storage_of(arena)
+    storage._get_filename = lambda: filename
+    return storage
+
+
+_NAMES = {"filename", "shared", "nbytes"}
+
+
+def _arguments(
+    filename: Any = None, shared: Any = False, nbytes: Any = 0
+) -> tuple[str, bool, int] | None:
+    if not isinstance(filename, str) or type(shared) is not bool or type(nbytes) is not int:
+        return None
+    return (filename, shared, nbytes) if nbytes > 0 else None
+
+
+POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        name="torch.UntypedStorage.from_file",
+        library="torch",
+        targets=("torch.storage:UntypedStorage.from_file",),
+        supported="2.4 and newer",
+        probe=_probe,
+        wrap=_wrap,
+    ),
+)

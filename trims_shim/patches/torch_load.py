@@ -1,0 +1,369 @@
+"""torch.load of zip checkpoints, through the two seams below the public function.
+
+1. ``_open_zipfile_reader``, the class ``torch.load`` instantiates. Ours builds torch's own reader
+   first, so every check, message and file position is torch's, and overrides only where a record's
+   bytes come from: a slice of the arena instead of a fresh allocation that is read into.
+2. ``_load``, which unpickles. For a plain state dict the pickle is read as a recipe, without
+   executing it, and the tensors are built from that; everything else goes to torch's ``_load``,
+   which then meets the reader of seam 1.
+
+Because both are module globals that ``torch.load`` looks up when called, programs that imported
+``load`` by name are covered. Any condition that is not met leaves the real reader in charge.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import serialization
+from torch.utils.serialization import config
+
+from trims_shim import diagnostics, patches
+from trims_shim.client import arenas
+from trims_shim.errors import FormatError
+from trims_shim.formats import TorchArchive, read_archive, read_recipe
+from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_storage import arena_of_file, storage_of
+
+__all__ = ["POINTS"]
+
+_RECORD_ALIGNMENT_BYTES = 64
+"""torch.save aligns records to it; torch's kernels expect what its allocator gives, also 64."""
+
+
+class _Served:
+    """An archive in the cache: where its records are, and the storage they are slices of."""
+
+    __slots__ = ("archive", "storage", "view")
+
+    def __init__(self, storage: torch.UntypedStorage, view: memoryview) -> None:
+        """Raises FormatError where this package reads the archive differently from torch."""
+        self.storage = storage
+        self.view = view
+        self.archive: TorchArchive = read_archive(view)
+
+    def record(self, name: str, size_bytes: int) -> torch.UntypedStorage | None:
+        """A storage over a record, when it is exactly of this size and aligned."""
+        span = self.archive.records.get(name)
+        if span is None or span.size_bytes != size_bytes or size_bytes <= 0:
+            return None
+        if span.offset_bytes % _RECORD_ALIGNMENT_BYTES:
+            return None
+        return self.storage[span.offset_bytes : span.end_bytes]
+
+
+class _Reader(torch._C.PyTorchFileReader):  # type: ignore[misc]
+    """torch's reader, except that the bytes of tensors come from the cache where they can."""
+
+    def __init__(self, file: Any) -> None:
+        position = _position_of(file)
+        super().__init__(file)
+        self._file = file if position == 0 else None
+        self._is_asked = False
+        self._served: _Served | None = None
+
+    def served(self) -> _Served | None:
+        """The archive in the cache; asked for on first use, so that lazy loads cost nothing."""
+        if not self._is_asked:
+            self._is_asked = True
+            self._served = self._ask() if patches.active() else None
+        return self._served
+
+    def get_storage_from_record(self, name: str, numel: int, dtype: Any) -> Any:
+        if dtype is torch.UntypedStorage and numel > 0:
+            served = self.served()
+            storage = served.record(name, numel) if served is not None else None
+            if storage is not None:
+                return torch.empty(0, dtype=torch.uint8).set_(storage)
+        return super().get_storage_from_record(name, numel, dtype)
+
+    def _ask(self) -> _Served | None:
+        file, self._file = self._file, None
+        if file is None:
+            diagnostics.fallback("not_a_file", what="torch.load")
+            return None
+        name = str(file.name)
+        arena = arena_of_file(file.fileno(), name)
+        if arena is None:
+            return None
+        served = _serve(storage_of(arena), memoryview(arena.buffer).cast("B"), name)
+        if served is not None:
+            diagnostics.count("served", "torch_zip")
+        return served
+
+
+def _serve(storage: torch.UntypedStorage, view: memoryview, name: str) -> _Served | None:
+    try:
+        return _Served(storage, view)
+    except FormatError as error:
+        diagnostics.fallback("unsupported_format", error, what=name)
+        return None
+
+
+def _position_of(file: Any) -> int:
+    """Position of a file whose descriptor holds what its reads return; -1 for any other object."""
+    raw = file.raw if type(file) is io.BufferedReader else file
+    if type(raw) is not io.FileIO or not raw.readable():
+        return -1
+    try:
+        # The archive begins at the file's position; only a whole file is an image.
+        return int(file.tell())
+    except (OSError, ValueError):
+        return -1
+
+
+# --- seam 1 ---------------------------------------------------------------------------------------
+
+
+def _wrap_reader(original: type) -> type:
+    class _open_zipfile_reader(original):  # type: ignore[misc,valid-type]  # noqa: N801
+        def __init__(self, name_or_buffer: Any) -> None:
+            if patches.active() and not isinstance(name_or_buffer, (str, os.PathLike)):
+                serialization._opener.__init__(self, _Reader(name_or_buffer))
+            else:
+                super().__init__(name_or_buffer)
+
+    functools.update_wrapper(_open_zipfile_reader, original, updated=())
+    return _open_zipfile_reader
+
+
+def _probe_reader() -> str | None:
+    opener = getattr(serialization, "_open_zipfile_reader", None)
+    if not isinstance(opener, type) or not issubclass(opener, serialization._opener):
+        return "torch.serialization._open_zipfile_reader is not the class it was"
+    if not hasattr(torch._C.PyTorchFileReader, "get_storage_from_record"):
+        return "PyTorchFileReader.get_storage_from_record is gone"
+    return None
+
+
+# --- seam 2 ---------------------------------------------------------------------------------------
+
+
+def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _load(
+        zip_file: Any,
+        map_location: Any,
+        pickle_module: Any,
+        pickle_file: str = "data.pkl",
+        overall_storage: Any = None,
+        **pickle_load_args: Any,
+    ) -> Any:
+        if (
+            isinstance(zip_file, _Reader)
+            and patches.active()
+            and _is_plain_call(map_location, pickle_module, pickle_file, pickle_load_args)
+            and _is_plain_state()
+        ):
+            built = _build(zip_file, map_location, overall_storage)
+            if built is not None:
+                return built.result
+        return original(
+            zip_file,
+            map_location,
+            pickle_module,
+            pickle_file,
+            overall_storage=overall_storage,
+            **pickle_load_args,
+        )
+
+    return _load
+
+
+class _Built:
+    """A result that may itself be None."""
+
+    __slots__ = ("result",)
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+
+def _is_plain_call(
+    map_location: Any, pickle_module: Any, pickle_file: str, arguments: dict[str, Any]
+) -> bool:
+    return (
+        (map_location is None or _is_cpu(map_location))
+        and pickle_module in (pickle, serialization._weights_only_unpickler)
+        and pickle_file == "data.pkl"
+        and arguments == {"encoding": "utf-8"}
+    )
+
+
+def _is_cpu(location: Any) -> bool:
+    if type(location) is torch.device:
+        return location.type == "cpu"
+    return type(location) is str and location == "cpu"
+
+
+def _is_plain_state() -> bool:
+    """No mode, registry or replacement that would see or change how torch builds tensors."""
+    return (
+        torch._C._len_torch_function_stack() == 0
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch.is_inference_mode_enabled()
+        and not serialization._serialization_tls.skip_data
+        and list(serialization._package_registry) == _STOCK_REGISTRY
+        and tuple(_rebuilders()) == _STOCK_REBUILDERS
+        and not torch._utils._sparse_tensors_to_validate
+    )
+
+
+def _rebuilders() -> tuple[Any, ...]:
+    return (
+        torch._utils._rebuild_tensor,
+        torch._utils._rebuild_tensor_v2,
+        torch._utils._rebuild_parameter,
+        torch.nn.Parameter,
+        torch.storage.TypedStorage,
+        pickle.Unpickler,
+        serialization._weights_only_unpickler.Unpickler,
+    )
+
+
+_STOCK_REGISTRY = list(serialization._package_registry)
+_STOCK_REBUILDERS = _rebuilders()
+
+
+def _build(reader: _Reader, map_location: Any, overall_storage: Any) -> _Built | None:
+    try:
+        served = _served_by(reader, overall_storage)
+        if served is None or not _is_little_endian(served.archive):
+            return None
+        span = served.archive.records.get("data.pkl")
+        if span is None:
+            return None
+        recipe = read_recipe(bytes(served.view[span.offset_bytes : span.end_bytes]))
+    except FormatError:
+        return None  # Not a plain state dict: torch unpickles it, over the same bytes.
+    storages = []
+    for spec in recipe.storages:
+        if map_location is None and spec.location != "cpu":
+            return None
+        storage = (
+            served.record(f"data/{spec.key}", spec.size_bytes)
+            if spec.size_bytes
+            else _empty(reader, spec.key)
+        )
+        if storage is None:
+            return None
+        storages.append(storage)
+    tensors = [_tensor(spec, storages[spec.storage]) for spec in recipe.tensors]
+    parameters = [_parameter(spec, tensors[spec.tensor]) for spec in recipe.parameters]
+    result = recipe.assemble(tensors, parameters)
+    torch._C._log_api_usage_metadata(
+        "torch.load.metadata", {"serialization_id": reader.serialization_id()}
+    )
+    diagnostics.count("built", "recipe")
+    return _Built(result)
+
+
+def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
+    if overall_storage is None:
+        return reader.served()
+    # torch.load(mmap=True): the mapping was made by from_file, perhaps ours.
+    if config.load.calculate_storage_offsets:
+        return None  # torch then computes where records are instead of reading it.
+    address, size_bytes = overall_storage.data_ptr(), overall_storage.nbytes()
+    found = arenas.find(address, size_bytes)
+    if found is None or found[1] != 0 or found[0].size_bytes != size_bytes:
+        return None
+    view = memoryview(torch.empty(0, dtype=torch.uint8).set_(overall_storage).numpy())
+    return _serve(overall_storage, view, "torch.load(mmap=True)")
+
+
+def _is_little_endian(archive: TorchArchive) -> bool:
+    if sys.byteorder != "little":
+        return False
+    if archive.byteorder:
+        return archive.byteorder == "little"
+    return serialization.get_default_load_endianness() in (
+        None,
+        serialization.LoadEndianness.LITTLE,
+    )
+
+
+def _empty(reader: _Reader, key: str) -> Any:
+    if not reader.has_record(f"data/{key}"):
+        return None
+    record = reader.get_storage_from_record(f"data/{key}", 0, torch.UntypedStorage)
+    return record._typed_storage()._untyped_storage
+
+
+def _tensor(spec: Any, storage: torch.UntypedStorage) -> torch.Tensor:
+    """As torch._utils._rebuild_tensor_v2 with an empty dictionary of hooks."""
+    tensor = torch.empty((0,), dtype=getattr(torch, spec.dtype))
+    tensor.set_(storage, spec.offset, spec.size, spec.stride)
+    if spec.requires_grad:
+        tensor.requires_grad = True
+    tensor._backward_hooks = OrderedDict()
+    return tensor
+
+
+def _parameter(spec: Any, tensor: torch.Tensor) -> torch.nn.Parameter:
+    """As torch._utils._rebuild_parameter with an empty dictionary of hooks."""
+    parameter = torch.nn.Parameter(tensor, spec.requires_grad)
+    parameter._backward_hooks = OrderedDict()
+    return parameter
+
+
+def _probe_load() -> str | None:
+    for path in (
+        "torch._utils:_rebuild_tensor_v2",
+        "torch._utils:_sparse_tensors_to_validate",
+        "torch.serialization:_package_registry",
+        "torch.serialization:_serialization_tls",
+    ):
+        module, _, name = path.partition(":")
+        if name not in vars(sys.modules[module]):
+            return f"{path} is gone"
+    return None
+
+
+# --- counting -------------------------------------------------------------------------------------
+
+
+def _wrap_legacy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _legacy_load(*args: Any, **kwargs: Any) -> Any:
+        if patches.active():
+            diagnostics.fallback("legacy_format", what="torch.load")
+        return original(*args, **kwargs)
+
+    return _legacy_load
+
+
+POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        name="torch.load: reader",
+        library="torch",
+        targets=("torch.serialization:_open_zipfile_reader",),
+        supported="2.4 and newer",
+        probe=_probe_reader,
+        wrap=_wrap_reader,
+    ),
+    PatchPoint(
+        name="torch.load: unpickling",
+        library="torch",
+        targets=("torch.serialization:_load",),
+        supported="2.4 and newer",
+        probe=_probe_load,
+        wrap=_wrap_load,
+    ),
+    PatchPoint(
+        name="torch.load: legacy format (counted only)",
+        library="torch",
+        targets=("torch.serialization:_legacy_load",),
+        supported="2.4 and newer",
+        probe=lambda: None,
+        wrap=_wrap_legacy,
+    ),
+)

@@ -1,0 +1,75 @@
+"""Torch storages over arenas, and the one way from an open file to an arena for all torch patches.
+
+A storage keeps its arena's buffer alive; slices of it (``storage[a:b]``) are storages of their own
+that keep the whole alive, so that a record is saved, pickled and shared by itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trims_shim import diagnostics
+from trims_shim.client.cache import cache
+from trims_shim.errors import TrimsError, UnsupportedFormat
+
+if TYPE_CHECKING:
+    import torch
+
+    from trims_shim.client.arenas import Arena
+
+__all__ = ["arena_of_file", "storage_of", "torch_dtype"]
+
+_TORCH_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "U64": "uint64",
+    "I32": "int32",
+    "U32": "uint32",
+    "I16": "int16",
+    "U16": "uint16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+"""By the name safetensors gives them."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that safetensors calls ``name``. Raises UnsupportedFormat."""
+    import torch
+
+    dtype = getattr(torch, _TORCH_DTYPES.get(name, ""), None)
+    if dtype is None:
+        raise UnsupportedFormat(f"this torch has no dtype {name}")
+    return dtype
+
+
+def storage_of(arena: Arena) -> torch.UntypedStorage:
+    """A storage over the whole mapping."""
+    import torch
+
+    return torch.frombuffer(arena.buffer, dtype=torch.uint8).untyped_storage()
+
+
+def arena_of_file(descriptor: int, name: str) -> Arena | None:
+    """The arena of an open file, or None (counted) when the framework has to load it itself."""
+    shared = cache()
+    try:
+        return shared.open(descriptor, name=name)
+    except TrimsError as error:
+        if shared.config.strict and error.reason not in diagnostics.EXPECTED_REASONS:
+            raise
+        diagnostics.fallback(error.reason, error, what=name)
+    # Border: the shim never makes a load fail; whatever it was, the original loader runs.
+    except Exception as error:
+        if shared.config.strict:
+            raise
+        diagnostics.fallback("internal_error", error, what=name)
+    return None
