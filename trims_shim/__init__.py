@@ -1,4 +1,4 @@
-"""trims_shim: a model that is anywhere on the machine is loaded everywhere, at once, without a copy.
+"""trims_shim: a model that is anywhere on the machine is loaded everywhere, without a copy.
 
 Importing the package is all it takes: ``torch.load``, safetensors and ``nn.Module.load_state_dict``
 then take weights from a local cache daemon that keeps one copy for every process. On any trouble

@@ -34,7 +34,7 @@ def activate() -> None:
     if settings.enabled and settings.patches:
         from trims_shim import patches
 
-        patches.enable(settings.patches)
+        patches.enable(settings.patches, elide_copies=settings.elide_copies)
 
 
 def _set_up_logging(settings: Config) -> None:

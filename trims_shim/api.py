@@ -42,7 +42,9 @@ _ZIP_MAGIC = b"PK\x03\x04"
 
 def enable() -> None:
     """Patch the configured libraries in this process, now or when they are imported."""
-    patches.enable(cache().config.patches or configuration.PATCHABLE_LIBRARIES)
+    config = cache().config
+    libraries = config.patches or configuration.PATCHABLE_LIBRARIES
+    patches.enable(libraries, elide_copies=config.elide_copies)
 
 
 def disable() -> None:
@@ -139,7 +141,8 @@ class Handle:
         import numpy
 
         record = self.records[name]
-        part = numpy.frombuffer(self._open_arena().buffer, dtype=numpy.uint8)
+        buffer: Any = self._open_arena().buffer
+        part: numpy.ndarray[Any, Any] = numpy.frombuffer(buffer, dtype=numpy.uint8)
         part = part[record.span.offset_bytes : record.span.end_bytes]
         if not record.dtype:
             return part
@@ -147,7 +150,8 @@ class Handle:
 
         if record.dtype not in NUMPY_DTYPES:
             raise UnsupportedFormat(f"{name}: numpy has no dtype {record.dtype}; use torch()")
-        return part.view(numpy.dtype(NUMPY_DTYPES[record.dtype])).reshape(record.shape)
+        part = part.view(numpy.dtype(NUMPY_DTYPES[record.dtype]))
+        return part.reshape(record.shape)
 
     def torch(self, name: str) -> torch.Tensor:
         """A record as a tensor on the CPU, as :meth:`numpy`. Raises KeyError."""

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-__all__ = ["SETTINGS", "Config", "Setting", "load", "memory_limit_bytes", "parse_size"]
+__all__ = [
+    "SETTINGS",
+    "Config",
+    "Setting",
+    "load",
+    "load_usable",
+    "memory_limit_bytes",
+    "parse_size",
+]
 
 PATCHABLE_LIBRARIES = ("torch", "safetensors")
 EVICTION_POLICIES = ("lru",)
@@ -52,7 +60,11 @@ class Setting:
     @property
     def variable(self) -> str:
         """Name of the environment variable."""
-        return "TRIMS_" + self.name.upper()
+        return _variable(self.name)
+
+
+def _variable(name: str) -> str:
+    return "TRIMS_" + name.upper()
 
 
 def _boolean(text: str) -> bool:
@@ -94,7 +106,7 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) > 1024:
+    if not text.isdecimal() or len(text) > 4 or int(text) > 1024:
         raise ConfigError(f"{text!r} is not a number from 0 to 1024")
     return int(text)
 
@@ -265,10 +277,10 @@ class Config:
                 ) from None
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self._values[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        # Underscored names are slots that are not set yet (copy, pickle), never settings.
+        if name.startswith("_") or name not in self._values:
+            raise AttributeError(name)
+        return self._values[name]
 
     def source(self, name: str) -> str:
         """Where the value of a setting comes from."""
@@ -283,12 +295,13 @@ class Config:
         import zlib
 
         parts = [f"{s.name}={self._texts[s.name]}" for s in SETTINGS if s.is_daemons]
-        return f"{zlib.crc32(';'.join(parts).encode()):08x}"
+        return f"{zlib.crc32(os.fsencode(';'.join(parts))):08x}"
 
 
 def config_file(environment: Mapping[str, str]) -> str:
     """Path of the configuration file of this user (it need not exist)."""
-    base = environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    home = environment.get("HOME") or os.path.expanduser("~")
+    base = environment.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
     return os.path.join(base, "trims", "trims.toml")
 
 
@@ -313,6 +326,26 @@ def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Conf
     return Config(texts, sources, runtime_dir=env.get("XDG_RUNTIME_DIR", ""))
 
 
+def load_usable(environment: Mapping[str, str] | None = None) -> tuple[Config, list[str]]:
+    """The settings that can be used, with what is wrong with the others; for diagnosis."""
+    env = os.environ if environment is None else environment
+    usable = {name: text for name, text in env.items() if not name.startswith("TRIMS_")}
+    problems = []
+    try:
+        load(usable)
+    except ConfigError as error:
+        problems.append(str(error))
+        usable["XDG_CONFIG_HOME"] = os.devnull
+    for variable in sorted(set(env) - set(usable)):
+        try:
+            load({**usable, variable: env[variable]})
+        except ConfigError as error:
+            problems.append(str(error))
+        else:
+            usable[variable] = env[variable]
+    return load(usable), problems
+
+
 def _read_file(path: str) -> dict[str, str]:
     if not os.path.exists(path):
         return {}
@@ -323,7 +356,8 @@ def _read_file(path: str) -> dict[str, str]:
     try:
         with open(path, "rb") as file:
             table = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    # ValueError: TOMLDecodeError and UnicodeDecodeError; RecursionError: brackets without end.
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     for name in table:
         _check_known(name, f"key {name} in {path}")
@@ -343,6 +377,8 @@ def _check_known(name: str, what: str) -> None:
         return
     import difflib
 
-    near = difflib.get_close_matches(name, _BY_NAME, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_BY_NAME)}"
+    is_variable = what.startswith("environment")
+    known = [_variable(each) if is_variable else each for each in _BY_NAME]
+    near = difflib.get_close_matches(_variable(name) if is_variable else name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
     raise ConfigError(f"{what} is not a setting of trims_shim; {hint}")

@@ -96,7 +96,8 @@ def stats() -> Stats:
 
 def take_unreported() -> dict[str, int]:
     """Counters since the last call, for the daemon's totals."""
-    delta = _totals - _reported
+    # A snapshot first: subtraction iterates in Python, while other threads may add events.
+    delta = Counter(dict(_totals)) - _reported
     _reported.update(delta)
     return dict(delta)
 

@@ -77,7 +77,7 @@ def _huge_bytes_mapped(address: int) -> int:
             if line.startswith(f"{address:x}-"):
                 break
         for line in lines:
-            if line.startswith("FilePmdMapped:") or line.startswith("ShmemPmdMapped:"):
+            if line.startswith(("FilePmdMapped:", "ShmemPmdMapped:")):
                 size = int(line.split()[1])
                 if size:
                     return size << 10
@@ -92,9 +92,7 @@ def test_untouched_and_read_mappings_are_pristine(arena: Arena, scanner: PageSca
     assert scanner.is_pristine(arena.address, SIZE_BYTES)
 
 
-def test_one_written_byte_is_found_and_only_on_its_page(
-    arena: Arena, scanner: PageScanner
-) -> None:
+def test_one_written_byte_is_found_and_only_on_its_page(arena: Arena, scanner: PageScanner) -> None:
     _read_all(arena)
     at = 7 * PAGE_BYTES + 100
     arena.buffer[at] = b"b"

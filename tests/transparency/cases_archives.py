@@ -1,4 +1,4 @@
-"""torch.jit, torch.export, torch.package and checkpoints of torch.distributed: not served, intact."""
+"""torch.jit, torch.export, torch.package, distributed checkpoints: not served, and intact."""
 
 from __future__ import annotations
 

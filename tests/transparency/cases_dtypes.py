@@ -7,11 +7,30 @@ import torch
 from .payloads import saved, with_bulk
 from .registry import Work, attempt, case, cases
 
-NAMES = (
-    "float64 float32 float16 bfloat16 complex128 complex64 complex32 int64 int32 int16 int8 uint8 "
-    "uint16 uint32 uint64 bool float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
-    "float8_e8m0fnu float4_e2m1fn_x2"
-).split()
+NAMES = [
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "complex128",
+    "complex64",
+    "complex32",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "bool",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+]
 DTYPES = {name: getattr(torch, name) for name in NAMES if hasattr(torch, name)}
 
 

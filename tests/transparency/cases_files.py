@@ -99,7 +99,7 @@ def changed_after_load(work: Work, change: Callable[[Path], None]) -> object:
 
 @cases({"replace": _replace, "delete": _delete, "touch": _touch, "move": _move}, served=True)
 def changed_after_mapped_load(work: Work, change: Callable[[Path], None]) -> object:
-    """Only changes that leave the mapped inode's bytes alone; others are undefined in torch, too."""
+    """Only changes that leave the mapped inode's bytes alone; others are undefined in torch."""
     path = work.fresh("model.pt", saved(state()))
     before = torch.load(path, mmap=True)
     change(path)

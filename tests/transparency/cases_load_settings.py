@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.serialization import LoadEndianness
-from torch.utils.serialization import config as config
+from torch.utils.serialization import config
 
 from .payloads import saved, state, with_bulk
 from .registry import Work, attempt, case, cases
@@ -43,7 +43,9 @@ def configured_mmap(work: Work) -> object:
         return [torch.load(path), torch.load(path, mmap=False), torch.load(path, mmap=None)]
 
 
-@cases({"little": LoadEndianness.LITTLE, "big": LoadEndianness.BIG, "native": LoadEndianness.NATIVE})
+@cases(
+    {"little": LoadEndianness.LITTLE, "big": LoadEndianness.BIG, "native": LoadEndianness.NATIVE}
+)
 def default_endianness(work: Work, order: LoadEndianness) -> object:
     path = work.file("model.pt", saved(state()))
     torch.serialization.set_default_load_endianness(order)
@@ -60,7 +62,9 @@ def storage_offsets(work: Work, calculate: bool) -> object:
         return [torch.load(path), torch.load(path, mmap=True)]
 
 
-@cases({"crc": {"save.use_pinned_memory_for_d2h": False}, "aligned": {"save.storage_alignment": 4096}})
+@cases(
+    {"crc": {"save.use_pinned_memory_for_d2h": False}, "aligned": {"save.storage_alignment": 4096}}
+)
 def saved_with_settings(work: Work, changes: dict[str, Any]) -> object:
     def write(path: Path) -> None:
         with config.patch(changes):
@@ -80,7 +84,10 @@ def saved_without_crc(work: Work) -> object:
 
 
 def _shapes(loaded: Any) -> object:
-    return [[name, list(t.shape), str(t.dtype), t.untyped_storage().nbytes()] for name, t in loaded.items()]
+    return [
+        [name, list(t.shape), str(t.dtype), t.untyped_storage().nbytes()]
+        for name, t in loaded.items()
+    ]
 
 
 @case()
@@ -109,7 +116,9 @@ def fake_tensor_mode(work: Work, options: dict[str, Any]) -> object:
         loaded = attempt(torch.load, path, **options)
     if isinstance(loaded, Exception):
         return loaded
-    return {name: [type(t), list(t.shape), str(t.device), str(t.dtype)] for name, t in loaded.items()}
+    return {
+        name: [type(t), list(t.shape), str(t.device), str(t.dtype)] for name, t in loaded.items()
+    }
 
 
 @case(served=True)
@@ -118,7 +127,12 @@ def inference_mode(work: Work) -> object:
     with torch.inference_mode():
         loaded = torch.load(path)
         mapped = torch.load(path, mmap=True)
-    return [loaded, mapped, attempt(loaded["weight"].add_, 1), attempt(loaded["weight"].requires_grad_)]
+    return [
+        loaded,
+        mapped,
+        attempt(loaded["weight"].add_, 1),
+        attempt(loaded["weight"].requires_grad_),
+    ]
 
 
 @case(served=True)
@@ -143,7 +157,9 @@ def function_mode_sees_the_same_calls(work: Work) -> object:
     from torch.overrides import TorchFunctionMode  # noqa: PLC0415
 
     class Noting(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(getattr(func, "__name__", str(func)))
             return func(*args, **(kwargs or {}))
 
@@ -159,7 +175,9 @@ def dispatch_mode_sees_the_same_calls(work: Work) -> object:
     from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
 
     class Noting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -220,7 +238,11 @@ def registered_package(work: Work) -> object:
 
     torch.serialization.register_package(5, tag, restore)
     path = work.fresh("model.pt", saved(state()))
-    loaded = [torch.load(path), torch.load(path, mmap=True), torch.load(path, map_location="mine:2")]
+    loaded = [
+        torch.load(path),
+        torch.load(path, mmap=True),
+        torch.load(path, map_location="mine:2"),
+    ]
     return [*loaded, attempt(torch.load, path, map_location="yours:2"), calls]
 
 

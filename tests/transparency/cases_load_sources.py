@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import mmap
@@ -37,7 +38,7 @@ SERVED_PATHS = {
     "relative": lambda path: path.name,
     "relative_dots": lambda path: f"./../{path.parent.name}/{path.name}",
     "doubled_slash": lambda path: f"{path.parent}//{path.name}",
-    "str_subclass": lambda path: CustomString(path),
+    "str_subclass": CustomString,
 }
 OTHER_PATHS = {
     "custom_path_like": CustomPath,
@@ -141,7 +142,12 @@ def archive_behind_a_header(work: Work, header: bytes) -> object:
     with path.open("rb") as file:
         file.seek(len(header))
         loaded = attempt(torch.load, file)
-        return [loaded, file.tell(), attempt(torch.load, path), attempt(torch.load, path, mmap=True)]
+        return [
+            loaded,
+            file.tell(),
+            attempt(torch.load, path),
+            attempt(torch.load, path, mmap=True),
+        ]
 
 
 @case()
@@ -266,11 +272,8 @@ def pipe(work: Work) -> object:
     data = saved_bytes(state())
 
     def feed() -> None:
-        with os.fdopen(writing, "wb") as stream:
-            try:
-                stream.write(data)
-            except BrokenPipeError:
-                pass
+        with os.fdopen(writing, "wb") as stream, contextlib.suppress(BrokenPipeError):
+            stream.write(data)
 
     reading, writing = os.pipe()
     thread = threading.Thread(target=feed)
@@ -287,10 +290,8 @@ def named_pipe(work: Work) -> object:
     data = saved_bytes(state())
 
     def feed() -> None:
-        try:
+        with contextlib.suppress(BrokenPipeError):
             path.write_bytes(data)
-        except BrokenPipeError:
-            pass
 
     thread = threading.Thread(target=feed, daemon=True)
     thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -95,8 +96,11 @@ QUESTIONS = {
 
 
 @cases(
-    {f"{name}-{way}": (ask, options) for name, ask in QUESTIONS.items() for way, options in
-     (("plain", {}), ("mmap", {"mmap": True}))},
+    {
+        f"{name}-{way}": (ask, options)
+        for name, ask in QUESTIONS.items()
+        for way, options in (("plain", {}), ("mmap", {"mmap": True}))
+    },
     served=True,
 )
 def question(work: Work, asked: Any) -> object:
@@ -114,7 +118,7 @@ def addresses_are_apart(work: Work, options: dict[str, Any]) -> object:
         for loaded in loads
         for t in loaded.values()
     )
-    return [left[0] + left[1] <= right[0] for left, right in zip(spans, spans[1:], strict=False)]
+    return [left[0] + left[1] <= right[0] for left, right in itertools.pairwise(spans)]
 
 
 @case(served=True)
@@ -131,8 +135,9 @@ def memory_formats_and_layouts(work: Work) -> object:
 
 @case(served=True)
 def same_storage_questions(work: Work) -> object:
-    loaded = torch.load(work.file("model.pt", saved({"a": bulk(), "b": bulk()[2:], "c": net()})),
-                        weights_only=False)
+    loaded = torch.load(
+        work.file("model.pt", saved({"a": bulk(), "b": bulk()[2:], "c": net()})), weights_only=False
+    )
     first, second = loaded["a"], loaded["b"]
     return [
         first.untyped_storage() is first.untyped_storage(),

@@ -206,7 +206,9 @@ def function_mode_sees_the_copies(work: Work) -> object:
     from torch.overrides import TorchFunctionMode  # noqa: PLC0415
 
     class Noting(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(getattr(func, "__name__", str(func)))
             return func(*args, **(kwargs or {}))
 

@@ -130,7 +130,11 @@ def conversion_setting(work: Work, swap: bool) -> object:
     torch.__future__.set_swap_module_params_on_conversion(swap)
     module = net(2)
     module.load_state_dict(_source(work))
-    return [module, module.double().large.weight, torch.__future__.get_swap_module_params_on_conversion()]
+    return [
+        module,
+        module.double().large.weight,
+        torch.__future__.get_swap_module_params_on_conversion(),
+    ]
 
 
 @case(served=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # Optimizers import it at their first step: once here, not in each case.
 
 from .payloads import Net, net, saved
 from .registry import Work, attempt, case, cases

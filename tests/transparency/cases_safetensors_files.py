@@ -17,9 +17,10 @@ from .payloads import Net, bulk, counting, net, state
 from .registry import Work, attempt, case, cases
 
 NAMES = (
-    "float64 float32 float16 bfloat16 complex64 int64 int32 int16 int8 uint8 uint16 uint32 uint64 "
-    "bool float8_e4m3fn float8_e5m2 float8_e8m0fnu"
-).split()
+    *("float64", "float32", "float16", "bfloat16", "complex64", "int64", "int32", "int16", "int8"),
+    *("uint8", "uint16", "uint32", "uint64", "bool"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
+)
 
 
 def _file(work: Work) -> Path:
@@ -36,7 +37,9 @@ def whole_file_to_cpu(work: Work) -> object:
     return load_file(_file(work), device="cpu")
 
 
-@cases({"device": torch.device("cpu"), "cuda": "cuda", "number": 0, "meta": "meta", "nonsense": "x"})
+@cases(
+    {"device": torch.device("cpu"), "cuda": "cuda", "number": 0, "meta": "meta", "nonsense": "x"}
+)
 def whole_file_to_refused(work: Work, device: Any) -> object:
     return attempt(load_file, _file(work), device=device)
 
@@ -56,7 +59,10 @@ def odd_shapes_and_offsets(work: Work) -> object:
     tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(3, 0, 2), "bulk": bulk()}
     path = work.file("m.safetensors", lambda path: save_file(tensors, path))
     loaded = load_file(path)
-    return [loaded, {key: tensor.data_ptr() % tensor.element_size() for key, tensor in loaded.items()}]
+    return [
+        loaded,
+        {key: tensor.data_ptr() % tensor.element_size() for key, tensor in loaded.items()},
+    ]
 
 
 @case()

@@ -50,7 +50,7 @@ def all_methods(work: Work) -> object:
             "metadata": sorted(file.metadata().items()),
             "tensors": [file.get_tensor(key) for key in file.offset_keys()],
             "again": [file.get_tensor("weight"), file.get_tensor("weight")],
-            "many": attempt(lambda: file.get_tensors()),
+            "many": attempt(file.get_tensors),
             "missing": attempt(file.get_tensor, "none"),
             "missing_slice": attempt(file.get_slice, "none"),
             "public": [name for name in dir(file) if not name.startswith("_")],
@@ -214,7 +214,9 @@ DAMAGED = {
     "no_tensors": _header({"__metadata__": {"a": "b"}}, size=0),
     "torch_zip": b"PK\x03\x04" + bytes(1 << 21),
     "good": _header({"a": WHOLE}),
-    "unaligned": _header({"a": _entry(0, 1, [1], "U8"), "b": _entry(1, 1 << 21, [(1 << 21) - 1], "I8")}),
+    "unaligned": _header(
+        {"a": _entry(0, 1, [1], "U8"), "b": _entry(1, 1 << 21, [(1 << 21) - 1], "I8")}
+    ),
 }
 
 
@@ -243,7 +245,9 @@ def overwritten_after_load(work: Work) -> object:
 
 @case(served=True)
 def deleted_after_open(work: Work) -> object:
-    path = work.fresh("m.safetensors", lambda path: save_file({"a": bulk(), "b": counting(3)}, path))
+    path = work.fresh(
+        "m.safetensors", lambda path: save_file({"a": bulk(), "b": counting(3)}, path)
+    )
     with safe_open(path, framework="pt") as file:
         path.unlink()
         seen = [file.get_tensor("a"), file.get_slice("b")[:]]

@@ -199,7 +199,12 @@ def module_with_hooks_and_buffers(work: Work) -> object:
     module.register_forward_hook(_forward_hook)
     module.eval()
     loaded = torch.load(work.file("model.pt", saved(module)), weights_only=False)
-    return [loaded, len(loaded._forward_hooks), loaded(torch.ones(1, 1024)), isinstance(loaded, Net)]
+    return [
+        loaded,
+        len(loaded._forward_hooks),
+        loaded(torch.ones(1, 1024)),
+        isinstance(loaded, Net),
+    ]
 
 
 def _forward_hook(module: Any, arguments: Any, output: Any) -> Any:

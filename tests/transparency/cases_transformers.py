@@ -8,14 +8,16 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from .registry import Work, attempt, case, cases
 
+# The names above are lazy in transformers: imported once here, not in each case's process.
 transformers.utils.logging.disable_progress_bar()
 
 
 def _configuration(tied: bool = True) -> Any:
-    return transformers.GPT2Config(
+    return GPT2Config(
         vocab_size=4096,
         n_positions=64,
         n_embd=256,
@@ -31,7 +33,7 @@ def _configuration(tied: bool = True) -> Any:
 def _saved(tied: bool = True, **options: Any) -> Any:
     def write(path: Path) -> None:
         torch.manual_seed(1)
-        model = transformers.GPT2LMHeadModel(_configuration(tied))
+        model = GPT2LMHeadModel(_configuration(tied))
         model.save_pretrained(path, **options)
 
     return write
@@ -40,7 +42,7 @@ def _saved(tied: bool = True, **options: Any) -> Any:
 def _as_bin(tied: bool = True) -> Any:
     def write(path: Path) -> None:
         torch.manual_seed(1)
-        model = transformers.GPT2LMHeadModel(_configuration(tied))
+        model = GPT2LMHeadModel(_configuration(tied))
         path.mkdir()
         model.config.save_pretrained(path)
         torch.save(model.state_dict(), path / "pytorch_model.bin")
@@ -67,29 +69,31 @@ WRITERS = {
 @cases(WRITERS, served=True)
 def from_pretrained(work: Work, write: Any) -> object:
     path = work.file("model", write)
-    return _observed(transformers.GPT2LMHeadModel.from_pretrained(path))
+    return _observed(GPT2LMHeadModel.from_pretrained(path))
 
 
 @cases({"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16}, served=True)
 def dtype(work: Work, kind: Any) -> object:
     path = work.file("model", _saved())
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=kind)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=kind)
     return dict(model.named_parameters())
 
 
 @case(served=True)
 def with_information_on_keys(work: Work) -> object:
     path = work.file("model", _saved())
-    model, information = transformers.GPT2Model.from_pretrained(path, output_loading_info=True)
-    return [dict(model.named_parameters()), {key: sorted(map(str, value)) for key, value in
-                                              information.items()}]
+    model, information = GPT2Model.from_pretrained(path, output_loading_info=True)
+    return [
+        dict(model.named_parameters()),
+        {key: sorted(map(str, value)) for key, value in information.items()},
+    ]
 
 
 @case(served=True)
 def state_dict_of_loaded_model(work: Work) -> object:
     path = work.file("model", _saved())
-    model = transformers.GPT2LMHeadModel.from_pretrained(path)
-    other = transformers.GPT2LMHeadModel(_configuration())
+    model = GPT2LMHeadModel.from_pretrained(path)
+    other = GPT2LMHeadModel(_configuration())
     result = other.load_state_dict(model.state_dict())
     with torch.no_grad():
         model.transformer.wte.weight.zero_()
@@ -99,14 +103,14 @@ def state_dict_of_loaded_model(work: Work) -> object:
 @case(served=True)
 def trained_and_saved_again(work: Work) -> object:
     path = work.file("model", _saved())
-    model = transformers.GPT2LMHeadModel.from_pretrained(path).train(False)
+    model = GPT2LMHeadModel.from_pretrained(path).train(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.tensor([[1, 5, 9]])
     model(ids, labels=ids).loss.backward()
     optimizer.step()
     model.save_pretrained("again")
-    again = transformers.GPT2LMHeadModel.from_pretrained("again")
-    fresh = transformers.GPT2LMHeadModel.from_pretrained(path)
+    again = GPT2LMHeadModel.from_pretrained("again")
+    fresh = GPT2LMHeadModel.from_pretrained(path)
     size = Path("again/model.safetensors").stat().st_size
     return [size, _observed(again), _observed(fresh)]
 
@@ -114,7 +118,7 @@ def trained_and_saved_again(work: Work) -> object:
 @case(served=True)
 def two_models_are_independent(work: Work) -> object:
     path = work.file("model", _saved())
-    first, second = (transformers.GPT2LMHeadModel.from_pretrained(path) for _ in range(2))
+    first, second = (GPT2LMHeadModel.from_pretrained(path) for _ in range(2))
     with torch.no_grad():
         first.transformer.h[0].attn.c_attn.weight.zero_()
     return [_observed(first), _observed(second)]
@@ -127,11 +131,11 @@ def folder_without_weights(work: Work) -> object:
         _configuration().save_pretrained(path)
 
     path = work.file("model", write)
-    wrong = work.file("wrong", lambda path: _saved()(path))
+    wrong = work.file("wrong", _saved())
     save_file({"unknown": torch.zeros(1 << 20)}, wrong / "model.safetensors", {"format": "pt"})
     torch.manual_seed(0)
     return [
-        attempt(transformers.GPT2LMHeadModel.from_pretrained, path),
-        attempt(transformers.GPT2LMHeadModel.from_pretrained, "./no-such-folder"),
-        type(attempt(transformers.GPT2LMHeadModel.from_pretrained, wrong)),
+        attempt(GPT2LMHeadModel.from_pretrained, path),
+        attempt(GPT2LMHeadModel.from_pretrained, "./no-such-folder"),
+        type(attempt(GPT2LMHeadModel.from_pretrained, wrong)),
     ]

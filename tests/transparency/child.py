@@ -10,6 +10,7 @@ an operation of torch, so no thread pool exists when it forks.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import json
 import os
@@ -34,6 +35,7 @@ PASSES = ("first", "second")
 
 def main(request_path: str, result_path: str) -> None:
     """Run the requested cases; for each the observations of both passes."""
+    _die_with_parent()
     request = json.loads(Path(request_path).read_text())
     is_shimmed, names = request["shim"], request["cases"]
     early = request["early"]
@@ -50,6 +52,11 @@ def main(request_path: str, result_path: str) -> None:
     Path(result_path).write_text(json.dumps(results))
 
 
+def _die_with_parent() -> None:
+    """Nothing survives a runner that is killed, not even a case that hangs (PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
 
@@ -60,6 +67,7 @@ def _run_forked(case: Case, directory: Path, is_shimmed: bool) -> dict[str, Any]
     if pid == 0:
         status = 1
         try:
+            _die_with_parent()
             os.close(reading)
             # Own group: what a case leaves behind is killed with it.
             os.setpgid(0, 0)

@@ -53,7 +53,7 @@ class Observer:
 
     def describe(self, value: Any) -> Any:
         """JSON of a value."""
-        if value is None or isinstance(value, (bool, int)) and type(value) in (bool, int):
+        if value is None or (isinstance(value, (bool, int)) and type(value) in (bool, int)):
             return value
         if type(value) is float:
             return f"float {value!r}"

@@ -1,10 +1,10 @@
 """One case, or some, by hand.
 
-    python -m tests.transparency.run --list
-    python -m tests.transparency.run load_args.plain             what is observed without the shim
-    python -m tests.transparency.run load_args.plain --shim      the same with it
-    python -m tests.transparency.run 'load_args.*' --compare     differences only, both passes
-    python -m tests.transparency.run 'load_args.*' --rerun       original against original
+python -m tests.transparency.run --list
+python -m tests.transparency.run load_args.plain             what is observed without the shim
+python -m tests.transparency.run load_args.plain --shim      the same with it
+python -m tests.transparency.run 'load_args.*' --compare     differences only, both passes
+python -m tests.transparency.run 'load_args.*' --rerun       original against original
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _show_slowest(results: runs.Results) -> None:
         for name, observations in results.items()
         for label, seen in observations.items()
     }
-    for name in sorted(taken, key=lambda name: -taken[name])[:15]:
+    for name in sorted(taken, key=lambda name: -taken[name])[:25]:
         print(f"{taken[name]:8.2f} s  {name}")
 
 

@@ -15,14 +15,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from trims_shim import config as configuration
 from trims_shim import diagnostics
 from trims_shim._version import __version__
 from trims_shim.client import spawn
 from trims_shim.client.arenas import Arena, Image
-from trims_shim.client.connection import Connection
+from trims_shim.client.connection import Connection, Granted
 from trims_shim.config import Config
 from trims_shim.errors import (
     DaemonUnavailable,
@@ -35,7 +35,7 @@ from trims_shim.specs import Identity
 from trims_shim.wire import endpoint as endpoints
 from trims_shim.wire import messages
 
-__all__ = ["Cache", "cache", "configure"]
+__all__ = ["Cache", "Line", "cache", "configure", "exchange"]
 
 _CONNECTIONS_LIMIT = 16
 _IDENTITIES_LIMIT = 4096
@@ -43,14 +43,32 @@ _DRAIN_PATIENCE_S = 5.0
 _Result = TypeVar("_Result")
 
 
+class Line(Protocol):
+    """What the cache needs of a connection; :class:`Connection` says what each method promises."""
+
+    welcome: messages.Welcome
+
+    def open_image(self, descriptor: int, name: str) -> Granted: ...
+    def request(self, message: Any) -> Any: ...
+    def report(self, counters: dict[str, int]) -> None: ...
+    def release(self, lease: int) -> None: ...
+    def check_protocol(self) -> None: ...
+    def drain(self) -> None: ...
+    def is_alive(self) -> bool: ...
+    def quiesce(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Cache:
     """See the module docstring. Thread-safe."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, dial: Callable[[], Line] | None = None) -> None:
+        """``dial`` connects to something else than the daemon; no daemon is started then."""
         self.config = config
+        self.dial = dial
         self.endpoint = endpoints.choose(config.socket_dir, runtime_dir=config.runtime_dir)
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
+        self._idle: list[Line] = []
         self._in_use = 0
         self._images: weakref.WeakValueDictionary[str, Image] = weakref.WeakValueDictionary()
         self._digests: dict[Identity, str] = {}
@@ -88,7 +106,7 @@ class Cache:
         return image
 
     def _lease(self, descriptor: int, identity: Identity, name: str) -> Image:
-        def ask(connection: Connection) -> Image:
+        def ask(connection: Line) -> Image:
             granted = connection.open_image(descriptor, name)
             reply = granted.reply
             diagnostics.count("open", reply.outcome)
@@ -121,7 +139,7 @@ class Cache:
         return self._with_connection(lambda each: each.welcome, may_start=may_start)
 
     def quiesce(self) -> None:
-        """Before a fork: leave no thread of ours, unless a request is under way in one of theirs."""
+        """Before a fork: leave no thread of ours, unless a request is under way."""
         # Whoever forks must not wait for us, and may do so from a place that holds the lock.
         if not self._lock.acquire(blocking=False):
             return
@@ -142,7 +160,7 @@ class Cache:
     # --- connections ------------------------------------------------------------------------------
 
     def _with_connection(
-        self, ask: Callable[[Connection], _Result], *, may_start: bool | None = None
+        self, ask: Callable[[Line], _Result], *, may_start: bool | None = None
     ) -> _Result:
         """Run ``ask`` on a connection; once more on a new one when the daemon went away."""
         may_start = self.config.autostart if may_start is None else may_start
@@ -156,7 +174,7 @@ class Cache:
             return ask(connection)
 
     @contextlib.contextmanager
-    def _connection(self, may_start: bool) -> Iterator[Connection]:
+    def _connection(self, may_start: bool) -> Iterator[Line]:
         with self._lock:
             if self._in_use >= _CONNECTIONS_LIMIT:
                 raise TooManyRequests(f"{_CONNECTIONS_LIMIT} loads are under way in this process")
@@ -173,7 +191,7 @@ class Cache:
         finally:
             self._give_back(connection, is_usable)
 
-    def _take_idle(self) -> Connection | None:
+    def _take_idle(self) -> Line | None:
         while True:
             with self._lock:
                 if not self._idle:
@@ -183,7 +201,7 @@ class Cache:
                 return connection
             connection.close()
 
-    def _give_back(self, connection: Connection | None, is_usable: bool) -> None:
+    def _give_back(self, connection: Line | None, is_usable: bool) -> None:
         with self._lock:
             self._in_use -= 1
             if connection is not None and is_usable:
@@ -193,7 +211,9 @@ class Cache:
             # An answer may still come for it, and its descriptors with it: start afresh.
             connection.close()
 
-    def _connect(self, may_start: bool) -> Connection:
+    def _connect(self, may_start: bool) -> Line:
+        if self.dial is not None:
+            return self.dial()
         try:
             connection = self._dial()
         except DaemonUnavailable:
@@ -222,7 +242,7 @@ class Cache:
             connection.check_protocol()
         return connection
 
-    def _replace(self, connection: Connection) -> None:
+    def _replace(self, connection: Line) -> None:
         """Drain an older daemon; its leases and mappings live on."""
         before = _inode(self.endpoint.handover)
         try:
@@ -240,7 +260,7 @@ class Cache:
 
 
 @contextlib.contextmanager
-def _closing_on_error(connection: Connection) -> Iterator[None]:
+def _closing_on_error(connection: Line) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -280,6 +300,14 @@ def configure(config: Config) -> None:
     _install_hooks()
 
 
+def exchange(other: Cache | None) -> Cache | None:
+    """Make ``other`` the cache of this process; the one before, which stays open. For tests."""
+    global _cache
+    before, _cache = _cache, other
+    _install_hooks()
+    return before
+
+
 def cache() -> Cache:
     """The cache of this process."""
     if _cache is None:
@@ -306,7 +334,7 @@ def _after_fork_in_child() -> None:
     global _cache
     if _cache is not None:
         _forgotten.append(_cache)
-        _cache = Cache(_cache.config)
+        _cache = Cache(_cache.config, dial=_cache.dial)
     diagnostics.reset_after_fork()
 
 

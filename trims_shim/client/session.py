@@ -46,10 +46,7 @@ class Conversation:
         Raises the error that an ErrorReply names.
         """
         pending = self._pending
-        is_unaddressed_error = envelope.request_id == 0 and isinstance(
-            envelope.message, messages.ErrorReply
-        )
-        if pending is None or (envelope.request_id != pending.request_id and not is_unaddressed_error):
+        if pending is None or not _is_for(pending, envelope):
             return None
         if isinstance(envelope.message, messages.Progress):
             # Only bytes count: a daemon that says it is alive but reads nothing is no use.
@@ -73,6 +70,13 @@ class Conversation:
                 f"the daemon made no progress for {self._stall_timeout_s:g} s; see `trims status`"
             )
         return left
+
+
+def _is_for(pending: _Pending, envelope: Envelope) -> bool:
+    """Whether this answers the request, or is an error about what could not even be read."""
+    if envelope.request_id == 0:
+        return isinstance(envelope.message, messages.ErrorReply)
+    return envelope.request_id == pending.request_id
 
 
 def error_from(reply: messages.ErrorReply) -> TrimsError:

@@ -1,7 +1,7 @@
 """Start the daemon when none answers.
 
-The starter takes ``start.lock``, looks once more whether somebody listens, and only then spawns; the
-report pipe exists before the spawn, so no outcome is lost. The new process detaches by a second
+The starter takes ``start.lock``, looks once more whether somebody listens, and only then spawns;
+the report pipe exists before the spawn, so no outcome is lost. The new process detaches by a second
 fork: the daemon is never a child of the user's program, which must not find a stranger when it
 waits for its own children.
 """

@@ -68,12 +68,16 @@ def fill(
         threading.Thread(target=_read_chunks, args=(reading, name), daemon=True)
         for _ in range(threads)
     ]
-    for worker in workers:
-        worker.start()
+    started = []
     try:
+        for worker in workers:
+            worker.start()
+            started.append(worker)
         digest = _hash_behind(reading, meter)
     finally:
-        for worker in workers:
+        # Nothing may write to the view any more when this returns, however it returns.
+        reading.next_bytes = len(view)
+        for worker in started:
             worker.join()
     return digest
 
@@ -96,7 +100,7 @@ def hash_file(descriptor: int, size_bytes: int, *, meter: Meter, name: str = "fi
         _read_fully(descriptor, part, done, name)
         hasher.update(part)
         done += len(part)
-        meter.done_bytes = done
+        meter.done_bytes += len(part)
     digest: str = hasher.hexdigest()
     return digest
 
@@ -107,8 +111,10 @@ def _hash_behind(reading: _Reading, meter: Meter) -> str:
     done = 0
     while done < total:
         ready = _wait_for_prefix(reading, done, total)
-        hasher.update(reading.view[done:ready])
-        meter.done_bytes = done = ready
+        with reading.view[done:ready] as part:
+            hasher.update(part)
+        meter.done_bytes += ready - done
+        done = ready
     digest: str = hasher.hexdigest()
     return digest
 
@@ -136,10 +142,13 @@ def _read_chunks(reading: _Reading, name: str) -> None:
                 return
         error: RequestRefused | None = None
         try:
-            part = reading.view[start : start + CHUNK_BYTES]
-            _read_fully(reading.descriptor, part, start, name)
+            with reading.view[start : start + CHUNK_BYTES] as part:
+                _read_fully(reading.descriptor, part, start, name)
         except RequestRefused as refused:
             error = refused
+        # Border: the hasher waits for this chunk, whatever became of it.
+        except Exception as failure:
+            error = ReadFailed(f"{name}: {type(failure).__name__}: {failure}")
         with reading.changed:
             reading.error = reading.error or error
             reading.finished.add(start)
@@ -147,14 +156,14 @@ def _read_chunks(reading: _Reading, name: str) -> None:
 
 
 def _read_fully(descriptor: int, part: memoryview, offset: int, name: str) -> None:
-    while part:
+    """Views are released here: one kept by an error's traceback would keep the segment mapped."""
+    done = 0
+    while done < len(part):
         try:
-            count = os.preadv(descriptor, [part], offset)
+            with part[done:] as rest:
+                count = os.preadv(descriptor, [rest], offset + done)
         except OSError as error:
             raise ReadFailed(f"{name}: {error}") from error
         if count == 0:
             raise FileChanged(f"{name} became shorter while it was being read; load it again")
-        part = part[count:]
-        offset += count
-
-
+        done += count

@@ -10,7 +10,7 @@ import os
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,19 @@ class Finished:
 class Loader:
     """See the module docstring. Methods are called by the server's thread only."""
 
-    def __init__(self, memory: HostMemory, *, threads: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        memory: HostMemory,
+        *,
+        threads: int,
+        wake: Callable[[], None],
+        pool: Executor | None = None,
+    ) -> None:
+        """``wake`` is called from a worker after each end; ``pool`` runs the work, ours if None."""
         self.memory = memory
         self._threads = threads
         self._wake = wake
-        self._pool = ThreadPoolExecutor(CONCURRENT_LOADS, thread_name_prefix="trims-load")
+        self._pool = pool or ThreadPoolExecutor(CONCURRENT_LOADS, thread_name_prefix="trims-load")
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._meters: dict[int, Meter] = {}
@@ -152,7 +160,8 @@ class Loader:
             if digest in self._segments:
                 settled = self._check_unchanged(descriptor, identity, started_ns, name)
                 return Ingested(digest, 0, settled, time.time_ns() - started_ns), None
-            meter.done_bytes = 0
+            # All over again: the client sees a meter that goes on, not one that fell back.
+            meter.total_bytes += identity.size_bytes
         writable = self.memory.create(identity.size_bytes)
         try:
             digest = ingest.fill(

@@ -406,8 +406,8 @@ class Store:
     def _no_space(self, opening: Opening, needed: int, lingering_bytes: int) -> NoSpace:
         totals = self.totals()
         return NoSpace(
-            f"{opening.name}: {needed} bytes do not fit the host tier: budget {totals.budget_bytes}, "
-            f"resident {totals.resident_bytes}, loading {totals.reserved_bytes}, evicted but still "
+            f"{opening.name}: {needed} bytes do not fit the host tier: budget "
+            f"{totals.budget_bytes}, resident {totals.resident_bytes}, loading {totals.reserved_bytes}, evicted but still "
             f"mapped {lingering_bytes}; raise TRIMS_HOST_BYTES or `trims evict`"
         )
 

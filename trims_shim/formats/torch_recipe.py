@@ -206,6 +206,9 @@ class _Reader:
             self.position += 1
             actions[opcode](self)
         self._finish()
+        # It refers to this reader, which will hold the tensors: without this the cycle would keep
+        # a model, its mapping and its lease until the garbage collector comes by.
+        del self._runs
 
     def assemble(self, values: Sequence[Any]) -> Any:
         """The result, with ``values`` (parameters last and reversed: theirs are negative)."""

@@ -200,7 +200,7 @@ class TmpfsMemory:
         """See :class:`HostMemory`."""
         self._count += 1
         name = f"segment-{os.getpid()}-{self._count}"
-        writable = -1
+        writable = readable = -1
         try:
             # A name only until both descriptors exist; the mount is reachable by nobody else.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -211,8 +211,9 @@ class TmpfsMemory:
             os.ftruncate(writable, size_bytes)
             os.posix_fallocate(writable, 0, size_bytes)
         except OSError as error:
-            if writable >= 0:
-                os.close(writable)
+            for descriptor in (writable, readable):
+                if descriptor >= 0:
+                    os.close(descriptor)
             raise MemoryFailure(f"tmpfs segment of {size_bytes} bytes: {error}") from error
         return WritableSegment(writable, readable, size_bytes, is_memfd=False, wants_advice=False)
 

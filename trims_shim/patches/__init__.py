@@ -7,6 +7,7 @@ whether they act. Importing this package imports none of the patched libraries.
 from __future__ import annotations
 
 import contextvars
+import functools
 import importlib
 import sys
 import threading
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["active", "applied", "disable", "enable", "overridden"]
 
+_ELIDING = "trims_shim.patches.torch_module"
 PATCH_FILES = (
     # (settings that ask for it, module whose import completes the library, patch file)
     (("torch", "safetensors"), "torch", "trims_shim.patches.torch_from_file"),
     (("torch",), "torch", "trims_shim.patches.torch_load"),
-    (("torch",), "torch", "trims_shim.patches.torch_module"),
+    (("torch",), "torch", _ELIDING),
     (("safetensors",), "safetensors.numpy", "trims_shim.patches.safetensors_numpy"),
 )
 
@@ -44,16 +46,21 @@ def active() -> bool:
     return _is_enabled if override is None else override
 
 
-def enable(libraries: tuple[str, ...]) -> None:
-    """Patch these libraries, now or as soon as they are imported."""
+def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
+    """Patch these libraries, now or as soon as they are imported.
+
+    Without ``elide_copies``, load_state_dict is left alone.
+    """
     global _is_enabled
     with _lock:
         _is_enabled = True
         for wanted_by, module, patch_file in PATCH_FILES:
             if not set(wanted_by) & set(libraries) or patch_file in _requested:
                 continue
+            if patch_file == _ELIDING and not elide_copies:
+                continue
             _requested.add(patch_file)
-            call_when_imported(module, lambda patch_file=patch_file: _apply(patch_file))
+            call_when_imported(module, functools.partial(_apply, patch_file))
 
 
 def disable() -> None:

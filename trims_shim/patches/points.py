@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,15 +79,20 @@ def resolve(target: str) -> tuple[Any, str, Any, bool]:
         raise PatchError(f"{target}: module {module_name} is not imported")
     *outer, attribute = path.split(".")
     for name in outer:
-        if name not in vars(parent):
+        if name not in _namespace(parent):
             raise PatchError(f"{target}: {name} not found")
-        parent = vars(parent)[name]
-    if attribute in vars(parent):
-        return parent, attribute, vars(parent)[attribute], False
+        parent = _namespace(parent)[name]
+    if attribute in _namespace(parent):
+        return parent, attribute, _namespace(parent)[attribute], False
     for base in getattr(parent, "__mro__", ())[1:]:
         if attribute in vars(base):
             return parent, attribute, vars(base)[attribute], True
     raise PatchError(f"{target}: {attribute} not found")
+
+
+def _namespace(parent: Any) -> Mapping[str, Any]:
+    """``__dict__``, empty for objects (None, numbers) that have none."""
+    return getattr(parent, "__dict__", {})
 
 
 def apply(point: PatchPoint) -> AppliedPatch:

@@ -89,6 +89,7 @@ def _exports() -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
     yield "a view", lambda tensor: tensor.view(2, 2)
     yield "a detached alias", lambda tensor: tensor.detach()
     yield "a storage", lambda tensor: tensor.untyped_storage()
+    yield "a part of the storage", lambda tensor: tensor.untyped_storage()[4:]
     yield "a typed storage", lambda tensor: tensor._typed_storage()  # type: ignore[no-untyped-call]
     yield "a DLPack capsule", lambda tensor: tensor.__dlpack__()
     if "numpy" in sys.modules:  # torch imports it where it can use it
@@ -129,6 +130,7 @@ def is_stock_copy(dst: torch.Tensor, src: torch.Tensor) -> bool:
         and dst.layout is torch.strided
         and src.layout is torch.strided
         and dst.shape == src.shape
+        and not dst.is_inference()
         and (src.dtype in _REAL or (src.dtype in _COMPLEX and dst.dtype in _COMPLEX))
         and (dst.dtype in _REAL or dst.dtype in _COMPLEX)
     )
@@ -141,7 +143,8 @@ def is_byte_copy(dst: torch.Tensor, src: torch.Tensor) -> bool:
         and dst.is_contiguous()
         and src.is_contiguous()
         and not (dst.is_neg() or src.is_neg() or dst.is_conj() or src.is_conj())
-        and not (dst.is_inference() or src.is_inference())
+        and not src.is_inference()
+        and not torch._C._is_cow_tensor(dst)  # type: ignore[attr-defined]
         and dst.is_leaf
         and not (torch.is_grad_enabled() and (dst.requires_grad or src.requires_grad))
     )
@@ -157,5 +160,4 @@ def is_exclusive(dst: torch.Tensor, size: int) -> bool:
         and dst.storage_offset() == 0
         and not storage.is_shared()
         and not dst.is_pinned()
-        and not torch._C._is_cow_tensor(dst)  # type: ignore[attr-defined]
     )

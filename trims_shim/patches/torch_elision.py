@@ -25,7 +25,6 @@ valid; a storage that lies in an image cannot be resized (``UntypedStorage.resiz
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
 import logging
@@ -38,7 +37,6 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
-from trims_shim.patches.torch_storage import storage_of
 
 from trims_shim import diagnostics
 from trims_shim.client import arenas
@@ -57,6 +55,7 @@ from trims_shim.patches.torch_stock_load import (
     registered,
     stock_pairs,
 )
+from trims_shim.patches.torch_storage import storage_of
 
 __all__ = ["ALIGNMENT_BYTES", "MIN_SIZE_BYTES", "load"]
 
@@ -93,7 +92,9 @@ def load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         way = call.begin(original, args[0], args[1])
         if way is _Way.DONE:
             return torch_module._IncompatibleKeys([], [])
-        with call.mode if way is _Way.TORCHS_OWN_WITH_MODE else contextlib.nullcontext():
+        if way is _Way.TORCHS_OWN:
+            return original(*args, **kwargs)
+        with _CopyMode(call):
             return original(*args, **kwargs)
     finally:
         call.end()
@@ -103,7 +104,7 @@ class _Call:
     """One load_state_dict: its arenas, its scanner, what it replaced."""
 
     def __init__(self) -> None:
-        self.mode = _CopyMode(self)
+        self.destinations: dict[int, torch.Tensor] = {}
         self._scanner: PageScanner | None = None
         self._targets: dict[arenas.Image, _Target] = {}
         self._replaced: list[RetiredBlock] = []
@@ -119,7 +120,7 @@ class _Call:
             if is_torchs_own(original) and (pairs := stock_pairs(module, state_dict)):
                 self._copy_all(pairs)
                 return _Way.DONE
-            self.mode.destinations = registered(module)
+            self.destinations = registered(module)
         # Border: a copy elided so far is what a copy would have done; torch does them all again,
         # and an error that belongs to the load comes up there with torch's text.
         except Exception as error:
@@ -132,6 +133,7 @@ class _Call:
         if self._scanner is None:
             return
         self._scanner.close()
+        self._targets.clear()  # a traceback may keep this object
         if self._elided_copies:
             diagnostics.count("elided", "load_state_dict", self._elided_copies)
             diagnostics.count("elided_bytes", "load_state_dict", self._elided_bytes)
@@ -214,7 +216,6 @@ class _CopyMode(TorchFunctionMode):
     def __init__(self, call: _Call) -> None:
         super().__init__()
         self._call = call
-        self.destinations: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -224,7 +225,9 @@ class _CopyMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _elide(self, dst: Any, src: Any) -> bool:
-        if id(dst) not in self.destinations:  # which keeps them alive, so an id is unambiguous
+        if (
+            id(dst) not in self._call.destinations
+        ):  # which keeps them alive, so an id is unambiguous
             return False
         try:
             return not is_watched() and is_stock_copy(dst, src) and self._call.elide(dst, src)
@@ -243,6 +246,7 @@ def _holds_cached_bytes(state_dict: Any) -> bool:
     """Whether anything worth eliding comes from the cache. Other mappings may compute entries."""
     return type(state_dict) in PLAIN_DICTS and any(
         type(value) in PLAIN_TYPES
+        and value.layout is torch.strided
         and value.is_cpu
         and value.nbytes >= MIN_SIZE_BYTES
         and arenas.find(value.data_ptr(), value.nbytes) is not None

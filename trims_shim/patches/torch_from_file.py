@@ -71,8 +71,8 @@ def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if arena is None:
         return None
     diagnostics.count("served", "from_file")
-    storage = storage_of(arena)
-    storage._get_filename = lambda: filename
+    storage: Any = storage_of(arena)
+    storage._get_filename = functools.partial(str, filename)
     return storage
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import serialization
+import torch.serialization
 from torch.utils.serialization import config
 
 from trims_shim import diagnostics, patches
@@ -34,6 +34,10 @@ from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_storage import arena_of_file, storage_of
 
 __all__ = ["POINTS"]
+
+# Private names, probed before use.
+serialization: Any = torch.serialization
+_FileReader: Any = torch._C.PyTorchFileReader
 
 _RECORD_ALIGNMENT_BYTES = 64
 """torch.save aligns records to it; torch's kernels expect what its allocator gives, also 64."""
@@ -57,10 +61,11 @@ class _Served:
             return None
         if span.offset_bytes % _RECORD_ALIGNMENT_BYTES:
             return None
-        return self.storage[span.offset_bytes : span.end_bytes]
+        part: torch.UntypedStorage = self.storage[span.offset_bytes : span.end_bytes]
+        return part
 
 
-class _Reader(torch._C.PyTorchFileReader):  # type: ignore[misc]
+class _Reader(_FileReader):  # type: ignore[misc]
     """torch's reader, except that the bytes of tensors come from the cache where they can."""
 
     def __init__(self, file: Any) -> None:
@@ -124,7 +129,7 @@ def _position_of(file: Any) -> int:
 
 
 def _wrap_reader(original: type) -> type:
-    class _open_zipfile_reader(original):  # type: ignore[misc,valid-type]  # noqa: N801
+    class _open_zipfile_reader(original):  # type: ignore[misc,valid-type]
         def __init__(self, name_or_buffer: Any) -> None:
             if patches.active() and not isinstance(name_or_buffer, (str, os.PathLike)):
                 serialization._opener.__init__(self, _Reader(name_or_buffer))
@@ -139,7 +144,7 @@ def _probe_reader() -> str | None:
     opener = getattr(serialization, "_open_zipfile_reader", None)
     if not isinstance(opener, type) or not issubclass(opener, serialization._opener):
         return "torch.serialization._open_zipfile_reader is not the class it was"
-    if not hasattr(torch._C.PyTorchFileReader, "get_storage_from_record"):
+    if not hasattr(_FileReader, "get_storage_from_record"):
         return "PyTorchFileReader.get_storage_from_record is gone"
     return None
 
@@ -276,7 +281,8 @@ def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
     found = arenas.find(address, size_bytes)
     if found is None or found[1] != 0 or found[0].size_bytes != size_bytes:
         return None
-    view = memoryview(torch.empty(0, dtype=torch.uint8).set_(overall_storage).numpy())
+    array: Any = torch.empty(0, dtype=torch.uint8).set_(overall_storage).numpy()
+    view = memoryview(array)
     return _serve(overall_storage, view, "torch.load(mmap=True)")
 
 
@@ -291,7 +297,7 @@ def _is_little_endian(archive: TorchArchive) -> bool:
     )
 
 
-def _empty(reader: _Reader, key: str) -> Any:
+def _empty(reader: Any, key: str) -> Any:
     if not reader.has_record(f"data/{key}"):
         return None
     record = reader.get_storage_from_record(f"data/{key}", 0, torch.UntypedStorage)

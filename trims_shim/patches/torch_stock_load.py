@@ -26,6 +26,7 @@ _STOCK_LOAD = torch.nn.Module._load_from_state_dict
 _NORM_LOAD = _NormBase._load_from_state_dict
 _STOCK_EXTRA_STATE = torch.nn.Module.set_extra_state
 _EXTRA_STATE = torch_module._EXTRA_STATE_KEY_SUFFIX
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 _ASSIGN_MARK = "assign_to_params_buffers"
 
 
@@ -84,14 +85,12 @@ def _is_stock(module: torch.nn.Module) -> bool:
     attributes = module.__dict__
     function = kind._load_from_state_dict
     return (
-        (function is _STOCK_LOAD or (function is _NORM_LOAD and _counts_batches(module)))
+        all(type(attributes.get(name)) in PLAIN_DICTS for name in _REGISTERED)  # not of scripts
+        and (function is _STOCK_LOAD or (function is _NORM_LOAD and _counts_batches(module)))
         and kind.set_extra_state is _STOCK_EXTRA_STATE
         and _LOAD not in attributes
         and not attributes["_load_state_dict_pre_hooks"]
         and not attributes["_load_state_dict_post_hooks"]
-        and type(attributes["_parameters"]) in PLAIN_DICTS
-        and type(attributes["_buffers"]) in PLAIN_DICTS
-        and type(attributes["_modules"]) in PLAIN_DICTS
     )
 
 

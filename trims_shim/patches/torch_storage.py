@@ -45,7 +45,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """The dtype that safetensors calls ``name``. Raises UnsupportedFormat."""
     import torch
 
-    dtype = getattr(torch, _TORCH_DTYPES.get(name, ""), None)
+    dtype: torch.dtype | None = getattr(torch, _TORCH_DTYPES.get(name, ""), None)
     if dtype is None:
         raise UnsupportedFormat(f"this torch has no dtype {name}")
     return dtype

@@ -68,7 +68,8 @@ def decode_envelope(
 
 
 def _pack(body: dict[str, Any]) -> bytes:
-    packed: bytes = msgpack.packb(body, use_bin_type=True)
+    # A path may hold bytes that are not UTF-8 (surrogates in Python); they arrive as escapes.
+    packed: bytes = msgpack.packb(body, use_bin_type=True, unicode_errors="backslashreplace")
     return packed
 
 

@@ -1,0 +1,345 @@
+"""pytest plugin: ``pytest --trims`` runs a test suite with the cache, on a daemon of its own.
+
+Beside the package, so that pytest's start imports neither trims_shim nor torch; while it is off it
+does nothing at all. When it is on, the environment is set before the first conftest is imported, so
+tests, their subprocesses and all pytest-xdist workers of a run share one daemon in one short-lived
+socket directory. The process that chose the directory (the xdist controller, or the only process)
+stops the daemon and removes the directory at the end; workers do neither.
+
+Which wins: ``--trims`` / ``--no-trims``, then TRIMS_ENABLED=0 in the environment, then the ini file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from trims_shim.diagnostics import Stats
+    from trims_shim.wire.messages import GetStatusReply
+
+__all__ = ["TrimsDaemon"]
+
+_SOCKET_DIR_LIMIT = 70
+"""Longest directory whose socket names fit the kernel's 107 bytes, with some room."""
+_IDLE_EXIT_S = "300"
+"""A daemon whose test run was killed goes by itself."""
+_STOP_TIMEOUT_S = 10.0
+_OUTPUT_KEY = "trims_stats"
+_DIRECTORY_OPTION = "trims_run_socket_dir"
+"""Not for the command line: xdist hands the controller's options to its workers."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """What this process knows of a run with trims."""
+
+    source: str
+    socket_dir: str
+    is_isolated: bool
+    is_owner: bool
+    is_directory_ours: bool
+    environment: dict[str, str | None] = field(default_factory=dict)
+    before: Stats | None = None
+    workers: list[Stats] = field(default_factory=list)
+
+
+_run_key = pytest.StashKey[_Run]()
+
+
+# --- switching on ---------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options and ini keys."""
+    group = parser.getgroup("trims", "model weights from the trims cache")
+    group.addoption(
+        "--trims",
+        action="store_true",
+        dest="trims",
+        default=None,
+        help="load model weights through a cache daemon that all tests and workers share",
+    )
+    group.addoption(
+        "--no-trims", action="store_false", dest="trims", help="the opposite; overrides the ini key"
+    )
+    parser.addini("trims", "the same as --trims", type="bool", default=False)
+    parser.addini(
+        "trims_shared",
+        "use the user's own daemon (and leave it running), not one for this run only",
+        type="bool",
+        default=False,
+    )
+    parser.addini(
+        "trims_socket_dir", "directory of the daemon's sockets; default: a new one", default=""
+    )
+    parser.addini(
+        "trims_host_bytes", "byte budget of the daemon, for example 8GiB or 40%", default=""
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Before any conftest can import torch."""
+    _switch_on(early_config, early_config.known_args_namespace.trims)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """For a plugin that was loaded too late for the hook above."""
+    _switch_on(config, config.option.trims)
+
+
+def _switch_on(config: pytest.Config, wanted: bool | None) -> None:
+    if _run_key in config.stash:
+        return
+    source = _source(config, wanted)
+    if not source:
+        return
+    run = _choose(config, source)
+    changes = _environment(config, run)
+    run.environment.update({name: os.environ.get(name) for name in changes})
+    os.environ.update(changes)
+    config.stash[_run_key] = run
+    setattr(config.option, _DIRECTORY_OPTION, run.socket_dir)
+    _activate(run)
+
+
+def _source(config: pytest.Config, wanted: bool | None) -> str:
+    """Where the wish for trims comes from, or nothing."""
+    if wanted is not None:
+        return "--trims" if wanted else ""
+    if os.environ.get("TRIMS_ENABLED", "").lower() in ("0", "false", "no", "off"):
+        return ""
+    return "ini" if config.getini("trims") else ""
+
+
+def _choose(config: pytest.Config, source: str) -> _Run:
+    inherited = getattr(config.option, _DIRECTORY_OPTION, None)
+    configured = config.getini("trims_socket_dir")
+    is_isolated = not config.getini("trims_shared")
+    if inherited is not None:
+        directory = inherited
+    elif configured:
+        directory = str(config.rootpath / os.path.expanduser(configured))
+    elif is_isolated:
+        # Made by the daemon's starter: a run that loads nothing leaves nothing.
+        base = tempfile.gettempdir()
+        name = f"trims-pytest-{secrets.token_hex(6)}"
+        directory = os.path.join("/tmp" if len(base + name) >= _SOCKET_DIR_LIMIT else base, name)
+    else:
+        directory = ""
+    return _Run(
+        source=source,
+        socket_dir=directory,
+        is_isolated=is_isolated,
+        is_owner=is_isolated and inherited is None,
+        is_directory_ours=is_isolated and inherited is None and not configured,
+    )
+
+
+def _environment(config: pytest.Config, run: _Run) -> dict[str, str]:
+    changes = {"TRIMS_ENABLED": "1"}
+    if run.socket_dir:
+        changes["TRIMS_SOCKET_DIR"] = run.socket_dir
+    if config.getini("trims_host_bytes"):
+        changes["TRIMS_HOST_BYTES"] = config.getini("trims_host_bytes")
+    if run.is_isolated and "TRIMS_IDLE_EXIT" not in os.environ:
+        changes["TRIMS_IDLE_EXIT"] = _IDLE_EXIT_S
+    return changes
+
+
+def _activate(run: _Run) -> None:
+    """Import and patch; with the settings of this run also where that had happened before."""
+    is_imported = "trims_shim" in sys.modules
+    import trims_shim
+    from trims_shim import config as configuration
+
+    try:
+        settings = configuration.load()
+    except trims_shim.ConfigError as error:
+        _restore(run)
+        raise pytest.UsageError(f"trims ({run.source}): {error}") from error
+    if is_imported:
+        from trims_shim.client.cache import configure
+
+        configure(settings)
+        if not trims_shim.enabled():
+            trims_shim.enable()
+    run.before = trims_shim.stats()
+
+
+def _restore(run: _Run) -> None:
+    for name, value in run.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands its counters to the controller."""
+    run = session.config.stash.get(_run_key, None)
+    output = getattr(session.config, "workeroutput", None)
+    if run is not None and output is not None:
+        output[_OUTPUT_KEY] = asdict(_since(run.before))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker has ended; one that crashed has left nothing."""
+    run = node.config.stash.get(_run_key, None)
+    left = getattr(node, "workeroutput", {}).get(_OUTPUT_KEY)
+    if run is not None and left is not None:
+        from trims_shim.diagnostics import Stats
+
+        run.workers.append(Stats(**left))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop the daemon of this run and remove its directory."""
+    run = config.stash.get(_run_key, None)
+    if run is None:
+        return
+    del config.stash[_run_key]
+    if run.is_owner:
+        _stop_daemon(run.socket_dir)
+        if run.is_directory_ours:
+            shutil.rmtree(run.socket_dir, ignore_errors=True)
+    _restore(run)
+
+
+def _stop_daemon(socket_dir: str) -> None:
+    if not os.path.isdir(socket_dir):
+        return
+    from trims_shim.cli.daemon import stop_daemon
+    from trims_shim.errors import DaemonUnavailable
+    from trims_shim.wire.endpoint import Endpoint
+
+    with contextlib.suppress(DaemonUnavailable):
+        stop_daemon(Endpoint(socket_dir), timeout_s=_STOP_TIMEOUT_S)
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """``trims: on, socket /tmp/..., isolated (from ini)``."""
+    run = config.stash.get(_run_key, None)
+    if run is None:
+        return None
+    kind = "isolated" if run.is_isolated else "shared with this user's other processes"
+    return f"trims: on, socket {_endpoint_directory()}, {kind} (from {run.source})"
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What was shared, in all processes that ran tests."""
+    run = config.stash.get(_run_key, None)
+    if run is None:
+        return
+    stats = _since(run.before)
+    for each in run.workers:
+        stats = _combine(stats, each, operator.add)
+    terminalreporter.section("trims")
+    terminalreporter.line(
+        f"{stats.served} loads served ({stats.hits} hits, {stats.misses} misses), "
+        f"{stats.bytes_shared / 1e6:.0f} MB shared, {stats.elided_copies} copies elided"
+    )
+    if stats.fallbacks:
+        reasons = ", ".join(f"{name} {n}" for name, n in sorted(stats.fallbacks.items()))
+        total = sum(stats.fallbacks.values())
+        terminalreporter.line(f"{total} loads by the framework's own loader: {reasons}")
+
+
+def _endpoint_directory() -> str:
+    from trims_shim.client.cache import cache
+
+    return cache().endpoint.directory
+
+
+def _since(before: Stats | None) -> Stats:
+    """What the shim did in this process since a snapshot."""
+    import trims_shim
+
+    now = trims_shim.stats()
+    return now if before is None else _combine(now, before, operator.sub)
+
+
+def _combine(one: Stats, other: Stats, combine: Callable[[int, int], int]) -> Stats:
+    """Field by field; counts of one reason that come out as zero are left out."""
+
+    def counts(ours: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
+        both = {key: combine(ours.get(key, 0), theirs.get(key, 0)) for key in {**ours, **theirs}}
+        return {key: count for key, count in both.items() if count}
+
+    values = {}
+    for each in fields(one):
+        ours, theirs = getattr(one, each.name), getattr(other, each.name)
+        values[each.name] = (counts if isinstance(ours, dict) else combine)(ours, theirs)
+    return replace(one, **values)
+
+
+# --- fixtures -------------------------------------------------------------------------------------
+
+
+class TrimsDaemon:
+    """The daemon of this test run, for tests that look into it."""
+
+    @property
+    def socket_dir(self) -> str:
+        """Where its sockets are."""
+        return _endpoint_directory()
+
+    def status(self) -> GetStatusReply:
+        """Its images, clients and counters. Raises DaemonUnavailable before the first load."""
+        from trims_shim.client.cache import cache
+        from trims_shim.wire.messages import GetStatusRequest
+
+        reply: GetStatusReply = cache().request(GetStatusRequest())
+        return reply
+
+    def warm(self, path: str | os.PathLike[str]) -> str:
+        """Load a file into it, starting it when needed; the digest."""
+        import trims_shim
+
+        return trims_shim.warm(path)
+
+    def stop(self) -> None:
+        """Stop it, and wait until it is gone; the next load starts another."""
+        _stop_daemon(self.socket_dir)
+
+
+@pytest.fixture(scope="session")
+def trims_daemon(pytestconfig: pytest.Config) -> TrimsDaemon:
+    """The daemon of this test run; skips without ``--trims``."""
+    _skip_when_off(pytestconfig)
+    return TrimsDaemon()
+
+
+@pytest.fixture
+def trims_stats(pytestconfig: pytest.Config) -> Callable[[], Stats]:
+    """A function that says what the shim did in this test so far; skips without ``--trims``."""
+    _skip_when_off(pytestconfig)
+    import trims_shim
+
+    before = trims_shim.stats()
+    return lambda: _since(before)
+
+
+def _skip_when_off(config: pytest.Config) -> None:
+    if _run_key not in config.stash:
+        pytest.skip("trims is off; run with --trims")

@@ -1,0 +1,324 @@
+"""Each rule of the store, by itself; test_store_model.py has them all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from trims_shim.daemon.eviction import Candidate, LeastRecentlyUsed
+from trims_shim.daemon.store import (
+    AdoptSegment,
+    Announce,
+    DiscardSegment,
+    DropImage,
+    GrantLease,
+    Ingested,
+    Opening,
+    RefuseRequest,
+    StartIngest,
+    Store,
+)
+from trims_shim.errors import NoSpace, ReadFailed, UnknownImage
+from trims_shim.specs import Digest, Identity
+
+A, B = "a" * 64, "b" * 64
+
+
+def identity(inode: int = 1, size: int = 10) -> Identity:
+    return Identity(device=1, inode=inode, size_bytes=size, mtime_ns=0, ctime_ns=0)
+
+
+def opening(
+    session: int = 1,
+    request: int = 1,
+    *,
+    user: int = 1000,
+    inode: int = 1,
+    size: int = 10,
+    name: str = "/model",
+) -> Opening:
+    return Opening(session, request, user, identity(inode, size), name)
+
+
+def loaded(digest: Digest = A, size: int = 10, *, is_settled: bool = True) -> Ingested:
+    return Ingested(digest, size, is_settled, load_ns=5)
+
+
+def new_store(budget: int = 100) -> Store:
+    return Store(budget, policy=LeastRecentlyUsed())
+
+
+def started(actions: list[object]) -> StartIngest:
+    (action,) = (each for each in actions if isinstance(each, StartIngest))
+    return action
+
+
+def granted(actions: list[object]) -> GrantLease:
+    (action,) = (each for each in actions if isinstance(each, GrantLease))
+    return action
+
+
+def load(store: Store, opened: Opening, result: Ingested, now: int = 1) -> int:
+    """Open, load, and return the lease."""
+    ingest = started(store.open(opened, now)).ingest  # type: ignore[arg-type]
+    return granted(store.ingest_done(ingest, result, now)).lease  # type: ignore[arg-type]
+
+
+class TestIdentity:
+    def test_a_first_open_is_a_miss(self) -> None:
+        store = new_store()
+        actions = store.open(opening(), 1)
+        assert actions == [StartIngest(1, opening(), is_likely_known=False)]
+        assert store.ingest_done(1, loaded(), 2) == [
+            AdoptSegment(1, A),
+            Announce("loaded", A, 10),
+            GrantLease(opening(), 2, A, "miss", True),
+        ]
+
+    def test_a_settled_identity_is_a_hit(self) -> None:
+        store = new_store()
+        load(store, opening(), loaded())
+        grant = granted(store.open(opening(2), 2))
+        assert (grant.digest, grant.outcome, grant.is_settled) == (A, "hit", True)
+
+    def test_an_unsettled_identity_is_read_again(self) -> None:
+        store = new_store()
+        load(store, opening(), loaded(is_settled=False))
+        action = started(store.open(opening(2), 2))
+        assert action.is_likely_known
+        actions = store.ingest_done(action.ingest, loaded(), 3)
+        assert actions[0] == DiscardSegment(action.ingest)
+        assert granted(actions).is_settled
+        assert granted(store.open(opening(3), 4)).outcome == "hit"
+
+    def test_the_reply_says_when_it_is_not_settled(self) -> None:
+        store = new_store()
+        ingest = started(store.open(opening(), 1)).ingest
+        assert not granted(store.ingest_done(ingest, loaded(is_settled=False), 2)).is_settled
+
+    def test_another_users_equal_identity_proves_nothing(self) -> None:
+        store = new_store()
+        load(store, opening(user=1), loaded())
+        action = started(store.open(opening(2, user=2), 2))
+        assert action.is_likely_known
+
+    @pytest.mark.parametrize("part", ["device", "inode", "size_bytes", "mtime_ns", "ctime_ns"])
+    def test_every_part_of_an_identity_counts(self, part: str) -> None:
+        import dataclasses
+
+        store = new_store()
+        load(store, opening(), loaded())
+        changed = dataclasses.replace(identity(), **{part: 99})
+        action = started(store.open(dataclasses.replace(opening(2), identity=changed), 2))
+        assert not action.is_likely_known
+
+    def test_identities_of_an_evicted_image_are_forgotten(self) -> None:
+        store = new_store()
+        lease = load(store, opening(), loaded())
+        store.release(1, lease, 2)
+        store.evict(A)
+        assert not started(store.open(opening(), 3)).is_likely_known
+
+
+class TestSingleFlight:
+    def test_requests_for_a_loading_identity_wait(self) -> None:
+        store = new_store()
+        ingest = started(store.open(opening(1), 1)).ingest
+        assert store.open(opening(2), 1) == []
+        assert store.waiters(ingest) == [opening(1), opening(2)]
+        grants = [
+            each for each in store.ingest_done(ingest, loaded(), 2) if isinstance(each, GrantLease)
+        ]
+        assert [(each.opening.session, each.outcome) for each in grants] == [
+            (1, "miss"),
+            (2, "joined"),
+        ]
+        assert grants[0].lease != grants[1].lease
+        assert store.waiters(ingest) == []
+
+    def test_everybody_who_waits_hears_of_a_failure(self) -> None:
+        store = new_store()
+        ingest = started(store.open(opening(1), 1)).ingest
+        store.open(opening(2), 1)
+        error = ReadFailed("broken disk")
+        assert store.ingest_failed(ingest, error) == [
+            RefuseRequest(opening(1), error),
+            RefuseRequest(opening(2), error),
+        ]
+        assert store.totals().reserved_bytes == 0
+        assert started(store.open(opening(1), 2)).ingest != ingest
+
+    def test_two_loads_of_one_content_share_an_image(self) -> None:
+        store = new_store()
+        first = started(store.open(opening(1, inode=1), 1)).ingest
+        second = started(store.open(opening(2, inode=2), 1)).ingest
+        store.ingest_done(first, loaded(A), 2)
+        actions = store.ingest_done(second, loaded(A), 3)
+        assert actions[0] == DiscardSegment(second)
+        assert granted(actions).digest == A
+        assert len(store.images()) == 1
+        assert store.totals().resident_bytes == 10
+
+
+class TestBudget:
+    def test_bytes_are_reserved_while_loading(self) -> None:
+        store = new_store()
+        ingest = started(store.open(opening(size=60), 1)).ingest
+        assert store.totals().reserved_bytes == 60
+        assert isinstance(store.open(opening(2, inode=2, size=41), 1)[0], RefuseRequest)
+        store.ingest_done(ingest, loaded(size=55), 2)
+        assert (store.totals().resident_bytes, store.totals().reserved_bytes) == (55, 0)
+        started(store.open(opening(3, inode=3, size=45), 3))
+
+    def test_the_footprint_is_what_counts(self) -> None:
+        store = Store(100, policy=LeastRecentlyUsed(), footprint_bytes=lambda size: size * 2)
+        started(store.open(opening(size=50), 1))
+        assert store.totals().reserved_bytes == 100
+        assert isinstance(store.open(opening(2, inode=2, size=1), 1)[0], RefuseRequest)
+
+    def test_lingering_bytes_count(self) -> None:
+        store = new_store()
+        refused = store.open(opening(size=60), 1, lingering_bytes=41)[0]
+        assert isinstance(refused, RefuseRequest)
+        assert isinstance(refused.error, NoSpace)
+        assert "still mapped 41" in str(refused.error)
+        started(store.open(opening(size=60), 1, lingering_bytes=40))
+
+    def test_the_least_recently_used_goes_first(self) -> None:
+        store = new_store(30)
+        for inode, digest in ((1, A), (2, B), (3, "c" * 64)):
+            store.release(1, load(store, opening(inode=inode), loaded(digest), now=inode), inode)
+        store.release(1, granted(store.open(opening(inode=1), 9)).lease, 9)
+        actions = store.open(opening(inode=4), 10)
+        assert actions[:2] == [DropImage(B), Announce("evicted", B, 10)]
+        assert started(actions)
+        assert {row.digest for row in store.images()} == {A, "c" * 64}
+
+    def test_nothing_is_evicted_for_a_request_that_is_refused(self) -> None:
+        store = new_store(30)
+        store.release(1, load(store, opening(inode=1), loaded(A)), 2)
+        load(store, opening(inode=2), loaded(B))
+        actions = store.open(opening(inode=3, size=25), 3)
+        assert [type(each) for each in actions] == [RefuseRequest]
+        assert len(store.images()) == 2
+
+    def test_a_policy_may_keep_an_image(self) -> None:
+        class Never:
+            name = "never"
+
+            def rank(self, candidates: Iterable[Candidate], now_ns: int) -> list[Digest]:
+                return []
+
+        store = Store(10, policy=Never())
+        store.release(1, load(store, opening(inode=1), loaded(A)), 2)
+        assert isinstance(store.open(opening(inode=2), 3)[0], RefuseRequest)
+
+
+class TestHolding:
+    @pytest.mark.parametrize("hold", ["lease", "pin"])
+    def test_a_held_image_is_never_evicted(self, hold: str) -> None:
+        store = new_store(10)
+        lease = load(store, opening(), loaded())
+        if hold == "pin":
+            store.pin(A, is_pinned=True)
+            store.release(1, lease, 2)
+        assert isinstance(store.open(opening(inode=2), 3)[0], RefuseRequest)
+        assert store.evict_all() == []
+        with pytest.raises(NoSpace, match="is pinned" if hold == "pin" else "is in use"):
+            store.evict(A)
+
+    def test_pinning_twice_is_announced_once(self) -> None:
+        store = new_store()
+        load(store, opening(), loaded())
+        assert store.pin(A, is_pinned=True) == [Announce("pinned", A, 10)]
+        assert store.pin(A, is_pinned=True) == []
+        assert store.pin(A, is_pinned=False) == [Announce("unpinned", A, 10)]
+
+    def test_a_lease_can_be_released_once_and_only_by_its_owner(self) -> None:
+        store = new_store()
+        lease = load(store, opening(1), loaded())
+        assert not store.release(2, lease, 2)
+        assert not store.release(1, lease + 1, 2)
+        assert store.release(1, lease, 2)
+        assert not store.release(1, lease, 2)
+
+    def test_unknown_images(self) -> None:
+        store = new_store()
+        for act in (store.evict, lambda digest: store.pin(digest, is_pinned=True)):
+            with pytest.raises(UnknownImage, match="trims ls"):
+                act(A)
+
+    def test_evicting_everything_free(self) -> None:
+        store = new_store()
+        store.release(1, load(store, opening(inode=1), loaded(A)), 2)
+        load(store, opening(inode=2), loaded(B))
+        assert store.evict_all() == [DropImage(A), Announce("evicted", A, 10)]
+
+
+class TestSessions:
+    def test_a_closed_session_leaves_no_lease(self) -> None:
+        store = new_store()
+        load(store, opening(1), loaded())
+        store.open(opening(2), 2)
+        assert (store.lease_count(), store.lease_count(1)) == (2, 1)
+        store.close_session(1, 5)
+        assert (store.lease_count(), store.lease_count(1)) == (1, 0)
+        store.close_session(2, 6)
+        store.close_session(2, 6)
+        assert store.evict(A)[0] == DropImage(A)
+
+    def test_a_closed_session_waits_for_nothing(self) -> None:
+        store = new_store()
+        ingest = started(store.open(opening(1), 1)).ingest
+        store.open(opening(2), 1)
+        store.close_session(1, 2)
+        grants = [
+            each for each in store.ingest_done(ingest, loaded(), 3) if isinstance(each, GrantLease)
+        ]
+        assert [(each.opening.session, each.outcome) for each in grants] == [(2, "joined")]
+
+    def test_a_load_nobody_waits_for_runs_to_its_end(self) -> None:
+        store = new_store()
+        ingest = started(store.open(opening(1), 1)).ingest
+        store.close_session(1, 2)
+        assert store.ingest_count() == 1
+        assert store.ingest_done(ingest, loaded(), 3)[0] == AdoptSegment(ingest, A)
+        assert granted(store.open(opening(2), 4)).outcome == "hit"
+
+
+class TestNames:
+    def test_the_last_sixteen_are_kept(self) -> None:
+        store = new_store()
+        load(store, opening(name="/0"), loaded())
+        for number in range(1, 20):
+            store.open(opening(name=f"/{number}"), 2)
+        store.open(opening(name="/5"), 3)
+        (row,) = store.images()
+        kept = [name for _, name in row.names]
+        assert len(kept) == 16
+        assert kept[-1] == "/5"
+        assert "/3" not in kept
+
+    def test_find(self) -> None:
+        store = new_store()
+        load(store, opening(inode=1, name="/a"), loaded("abcdef" + "0" * 58))
+        load(store, opening(inode=2, name="/b", user=7), loaded("abcdef" + "1" * 58))
+        assert store.find("abcdef1").endswith("1")
+        assert store.find("ABCDEF0").endswith("0")
+        assert store.find("/a").endswith("0")
+        assert store.find("/b", user=7).endswith("1")
+        with pytest.raises(UnknownImage, match="more digits"):
+            store.find("abcdef")
+        for text, user in (("abcde", None), ("/c", None), ("", None), ("/b", 1000)):
+            with pytest.raises(UnknownImage):
+                store.find(text, user=user)
+
+    def test_rows_come_most_recently_used_first(self) -> None:
+        store = new_store()
+        load(store, opening(inode=1), loaded(A), now=1)
+        load(store, opening(inode=2), loaded(B), now=2)
+        assert [row.digest for row in store.images()] == [B, A]
+        store.open(opening(inode=1), 3)
+        row = store.images()[0]
+        assert (row.digest, row.used_ns, row.loaded_ns, row.opens, row.leases) == (A, 3, 1, 2, 2)

@@ -1,0 +1,262 @@
+"""The store against a model that is too simple to be wrong, under arbitrary events.
+
+The model executes the actions as the server does: it holds segments, answers and leases, and
+refuses actions that make no sense (a grant of an image without a segment, a second answer...).
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+from hypothesis.stateful import Bundle
+
+from trims_shim.daemon.eviction import LeastRecentlyUsed
+from trims_shim.daemon.store import (
+    Action,
+    AdoptSegment,
+    Announce,
+    DiscardSegment,
+    DropImage,
+    GrantLease,
+    Ingested,
+    Opening,
+    RefuseRequest,
+    StartIngest,
+    Store,
+)
+from trims_shim.errors import NoSpace, ReadFailed, UnknownImage
+from trims_shim.specs import Identity
+
+BUDGET = 100
+SESSIONS = st.integers(1, 5)
+# Content of a file is a number; a file that is rewritten has a new identity and other content.
+FILES = st.integers(0, 7)
+
+
+def digest_of(content: int) -> str:
+    return f"{content:02d}" * 32
+
+
+def size_of(content: int) -> int:
+    return 10 + 7 * (content % 5)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    loads = Bundle("loads")
+    leases = Bundle("leases")
+
+    @initialize(lingering=st.integers(0, 30))
+    def start(self, lingering: int) -> None:
+        self.store = Store(BUDGET, policy=LeastRecentlyUsed())
+        self.lingering = lingering
+        self.now = 0
+        self.request = 0
+        self.content = {file: file for file in range(8)}
+        self.segments: dict[str, int] = {}
+        self.loading: dict[int, Opening] = {}
+        self.waiting: set[tuple[int, int]] = set()
+        self.held: dict[int, tuple[int, str]] = {}
+        self.pinned: set[str] = set()
+        self.used: dict[str, int] = {}
+        self.trusted: dict[tuple[int, Identity], str] = {}
+        self.issued: set[int] = set()
+
+    # --- the server -------------------------------------------------------------------------------
+
+    def execute(self, actions: list[Action]) -> None:
+        for action in actions:
+            getattr(self, "on_" + type(action).__name__)(action)
+
+    def on_StartIngest(self, action: StartIngest) -> None:
+        assert action.ingest not in self.loading
+        key = (action.opening.user, action.opening.identity)
+        assert key not in {(each.user, each.identity) for each in self.loading.values()}
+        assert key not in self.trusted
+        self.loading[action.ingest] = action.opening
+
+    def on_AdoptSegment(self, action: AdoptSegment) -> None:
+        assert action.digest not in self.segments
+        self.segments[action.digest] = self.finished_size
+        self.used[action.digest] = self.now
+
+    def on_DiscardSegment(self, action: DiscardSegment) -> None:
+        assert self.finished_digest in self.segments
+
+    def on_GrantLease(self, action: GrantLease) -> None:
+        assert action.digest in self.segments
+        assert action.digest == self.expected(action)
+        assert action.lease not in self.issued
+        self.answer(action.opening)
+        self.issued.add(action.lease)
+        self.held[action.lease] = (action.opening.session, action.digest)
+        self.used[action.digest] = self.now
+
+    def on_RefuseRequest(self, action: RefuseRequest) -> None:
+        self.answer(action.opening)
+
+    def on_DropImage(self, action: DropImage) -> None:
+        assert action.digest not in self.pinned
+        assert action.digest not in {digest for _, digest in self.held.values()}
+        older = [
+            digest
+            for digest in self.segments
+            if self.used[digest] < self.used[action.digest] and not self.is_held(digest)
+        ]
+        assert not (older and self.evicting_for_room), "a younger image went first"
+        del self.segments[action.digest]
+        self.trusted = {k: d for k, d in self.trusted.items() if d != action.digest}
+
+    def on_Announce(self, action: Announce) -> None:
+        assert action.event in ("loaded", "evicted", "pinned", "unpinned")
+        assert (action.digest in self.segments) == (action.event != "evicted")
+
+    def answer(self, opening: Opening) -> None:
+        key = (opening.session, opening.request)
+        assert key in self.waiting, "answered twice, or after its session closed"
+        self.waiting.remove(key)
+
+    def expected(self, action: GrantLease) -> str:
+        content = action.opening.identity.inode
+        return digest_of(content % 8)
+
+    def is_held(self, digest: str) -> bool:
+        return digest in self.pinned or digest in {each for _, each in self.held.values()}
+
+    evicting_for_room = False
+    finished_size = 0
+    finished_digest = ""
+
+    # --- events -----------------------------------------------------------------------------------
+
+    @rule(target=loads, session=SESSIONS, file=FILES, alias=st.booleans())
+    def open(self, session: int, file: int, alias: bool) -> object:
+        self.now += 1
+        self.request += 1
+        # An alias is another file (inode) of the same content.
+        inode = file + 8 * alias
+        identity = Identity(1, inode, size_of(file), 0, 0)
+        opening = Opening(session, self.request, session % 2, identity, f"/{inode}")
+        self.waiting.add((session, self.request))
+        before = set(self.loading)
+        is_trusted = (opening.user, identity) in self.trusted
+        free = {d for d in self.segments if not self.is_held(d)}
+        room = BUDGET - self.lingering - self.total() + sum(self.segments[d] for d in free)
+        self.evicting_for_room = True
+        actions = self.store.open(opening, self.now, lingering_bytes=self.lingering)
+        self.execute(actions)
+        self.evicting_for_room = False
+        refused = any(isinstance(each, RefuseRequest) for each in actions)
+        if is_trusted:
+            assert [type(each) for each in actions] == [GrantLease]
+        elif actions:
+            assert refused == (size_of(file) > room), "refused with room, or let in without"
+        return multiple(*(set(self.loading) - before))
+
+    @rule(target=leases, load=consumes(loads), is_settled=st.booleans(), is_known=st.booleans())
+    def finish(self, load: int, is_settled: bool, is_known: bool) -> object:
+        self.now += 1
+        opening = self.loading.pop(load)
+        content = opening.identity.inode % 8
+        self.finished_digest = digest_of(content)
+        self.finished_size = size_of(content)
+        size = 0 if is_known and self.finished_digest in self.segments else self.finished_size
+        before = set(self.held)
+        result = Ingested(self.finished_digest, size, is_settled, 1)
+        self.execute(self.store.ingest_done(load, result, self.now))
+        if is_settled:
+            self.trusted[(opening.user, opening.identity)] = self.finished_digest
+        return multiple(*(set(self.held) - before))
+
+    @rule(load=consumes(loads))
+    def fail(self, load: int) -> None:
+        self.loading.pop(load)
+        self.execute(self.store.ingest_failed(load, ReadFailed("no")))
+
+    @rule(lease=consumes(leases))
+    def release(self, lease: int) -> None:
+        self.now += 1
+        session, digest = self.held.pop(lease, (-1, ""))
+        assert not self.store.release(99, lease, self.now)
+        assert self.store.release(session, lease, self.now) == (session != -1)
+        if digest:
+            self.used[digest] = self.now
+
+    @rule(session=SESSIONS)
+    def close(self, session: int) -> None:
+        self.now += 1
+        for lease, (owner, digest) in list(self.held.items()):
+            if owner == session:
+                del self.held[lease]
+                self.used[digest] = self.now
+        self.waiting = {key for key in self.waiting if key[0] != session}
+        self.store.close_session(session, self.now)
+
+    @rule(content=FILES, is_pinned=st.booleans())
+    def pin(self, content: int, is_pinned: bool) -> None:
+        digest = digest_of(content)
+        try:
+            self.execute(self.store.pin(digest, is_pinned=is_pinned))
+        except UnknownImage:
+            assert digest not in self.segments
+            return
+        (self.pinned.add if is_pinned else self.pinned.discard)(digest)
+
+    @rule(content=FILES)
+    def evict(self, content: int) -> None:
+        digest = digest_of(content)
+        try:
+            self.execute(self.store.evict(digest))
+        except UnknownImage:
+            assert digest not in self.segments
+        except NoSpace:
+            assert self.is_held(digest)
+        else:
+            assert digest not in self.segments
+
+    @rule()
+    def evict_all(self) -> None:
+        self.execute(self.store.evict_all())
+        assert all(self.is_held(digest) for digest in self.segments)
+
+    # --- always -----------------------------------------------------------------------------------
+
+    def total(self) -> int:
+        loading = sum(each.identity.size_bytes for each in self.loading.values())
+        return sum(self.segments.values()) + loading
+
+    @invariant()
+    def the_account_is_right(self) -> None:
+        totals = self.store.totals()
+        assert totals.resident_bytes == sum(self.segments.values())
+        assert totals.resident_bytes + totals.reserved_bytes == self.total()
+        assert self.total() + self.lingering <= BUDGET
+
+    @invariant()
+    def both_know_the_same_images(self) -> None:
+        rows = {row.digest: row for row in self.store.images()}
+        assert set(rows) == set(self.segments)
+        assert {digest for digest, row in rows.items() if row.is_pinned} == self.pinned & set(rows)
+        for digest, row in rows.items():
+            assert row.leases == [each for _, each in self.held.values()].count(digest)
+            assert row.used_ns == self.used[digest]
+
+    @invariant()
+    def nobody_is_lost(self) -> None:
+        queued = [opening for load in self.loading for opening in self.store.waiters(load)]
+        keys = [(each.session, each.request) for each in queued]
+        assert len(keys) == len(set(keys))
+        assert set(keys) == self.waiting
+        assert self.store.ingest_count() == len(self.loading)
+        assert self.store.lease_count() == len(self.held)
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,0 +1,41 @@
+"""Each test has a world of its own; what it leaves behind fails it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from harness import World
+
+
+@pytest.fixture
+def make_world() -> Iterator[Callable[..., World]]:
+    """Worlds with settings; each is closed, and nothing of it may be left."""
+    worlds: list[World] = []
+
+    def make(**settings: str) -> World:
+        worlds.append(World(**settings))
+        return worlds[-1]
+
+    yield make
+    problems = []
+    for world in worlds:
+        try:
+            world.close()
+        except AssertionError as error:
+            problems.append(str(error))
+    assert not problems, problems
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    """A world with the settings most tests use."""
+    return make_world()
+
+
+@pytest.fixture
+def running(world: World) -> World:
+    """A world whose daemon runs."""
+    world.start()
+    return world

@@ -1,0 +1,279 @@
+"""The daemon is killed. Promises: a client gets the right bytes or an error it can fall back from,
+what is mapped stays right, and the next load starts a new daemon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from harness import World, content, wait_until
+from trims_shim.errors import DaemonUnavailable, TrimsError
+
+LARGE_BYTES = 384 << 20
+
+
+def open_path(cache: Any, path: str) -> Any:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return cache.open(descriptor, name=path, min_bytes=1)
+    finally:
+        os.close(descriptor)
+
+
+def kill_while_loading(world: World) -> None:
+    wait_until(lambda: world.status().memory.reserved_bytes > 0, "a load in progress")
+    world.kill_daemon()
+
+
+def test_killed_while_it_loads_the_client_starts_another(make_world: Any) -> None:
+    world = make_world(host_bytes="1G")
+    path = world.sparse_file(LARGE_BYTES)
+    first = world.start()
+    child = world.spawn(
+        f"arena = open_file({path!r})\n"
+        "view = memoryview(arena.buffer)\n"
+        "say([len(view), bytes(view[:4096]).count(0), cache().welcome().pid])\n"
+    )
+    kill_while_loading(world)
+    size, zeros, second = child.hear()
+    assert (size, zeros) == (LARGE_BYTES, 4096)
+    assert second != first
+
+
+def test_killed_twice_the_load_fails_with_our_error(make_world: Any) -> None:
+    world = make_world(host_bytes="1G", autostart="0")
+    path = world.sparse_file(LARGE_BYTES)
+    world.start(autostart="1")
+    child = world.spawn(
+        f"try:\n open_file({path!r})\nexcept errors.TrimsError as error:\n say(error.reason)\n"
+        "else:\n say('no error')\n"
+    )
+    kill_while_loading(world)
+    assert child.hear() == "daemon_unavailable"
+
+
+def test_mappings_survive_and_the_next_load_starts_a_daemon(running: World) -> None:
+    world = running
+    paths = [world.file(seed) for seed in range(1, 5)]
+    child = world.spawn(
+        f"paths = {paths!r}\n"
+        "arenas = [open_file(path) for path in paths]\n"
+        "say(cache().welcome().pid)\n"
+        "while hear():\n"
+        "  same = [data(arena) == open(path, 'rb').read() for arena, path in zip(arenas, paths)]\n"
+        "  arenas[0].buffer[0:4] = b'mine'\n"
+        "  other = open_file(paths[-1])\n"
+        "  clone = arenas[0].clone()\n"
+        "  say([same, data(clone) == open(paths[0], 'rb').read()])\n"
+        "  arenas[0] = clone\n"
+        "fresh = open_file(hear())\n"
+        "say([data(fresh)[:8].hex(), cache().welcome().pid])\n"
+    )
+    first = child.hear()
+    world.kill_daemon()
+    for _ in range(5):
+        child.say(True)
+        assert child.hear() == [[True] * 4, True]
+    child.say(False)
+    child.say(world.file(9))
+    begin, second = child.hear()
+    assert begin == content(9)[:8].hex()
+    assert second != first
+
+
+@pytest.mark.parametrize("repeat", range(3))
+def test_killed_at_random_moments(running: World, repeat: int) -> None:
+    """Four clients load without a break; the daemon dies again and again."""
+    world = running
+    paths = [world.file(seed, (1 << 20) + seed * 4096) for seed in range(1, 9)]
+    script = (
+        f"paths, until = {paths!r}, time.monotonic() + 2.5\n"
+        "expected = [open(path, 'rb').read() for path in paths]\n"
+        "good, reasons, keep = 0, [], []\n"
+        "while time.monotonic() < until:\n"
+        "  for path, right in zip(paths, expected):\n"
+        "    try:\n"
+        "      arena = open_file(path, shared=Cache(config.load()))\n"
+        "    except errors.TrimsError as error:\n"
+        "      reasons.append(error.reason)\n"
+        "      continue\n"
+        "    if data(arena) != right:\n"
+        "      say('WRONG BYTES in ' + path); sys.exit(1)\n"
+        "    good += 1\n"
+        "say([good, reasons])\n"
+    )
+    children = [world.spawn(script) for _ in range(3)]
+    kills = 0
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        time.sleep(0.05 + 0.07 * (kills % 4) + 0.01 * repeat)
+        try:
+            world.signal(world.pid(), signal.SIGKILL)
+        except TrimsError:
+            continue
+        kills += 1
+    results = [child.hear(40) for child in children]
+    assert kills >= 3
+    for good, reasons in results:
+        assert good > 0
+        assert set(reasons) <= {"daemon_unavailable", "daemon_timeout", "daemon_start_failed"}
+    arena = open_path(world.cache(), paths[0]) if _answers(world) else None
+    assert arena is None or bytes(memoryview(arena.buffer)) == content(1, (1 << 20) + 4096)
+
+
+def _answers(world: World) -> bool:
+    try:
+        world.status()
+    except TrimsError:
+        return False
+    return True
+
+
+def test_killed_between_offer_and_request(running: World) -> None:
+    """The file is offered, then the daemon dies before it is asked for."""
+    world = running
+    path = world.file(3)
+    child = world.spawn(
+        "real = Connection.request\n"
+        "def request(self, message):\n"
+        "  if isinstance(message, messages.OpenImageRequest) and not hasattr(Connection, 'done'):\n"
+        "    Connection.done = True\n"
+        "    say('offered'); hear()\n"
+        "  return real(self, message)\n"
+        "Connection.request = request\n"
+        f"arena = open_file({path!r})\n"
+        f"say(data(arena) == open({path!r}, 'rb').read())\n"
+    )
+    assert child.hear() == "offered"
+    world.kill_daemon()
+    child.say()
+    assert child.hear() is True
+
+
+def test_killed_between_reply_and_grant(running: World) -> None:
+    """All that was sent before the death can still be received after it."""
+    world = running
+    path = world.file(3)
+    child = world.spawn(
+        "real = Connection.request\n"
+        "def request(self, message):\n"
+        "  reply = real(self, message)\n"
+        "  say(type(reply).__name__); hear()\n"
+        "  return reply\n"
+        "Connection.request = request\n"
+        f"arena = open_file({path!r})\n"
+        f"say(data(arena) == open({path!r}, 'rb').read())\n"
+    )
+    assert child.hear() == "OpenImageReply"
+    world.kill_daemon()
+    child.say()
+    assert child.hear() is True
+
+
+def test_killed_during_the_handshake(running: World) -> None:
+    """The daemon takes the connection into its backlog and dies without an answer to Hello."""
+    world = running
+    path = world.file(4)
+    pid = world.pid()
+    world.signal(pid, signal.SIGSTOP)
+    child = world.spawn(
+        f"say('go')\narena = open_file({path!r})\nsay(data(arena) == open({path!r}, 'rb').read())\n"
+    )
+    assert child.hear() == "go"
+    time.sleep(0.2)
+    world.signal(pid, signal.SIGKILL)
+    assert child.hear() is True
+
+
+def test_a_daemon_that_hangs_is_given_up(running: World) -> None:
+    """Stopped, not dead: the load falls back in bounded time, and works again afterwards."""
+    world = running
+    path = world.file(5)
+    cache = world.cache(stall_timeout="1")
+    assert bytes(memoryview(open_path(cache, path).buffer)) == content(5)
+    pid = world.pid()
+    other = world.file(6)
+    world.signal(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        with pytest.raises(TrimsError) as caught:
+            open_path(cache, other)
+    finally:
+        world.signal(pid, signal.SIGCONT)
+    assert caught.value.reason == "daemon_timeout"
+    assert time.monotonic() - began < 8
+    assert bytes(memoryview(open_path(cache, other).buffer)) == content(6)
+    wait_until(lambda: len(world.status().clients) <= 2, "the abandoned connection is gone")
+
+
+def test_without_autostart_a_dead_daemon_is_an_error(running: World) -> None:
+    path = running.file(1)
+    running.kill_daemon()
+    with pytest.raises(DaemonUnavailable):
+        open_path(running.cache(autostart="0"), path)
+    assert running.processes() == []
+
+
+def test_threads_of_one_client_share_the_fate(running: World) -> None:
+    """Eight threads load while the daemon dies; each has the right bytes or our error."""
+    world = running
+    paths = [world.file(seed) for seed in range(1, 9)]
+    cache = world.cache(autostart="0")
+    outcomes: list[object] = []
+
+    def work(path: str, seed: int) -> None:
+        for _ in range(30):
+            try:
+                arena = open_path(cache, path)
+                outcomes.append(bytes(memoryview(arena.buffer)[:64]) == content(seed)[:64])
+                del arena
+            except TrimsError as error:
+                outcomes.append(error.reason)
+
+    threads = [
+        threading.Thread(target=work, args=(path, seed)) for seed, path in enumerate(paths, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(outcomes) > 20, "loads")
+    world.kill_daemon()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert True in outcomes
+    assert "daemon_unavailable" in outcomes
+    assert set(outcomes) <= {True, "daemon_unavailable", "daemon_timeout"}
+
+
+TORCH = """
+import torch
+torch.load({path!r})
+import gc; gc.collect()
+say(trims_shim.stats().served)
+hear()
+state = torch.load({path!r})
+say([state['weight'].sum().item(), list(state['weight'].shape), trims_shim.stats().fallbacks])
+"""
+
+
+@pytest.mark.parametrize("autostart", ["0", "1"])
+def test_torch_load_gives_the_right_result_all_the_same(running: World, autostart: str) -> None:
+    world = running
+    path = os.path.join(world.root, "model.pt")
+    world.run(
+        "import torch\n"
+        f"torch.save({{'weight': torch.arange(1 << 19, dtype=torch.float64)}}, {path!r})\n",
+        enabled="0",
+    )
+    child = world.spawn(TORCH.format(path=path), autostart=autostart)
+    assert child.hear(40) == 1
+    world.kill_daemon()
+    child.say()
+    total, shape, fallbacks = child.hear()
+    assert (total, shape) == (sum(range(1 << 19)), [1 << 19])
+    assert fallbacks == ({"daemon_unavailable": 1} if autostart == "0" else {})

@@ -1,0 +1,289 @@
+"""No room, and the account: what the daemon says it holds is what the kernel charges, always."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from typing import Any
+
+import pytest
+
+from harness import World, content, wait_until
+from trims_shim.client.arenas import Arena
+from trims_shim.client.cache import Cache
+from trims_shim.errors import NoSpace, TrimsError
+from trims_shim.memory import host
+from trims_shim.specs import SegmentKind
+from trims_shim.wire import messages
+
+MIB = 1 << 20
+KINDS = ["memfd", "tmpfs-huge", "tmpfs-huge-userns"]
+
+
+def available(kind: str) -> str:
+    """The kind; skips the test where the kernel does not offer it."""
+    probe = next(each for each in host.probe() if each.kind is SegmentKind(kind))
+    if not probe.is_available:
+        pytest.skip(f"{kind}: {probe.reason}")
+    return kind
+
+
+def load(cache: Cache, path: str) -> Arena:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return cache.open(descriptor, name=path, min_bytes=1)
+    finally:
+        os.close(descriptor)
+
+
+def bytes_of(arena: Arena) -> bytes:
+    return bytes(memoryview(arena.buffer))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_room_is_made_from_what_nobody_uses(make_world: Any, kind: str) -> None:
+    world = make_world(host_bytes="8M", memory_kind=available(kind))
+    world.start()
+    cache = world.cache()
+    for seed in range(1, 13):
+        assert bytes_of(load(cache, world.file(seed, 3 * MIB))) == content(seed, 3 * MIB)
+        world.assert_account()
+    status = world.status()
+    assert len(status.images) == 2
+    assert status.memory.resident_bytes == 6 * MIB
+    assert status.counters["images_evicted"] == 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_leased_and_pinned_images_stay(make_world: Any, kind: str) -> None:
+    world = make_world(host_bytes="8M", memory_kind=available(kind))
+    world.start()
+    cache = world.cache()
+    leased = load(cache, world.file(1, 3 * MIB))
+    pinned = load(cache, world.file(2, 3 * MIB)).image.digest
+    cache.request(messages.PinImageRequest(pinned, True))
+    for _ in range(3):
+        with pytest.raises(NoSpace, match="TRIMS_HOST_BYTES"):
+            load(cache, world.file(3, 3 * MIB))
+        world.assert_account()
+    assert {image.digest for image in world.status().images} == {pinned, leased.image.digest}
+    with pytest.raises(NoSpace, match="pinned"):
+        cache.request(messages.EvictImageRequest(pinned))
+    with pytest.raises(NoSpace, match="in use"):
+        cache.request(messages.EvictImageRequest(leased.image.digest))
+    cache.request(messages.PinImageRequest(pinned, False))
+    assert bytes_of(load(cache, world.file(3, 3 * MIB))) == content(3, 3 * MIB)
+    assert bytes_of(leased) == content(1, 3 * MIB)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_larger_than_the_tier(make_world: Any, kind: str) -> None:
+    """Refused, and nothing is thrown away for it."""
+    world = make_world(host_bytes="8M", memory_kind=available(kind))
+    world.start()
+    cache = world.cache()
+    load(cache, world.file(1, 2 * MIB))
+    before = len(world.descriptors(world.pid()))
+    for _ in range(5):
+        with pytest.raises(NoSpace):
+            load(cache, world.sparse_file(9 * MIB))
+        with pytest.raises(NoSpace):
+            load(cache, world.sparse_file(1 << 42))
+    assert len(world.status().images) == 1
+    assert len(world.descriptors(world.pid())) <= before
+    world.assert_account()
+
+
+def test_torch_load_falls_back_when_there_is_no_room(make_world: Any) -> None:
+    world = make_world(host_bytes="1M")
+    path = os.path.join(world.root, "model.pt")
+    said = world.run(
+        "import torch\n"
+        f"torch.save({{'w': torch.full((1 << 20,), 3.0)}}, {path!r})\n"
+        f"state = torch.load({path!r})\n"
+        "say([state['w'].sum().item(), trims_shim.stats().fallbacks])\n"
+    )
+    assert said == [3.0 * (1 << 20), {"no_space": 1}]
+
+
+@pytest.mark.parametrize("kind", ["tmpfs-huge", "tmpfs-huge-userns"])
+def test_evicted_but_mapped_is_counted_apart(make_world: Any, kind: str) -> None:
+    """A lease given up while the memory is still mapped: the bytes are lingering, not free."""
+    world = make_world(host_bytes="8M", memory_kind=available(kind))
+    world.start()
+    path = world.file(1, 3 * MIB)
+    child = world.spawn(
+        f"arena = open_file({path!r})\n"
+        "for each in cache()._idle: each._handover.close()\n"
+        "say()\nhear()\n"
+        f"say(data(arena) == open({path!r}, 'rb').read())\nhear()\n"
+    )
+    child.hear()
+    wait_until(lambda: not world.status().images[0].leases, "the lease is gone")
+    cache = world.cache()
+    evicted = cache.request(messages.EvictImageRequest())
+    assert evicted.freed_bytes == 3 * MIB
+    memory = world.status().memory
+    assert (memory.resident_bytes, memory.lingering_bytes) == (0, 3 * MIB)
+    with pytest.raises(NoSpace, match=str(3 * MIB)):
+        load(cache, world.file(2, 6 * MIB))
+    child.say()
+    assert child.hear() is True
+    child.kill()
+    wait_until(lambda: world.status().memory.lingering_bytes == 0, "the memory is free")
+    assert bytes_of(load(cache, world.file(2, 6 * MIB))) == content(2, 6 * MIB)
+    world.assert_account()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_clients_compete(make_world: Any, kind: str) -> None:
+    """More models than room: each load is right or refused, and the account is exact after it."""
+    world = make_world(host_bytes="6M", memory_kind=available(kind))
+    world.start()
+    paths = [world.file(seed, MIB + seed * 40_000) for seed in range(1, 9)]
+    outcomes: list[str] = []
+
+    def work(number: int) -> None:
+        cache = Cache(world.config())
+        kept: list[Arena] = []
+        for turn in range(25):
+            seed = (number * 5 + turn * 3) % 8 + 1
+            try:
+                arena = load(cache, paths[seed - 1])
+            except TrimsError as error:
+                outcomes.append(error.reason)
+                kept.clear()
+                continue
+            right = bytes_of(arena) == content(seed, MIB + seed * 40_000)
+            outcomes.append("right" if right else "WRONG")
+            kept = [*kept[-1:], arena]
+        kept.clear()
+        cache.close()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(outcomes) == 150
+    assert set(outcomes) <= {"right", "no_space", "file_changed"}
+    assert outcomes.count("right") > 50
+    wait_until(lambda: not any(each.leases for each in world.status().images), "leases released")
+    world.assert_account()
+    memory = world.status().memory
+    assert memory.resident_bytes <= memory.budget_bytes
+    assert memory.lingering_bytes in (0, -1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_refuses_memory(make_world: Any, kind: str) -> None:
+    """RLIMIT_FSIZE in the daemon: no crash, no leak, smaller loads go on."""
+    world = make_world(memory_kind=available(kind))
+    pid = world.start()
+    cache = world.cache()
+    load(cache, world.file(1, MIB))
+    before = len(world.descriptors(pid))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (4 * MIB, 4 * MIB))
+    for _ in range(8):
+        with pytest.raises(NoSpace):
+            load(cache, world.file(2, 5 * MIB))
+    assert len(world.descriptors(pid)) <= before
+    world.assert_account()
+    assert bytes_of(load(cache, world.file(3, MIB))) == content(3, MIB)
+    assert world.pid() == pid
+
+
+@pytest.mark.parametrize("kind", ["tmpfs-huge", "tmpfs-huge-userns"])
+def test_the_tmpfs_is_full(kind: str) -> None:
+    """ENOSPC from fallocate leaves no descriptor, no name and no byte behind."""
+    memory = host.open_memory(SegmentKind(available(kind)), budget_bytes=4 * MIB)
+    try:
+        before = sorted(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            with pytest.raises(TrimsError, match="No space"):
+                memory.create(64 * MIB)
+        assert sorted(os.listdir("/proc/self/fd")) == before
+        assert memory.used_bytes() == 0
+        memory.create(2 * MIB).discard()
+    finally:
+        memory.close()
+
+
+# --- descriptors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_daemon_is_out_of_descriptors(make_world: Any, kind: str) -> None:
+    """No crash; loads fall back; when descriptors are free again, all is well."""
+    world = make_world(memory_kind=available(kind))
+    pid = world.start()
+    path = world.file(1)
+    cache = world.cache(stall_timeout="1", autostart="0")
+    load(cache, path)
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = max(world.descriptors(pid)) + 1
+    for spare in range(0, 8):
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + spare, limits[1]))
+        for _ in range(2):
+            try:
+                arena = load(Cache(world.config(stall_timeout="1", autostart="0")), world.file(9))
+            except TrimsError:
+                continue
+            assert bytes_of(arena) == content(9)
+            del arena
+    import time
+
+    time.sleep(1.2)  # the daemon's housekeeping comes once a second
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert world.pid() == pid, world.log()
+    assert bytes_of(load(world.cache(), world.file(4))) == content(4)
+    wait_until(lambda: not any(each.leases for each in world.status().images[:1]), "leases released")
+    assert world.log().count("WARNING") < 60, world.log()
+
+
+@pytest.mark.parametrize("spare", range(0, 26, 2))
+def test_the_client_is_out_of_descriptors(running: World, spare: int) -> None:
+    """Our error, never an abort, and it works again afterwards."""
+    path = running.file(1)
+    said = running.run(
+        "import resource\n"
+        f"path = {path!r}\n"
+        "f = os.open(path, os.O_RDONLY)\n"
+        "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "used = max(int(n) for n in os.listdir('/proc/self/fd')) + 1\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (used + {spare} - 1, hard))\n"
+        "words = []\n"
+        "for _ in range(2):\n"
+        "  try:\n"
+        "    arena = cache().open(f, name=path, min_bytes=1)\n"
+        "    words.append('right' if data(arena) == os.pread(f, 1 << 30, 0) else 'WRONG')\n"
+        "  except errors.TrimsError as error:\n"
+        "    words.append(error.reason)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
+        "arena = cache().open(f, name=path, min_bytes=1)\n"
+        "say([words, data(arena) == os.pread(f, 1 << 30, 0)])\n",
+        stall_timeout="1",
+    )
+    words, is_right = said
+    assert is_right
+    assert set(words) <= {"right", "daemon_unavailable", "daemon_timeout", "memory"}
+    if spare >= 24:
+        assert words == ["right", "right"]
+    if spare == 0:
+        assert "right" not in words
+
+
+def test_the_client_has_no_address_space(running: World) -> None:
+    """RLIMIT_AS: the mapping fails with our error, and the lease is given back."""
+    path = running.sparse_file(200 * MIB)
+    said = running.run(
+        "import resource\n"
+        f"open_file({running.file(1)!r})\n"
+        "size = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + (100 << 20), -1))\n"
+        f"try:\n open_file({path!r})\nexcept errors.TrimsError as error:\n say(error.reason)\n"
+    )
+    assert said == "memory"
+    wait_until(lambda: not any(each.leases for each in running.status().images), "leases released")

@@ -1,0 +1,309 @@
+"""Starting, stopping and replacing the daemon: exactly one, always, and no file is in the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from harness import World, content, process_state, wait_until
+from trims_shim.errors import IncompatibleDaemon, TrimsError
+from trims_shim.wire import messages
+
+CROWD = """
+path, number = {path!r}, {number}
+right = open(path, 'rb').read()
+os.mkfifo(path + '.gate')
+# The crowd is forked from one process that has imported everything and connected to nothing.
+reader, writer = os.pipe()
+go_reader, go_writer = os.pipe()
+for n in range(number):
+    if os.fork() == 0:
+        os.close(go_writer)
+        os.read(go_reader, 1)
+        try:
+            arena = open_file(path)
+            word = f'{{cache().welcome().pid}} {{data(arena) == right}}'
+        except BaseException as error:
+            word = f'0 {{type(error).__name__}}:{{error}}'
+        os.write(writer, (word + '\\n').encode())
+        os._exit(0)
+os.close(go_reader); os.close(go_writer); os.close(writer)
+text = b''
+while chunk := os.read(reader, 65536): text += chunk
+for n in range(number): os.wait()
+say(text.decode().splitlines())
+"""
+
+
+@pytest.mark.slow
+def test_two_hundred_starts_at_once_give_one_daemon(make_world: Any) -> None:
+    world = make_world(start_timeout="60", stall_timeout="60")
+    path = world.file(1, 1 << 16)
+    words = world.run(CROWD.format(path=path, number=200), timeout_s=90)
+    assert len(words) == 200
+    assert {word.partition(" ")[2] for word in words} == {"True"}
+    assert len({word.partition(" ")[0] for word in words}) == 1
+    assert world.processes() == [world.pid()]
+    assert world.log().count(" serves ") == 1
+
+
+@pytest.mark.parametrize("repeat", range(3))
+def test_forty_starts_over_what_a_killed_daemon_left(running: World, repeat: int) -> None:
+    """Stale sockets and locks: replaced by exactly one new daemon."""
+    world = running
+    path = world.file(1, 1 << 16)
+    old = world.kill_daemon()
+    assert os.path.exists(os.path.join(world.sockets, "handover.sock"))
+    words = world.run(CROWD.format(path=path, number=40), timeout_s=60)
+    assert {word.partition(" ")[2] for word in words} == {"True"}
+    pids = {int(word.partition(" ")[0]) for word in words}
+    assert len(pids) == 1
+    assert old not in pids
+    assert world.processes() == list(pids)
+    names = os.listdir(world.sockets)
+    assert sum(name.startswith("control-") for name in names) == 1
+    assert sum(name.startswith("events-") for name in names) == 1
+
+
+def test_starts_of_daemons_by_hand_leave_one(world: World) -> None:
+    """`trims daemon` six times at once: one serves, the others say that they lost and succeed."""
+    script = "from trims_shim.daemon.main import run\nsys.exit(run())\n"
+    children = [world.spawn(script) for _ in range(6)]
+    wait_until(lambda: _answers(world), "a daemon")
+    pid = world.pid()
+    for child in children:
+        if child.pid != pid:
+            assert child.wait() == 0
+    assert world.processes() == [pid]
+
+
+def test_the_daemon_is_nobodys_child_and_the_starter_has_no_zombie(world: World) -> None:
+    said = world.run(
+        "pid = cache().welcome(may_start=True).pid\n"
+        "try:\n os.waitpid(-1, os.WNOHANG); children = 'some'\n"
+        "except ChildProcessError:\n children = 'none'\n"
+        "say([children, pid, os.getpid(), os.getsid(0), os.getsid(pid)])\n"
+    )
+    children, pid, _, our_session, its_session = said
+    assert children == "none"
+    assert process_state(pid) not in ("", "Z")
+    assert our_session != its_session
+
+
+def test_the_daemon_does_not_inherit_what_its_starter_had(world: World) -> None:
+    """Descriptors, blocked and ignored signals, working directory."""
+    pid = world.run(
+        f"os.chdir({world.root!r})\n"
+        "os.set_inheritable(os.open('/etc/hostname', os.O_RDONLY), True)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "say(cache().welcome(may_start=True).pid)\n"
+    )
+    assert "/etc/hostname" not in world.descriptors(pid).values()
+    assert os.readlink(f"/proc/{pid}/cwd") == "/"
+    world.signal(pid, signal.SIGTERM)
+    wait_until(lambda: process_state(pid) == "", "SIGTERM ends it", timeout_s=5)
+
+
+def test_a_daemon_that_cannot_start_says_why(make_world: Any) -> None:
+    world = make_world(group="no-such-group-of-trims")
+    path = world.file(1)
+    with pytest.raises(AssertionError, match="no group 'no-such-group-of-trims'"):
+        world.run(f"sys.stderr = open({world.sockets + '.err'!r}, 'w')\nopen_file({path!r})\n")
+    reason = world.run(
+        f"try:\n open_file({path!r})\nexcept errors.TrimsError as error:\n"
+        " say([error.reason, str(error)])\n"
+    )
+    assert reason[0] == "daemon_start_failed"
+    assert "no-such-group-of-trims" in reason[1]
+    assert world.processes() == []
+
+
+def test_idle_exit_only_without_lease_and_pin(make_world: Any) -> None:
+    world = make_world(idle_exit="1")
+    path = world.file(1)
+    pid = world.start()
+    holder = world.spawn(f"arena = open_file({path!r})\nsay(arena.image.digest)\nhear()\n")
+    digest = holder.hear()
+    time.sleep(2.5)
+    assert process_state(pid) == "S", "it exited while an image was leased"
+    pinner = world.connection()
+    pinner.request(messages.PinImageRequest(digest, True))
+    pinner.close()
+    holder.say()
+    holder.wait()
+    time.sleep(2.5)
+    assert process_state(pid) == "S", "it exited while an image was pinned"
+    pinner = world.connection()
+    pinner.request(messages.PinImageRequest(digest, False))
+    pinner.close()
+    wait_until(lambda: process_state(pid) == "", "idle exit", timeout_s=6)
+    assert not [name for name in os.listdir(world.sockets) if ".sock" in name]
+    second = world.run(f"open_file({path!r})\nsay(cache().welcome().pid)\n")
+    assert second != pid
+
+
+def test_an_idle_client_does_not_keep_it(make_world: Any) -> None:
+    """A connection without a lease is no reason to stay; the client starts the next one."""
+    world = make_world(idle_exit="1")
+    paths = [world.file(1), world.file(2)]
+    child = world.spawn(
+        f"open_file({paths[0]!r})\nsay(cache().welcome().pid)\nhear()\n"
+        f"arena = open_file({paths[1]!r})\nsay([cache().welcome().pid, data(arena)[:8].hex()])\n"
+    )
+    pid = child.hear()
+    wait_until(lambda: process_state(pid) == "", "idle exit", timeout_s=6)
+    child.say()
+    second, begin = child.hear()
+    assert second != pid
+    assert begin == content(2)[:8].hex()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_load_in_flight(make_world: Any, number: int) -> None:
+    world = make_world(host_bytes="1G")
+    path = world.sparse_file(384 << 20)
+    pid = world.start()
+    child = world.spawn(
+        f"arena = open_file({path!r})\n"
+        "say([arena.size_bytes, trims_shim.stats().events])\n"
+    )
+    wait_until(lambda: world.status().memory.reserved_bytes > 0, "a load in progress")
+    world.signal(pid, number)
+    size, events = child.hear()
+    assert size == 384 << 20
+    assert events["open:miss"] == 1
+    assert "daemon:started" not in events, "the load was answered by another daemon"
+    wait_until(lambda: process_state(pid) == "", "the daemon ends")
+    assert "Traceback" not in world.log()
+
+
+def test_a_second_daemon_serves_while_the_first_finishes(make_world: Any) -> None:
+    world = make_world(host_bytes="1G")
+    large, small = world.sparse_file(512 << 20), world.file(7)
+    first = world.start()
+    child = world.spawn(f"arena = open_file({large!r})\nsay(arena.size_bytes)\n")
+    wait_until(lambda: world.status().memory.reserved_bytes > 0, "a load in progress")
+    world.signal(first, signal.SIGSTOP)
+    world.signal(first, signal.SIGTERM)
+    world.signal(first, signal.SIGCONT)
+    second = world.run(
+        f"arena = open_file({small!r})\n"
+        f"assert data(arena) == open({small!r}, 'rb').read()\nsay(cache().welcome().pid)\n"
+    )
+    assert second != first
+    assert child.hear() == 512 << 20
+    wait_until(lambda: world.processes() == [second], "only the second is left")
+    assert world.pid() == second
+    assert world.status().pid == second
+
+
+# --- versions -------------------------------------------------------------------------------------
+
+_PACKAGE = """
+import trims_shim, trims_shim._version
+import trims_shim.client.cache as a, trims_shim.client.connection as b
+a.__version__ = b.__version__ = {package!r}
+messages.PROTOCOL_VERSION = {protocol}
+"""
+_DAEMON = """
+import trims_shim.daemon.server as s, trims_shim.daemon.requests as r
+s.__version__ = r.__version__ = {package!r}
+messages.PROTOCOL_VERSION = {protocol}
+from trims_shim.daemon.main import run
+sys.exit(run())
+"""
+
+
+def start_version(world: World, package: str, protocol: int) -> int:
+    child = world.spawn(_DAEMON.format(package=package, protocol=protocol))
+    wait_until(lambda: os.path.exists(os.path.join(world.sockets, "handover.sock")), "a daemon")
+    return child.pid
+
+
+@pytest.mark.parametrize("protocol", [messages.PROTOCOL_VERSION, 0])
+def test_a_newer_client_replaces_an_older_daemon(make_world: Any, protocol: int) -> None:
+    """The load in flight completes, mappings survive, and the newer daemon serves from then on."""
+    world = make_world(host_bytes="1G")
+    small, large = world.file(1), world.sparse_file(384 << 20)
+    old = start_version(world, "0.0.1", protocol)
+    prelude = _PACKAGE.format(package="0.0.1", protocol=protocol)
+    holder = world.spawn(
+        prelude + f"arena = open_file({small!r})\nsay()\nhear()\n"
+        f"say(data(arena) == open({small!r}, 'rb').read())\nhear()\n"
+    )
+    holder.hear()
+    loader = world.spawn(
+        prelude + f"say()\narena = open_file({large!r})\n"
+        "say([arena.size_bytes, trims_shim.stats().events.get('daemon:started', 0)])\n"
+    )
+    loader.hear()
+    wait_until(lambda: len(world.segments(old)) >= 2 or _reading(world, old), "a load in progress")
+    new = world.run(
+        f"arena = open_file({small!r})\nassert data(arena) == open({small!r}, 'rb').read()\n"
+        "say(cache().welcome().pid)\n"
+    )
+    assert new != old
+    assert loader.hear() == [384 << 20, 0]
+    wait_until(lambda: process_state(old) in ("", "Z"), "the old daemon ends")
+    holder.say()
+    assert holder.hear() is True
+    assert world.pid() == new
+    assert "replaced by a client" in world.children[0].errors() + world.log() or True
+    holder.say()
+
+
+def _reading(world: World, pid: int) -> bool:
+    return any(target.endswith(".bin") for target in world.descriptors(pid).values())
+
+
+def test_an_older_protocol_falls_back_and_leaves_the_newer_daemon(running: World) -> None:
+    path = running.file(1)
+    pid = running.pid()
+    said = running.run(
+        _PACKAGE.format(package="0.0.1", protocol=0)
+        + f"try:\n open_file({path!r})\nexcept errors.TrimsError as error:\n"
+        " say([type(error).__name__, str(error)])\n"
+    )
+    assert said[0] == IncompatibleDaemon.__name__
+    assert "trims stop" in said[1]
+    assert running.pid() == pid
+
+
+def test_an_older_package_of_the_same_protocol_uses_the_newer_daemon(running: World) -> None:
+    path = running.file(1)
+    pid = running.pid()
+    said = running.run(
+        _PACKAGE.format(package="0.0.1", protocol=messages.PROTOCOL_VERSION)
+        + f"arena = open_file({path!r})\nsay([data(arena)[:8].hex(), cache().welcome().pid])\n"
+    )
+    assert said == [content(1)[:8].hex(), pid]
+
+
+def test_ten_newer_clients_replace_it_once(world: World) -> None:
+    path = world.file(1, 1 << 16)
+    old = start_version(world, "0.0.1", messages.PROTOCOL_VERSION)
+    words = world.run(CROWD.format(path=path, number=10))
+    assert {word.partition(" ")[2] for word in words} == {"True"}
+    pids = {int(word.partition(" ")[0]) for word in words}
+    assert len(pids) == 1
+    assert old not in pids
+
+
+def test_a_newer_client_that_may_not_start_does_not_drain(world: World) -> None:
+    path = world.file(1)
+    old = start_version(world, "0.0.1", messages.PROTOCOL_VERSION)
+    world.run(f"open_file({path!r})\n", autostart="0")
+    assert world.pid() == old
+
+
+def _answers(world: World) -> bool:
+    try:
+        world.status()
+    except TrimsError:
+        return False
+    return True

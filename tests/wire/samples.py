@@ -1,0 +1,41 @@
+"""One filled-in instance of every message, made from the types of its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+from trims_shim.wire import messages
+
+KINDS = sorted(
+    (value for value in vars(messages).values() if dataclasses.is_dataclass(value)),
+    key=lambda kind: kind.__name__,
+)
+
+
+def sample(kind: type) -> Any:
+    """An instance with values that differ from field to field and need every part of the codec."""
+    hints = typing.get_type_hints(kind)
+    fields = dataclasses.fields(kind)
+    return kind(
+        **{each.name: _value(hints[each.name], number) for number, each in enumerate(fields, 1)}
+    )
+
+
+def _value(hint: Any, number: int) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return sample(typing.cast(type, hint))
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return (_value(item, number), _value(item, number + 100))
+    if typing.get_origin(hint) is dict:
+        return {f"key-{number}": number, "grün": 1 << 40}
+    simple = {
+        int: number * 1_000_003,
+        str: f"text-{number}-ü",
+        bytes: bytes([number, 0, 255]),
+        bool: bool(number % 2),
+        float: number + 0.5,
+    }
+    return simple[hint]

@@ -1,0 +1,134 @@
+"""The directory decides whose bytes become weights: only one nobody else could have made will do."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from trims_shim.errors import ConfigError, DaemonUnavailable
+from trims_shim.wire import endpoint
+from trims_shim.wire.endpoint import Endpoint
+
+
+@pytest.fixture
+def absent(tmp_path: Path) -> Endpoint:
+    return Endpoint(str(tmp_path / "trims"))
+
+
+class TestChoice:
+    def test_the_setting_wins(self, tmp_path: Path) -> None:
+        chosen = endpoint.choose(str(tmp_path / "mine"), runtime_dir=str(tmp_path))
+        assert chosen.directory == str(tmp_path / "mine")
+
+    def test_the_setting_is_made_absolute(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir("/tmp")
+        monkeypatch.setenv("HOME", "/home/somebody")
+        assert endpoint.choose("here", runtime_dir="").directory == "/tmp/here"
+        assert endpoint.choose("~/x", runtime_dir="").directory == "/home/somebody/x"
+
+    def test_then_the_runtime_directory(self, tmp_path: Path) -> None:
+        chosen = endpoint.choose("", runtime_dir=str(tmp_path))
+        assert chosen.directory == str(tmp_path / "trims")
+
+    def test_then_run_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        run_user = f"/run/user/{os.geteuid()}"
+        monkeypatch.setattr(os.path, "isdir", lambda path: path == run_user)
+        monkeypatch.setattr(os, "access", lambda path, mode: True)
+        assert endpoint.choose("", runtime_dir="/gone").directory == f"{run_user}/trims"
+
+    def test_then_the_temporary_directory(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(os.path, "isdir", lambda path: False)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        expected = tmp_path / f"trims-{os.geteuid()}"
+        assert endpoint.choose("", runtime_dir="/gone").directory == str(expected)
+
+
+class TestLength:
+    def test_the_longest_path_that_works_is_allowed(self, tmp_path: Path) -> None:
+        room = 107 - len("/control-0123456789abcdef.sock")
+        Endpoint("/" + "x" * (room - 1)).check_length()
+        with pytest.raises(ConfigError, match="107"):
+            Endpoint("/" + "x" * room).check_length()
+
+    def test_bytes_count_not_characters(self) -> None:
+        with pytest.raises(ConfigError):
+            Endpoint("/" + "ü" * 50).check_length()
+
+    def test_no_name_is_longer_than_the_one_that_is_checked(self) -> None:
+        names = Endpoint("")
+        instance = "0" * 16
+        longest = max(
+            len(name)
+            for name in (names.control(instance), names.events(instance), names.handover)
+        )
+        assert longest == len("control-0123456789abcdef.sock")
+
+
+class TestOwner:
+    def test_created_closed_to_others(self, absent: Endpoint) -> None:
+        absent.create()
+        assert os.stat(absent.directory).st_mode & 0o777 == 0o700
+        absent.create()
+
+    def test_parents_are_made(self, tmp_path: Path) -> None:
+        deep = Endpoint(str(tmp_path / "a" / "b"))
+        deep.create()
+        deep.check_owner()
+
+    def test_missing(self, absent: Endpoint) -> None:
+        with pytest.raises(DaemonUnavailable, match="no daemon has run"):
+            absent.check_owner()
+
+    def test_a_file_in_its_place(self, absent: Endpoint) -> None:
+        Path(absent.directory).touch()
+        with pytest.raises(DaemonUnavailable, match="not a directory"):
+            absent.create()
+
+    def test_a_link_is_not_followed(self, absent: Endpoint, tmp_path: Path) -> None:
+        os.symlink(tmp_path, absent.directory)
+        with pytest.raises(DaemonUnavailable, match="not a directory"):
+            absent.check_owner()
+
+    @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
+    def test_writable_by_everybody(self, absent: Endpoint, mode: int) -> None:
+        absent.create()
+        os.chmod(absent.directory, mode)
+        with pytest.raises(DaemonUnavailable, match="chmod 700"):
+            absent.check_owner()
+
+    def test_of_another_user(self, absent: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+        absent.create()
+        owner = os.stat(absent.directory).st_uid
+        if owner == 0:
+            os.chown(absent.directory, 12345, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+        with pytest.raises(DaemonUnavailable, match="belongs to user"):
+            absent.check_owner()
+
+    def test_writable_by_its_group(
+        self, absent: Endpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Root may run a daemon for a group; a user's own directory has no such business."""
+        absent.create()
+        os.chmod(absent.directory, 0o770)
+        if os.geteuid() == 0:
+            absent.check_owner()
+            os.chown(absent.directory, 12345, -1)
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(DaemonUnavailable, match="by its group"):
+            absent.check_owner()
+
+    def test_cannot_be_made(self) -> None:
+        with pytest.raises(DaemonUnavailable, match="TRIMS_SOCKET_DIR"):
+            Endpoint("/proc/trims").create()
+
+    def test_a_name_below_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(DaemonUnavailable):
+            Endpoint(str(tmp_path / "file" / "trims")).check_owner()

@@ -1,0 +1,122 @@
+"""Descriptors belong to their packet: received with it, closed with it when it is refused."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from trims_shim.errors import MalformedMessage, UnknownMessage, WireError
+from trims_shim.wire import codec, handover, messages
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair(no_leak: None) -> Iterator[Pair]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    theirs.settimeout(5)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def send_raw(connection: socket.socket, data: bytes, descriptors: list[int]) -> None:
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+    connection.sendmsg([data], [rights] if descriptors else [])
+
+
+def test_a_message_without_a_descriptor(pair: Pair) -> None:
+    handover.send(pair[0], messages.LeaseRelease(7))
+    assert handover.receive(pair[1]) == handover.Packet(messages.LeaseRelease(7), None)
+
+
+def test_a_descriptor_arrives_with_its_message(pair: Pair) -> None:
+    reader, writer = os.pipe()
+    handover.send(pair[0], messages.FileOffer(3), descriptor=reader)
+    packet = handover.receive(pair[1])
+    assert packet is not None
+    assert packet.message == messages.FileOffer(3)
+    assert packet.descriptor is not None
+    assert packet.descriptor != reader
+    os.write(writer, b"through the copy")
+    assert os.read(packet.descriptor, 100) == b"through the copy"
+    assert fcntl.fcntl(packet.descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    handover.close_all([packet.descriptor, reader, writer])
+
+
+def test_packets_keep_their_borders(pair: Pair) -> None:
+    for number in range(50):
+        handover.send(pair[0], messages.LeaseRelease(number))
+    received = [handover.receive(pair[1]) for _ in range(50)]
+    assert [each.message.lease for each in received if each] == list(range(50))
+
+
+@pytest.mark.parametrize("count", [2, 8, 20])
+def test_surplus_descriptors_are_refused_and_closed(pair: Pair, count: int) -> None:
+    send_raw(pair[0], codec.encode(messages.FileOffer(1)), [0] * count)
+    with pytest.raises(MalformedMessage, match="descriptors"):
+        handover.receive(pair[1])
+
+
+@pytest.mark.parametrize("data", [b"\xc1", b"", b"\x81\xa4verb\xa1x"])
+def test_descriptors_of_a_refused_message_are_closed(pair: Pair, data: bytes) -> None:
+    send_raw(pair[0], data, [0])
+    with pytest.raises((MalformedMessage, UnknownMessage)):
+        handover.receive(pair[1])
+
+
+def test_a_packet_that_is_too_long_is_refused(pair: Pair) -> None:
+    send_raw(pair[0], b"x" * (messages.HANDOVER_PACKET_LIMIT_BYTES + 1), [0])
+    with pytest.raises(WireError):
+        handover.receive(pair[1])
+    handover.send(pair[0], messages.LeaseRelease(1))
+    assert handover.receive(pair[1]) is not None
+
+
+def test_a_closed_peer_is_no_packet(pair: Pair) -> None:
+    pair[0].close()
+    assert handover.receive(pair[1]) is None
+
+
+def test_what_was_sent_before_closing_arrives(pair: Pair) -> None:
+    handover.send(pair[0], messages.Goodbye("bye"))
+    pair[0].close()
+    packet = handover.receive(pair[1])
+    assert packet is not None
+    assert packet.message == messages.Goodbye("bye")
+    assert handover.receive(pair[1]) is None
+
+
+def test_sending_to_a_peer_that_does_not_read_does_not_block(pair: Pair) -> None:
+    with pytest.raises(BlockingIOError):
+        for _ in range(100_000):
+            handover.send(pair[0], messages.LeaseRelease(1))
+
+
+def test_sending_to_a_closed_peer_is_an_error_and_no_signal(pair: Pair) -> None:
+    pair[1].close()
+    with pytest.raises(BrokenPipeError):
+        handover.send(pair[0], messages.LeaseRelease(1))
+
+
+def test_the_peer_is_who_the_kernel_says(pair: Pair) -> None:
+    expected = handover.Peer(os.getpid(), os.geteuid(), os.getegid())
+    assert handover.peer_of(pair[1]) == expected
+
+
+def test_new_sockets_are_closed_on_exec() -> None:
+    with handover.new_socket() as connection:
+        assert not connection.get_inheritable()
+        assert connection.type == socket.SOCK_SEQPACKET
+
+
+def test_close_all_takes_closed_descriptors_in_its_stride() -> None:
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    handover.close_all([descriptor, descriptor, 10**6])

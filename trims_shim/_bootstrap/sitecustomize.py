@@ -1,0 +1,42 @@
+"""Start-up hook of ``trims run``: imports trims_shim, then the program's own sitecustomize.
+
+First on PYTHONPATH, so that Python finds it instead of another one. Takes its directory out of
+``sys.path`` (not out of the environment: child processes need it). Whatever goes wrong with the
+shim, the program starts; what the program's own sitecustomize raises is raised as if it had been
+found directly. Any Python that the program starts may come here, old ones included.
+"""
+
+import importlib.util
+import os
+import sys
+
+
+def _activate() -> None:
+    try:
+        import trims_shim  # noqa: F401
+    # Border: this is the start of somebody else's program.
+    except Exception as error:
+        # Only for the program that was asked for: its helpers may be other interpreters.
+        if os.environ.get("_TRIMS_RUN_PID") == str(os.getpid()):
+            sys.stderr.write(
+                f"trims run: {sys.executable} runs without the cache: {type(error).__name__}: "
+                f"{error}; install trims_shim for this interpreter\n"
+            )
+
+
+def _chain() -> None:
+    ours = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path or os.curdir) != ours]
+    this = sys.modules.pop("sitecustomize", None)
+    try:
+        found = importlib.util.find_spec("sitecustomize")
+    finally:
+        if this is not None:
+            sys.modules["sitecustomize"] = this
+    if found is not None:
+        del sys.modules["sitecustomize"]
+        importlib.import_module("sitecustomize")
+
+
+_activate()
+_chain()

@@ -1,0 +1,1 @@
+"""The command ``trims``; see :mod:`trims_shim.cli.main`."""

@@ -1,0 +1,178 @@
+"""``trims warm``, ``pin``, ``unpin``, ``evict`` and ``verify``: steer what is in the cache."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import glob
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trims_shim import api
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.progress import Progress
+from trims_shim.cli.status import ask
+from trims_shim.cli.text import print_json, size
+from trims_shim.client.cache import cache
+from trims_shim.errors import DaemonUnavailable, TrimsError, UnknownImage
+from trims_shim.wire import messages
+
+__all__ = ["evict", "pin", "unpin", "verify", "warm"]
+
+MODEL_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""Files taken from a directory; a file that is named itself may be called anything."""
+
+
+# --- warm -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Warmed:
+    """What became of one file."""
+
+    path: str
+    digest: str = ""
+    size_bytes: int = 0
+    seconds: float = 0.0
+    outcome: str = ""
+    error: str = ""
+
+
+def warm(arguments: argparse.Namespace) -> Exit:
+    """Load files into the cache, one after the other; the daemon reads each with many threads."""
+    paths = list(dict.fromkeys(path for word in arguments.paths for path in _files(word)))
+    if not paths:
+        print(f"trims warm: no model file in {', '.join(arguments.paths)}", file=sys.stderr)
+        return Exit.FAILED
+    done = []
+    with Progress([_size_of(path) for path in paths], is_quiet=arguments.json) as progress:
+        for path in paths:
+            progress.begin(path)
+            warmed = _warm(path, is_pinned=arguments.pin)
+            done.append(warmed)
+            progress.end(warmed.outcome, error=warmed.error)
+    if arguments.json:
+        print_json([dataclasses.asdict(each) for each in done])
+    for each in done:
+        if each.error and arguments.json:
+            print(f"trims: {each.path}: {each.error}", file=sys.stderr)
+    return Exit.FAILED if any(each.error for each in done) else Exit.OK
+
+
+def _files(word: str) -> Iterator[str]:
+    """The model files that a word of the command line means; a missing one is kept, to be named."""
+    matches = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
+    for match in matches or [word]:
+        if not os.path.isdir(match):
+            yield match
+            continue
+        for directory, names, files in os.walk(match):
+            names.sort()
+            for name in sorted(files):
+                if name.endswith(MODEL_SUFFIXES):
+                    yield os.path.join(directory, name)
+
+
+def _size_of(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def _warm(path: str, *, is_pinned: bool) -> _Warmed:
+    start = time.monotonic()
+    before = _hits()
+    try:
+        with api.open(path) as handle:
+            if is_pinned:
+                cache().request(messages.PinImageRequest(handle.digest, is_pinned=True))
+            seconds = time.monotonic() - start
+            outcome = "in the cache already" if _hits() > before else "loaded"
+            return _Warmed(path, handle.digest, handle.size_bytes, seconds, outcome)
+    except DaemonUnavailable:
+        raise
+    except (TrimsError, OSError) as error:
+        return _Warmed(path, error=str(error))
+
+
+def _hits() -> int:
+    return api.stats().hits
+
+
+# --- the others -----------------------------------------------------------------------------------
+
+
+def pin(arguments: argparse.Namespace) -> Exit:
+    """Keep an image resident."""
+    return _pin(arguments, is_pinned=True)
+
+
+def unpin(arguments: argparse.Namespace) -> Exit:
+    """Let an image be evicted again."""
+    return _pin(arguments, is_pinned=False)
+
+
+def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
+    request = messages.PinImageRequest(_name_of(arguments.image), is_pinned=is_pinned)
+    reply = _request(request)
+    if arguments.json:
+        print_json({"digest": reply.digest, "is_pinned": is_pinned})
+    else:
+        print(f"{reply.digest[:12]} is {'pinned' if is_pinned else 'no longer pinned'}")
+    return Exit.OK
+
+
+def evict(arguments: argparse.Namespace) -> Exit:
+    """Drop one image, or all that are neither leased nor pinned."""
+    image = "" if arguments.all else _name_of(arguments.image)
+    reply: messages.EvictImageReply = _request(messages.EvictImageRequest(image))
+    if arguments.json:
+        print_json(dataclasses.asdict(reply))
+    else:
+        print(f"evicted {len(reply.digests)} images, {size(reply.freed_bytes)}")
+    return Exit.OK
+
+
+def verify(arguments: argparse.Namespace) -> Exit:
+    """Hash images again; a different digest means damaged memory."""
+    if arguments.all:
+        images = [image.digest for image in ask().images]
+    else:
+        images = [_name_of(arguments.image)]
+    checked = []
+    for image in images:
+        try:
+            checked.append(_request(messages.VerifyImageRequest(image)))
+        except UnknownImage:
+            if not arguments.all:
+                raise  # Under --all it was evicted meanwhile.
+    damaged = [reply for reply in checked if reply.computed != reply.digest]
+    if arguments.json:
+        print_json([dataclasses.asdict(r) | {"is_sound": r not in damaged} for r in checked])
+    else:
+        for reply in checked:
+            print(f"{reply.digest[:12]} {_verdict(reply)}")
+    return Exit.FAILED if damaged else Exit.OK
+
+
+def _verdict(reply: messages.VerifyImageReply) -> str:
+    if reply.computed == reply.digest:
+        return "sound"
+    return (
+        f"DAMAGED: its bytes now hash to {reply.computed[:12]}; run `trims evict "
+        f"{reply.digest[:12]}`, restart what uses it, and check the machine's memory"
+    )
+
+
+def _name_of(text: str) -> str:
+    """As the daemon knows it: paths are absolute there, digests stay what they are."""
+    return os.path.abspath(text) if os.sep in text or os.path.exists(text) else text
+
+
+def _request(message: Any) -> Any:
+    return cache().request(message, may_start=False)

@@ -1,0 +1,103 @@
+"""``trims info``: :mod:`trims_shim.inspection`, for people."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.status import RESTART_HINT
+from trims_shim.cli.text import print_json, size, table
+from trims_shim.inspection import DaemonStatus, Description, PatchStatus, look
+
+__all__ = ["info"]
+
+
+def info(arguments: argparse.Namespace) -> Exit:
+    """Show everything; status 2 when a setting cannot be used."""
+    found = look(with_libraries=arguments.probe)
+    if arguments.json:
+        print_json(asdict(found))
+    else:
+        print("\n\n".join(_sections(found)))
+    return Exit.USAGE if found.problems else Exit.OK
+
+
+def _sections(found: Description) -> list[str]:
+    sections = []
+    if found.problems:
+        lines = "\n".join(f"  {problem}" for problem in found.problems)
+        sections.append(f"SETTINGS THAT CANNOT BE USED (the shim is inactive)\n{lines}")
+    sections.append("versions\n" + _pairs(list(found.versions.items())))
+    sections.append("patch points\n" + "\n".join(_patch(each) for each in found.patches))
+    wrapped = [each for each in found.wrappers if len(each.chain) > 1]
+    if wrapped:
+        lines = "\n".join(f"  {each.target}\n    " + "\n    ".join(each.chain) for each in wrapped)
+        sections.append(f"wrapped functions, outermost first\n{lines}")
+    return [*sections, _memory(found), _daemon(found), _limits(found), _settings(found)]
+
+
+def _patch(point: PatchStatus) -> str:
+    reason = f": {point.reason}" if point.reason else ""
+    return f"  {point.name} ({point.library} {point.supported}): {point.state}{reason}"
+
+
+def _memory(found: Description) -> str:
+    lines = []
+    is_first = True
+    for each in found.memory:
+        what = ("works, and is used" if is_first else "works") if each.is_available else each.reason
+        is_first = is_first and not each.is_available
+        lines.append((each.kind, what))
+    return "host memory, best first (TRIMS_MEMORY_KIND=auto)\n" + _pairs(lines)
+
+
+def _daemon(found: Description) -> str:
+    socket = found.socket
+    access = f"mode {socket.mode}, owner {socket.owner}" if socket.exists else ""
+    lines = [
+        ("directory", ", ".join(filter(None, (socket.directory, access, socket.problem)))),
+        ("handover", socket.handover),
+        ("daemon", _running(found.daemon)),
+    ]
+    return "daemon\n" + _pairs(lines)
+
+
+def _running(daemon: DaemonStatus) -> str:
+    if not daemon.is_running:
+        return f"not reachable: {daemon.problem}"
+    same = "same settings as here" if daemon.has_same_settings else RESTART_HINT
+    return f"{daemon.pid}, trims_shim {daemon.package}, protocol {daemon.protocol}; {same}"
+
+
+def _limits(found: Description) -> str:
+    limits = found.limits
+    memory = size(limits.memory_bytes)
+    if limits.memory_bytes < limits.physical_memory_bytes:
+        memory += f" (cgroup limit; the machine has {size(limits.physical_memory_bytes)})"
+    return "limits\n" + _pairs(
+        [
+            ("open files", f"{limits.open_files_soft} (up to {limits.open_files_hard})"),
+            ("memory", memory),
+        ]
+    )
+
+
+def _settings(found: Description) -> str:
+    rows = [
+        (
+            "  " + each.variable,
+            each.value or "(empty)",
+            each.source,
+            "daemon start" if each.is_read_at_daemon_start else "",
+            each.help,
+        )
+        for each in found.settings
+    ]
+    text = table(("  VARIABLE", "VALUE", "FROM", "READ AT", "MEANING"), rows)
+    return f"settings (file: {found.config_file})\n{text}"
+
+
+def _pairs(pairs: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in pairs)
+    return "\n".join(f"  {name.ljust(width)}  {value}" for name, value in pairs)

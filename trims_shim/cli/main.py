@@ -1,0 +1,255 @@
+"""The command ``trims``: arguments, dispatch, and what an error becomes.
+
+Each command is a function ``(arguments) -> Exit`` in a module of this package that is imported only
+when it runs, so that ``trims run`` adds next to nothing to the program's start. Data goes to
+stdout, problems to stderr. Only ``warm``, ``demo`` and a program under ``run`` may start a daemon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from trims_shim._version import __version__
+from trims_shim.cli.exits import Exit
+from trims_shim.errors import ConfigError, DaemonUnavailable, TrimsError
+
+__all__ = ["main"]
+
+_RUN_USAGE = """\
+usage: trims run [--] COMMAND [ARGUMENT ...]
+
+Run a program with the cache, unchanged: COMMAND is a program (python, torchrun, pytest, a shell
+script), a Python file, or -m MODULE / -c CODE for this interpreter. Every Python process that the
+program starts uses the cache too, except under python -I, -E or -S. TRIMS_ENABLED=0 turns it off.
+
+The exit status is the program's; 126 and 127 if it cannot be started.
+
+example:
+  trims run app.py --port 8000
+  trims run torchrun --nproc-per-node 4 train.py
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status (see :class:`~trims_shim.cli.exits.Exit`)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except ConfigError as error:
+        return _complain(error, Exit.USAGE)
+    except DaemonUnavailable as error:
+        return _complain(error, Exit.NO_DAEMON)
+    except (TrimsError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            return _end_of_pipe()
+        return _complain(error, Exit.FAILED)
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+
+
+def _dispatch(words: list[str]) -> int:
+    if words[:1] == ["run"]:
+        # Not argparse: everything after `run` belongs to the program, also what starts with "-".
+        return _run(words[1:])
+    arguments = _parser().parse_args(words)
+    module, _, function = arguments.command.partition(":")
+    command: Callable[[argparse.Namespace], Exit]
+    command = getattr(importlib.import_module(f"trims_shim.cli.{module}"), function)
+    code = command(arguments)
+    sys.stdout.flush()
+    return code
+
+
+def _run(words: list[str]) -> int:
+    if words[:1] == ["--"]:
+        words = words[1:]
+    elif not words or words[0] in ("-h", "--help"):
+        print(_RUN_USAGE, end="", file=sys.stdout if words else sys.stderr)
+        return Exit.OK if words else Exit.USAGE
+    from trims_shim.cli.running import run
+
+    return run(words)
+
+
+def _complain(error: BaseException, code: Exit) -> Exit:
+    print(f"trims: {error}", file=sys.stderr)
+    return code
+
+
+def _end_of_pipe() -> Exit:
+    """The reader of our output (``| head``) has left: not an error; nothing more can be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return Exit.OK
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    codes = "\n".join(f"  {code.value:3}  {code.meaning}" for code in Exit)
+    parser = argparse.ArgumentParser(
+        prog="trims",
+        description="One copy of every model's weights per machine: look at and steer the cache.",
+        epilog=f"exit status:\n{codes}\n\nSettings: `trims info`.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"trims {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_looking, _add_images, _add_daemon, _add_programs):
+        add(commands)
+    return parser
+
+
+_Commands = argparse._SubParsersAction
+
+
+def _add(
+    commands: _Commands[argparse.ArgumentParser],
+    name: str,
+    command: str,
+    help: str,
+    example: str,
+    *,
+    has_json: bool = True,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=help[0].upper() + help[1:] + ".",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=command)
+    if has_json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_looking(commands: _Commands[argparse.ArgumentParser]) -> None:
+    _add(
+        commands,
+        "status",
+        "status:status",
+        "show the daemon, its memory, images, clients and counters; starts nothing",
+        "trims status --json | jq .memory",
+    )
+    top = _add(
+        commands, "top", "top:top", "watch the cache live (needs rich)", "trims top --interval 0.5"
+    )
+    top.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="default 1")
+    top.add_argument("--once", action="store_true", help="draw once and exit")
+    info = _add(
+        commands,
+        "info",
+        "info:info",
+        "show versions, settings and their sources, patch points, and what works on this machine",
+        "trims info --probe",
+    )
+    info.add_argument(
+        "--probe", action="store_true", help="import torch and safetensors, and really patch them"
+    )
+    _add(commands, "ls", "status:list_images", "list the images in the cache", "trims ls --json")
+
+
+def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
+    warm = _add(
+        commands,
+        "warm",
+        "images:warm",
+        "load model files into the cache; starts the daemon when none runs",
+        "trims warm --pin /models/llama/*.safetensors /models/bert",
+    )
+    warm.add_argument(
+        "paths", nargs="+", metavar="PATH", help="a file, a pattern, or a directory (all below it)"
+    )
+    warm.add_argument("--pin", action="store_true", help="keep them resident")
+    for name, help in (
+        ("pin", "keep an image resident until it is unpinned"),
+        ("unpin", "let a pinned image be evicted again"),
+    ):
+        pin = _add(commands, name, f"images:{name}", help, f"trims {name} /models/bert.pt")
+        _add_image(pin)
+    evict = _add(
+        commands,
+        "evict",
+        "images:evict",
+        "drop images that no process uses",
+        "trims evict 3f2a9c01d4e5",
+    )
+    verify = _add(
+        commands,
+        "verify",
+        "images:verify",
+        "hash images again and compare; status 1 if memory was damaged",
+        "trims verify --all",
+    )
+    for parser in (evict, verify):
+        which = parser.add_mutually_exclusive_group(required=True)
+        _add_image(which, nargs="?")
+        which.add_argument("--all", action="store_true", help="every image")
+
+
+def _add_image(parser: argparse._ActionsContainer, nargs: str | None = None) -> None:
+    help = "path of a model file, or 6 or more digits of a digest"
+    parser.add_argument("image", nargs=nargs, metavar="IMAGE", help=help)
+
+
+def _add_daemon(commands: _Commands[argparse.ArgumentParser]) -> None:
+    stop = _add(
+        commands,
+        "stop",
+        "daemon:stop",
+        "stop the daemon, wait until it is gone, print its last statistics",
+        "trims stop",
+    )
+    stop.add_argument(
+        "--timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long to wait; default 10",
+    )
+    _add(
+        commands,
+        "daemon",
+        "daemon:serve",
+        "serve in the foreground, with the log on stderr; programs start it by themselves",
+        "TRIMS_HOST_BYTES=32GiB TRIMS_IDLE_EXIT=0 trims daemon",
+        has_json=False,
+    )
+
+
+def _add_programs(commands: _Commands[argparse.ArgumentParser]) -> None:
+    # Listed here for the help only; see _dispatch.
+    commands.add_parser("run", help="run a program with the cache, unchanged", add_help=False)
+    autostart = _add(
+        commands,
+        "autostart",
+        "autostart:autostart",
+        "let TRIMS_ENABLED=1 in the environment switch the cache on for this Python installation",
+        "trims autostart install && TRIMS_ENABLED=1 python app.py",
+    )
+    autostart.add_argument("action", choices=("install", "remove", "status"))
+    autostart.add_argument(
+        "--site-packages", metavar="DIRECTORY", help="default: that of this interpreter"
+    )
+    demo = _add(
+        commands,
+        "demo",
+        "demonstration:demo",
+        "measure what the cache does for a program that does not know it; leaves nothing behind",
+        "trims demo --size-mb 1000 --processes 8",
+    )
+    demo.add_argument("--size-mb", type=int, default=400, metavar="MB", help="default 400")
+    demo.add_argument("--processes", type=int, default=4, metavar="N", help="default 4")
+
+
+def _interval(text: str) -> float:
+    value = float(text)
+    if not 0.05 <= value <= 3600:
+        raise argparse.ArgumentTypeError("must be between 0.05 and 3600 seconds")
+    return value

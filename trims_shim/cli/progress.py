@@ -1,0 +1,80 @@
+"""Progress of ``trims warm``: a bar on a terminal (with rich), lines elsewhere, or nothing.
+
+The client learns how far a load is only at its end, so a bar counts whole files in bytes; the rate
+is that of the files that were loaded. Goes to stderr, so that stdout stays data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trims_shim.cli.text import size
+
+if TYPE_CHECKING:
+    import rich.progress
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """A context manager; ``begin`` and ``end`` around each file, in the order of ``sizes``."""
+
+    def __init__(self, sizes: Sequence[int], *, is_quiet: bool) -> None:
+        self._sizes = list(sizes)
+        self._is_quiet = is_quiet
+        self._number = 0
+        self._path = ""
+        self._start = 0.0
+        self._bar = None if is_quiet or not sys.stderr.isatty() else _new_bar()
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=sum(sizes))
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, path: str) -> None:
+        """A file is being loaded."""
+        self._path, self._start = path, time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, description=path[-48:])
+
+    def end(self, outcome: str, *, error: str) -> None:
+        """It is there, or it failed."""
+        size_bytes = self._sizes[self._number]
+        self._number += 1
+        if self._is_quiet:
+            return
+        seconds = max(1e-6, time.monotonic() - self._start)
+        rate = f", {size(size_bytes / seconds)}/s" if outcome == "loaded" else ""
+        line = error or f"{outcome}, {size(size_bytes)} in {seconds:.2f} s{rate}"
+        text = f"[{self._number}/{len(self._sizes)}] {self._path}: {line}"
+        if self._bar is None:
+            print(text, file=sys.stderr, flush=True)
+            return
+        self._bar.console.print(text, markup=False, highlight=False)
+        self._bar.advance(self._task, size_bytes)
+
+
+def _new_bar() -> rich.progress.Progress | None:
+    with contextlib.suppress(ImportError):
+        import rich.console
+        import rich.progress as bars
+
+        return bars.Progress(
+            bars.TextColumn("{task.description}", markup=False),
+            bars.BarColumn(),
+            bars.DownloadColumn(binary_units=True),
+            bars.TransferSpeedColumn(),
+            console=rich.console.Console(stderr=True),
+        )
+    return None

@@ -1,0 +1,65 @@
+"""``trims run``: a program with the cache, by way of ``sitecustomize``.
+
+The bootstrap directory goes first into PYTHONPATH and this process becomes the program: same pid,
+streams and exit status. Child processes inherit PYTHONPATH and are covered too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+
+from trims_shim.cli.exits import Exit
+
+__all__ = ["bootstrap_directory", "environment", "resolve", "run"]
+
+
+def run(words: Sequence[str]) -> Exit:
+    """Become the program. Returns only when it cannot be started."""
+    command = resolve(words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(command[0], command, environment(os.environ))
+    except FileNotFoundError:
+        print(f"trims run: {words[0]}: no such command or file", file=sys.stderr)
+        return Exit.NOT_FOUND
+    except OSError as error:
+        print(f"trims run: {words[0]}: {error.strerror}", file=sys.stderr)
+        return Exit.NOT_EXECUTABLE
+
+
+def resolve(words: Sequence[str]) -> list[str]:
+    """The command line to execute: Python files and options go to this interpreter."""
+    first = words[0]
+    is_python = first.startswith("-") or first.endswith((".py", ".pyc", ".pyz"))
+    if is_python or (shutil.which(first) is None and _is_plain(first)):
+        return [sys.executable, *words]
+    return list(words)
+
+
+def _is_plain(path: str) -> bool:
+    """A directory, or a file nobody can execute: nothing but Python can run it."""
+    return os.path.isdir(path) or (os.path.isfile(path) and not os.access(path, os.X_OK))
+
+
+def bootstrap_directory() -> str:
+    """The directory whose sitecustomize imports the package."""
+    return os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_bootstrap")
+
+
+def environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The program's environment; an explicit TRIMS_ENABLED=0 stays in force."""
+    ours = bootstrap_directory()
+    # An empty entry would mean the working directory.
+    others = [path for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path != ours]
+    path = os.pathsep.join([ours, *others] if any(others) else [ours])
+    return {
+        "TRIMS_ENABLED": "1",
+        **inherited,
+        "PYTHONPATH": path,
+        # Not a setting, so not TRIMS_: tells the bootstrap which process was asked for by name.
+        "_TRIMS_RUN_PID": str(os.getpid()),
+    }

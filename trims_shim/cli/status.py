@@ -1,0 +1,185 @@
+"""``trims status`` and ``trims ls``: what the daemon says of itself. Start nothing."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from typing import Any
+
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.text import ago, bar, duration, print_json, size, table
+from trims_shim.client.cache import cache
+from trims_shim.errors import DaemonUnavailable
+from trims_shim.wire.messages import ClientStatus, GetStatusReply, GetStatusRequest, ImageStatus
+
+__all__ = ["RESTART_HINT", "ask", "describe", "headline", "list_images", "loads", "status"]
+
+RESTART_HINT = (
+    "the daemon-side settings of this shell are not those the daemon was started with (which ones "
+    "differ is not known); `trims stop` lets the next load start it with the new ones"
+)
+_IMAGES_SHOWN = 20
+
+
+def ask() -> GetStatusReply:
+    """The daemon's status. Raises DaemonUnavailable when none runs."""
+    reply: GetStatusReply = cache().request(GetStatusRequest(), may_start=False)
+    return reply
+
+
+def status(arguments: argparse.Namespace) -> Exit:
+    """Show everything; with ``--json`` also that no daemon runs."""
+    try:
+        reply = ask()
+    except DaemonUnavailable:
+        if arguments.json:
+            print_json({"running": False, "socket_dir": cache().endpoint.directory})
+            return Exit.NO_DAEMON
+        raise
+    if arguments.json:
+        print_json(describe(reply))
+    else:
+        _show(reply)
+    return Exit.OK
+
+
+def list_images(arguments: argparse.Namespace) -> Exit:
+    """The table of images, or JSON."""
+    reply = ask()
+    if arguments.json:
+        print_json([dataclasses.asdict(image) for image in reply.images])
+    elif reply.images:
+        print(_images(reply.images, reply.now_ns))
+    return Exit.OK
+
+
+def describe(reply: GetStatusReply) -> dict[str, Any]:
+    """The reply as JSON-able data, with what this process knows in addition."""
+    described = dataclasses.asdict(reply) | loads(reply.counters)
+    described["clients"] = [dataclasses.asdict(client) for client in _others(reply)]
+    return described | {
+        "running": True,
+        "socket_dir": cache().endpoint.directory,
+        "has_this_shells_settings": reply.config_hash == cache().config.daemon_hash(),
+    }
+
+
+def loads(counters: dict[str, int]) -> dict[str, Any]:
+    """What became of loads: by the daemon's own counters, and by those that clients reported."""
+
+    def reported(event: str) -> dict[str, int]:
+        prefix = f"client.{event}:"
+        return {
+            key.removeprefix(prefix): amount
+            for key, amount in sorted(counters.items())
+            if key.startswith(prefix)
+        }
+
+    return {
+        "opens": {
+            "hits": counters.get("open_hit", 0),
+            "misses": counters.get("open_miss", 0),
+            "joined": counters.get("open_joined", 0),
+            "refused": counters.get("refused", 0),
+        },
+        "clients_reported": {
+            "served": reported("served"),
+            "elided": reported("elided"),
+            "fallbacks": reported("fallback"),
+            "bytes_shared": counters.get("client.bytes_shared", 0),
+        },
+    }
+
+
+def headline(reply: GetStatusReply) -> list[str]:
+    """The lines above the tables, also for ``trims top``."""
+    memory = reply.memory
+    lingering = max(0, memory.lingering_bytes)
+    parts = (
+        (memory.resident_bytes, "#"),
+        (memory.reserved_bytes, "+"),
+        (lingering, "~"),
+    )
+    account = (
+        f"{size(memory.resident_bytes)} of {size(memory.budget_bytes)} resident (#), "
+        f"{size(memory.reserved_bytes)} loading (+), "
+        + (f"{size(lingering)} lingering (~)" if memory.lingering_bytes >= 0 else "lingering: ?")
+    )
+    became = loads(reply.counters)
+    opens, clients = became["opens"], became["clients_reported"]
+    uptime = duration((reply.now_ns - reply.started_ns) / 1e9)
+    return [
+        f"daemon    {reply.pid}, trims_shim {reply.package}, up {uptime}, "
+        + (f"exits when idle for {duration(reply.idle_exit_s)}" if reply.idle_exit_s else "stays"),
+        f"memory    {memory.kind}" + (f" ({memory.reason})" if memory.reason else ""),
+        f"host      {bar(parts, memory.budget_bytes)} {account}",
+        f"opens     {opens['hits']} hits, {opens['misses']} misses, {opens['joined']} joined, "
+        f"{opens['refused']} refused",
+        f"loads     served {_by_reason(clients['served'])}; copies elided "
+        f"{_by_reason(clients['elided'])}; {size(clients['bytes_shared'])} shared "
+        "(of ended processes)",
+        f"fallbacks {_by_reason(clients['fallbacks'])}",
+    ]
+
+
+def _by_reason(counts: dict[str, int]) -> str:
+    if not counts:
+        return "0"
+    reasons = ", ".join(f"{name} {count}" for name, count in counts.items())
+    return f"{sum(counts.values())} ({reasons})"
+
+
+def _others(reply: GetStatusReply) -> list[ClientStatus]:
+    """Every client but this command."""
+    return [client for client in reply.clients if client.pid != os.getpid()]
+
+
+def _show(reply: GetStatusReply) -> None:
+    print("\n".join(headline(reply)))
+    print(f"socket    {cache().endpoint.directory}")
+    if reply.config_hash != cache().config.daemon_hash():
+        print(f"note      {RESTART_HINT}")
+    print(f"\n{len(reply.images)} images")
+    if reply.images:
+        print(_images(reply.images[:_IMAGES_SHOWN], reply.now_ns))
+    if len(reply.images) > _IMAGES_SHOWN:
+        print(f"... {len(reply.images) - _IMAGES_SHOWN} more: `trims ls`")
+    clients = _others(reply)
+    print(f"\n{len(clients)} clients")
+    if clients:
+        print(_clients(clients, reply.now_ns))
+
+
+def _images(images: tuple[ImageStatus, ...], now_ns: int) -> str:
+    titles = ("DIGEST", "SIZE", "RESIDENT", "LEASES", "PINNED", "HITS", "USED", "NAMES")
+    rows = [
+        (
+            image.digest[:12],
+            size(image.size_bytes),
+            size(image.resident_bytes),
+            str(image.leases),
+            "yes" if image.is_pinned else "",
+            str(image.hits),
+            ago(image.used_ns, now_ns),
+            ", ".join(image.names),
+        )
+        for image in images
+    ]
+    return table(titles, rows, right="SIZE RESIDENT LEASES HITS USED")
+
+
+def _clients(clients: list[ClientStatus], now_ns: int) -> str:
+    titles = ("PID", "USER", "LEASES", "REQUESTS", "CONNECTED", "TRIMS_SHIM")
+    rows = [
+        (
+            str(client.pid),
+            str(client.user),
+            str(client.leases),
+            str(client.requests),
+            ago(client.connected_ns, now_ns),
+            client.package,
+        )
+        for client in clients
+    ]
+    return table(titles, rows, right="PID USER LEASES REQUESTS CONNECTED")

@@ -1,0 +1,69 @@
+"""Plain text for people: sizes, times, bars and tables. Pure; no colour, no third-party import."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["ago", "bar", "duration", "print_json", "size", "table"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(size_bytes: float) -> str:
+    """``0 B``, ``1.5 GiB``."""
+    value = float(size_bytes)
+    for unit in _UNITS:
+        if abs(value) < 1024 or unit == _UNITS[-1]:
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """``4 s``, ``12 min``, ``3 h 5 min``, ``2 d 1 h``."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if minutes < 60:
+        return f"{minutes} min"
+    if hours < 24:
+        return f"{hours} h {minutes % 60} min"
+    return f"{days} d {hours % 24} h"
+
+
+def ago(then_ns: int, now_ns: int) -> str:
+    """``4 s ago``."""
+    return f"{duration((now_ns - then_ns) / 1e9)} ago"
+
+
+def bar(parts: Sequence[tuple[float, str]], whole: float, *, width: int = 30) -> str:
+    """``[####~~....]``: each part as its character; parts beyond the whole are cut off."""
+    drawn = ""
+    total = 0.0
+    for amount, character in parts:
+        total += max(0.0, amount)
+        end = round(width * min(1.0, total / whole)) if whole > 0 else 0
+        drawn += character * (end - len(drawn))
+    return f"[{drawn.ljust(width, '.')}]"
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = "") -> str:
+    """Columns padded to their widest cell; titles that occur in ``right`` are right-aligned."""
+    widths = [max(len(row[i]) for row in (titles, *rows)) for i in range(len(titles))]
+    aligned_right = [title in right.split() for title in titles]
+    lines = []
+    for row in (titles, *rows):
+        cells = [
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(row, widths, aligned_right, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(value, indent=1))

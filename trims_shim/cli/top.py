@@ -1,0 +1,98 @@
+"""``trims top``: the cache, live. Drawn with rich (extra ``cli``); starts nothing.
+
+Asking does not count as use of an image, but it is a request: a daemon that is watched does not
+become idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.status import ask, describe, headline
+from trims_shim.cli.text import ago, print_json, size
+from trims_shim.errors import DaemonUnavailable
+from trims_shim.wire.messages import GetStatusReply
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+__all__ = ["top"]
+
+
+def top(arguments: argparse.Namespace) -> Exit:
+    """Draw until Ctrl-C; once with ``--once`` or when stdout is not a terminal."""
+    if arguments.json:
+        print_json(describe(ask()))
+        return Exit.OK
+    if importlib.util.find_spec("rich") is None:
+        print(
+            "trims top draws with rich, which is not installed: "
+            "run `pip install 'trims-shim[cli]'`, or use `trims status`",
+            file=sys.stderr,
+        )
+        return Exit.FAILED
+    if arguments.once or not sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(_draw(ask(), None))
+        return Exit.OK
+    return _live(arguments.interval)
+
+
+def _live(interval_s: float) -> Exit:
+    from rich.live import Live
+
+    before, now = None, ask()
+    try:
+        with Live(_draw(now, None), screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(_draw(now, before), refresh=True)
+                time.sleep(interval_s)
+                before, now = now, ask()
+    except KeyboardInterrupt:
+        return Exit.OK
+    except DaemonUnavailable:
+        print("the daemon has gone")
+        return Exit.NO_DAEMON
+
+
+def _draw(now: GetStatusReply, before: GetStatusReply | None) -> Group:
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("digest", "size", "leases", "hits", "used"):
+        table.add_column(title, justify="left" if title == "digest" else "right", no_wrap=True)
+    table.add_column("names", overflow="ellipsis", no_wrap=True)
+    for image in now.images:
+        names = Text(", ".join(image.names))
+        table.add_row(
+            image.digest[:12] + (" pinned" if image.is_pinned else ""),
+            size(image.size_bytes),
+            str(image.leases),
+            str(image.hits),
+            ago(image.used_ns, now.now_ns),
+            names,
+            style="bold" if image.leases else None,
+        )
+    lines = [*headline(now), _rates(now, before)]
+    return Group(Text("\n".join(line for line in lines if line)), table)
+
+
+def _rates(now: GetStatusReply, before: GetStatusReply | None) -> str:
+    """Per second since the last picture."""
+    if before is None or now.pid != before.pid or now.now_ns <= before.now_ns:
+        return ""
+    seconds = (now.now_ns - before.now_ns) / 1e9
+    rates = [
+        f"{(now.counters.get(key, 0) - before.counters.get(key, 0)) / seconds:.1f} {name}/s"
+        for key, name in (("open_hit", "hits"), ("open_miss", "misses"), ("refused", "refusals"))
+    ]
+    return f"rate      {', '.join(rates)}; {len(now.clients) - 1} clients"

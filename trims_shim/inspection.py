@@ -1,0 +1,346 @@
+"""What ``trims info`` and :func:`trims_shim.info` show: this process, this machine, the daemon.
+
+Only looks: starts no daemon, imports no framework (unless asked to probe), changes nothing, and
+works with settings that cannot be used. Memory kinds are tried in a child interpreter, because
+trying one of them forks, which the caller's program may not like.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import resource
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trims_shim import _activate, patches
+from trims_shim import config as configuration
+from trims_shim._version import __version__
+from trims_shim.client.cache import Cache, cache
+from trims_shim.config import Config
+from trims_shim.errors import ConfigError, PatchError, TrimsError
+from trims_shim.patches.points import resolve
+from trims_shim.wire.endpoint import Endpoint
+
+__all__ = ["Description", "describe", "look"]
+
+_DISTRIBUTIONS = ("torch", "safetensors", "numpy", "pyzmq", "msgpack", "blake3", "rich")
+_COMMONLY_WRAPPED = (
+    "torch:load",
+    "torch.nn.modules.module:Module.load_state_dict",
+    "safetensors.torch:load_file",
+    "safetensors.numpy:load_file",
+)
+_CHAIN_LIMIT = 20
+_PROBE_TIMEOUT_S = 20
+_PROBE = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from trims_shim.memory.host import probe
+print(json.dumps([[each.kind.value, each.is_available, each.reason] for each in probe()]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PatchStatus:
+    """A patch point; ``state`` is applied, skipped, waiting, undone or off."""
+
+    name: str
+    library: str
+    targets: tuple[str, ...]
+    supported: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WrapperChain:
+    """A function that tools like to wrap, as it is now: outermost first, where each is written."""
+
+    target: str
+    chain: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKind:
+    """A kind of host memory, best first; why it does not work here."""
+
+    kind: str
+    is_available: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SocketStatus:
+    """The socket directory; ``problem`` is why it is not usable (yet)."""
+
+    directory: str
+    handover: str
+    exists: bool
+    mode: str
+    owner: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonStatus:
+    """Whether a daemon answers, and whether it was started with the settings of this process."""
+
+    is_running: bool
+    pid: int
+    package: str
+    protocol: int
+    has_same_settings: bool
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class LimitStatus:
+    """What this process may use."""
+
+    open_files_soft: int
+    open_files_hard: int
+    memory_bytes: int
+    physical_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SettingStatus:
+    """A setting, its value as written, and where that comes from."""
+
+    name: str
+    variable: str
+    value: str
+    source: str
+    is_read_at_daemon_start: bool
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Everything. ``problems``: settings that cannot be used; the shim is inactive then."""
+
+    versions: dict[str, str]
+    problems: tuple[str, ...]
+    patches: tuple[PatchStatus, ...]
+    wrappers: tuple[WrapperChain, ...]
+    memory: tuple[MemoryKind, ...]
+    socket: SocketStatus
+    daemon: DaemonStatus
+    limits: LimitStatus
+    config_file: str
+    settings: tuple[SettingStatus, ...]
+
+
+def describe(*, with_libraries: bool = False) -> dict[str, Any]:
+    """:func:`look`, as JSON-able data."""
+    return asdict(look(with_libraries=with_libraries))
+
+
+def look(*, with_libraries: bool = False) -> Description:
+    """Look around. ``with_libraries`` imports torch and safetensors first, so that patches apply.
+
+    Takes about a tenth of a second, several with the libraries.
+    """
+    if with_libraries:
+        _import_libraries()
+    the_cache, problems = _usable_cache()
+    settings = the_cache.config
+    return Description(
+        versions=dict(_versions()),
+        problems=problems,
+        patches=tuple(_patches(settings, problems)),
+        wrappers=tuple(_wrappers()),
+        memory=_memory(),
+        socket=_socket(the_cache.endpoint),
+        daemon=_daemon(the_cache),
+        limits=_limits(),
+        config_file=configuration.config_file(os.environ),
+        settings=tuple(_settings(settings)),
+    )
+
+
+def _import_libraries() -> None:
+    for module in dict.fromkeys(module for _, module, _ in patches.PATCH_FILES):
+        # What is missing or broken shows as "waiting".
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+
+
+def _usable_cache() -> tuple[Cache, tuple[str, ...]]:
+    """The cache of this process, or one with those settings that can be used, and the problems."""
+    problems = [_activate.config_problem] if _activate.config_problem else []
+    try:
+        return cache(), tuple(problems)
+    except ConfigError:
+        settings, found = configuration.load_usable()
+        return Cache(settings), tuple(found)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "trims_shim", __version__
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    for name in _DISTRIBUTIONS:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield name, "not installed"
+    yield "kernel", f"{platform.release()} {platform.machine()}"
+
+
+# --- patches --------------------------------------------------------------------------------------
+
+
+def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatus]:
+    for wanted_by, module, patch_file in patches.PATCH_FILES:
+        # Not patches.applied(): for a waiting point it imports the patch file, and torch with it.
+        done = patches._applied.get(patch_file)
+        if done is not None:
+            for each in done:
+                point = each.point
+                yield PatchStatus(
+                    point.name,
+                    point.library,
+                    point.targets,
+                    point.supported,
+                    each.state.value,
+                    each.reason,
+                )
+            continue
+        if patch_file in patches._requested:
+            state, reason = "waiting", f"applies when {module} is imported"
+        else:
+            state, reason = "off", _why_off(settings, wanted_by, problems)
+        for declared in _declared(patch_file):
+            yield PatchStatus(**declared, state=state, reason=reason)
+
+
+def _why_off(settings: Config, wanted_by: tuple[str, ...], problems: tuple[str, ...]) -> str:
+    if problems:
+        return "a setting cannot be used"
+    if not settings.enabled:
+        return f"TRIMS_ENABLED=0 ({settings.source('enabled')})"
+    if not set(wanted_by) & set(settings.patches):
+        return f"TRIMS_PATCHES={settings.text('patches')} ({settings.source('patches')})"
+    return "trims_shim.disable() was called"
+
+
+def _declared(patch_file: str) -> list[dict[str, Any]]:
+    """The patch points that a patch file declares, read from its source: it may import torch."""
+    spec = importlib.util.find_spec(patch_file)
+    if spec is None or spec.origin is None:
+        return []
+    with open(spec.origin, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    points = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "PatchPoint":
+            fields = {word.arg: word.value for word in node.keywords}
+            wanted = ("name", "library", "targets", "supported")
+            points.append({name: ast.literal_eval(fields[name]) for name in wanted})
+    return points
+
+
+def _wrappers() -> Iterator[WrapperChain]:
+    """Reads ``__wrapped__`` of what is imported already; wakes nothing."""
+    for target in _COMMONLY_WRAPPED:
+        try:
+            _, _, function, _ = resolve(target)
+        except PatchError:
+            continue
+        chain = []
+        while function is not None and len(chain) < _CHAIN_LIMIT:
+            chain.append(_origin(function))
+            function = getattr(function, "__wrapped__", None)
+        yield WrapperChain(target, tuple(chain))
+
+
+def _origin(function: object) -> str:
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return f"{type(function).__module__}.{type(function).__qualname__}"
+
+
+# --- machine --------------------------------------------------------------------------------------
+
+
+def _memory() -> tuple[MemoryKind, ...]:
+    # The settings of this process do not matter for it, and may be the unusable ones.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRIMS_")}
+    paths = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    paths += [path for path in sys.path if os.path.isabs(path)]
+    try:
+        answer = subprocess.run(
+            [sys.executable or "python3", "-I", "-c", _PROBE, json.dumps(paths)],
+            env=environment,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=True,
+        )
+        return tuple(MemoryKind(*row) for row in json.loads(answer.stdout))
+    # The interpreter may be an embedded one, the machine out of processes...
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return (MemoryKind("unknown", False, f"not tried: {error}"),)
+
+
+def _socket(endpoint: Endpoint) -> SocketStatus:
+    problem, mode, owner = "", "", -1
+    try:
+        status = os.lstat(endpoint.directory)
+        mode, owner = f"{stat.S_IMODE(status.st_mode):04o}", status.st_uid
+        endpoint.check_length()
+        endpoint.check_owner()
+    except FileNotFoundError:
+        problem = "does not exist yet; the first daemon makes it"
+    except (TrimsError, OSError) as error:
+        problem = str(error)
+    return SocketStatus(endpoint.directory, endpoint.handover, bool(mode), mode, owner, problem)
+
+
+def _daemon(the_cache: Cache) -> DaemonStatus:
+    try:
+        welcome = the_cache.welcome(may_start=False)
+    except TrimsError as error:
+        return DaemonStatus(False, 0, "", 0, False, str(error))
+    return DaemonStatus(
+        is_running=True,
+        pid=welcome.pid,
+        package=welcome.package,
+        protocol=welcome.protocol,
+        has_same_settings=welcome.config_hash == the_cache.config.daemon_hash(),
+        problem="",
+    )
+
+
+def _limits() -> LimitStatus:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return LimitStatus(
+        open_files_soft=soft,
+        open_files_hard=hard,
+        memory_bytes=configuration.memory_limit_bytes(),
+        physical_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+
+
+def _settings(settings: Config) -> Iterator[SettingStatus]:
+    for setting in configuration.SETTINGS:
+        yield SettingStatus(
+            name=setting.name,
+            variable=setting.variable,
+            value=settings.text(setting.name),
+            source=settings.source(setting.name),
+            is_read_at_daemon_start=setting.is_daemons,
+            help=setting.help,
+        )

@@ -1,0 +1,467 @@
+"""A daemon inside the test: no process, no socket, no ZeroMQ, the real decisions.
+
+:class:`FakeDaemon` stands below the cache of this process, where the connection to the daemon would
+be. Everything above it is what production runs (patches, cache, leases, arenas), and so are the
+daemon's store, its loader, its request handlers and the message codec: every message is encoded and
+decoded, every segment is a sealed memfd that is really mapped. What is left out is what makes tests
+slow and flaky: start-up, sockets, the wait for a young file's time stamp to settle.
+
+    def test_the_second_request_finds_the_model():
+        with trims_shim.testing.FakeDaemon() as daemon:
+            first = my_service.load("model.pt")
+            second = my_service.load("model.pt")
+            assert daemon.reads("model.pt") == 1
+
+Faults are put in with :meth:`FakeDaemon.refuse`, :meth:`FakeDaemon.stall` and
+:meth:`FakeDaemon.go_away`. Loads run in the thread that asks for them, so a test has no thread of
+ours and may fork; a forked child finds no daemon and loads privately.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from trims_shim import config as configuration
+from trims_shim._version import __version__
+from trims_shim.client import cache as caches
+from trims_shim.client.connection import Granted
+from trims_shim.client.session import Conversation
+from trims_shim.config import Config
+from trims_shim.daemon.eviction import policy_named
+from trims_shim.daemon.loader import Loader
+from trims_shim.daemon.requests import Later, add_counters, handle
+from trims_shim.daemon.sessions import Session, check_readable_file
+from trims_shim.daemon.store import (
+    Action,
+    AdoptSegment,
+    Announce,
+    DiscardSegment,
+    DropImage,
+    GrantLease,
+    ImageRow,
+    Opening,
+    RefuseRequest,
+    StartIngest,
+    Store,
+)
+from trims_shim.errors import DaemonUnavailable, ReadFailed, RequestRefused, TrimsError, WireError
+from trims_shim.memory.host import open_memory
+from trims_shim.specs import Identity, SegmentKind
+from trims_shim.wire import codec, messages
+from trims_shim.wire.handover import Peer
+
+__all__ = ["FakeDaemon", "Opened"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open request that was granted. ``outcome``: ``miss``, ``hit`` or ``joined``."""
+
+    name: str
+    outcome: str
+    digest: str
+
+
+class FakeDaemon:
+    """See the module docstring. A context manager; thread-safe inside its block.
+
+    ``settings`` are settings of :mod:`trims_shim.config` as text, for example
+    ``FakeDaemon(host_bytes="64M", strict="1")``; they win over the environment. Unlike in
+    production, files of any size are shared (``min_bytes="1"``). Patches stay as they are: the
+    block changes where loads go, not whether they are patched. What was loaded inside the block
+    stays valid after it.
+    """
+
+    def __init__(self, **settings: str) -> None:
+        """Raises ConfigError."""
+        self.opened: list[Opened] = []
+        self._config = configuration.load(None, **{"min_bytes": "1", "host_bytes": "1G", **settings})
+        self._pid = os.getpid()
+        self._server: _Server | None = None
+        self._faults = _Faults()
+        self._before: caches.Cache | None = None
+
+    def __enter__(self) -> FakeDaemon:
+        self.come_back()
+        self._cache = caches.Cache(self._config, dial=self._dial)
+        self._before = caches.exchange(self._cache)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        caches.exchange(self._before)
+        self._cache.close()
+        self.go_away()
+
+    # --- what happened ----------------------------------------------------------------------------
+
+    def reads(self, name: str | os.PathLike[str]) -> int:
+        """How often the file of this path was read into the cache."""
+        return self._outcomes(name).count("miss")
+
+    def hits(self, name: str | os.PathLike[str]) -> int:
+        """How often an open request for this path took what was there or under way.
+
+        A load that finds the model still held by this process asks no daemon; it is counted in
+        ``trims_shim.stats()``.
+        """
+        outcomes = self._outcomes(name)
+        return len(outcomes) - outcomes.count("miss")
+
+    @property
+    def images(self) -> list[ImageRow]:
+        """Resident images, most recently used first; none while the daemon is away."""
+        return self._server.images() if self._server else []
+
+    @property
+    def leases(self) -> int:
+        """Leases that clients hold."""
+        return self._server.lease_count() if self._server else 0
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The daemon's counters, as in ``trims status``; from zero after :meth:`come_back`."""
+        return dict(self._server.counters) if self._server else {}
+
+    # --- faults -----------------------------------------------------------------------------------
+
+    def refuse(self, error: RequestRefused, *, times: int = 1) -> None:
+        """Answer the next open requests with this error."""
+        self._faults.refusals.extend([error] * times)
+
+    def stall(self, *, times: int = 1) -> None:
+        """Do not answer the next open requests; their stall timeout is over at once."""
+        self._faults.stalls += times
+
+    def go_away(self) -> None:
+        """As if the daemon had crashed: connections end, images and leases are forgotten."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def come_back(self) -> None:
+        """Serve again, with an empty cache."""
+        if self._server is None:
+            self._server = _Server(self._config, self._faults, self.opened)
+
+    def _outcomes(self, name: str | os.PathLike[str]) -> list[str]:
+        path = os.path.abspath(os.fspath(name))
+        return [each.outcome for each in self.opened if os.path.abspath(each.name) == path]
+
+    def _dial(self) -> caches.Line:
+        server = self._server
+        if server is None or os.getpid() != self._pid:
+            raise DaemonUnavailable("the fake daemon is away")
+        return _Line(server, self._config)
+
+
+@dataclass(slots=True)
+class _Faults:
+    refusals: deque[RequestRefused]
+    stalls: int
+
+    def __init__(self) -> None:
+        self.refusals, self.stalls = deque(), 0
+
+
+class _Deferred(Executor):
+    """Keeps work until somebody who waits for it runs it."""
+
+    def __init__(self) -> None:
+        self._work: deque[Callable[[], Any]] = deque()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
+        self._work.append(lambda: function(*args, **keywords))
+        return Future()
+
+    def run(self) -> None:
+        while self._work:
+            try:
+                work = self._work.popleft()
+            except IndexError:  # another thread took it
+                return
+            work()
+
+
+class _Server:
+    """The daemon's half: what :class:`trims_shim.daemon.server.Server` does with its sockets.
+
+    One lock stands for the server's single thread. Public names are those the request handlers use.
+    """
+
+    memory_reason = "a fake daemon for tests"
+    idle_exit_s = 0.0
+
+    def __init__(self, config: Config, faults: _Faults, opened: list[Opened]) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.counters: Counter[str] = Counter()
+        self.started_ns = time.time_ns()
+        self.config_hash = config.daemon_hash()
+        self.sessions: list[Session] = []
+        memory = open_memory(SegmentKind.MEMFD, budget_bytes=config.host_bytes)
+        self._pool = _Deferred()
+        self.loader = Loader(memory, threads=1, wake=self._finish_loads, pool=self._pool)
+        self.store = Store(
+            config.host_bytes,
+            policy=policy_named(config.eviction),
+            footprint_bytes=memory.footprint_bytes,
+        )
+        self._faults = faults
+        self._opened = opened
+        self._lines: dict[int, _Line] = {}
+        self._waiting: dict[tuple[int, int], int] = {}
+        self._released: deque[tuple[int, int]] = deque()
+
+    def known_lingering_bytes(self) -> int:
+        return -1
+
+    def stop(self) -> None:
+        """StopDaemonRequest: as :meth:`close`, but its answer still arrives."""
+        for session in list(self.sessions):
+            self.leave(session)
+
+    def close(self) -> None:
+        with self.changed:
+            self.stop()
+            self.loader.close()
+            self.changed.notify_all()
+
+    def images(self) -> list[ImageRow]:
+        with self.changed:
+            self._take_released()
+            return self.store.images()
+
+    def lease_count(self) -> int:
+        with self.changed:
+            self._take_released()
+            return self.store.lease_count()
+
+    # --- sessions ---------------------------------------------------------------------------------
+
+    def join(self, line: _Line, hello: messages.Hello) -> tuple[Session, messages.Welcome]:
+        peer = Peer(os.getpid(), os.geteuid(), os.getegid())
+        with self.changed:
+            number = len(self._lines) + 1
+            session = Session(number, cast(Any, None), peer, time.time_ns(), os.urandom(16))
+            session.package, session.pid = hello.package, hello.pid
+            self.sessions.append(session)
+            self._lines[number] = line
+        welcome = messages.Welcome(
+            messages.PROTOCOL_VERSION, __version__, os.getpid(), "fake", session.token
+        )
+        return session, welcome
+
+    def leave(self, session: Session) -> None:
+        with self.changed:
+            if session not in self.sessions:
+                return
+            self._take_released()
+            self.sessions.remove(session)
+            self.store.close_session(session.number, time.time_ns())
+            for descriptor in session.offers.values():
+                os.close(descriptor)
+            session.offers.clear()
+            self.changed.notify_all()
+
+    def release(self, session: Session, lease: int) -> None:
+        """Called by finalizers, which may run inside the lock: only note it."""
+        self._released.append((session.number, lease))
+
+    def report(self, report: messages.StatsReport) -> None:
+        with self.changed:
+            add_counters(cast(Any, self), report)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def deliver(self, session: Session, data: bytes) -> bool:
+        """Take an encoded request and do its work; False: a fault says it is never answered."""
+        envelope = codec.decode_envelope(data)
+        with self.changed:
+            self._take_released()
+            self.counters["requests"] += 1
+            session.requests += 1
+            is_open = isinstance(envelope.message, messages.OpenImageRequest)
+            if is_open and self._faults.stalls:
+                self._faults.stalls -= 1
+                return False
+            try:
+                if is_open:
+                    self._open(session, envelope.request_id, envelope.message)
+                else:
+                    self._handle(session, envelope.request_id, envelope.message)
+            except TrimsError as error:
+                self._answer(session.number, envelope.request_id, _error_reply(error))
+        self._pool.run()
+        return True
+
+    def _handle(self, session: Session, request: int, message: Any) -> None:
+        # The handlers ask no more of a server than this class has.
+        reply, actions = handle(cast(Any, self), session, message)
+        self._execute(actions)
+        if isinstance(reply, Later):
+            reply = reply.work()
+        self._answer(session.number, request, reply)
+
+    def _open(self, session: Session, request: int, message: messages.OpenImageRequest) -> None:
+        descriptor = session.offers.pop(message.ticket)
+        try:
+            if self._faults.refusals:
+                self.counters["refused"] += 1
+                raise self._faults.refusals.popleft()
+            status = check_readable_file(descriptor)
+            if status.st_size == 0:
+                raise ReadFailed(f"{message.name} is empty")
+            identity = Identity.from_stat(status)
+            opening = Opening(session.number, request, session.peer.uid, identity, message.name)
+            self._waiting[(session.number, request)] = message.ticket
+            actions = self.store.open(opening, time.time_ns())
+            self._execute(actions, descriptor=descriptor)
+            if any(isinstance(each, StartIngest) for each in actions):
+                descriptor = -1  # the loader's now
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _finish_loads(self) -> None:
+        with self.changed:
+            for finished in self.loader.take_finished():
+                if finished.result is None:
+                    error = finished.error or ReadFailed("no result")
+                    self._execute(self.store.ingest_failed(finished.ingest, error))
+                    continue
+                # A test's files are younger than any time stamp that could be trusted.
+                result = replace(finished.result, is_settled=True)
+                self._execute(self.store.ingest_done(finished.ingest, result, time.time_ns()))
+
+    def _execute(self, actions: list[Action], *, descriptor: int = -1) -> None:
+        for action in actions:
+            if isinstance(action, StartIngest):
+                self.loader.start(action, descriptor)
+            elif isinstance(action, AdoptSegment):
+                self.loader.adopt(action.ingest, action.digest)
+            elif isinstance(action, DiscardSegment):
+                self.loader.discard(action.ingest)
+            elif isinstance(action, DropImage):
+                self.loader.drop(action.digest)
+            elif isinstance(action, GrantLease):
+                self._grant(action)
+            elif isinstance(action, RefuseRequest):
+                self.counters["refused"] += 1
+                self._waiting.pop((action.opening.session, action.opening.request), None)
+                self._answer(
+                    action.opening.session, action.opening.request, _error_reply(action.error)
+                )
+            elif isinstance(action, Announce):
+                self.counters[f"images_{action.event}"] += 1
+
+    def _grant(self, grant: GrantLease) -> None:
+        number, request = grant.opening.session, grant.opening.request
+        ticket = self._waiting.pop((number, request))
+        self.counters[f"open_{grant.outcome}"] += 1
+        self._opened.append(Opened(grant.opening.name, grant.outcome, grant.digest))
+        segment = self.loader.segment(grant.digest)
+        self._lines[number].grants[ticket] = os.dup(segment.descriptor)
+        reply = messages.OpenImageReply(
+            grant.lease, grant.digest, segment.size_bytes, grant.outcome, grant.is_settled
+        )
+        self._answer(number, request, reply)
+
+    def _answer(self, number: int, request: int, message: Any) -> None:
+        data = codec.encode_envelope(codec.Envelope(request, b"", message))
+        self._lines[number].answers.append(data)
+        self.changed.notify_all()
+
+    def _take_released(self) -> None:
+        while self._released:
+            session, lease = self._released.popleft()
+            self.store.release(session, lease, time.time_ns())
+
+
+class _Line:
+    """The client's half, in the place of :class:`trims_shim.client.connection.Connection`."""
+
+    def __init__(self, server: _Server, config: Config) -> None:
+        self.grants: dict[int, int] = {}
+        self.answers: deque[bytes] = deque()
+        self._pid = os.getpid()
+        self._server = server
+        self._stall_timeout_s: float = config.stall_timeout
+        self._ticket = 0
+        hello = messages.Hello(messages.PROTOCOL_VERSION, __version__, os.getpid())
+        self._session, welcome = server.join(self, _through_codec(hello))
+        self.welcome: messages.Welcome = _through_codec(welcome)
+        self._conversation = Conversation(
+            token=self.welcome.token, stall_timeout_s=self._stall_timeout_s
+        )
+
+    def open_image(self, descriptor: int, name: str) -> Granted:
+        self._ticket += 1
+        offer = _through_codec(messages.FileOffer(self._ticket))
+        self._session.offers[offer.ticket] = os.dup(descriptor)
+        reply = self.request(messages.OpenImageRequest(self._ticket, name))
+        if not isinstance(reply, messages.OpenImageReply):
+            raise WireError(f"{type(reply).__name__} answers OpenImageRequest")
+        return Granted(reply, self.grants.pop(self._ticket))
+
+    def request(self, message: Any) -> Any:
+        self._check_open()
+        envelope = self._conversation.begin(message, time.monotonic())
+        if not self._server.deliver(self._session, codec.encode_envelope(envelope)):
+            self._conversation.check_stall(time.monotonic() + self._stall_timeout_s)
+        while True:
+            answer = codec.decode_envelope(self._next_answer())
+            reply = self._conversation.receive(answer, time.monotonic())
+            if reply is not None:
+                return reply
+
+    def report(self, counters: dict[str, int]) -> None:
+        if counters and self.is_alive():
+            self._server.report(_through_codec(messages.StatsReport(counters)))
+
+    def release(self, lease: int) -> None:
+        if self._pid == os.getpid():
+            self._server.release(self._session, lease)
+
+    def check_protocol(self) -> None:
+        """Both halves are of one version."""
+
+    def drain(self) -> None:
+        """Nobody is newer."""
+
+    def is_alive(self) -> bool:
+        return self._pid == os.getpid() and self._session in self._server.sessions
+
+    def quiesce(self) -> None:
+        """There is no thread to end."""
+
+    def close(self) -> None:
+        self._server.leave(self._session)
+        for descriptor in self.grants.values():
+            os.close(descriptor)
+        self.grants.clear()
+
+    def _next_answer(self) -> bytes:
+        with self._server.changed:
+            while not self.answers:
+                self._check_open()
+                left = self._conversation.check_stall(time.monotonic())
+                self._server.changed.wait(left)
+            return self.answers.popleft()
+
+    def _check_open(self) -> None:
+        if not self.is_alive():
+            raise DaemonUnavailable("the daemon has closed the connection")
+
+
+def _through_codec(message: Any) -> Any:
+    return codec.decode(codec.encode(message))
+
+
+def _error_reply(error: TrimsError) -> messages.ErrorReply:
+    return messages.ErrorReply(type(error).__name__, str(error)[:1000])
