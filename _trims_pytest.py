@@ -6,7 +6,7 @@ tests, their subprocesses and all pytest-xdist workers of a run share one daemon
 socket directory. The process that chose the directory (the xdist controller, or the only process)
 stops the daemon and removes the directory at the end; workers do neither.
 
-Which wins: ``--trims`` / ``--no-trims``, then TRIMS_ENABLED=0 in the environment, then the ini file.
+Which wins: ``--trims`` or ``--no-trims``, then TRIMS_ENABLED=0 in the environment, then the ini.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def _combine(one: Stats, other: Stats, combine: Callable[[int, int], int]) -> St
         both = {key: combine(ours.get(key, 0), theirs.get(key, 0)) for key in {**ours, **theirs}}
         return {key: count for key, count in both.items() if count}
 
-    values = {}
+    values: dict[str, Any] = {}
     for each in fields(one):
         ours, theirs = getattr(one, each.name), getattr(other, each.name)
         values[each.name] = (counts if isinstance(ours, dict) else combine)(ours, theirs)

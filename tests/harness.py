@@ -245,18 +245,15 @@ class World:
         try:
             status = child.wait(timeout_s)
         finally:
+            errors = child.errors()
             child.close()
             self.children.remove(child)
         said = []
         while not child._lines.empty():
             said.append(child._lines.get())
-        assert status == 0, f"script ended with {status}: {self.log_and(child)}"
+        assert status == 0, f"script ended with {status}: {errors}\ndaemon.log:\n{self.log()}"
         values = [line for line in said if line]
         return json.loads(values[-1]) if values else None
-
-    def log_and(self, child: Child) -> str:
-        """For messages: the daemon's log. (A child's errors are gone once it is closed.)"""
-        return f"daemon.log:\n{self.log()}"
 
     def status(self) -> messages.GetStatusReply:
         """The daemon's status, over a connection of its own. Raises DaemonError."""

@@ -8,6 +8,7 @@ value out of range is a ConfigError. Kept free of heavy imports: ``import trims_
 from __future__ import annotations
 
 import os
+import sys
 
 from trims_shim.errors import ConfigError
 
@@ -349,10 +350,10 @@ def load_usable(environment: Mapping[str, str] | None = None) -> tuple[Config, l
 def _read_file(path: str) -> dict[str, str]:
     if not os.path.exists(path):
         return {}
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib  # type: ignore[import-not-found,no-redef]
+    else:
+        import tomli as tomllib
     try:
         with open(path, "rb") as file:
             table = tomllib.load(file)
@@ -377,8 +378,8 @@ def _check_known(name: str, what: str) -> None:
         return
     import difflib
 
-    is_variable = what.startswith("environment")
-    known = [_variable(each) if is_variable else each for each in _BY_NAME]
-    near = difflib.get_close_matches(_variable(name) if is_variable else name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+    spell = _variable if what.startswith("environment") else str
+    near = difflib.get_close_matches(name, _BY_NAME, n=1)
+    known = ", ".join(map(spell, _BY_NAME))
+    hint = f"did you mean {spell(near[0])}?" if near else f"known: {known}"
     raise ConfigError(f"{what} is not a setting of trims_shim; {hint}")

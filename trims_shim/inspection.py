@@ -153,7 +153,11 @@ def look(*, with_libraries: bool = False) -> Description:
     """
     if with_libraries:
         _import_libraries()
-    the_cache, problems = _usable_cache()
+    with _usable_cache() as (the_cache, problems):
+        return _look(the_cache, problems)
+
+
+def _look(the_cache: Cache, problems: tuple[str, ...]) -> Description:
     settings = the_cache.config
     return Description(
         versions=dict(_versions()),
@@ -176,14 +180,18 @@ def _import_libraries() -> None:
             importlib.import_module(module)
 
 
-def _usable_cache() -> tuple[Cache, tuple[str, ...]]:
+@contextlib.contextmanager
+def _usable_cache() -> Iterator[tuple[Cache, tuple[str, ...]]]:
     """The cache of this process, or one with those settings that can be used, and the problems."""
-    problems = [_activate.config_problem] if _activate.config_problem else []
     try:
-        return cache(), tuple(problems)
+        the_cache = cache()
     except ConfigError:
         settings, found = configuration.load_usable()
-        return Cache(settings), tuple(found)
+        the_cache = Cache(settings)
+        with contextlib.closing(the_cache):
+            yield the_cache, tuple(found)
+    else:
+        yield the_cache, tuple(filter(None, [_activate.config_problem]))
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -257,7 +265,7 @@ def _wrappers() -> Iterator[WrapperChain]:
             _, _, function, _ = resolve(target)
         except PatchError:
             continue
-        chain = []
+        chain: list[str] = []
         while function is not None and len(chain) < _CHAIN_LIMIT:
             chain.append(_origin(function))
             function = getattr(function, "__wrapped__", None)

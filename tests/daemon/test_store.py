@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import pytest
@@ -105,9 +106,7 @@ class TestIdentity:
 
     @pytest.mark.parametrize("part", ["device", "inode", "size_bytes", "mtime_ns", "ctime_ns"])
     def test_every_part_of_an_identity_counts(self, part: str) -> None:
-        import dataclasses
-
-        store = new_store()
+        store = new_store(1000)
         load(store, opening(), loaded())
         changed = dataclasses.replace(identity(), **{part: 99})
         action = started(store.open(dataclasses.replace(opening(2), identity=changed), 2))

@@ -185,7 +185,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.now += 1
         session, digest = self.held.pop(lease, (-1, ""))
         assert not self.store.release(99, lease, self.now)
-        assert self.store.release(session, lease, self.now) == (session != -1)
+        assert self.store.release(session, lease, self.now) == bool(digest)
         if digest:
             self.used[digest] = self.now
 

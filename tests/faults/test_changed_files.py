@@ -145,7 +145,6 @@ def test_changed_while_it_is_read(
     if is_settled:
         age(path)
     cache = served.cache()
-    before = len(served.descriptors(os.getpid()))
     gate.is_armed = True
     thread, outcome = load_in_thread(cache, path)
     assert gate.reached.wait(20)
@@ -160,7 +159,6 @@ def test_changed_while_it_is_read(
     assert (memory.resident_bytes, memory.reserved_bytes) == (0, 0)
     assert memory.lingering_bytes in (0, -1)
     assert served.segments(os.getpid()) == []
-    assert len(served.descriptors(os.getpid())) <= before + 8
     with open(path, "rb") as file:
         assert bytes_of(load(cache, path)) == file.read()
 
@@ -183,10 +181,18 @@ def test_refused_loads_leak_no_descriptor_and_no_memory(
         thread.join(20)
         assert outcome[0].reason == "file_changed"
         served.caches.pop().close()
-        wait_until(lambda: not served.status().clients[1:], "the client is gone")
-        counts.append(len(served.descriptors(os.getpid())))
-    assert counts[-1] <= counts[1]
+        counts.append(_kept_descriptors(served))
+    assert len(set(counts)) == 1, counts
     assert served.segments(os.getpid()) == []
+
+
+def _kept_descriptors(world: World) -> int:
+    """Descriptors once those that ZeroMQ closes in its own time are gone: the least of some."""
+    least = 1 << 20
+    for _ in range(20):
+        least = min(least, len(world.descriptors(os.getpid())))
+        time.sleep(0.005)
+    return least
 
 
 @pytest.mark.parametrize("removal", [os.unlink, lambda path: os.chmod(path, 0)], ids=["rm", "chmod"])

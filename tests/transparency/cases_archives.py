@@ -124,6 +124,7 @@ def distributed_checkpoint(work: Work) -> object:
 def hub_style_url_loader(work: Work) -> object:
     path = work.file("model.pt", saved(net().state_dict()))
     folder = str(work.directory / "hub")
+    shutil.rmtree(folder, ignore_errors=True)
     return [
         torch.hub.load_state_dict_from_url(path.as_uri(), folder, progress=False),
         torch.hub.load_state_dict_from_url(path.as_uri(), folder, map_location="cpu"),

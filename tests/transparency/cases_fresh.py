@@ -94,7 +94,7 @@ def _script(
     """Run a program of its own, with the shim imported first and last where there is a shim."""
     text = SCRIPT.format(imports=imports, body=body)
     path = work.file(f"{name}.py", lambda path: path.write_text(text))
-    seen: dict[str, object] = {}
+    seen: dict[str, list[object]] = {}
     for order in orders:
         # Without the shim there is one program only, whose answer stands for all orders.
         spoken = order if os.environ["TRIMS_ENABLED"] == "1" else "never"
@@ -102,7 +102,7 @@ def _script(
             command = [sys.executable, *options, str(path), spoken]
             done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
             seen[spoken] = [done.returncode, done.stdout, done.stderr]
-    return [seen.get(order, seen.get("never")) for order in orders]
+    return [list(seen.get(order, seen.get("never", []))) for order in orders]
 
 
 @case(fresh=True)

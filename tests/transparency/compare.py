@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["COMPARED", "DIFFERENCES", "differences", "expectation_errors"]
+__all__ = ["COMPARED", "DIFFERENCES", "differences", "expectation_errors", "readable"]
 
 DIFFERENCES: Mapping[str, Mapping[str, str]] = {}
 """case name -> {leaf, as printed by :func:`differences`: why it may differ}."""
@@ -22,11 +22,20 @@ def differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> dict[
     """Leaves that differ, ``{"value.weight.dtype": "torch.float32 -> torch.float64"}``."""
     left = _leaves("", {key: expected.get(key, _MISSING) for key in COMPARED})
     right = _leaves("", {key: actual.get(key, _MISSING) for key in COMPARED})
-    return {
-        path: f"{left.get(path, _MISSING)!r} -> {right.get(path, _MISSING)!r}"
-        for path in [*left, *(path for path in right if path not in left)]
-        if left.get(path, _MISSING) != right.get(path, _MISSING)
-    }
+    found = {}
+    for path in [*left, *(path for path in right if path not in left)]:
+        # By their text: True equals 1 and 1 equals 1.0 for Python, not for a program's reader.
+        before, after = repr(left.get(path, _MISSING)), repr(right.get(path, _MISSING))
+        if before != after:
+            found[path] = f"{before} -> {after}"
+    return found
+
+
+def readable(found: Mapping[str, str], most: int = 12) -> list[str]:
+    """The first differences as lines; one that raises instead of returning differs in hundreds."""
+    lines = [f"{path}: {text}" for path, text in found.items()]
+    more = len(lines) - most
+    return lines if more <= 0 else [*lines[:most], f"... and {more} more"]
 
 
 def _leaves(path: str, value: Any) -> dict[str, Any]:

@@ -9,7 +9,10 @@ already resident), so files are made with :meth:`Work.file` unless the case chan
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
+import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +42,7 @@ class Work:
         """The file of that name, written on the first run only: the second finds it resident."""
         path = self.directory / name
         if not path.exists():
-            write(path)
+            _write_in_child(write, path)
         return path
 
     def fresh(self, name: str, write: Callable[[Path], object]) -> Path:
@@ -78,6 +81,26 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
+
+
+def _write_in_child(write: Callable[[Path], object], path: Path) -> None:
+    """Write in a forked process: warnings, random numbers and caches of the first run's writing
+    must not make it observe something else than the second run, which writes nothing.
+    """
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                write(path)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    if os.waitpid(pid, 0)[1] != 0:
+        raise RuntimeError(f"{path.name} could not be written")
 
 
 def declare(name: str, function: Callable[[Work], object], **options: Any) -> None:

@@ -100,7 +100,7 @@ def _problems(case: Case, expected: dict[str, Any], actual: dict[str, Any]) -> l
         return list(failed)
     found = compare.differences(expected, actual)
     allowed = compare.DIFFERENCES.get(case.name, {})
-    return [f"{path}: {text}" for path, text in found.items() if path not in allowed]
+    return compare.readable({path: text for path, text in found.items() if path not in allowed})
 
 
 if __name__ == "__main__":

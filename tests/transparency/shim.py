@@ -40,7 +40,12 @@ def environment(socket_directory: Path | None) -> dict[str, str]:
     }
     if socket_directory is None:
         return kept | {"TRIMS_ENABLED": "0"}
-    return kept | {"TRIMS_ENABLED": "1", "TRIMS_SOCKET_DIR": str(socket_directory)}
+    # A modest budget: the cases' files together are larger, so that eviction happens, too.
+    return kept | {
+        "TRIMS_ENABLED": "1",
+        "TRIMS_SOCKET_DIR": str(socket_directory),
+        "TRIMS_HOST_BYTES": "2G",
+    }
 
 
 def _inherited_path() -> list[str]:

@@ -47,7 +47,7 @@ CHANGED: dict[str, tuple[Callable[[], Any], str]] = {
     "subclass": (lambda: _changed("a", torch.nn.Parameter(BASE)), "value.items.a.type"),
     "version": (lambda: _changed("a", BASE.clone().add_(0)), "value.items.a.version"),
     "inference": (lambda: _changed("a", _inferred()), "value.items.a.inference"),
-    "order": (lambda: dict(reversed(_value().items())), "value.items.order.0"),
+    "order": (lambda: dict(reversed(_value().items())), "value.items.order"),
     "missing": (lambda: {k: v for k, v in _value().items() if k != "d"}, "value.items.d.type"),
     "container": (lambda: _changed("d", (1, None)), "value.items.d.type"),
     "number_type": (lambda: _changed("d", [1.0, None]), "value.items.d.items.0"),

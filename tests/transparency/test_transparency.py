@@ -44,7 +44,7 @@ def _seen(observation: dict[str, Any]) -> dict[str, Any]:
 
 def _report(found: dict[str, str]) -> None:
     if found:
-        lines = [f"{path}: {text}" for path, text in found.items()]
+        lines = compare.readable(found)
         pytest.fail("\n".join(["differs (without -> with):", *lines]), pytrace=False)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trims_shim import config as configuration
@@ -27,20 +28,6 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
-    """The daemon's process as this namespace sees it; the kernel vouches for it."""
-
-    pid: int
-    descriptor: int
-
-    def is_gone_before(self, deadline_s: float) -> bool:
-        """Wait for its end until then."""
-        poll = select.poll()
-        poll.register(self.descriptor, select.POLLIN)
-        return bool(poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000))
-
-
-@dataclass(frozen=True, slots=True)
 class Stopped:
     """A daemon that has gone; ``last_status`` is None if it spoke another protocol."""
 
@@ -53,6 +40,12 @@ def serve(_arguments: argparse.Namespace) -> Exit:
     """Serve in the foreground until stopped or idle."""
     from trims_shim.daemon.main import run
 
+    endpoint = _endpoint()
+    pid = _pid(endpoint)
+    if pid is not None:
+        note = f"{pid} serves {endpoint.directory} already; `trims stop` stops it"
+        print(f"trims daemon: {note}", file=sys.stderr)
+        return Exit.FAILED
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(process)d %(levelname)s %(message)s",
@@ -63,9 +56,7 @@ def serve(_arguments: argparse.Namespace) -> Exit:
 
 def stop(arguments: argparse.Namespace) -> Exit:
     """Ask the daemon to stop and wait until its process is gone."""
-    settings = configuration.load()
-    endpoint = endpoints.choose(settings.socket_dir, runtime_dir=settings.runtime_dir)
-    stopped = stop_daemon(endpoint, timeout_s=arguments.timeout)
+    stopped = stop_daemon(_endpoint(), timeout_s=arguments.timeout)
     if arguments.json:
         print_json({"stopped": True, **dataclasses.asdict(stopped)})
     else:
@@ -79,35 +70,53 @@ def stop_daemon(endpoint: Endpoint, *, timeout_s: float) -> Stopped:
     Raises DaemonUnavailable when none runs, DaemonTimeout when it does not finish in time.
     """
     deadline = time.monotonic() + timeout_s
-    process = _process(endpoint)
-    try:
+    with contextlib.ExitStack() as stack:
+        has_gone = stack.enter_context(_watch(_pid(endpoint)))
         connection = Connection(endpoint, config_hash="", stall_timeout_s=timeout_s)
+        stack.callback(connection.close)
         welcome = connection.welcome
-        try:
-            last = _ask(connection)
-            while connection.is_alive():
-                if time.monotonic() > deadline:
-                    raise _still_there(welcome.pid, timeout_s)
-                time.sleep(_POLL_S)
-        finally:
-            connection.close()
-        if process is not None and not process.is_gone_before(deadline):
-            raise _still_there(process.pid, timeout_s)
-    finally:
-        if process is not None:
-            os.close(process.descriptor)
+        last = _ask(connection)
+        while connection.is_alive() or not has_gone():
+            if time.monotonic() > deadline:
+                raise DaemonTimeout(
+                    f"daemon {welcome.pid} has not finished within {timeout_s:g} s (it may still "
+                    f"be reading a model); wait longer with --timeout, or run `kill {welcome.pid}`"
+                )
+            time.sleep(_POLL_S)
     return Stopped(welcome.pid, welcome.package, last)
 
 
-def _process(endpoint: Endpoint) -> _Process | None:
-    """None where nothing answers, or where the daemon lives in another pid namespace."""
+def _endpoint() -> Endpoint:
+    settings = configuration.load()
+    return endpoints.choose(settings.socket_dir, runtime_dir=settings.runtime_dir)
+
+
+def _pid(endpoint: Endpoint) -> int | None:
+    """The daemon's pid, by the word of the kernel; None if none answers, 0 in another namespace."""
     with handover.new_socket() as probe:
         try:
             probe.connect(endpoint.handover)
-            pid = handover.peer_of(probe).pid
-            return _Process(pid, os.pidfd_open(pid)) if pid > 0 else None
+            return handover.peer_of(probe).pid
         except OSError:
             return None
+
+
+@contextlib.contextmanager
+def _watch(pid: int | None) -> Iterator[Callable[[], bool]]:
+    """Tells whether the process has ended; of one that cannot be seen it says so at once."""
+    try:
+        descriptor = os.pidfd_open(pid) if pid else -1
+    except OSError:
+        descriptor = -1
+    if descriptor < 0:
+        yield lambda: True
+        return
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    try:
+        yield lambda: bool(poll.poll(0))
+    finally:
+        os.close(descriptor)
 
 
 def _ask(connection: Connection) -> messages.GetStatusReply | None:
@@ -121,13 +130,6 @@ def _ask(connection: Connection) -> messages.GetStatusReply | None:
     except DaemonUnavailable:
         pass  # It was faster than its answer.
     return status
-
-
-def _still_there(pid: int, timeout_s: float) -> DaemonTimeout:
-    return DaemonTimeout(
-        f"daemon {pid} has not finished within {timeout_s:g} s (it may still be reading a model); "
-        f"wait longer with --timeout, or run `kill {pid}`"
-    )
 
 
 def _describe(stopped: Stopped) -> Iterator[str]:

@@ -18,7 +18,7 @@ from trims_shim.cli.progress import Progress
 from trims_shim.cli.status import ask
 from trims_shim.cli.text import print_json, size
 from trims_shim.client.cache import cache
-from trims_shim.errors import DaemonUnavailable, TrimsError, UnknownImage
+from trims_shim.errors import ConfigError, DaemonUnavailable, TrimsError, UnknownImage
 from trims_shim.wire import messages
 
 __all__ = ["evict", "pin", "unpin", "verify", "warm"]
@@ -94,8 +94,8 @@ def _warm(path: str, *, is_pinned: bool) -> _Warmed:
             seconds = time.monotonic() - start
             outcome = "in the cache already" if _hits() > before else "loaded"
             return _Warmed(path, handle.digest, handle.size_bytes, seconds, outcome)
-    except DaemonUnavailable:
-        raise
+    except (ConfigError, DaemonUnavailable):
+        raise  # True of every file.
     except (TrimsError, OSError) as error:
         return _Warmed(path, error=str(error))
 

@@ -32,6 +32,9 @@ __all__ = ["Connection", "Granted"]
 _CONNECT_TIMEOUT_S = 3.0
 _ANSWER_TIMEOUT_S = 3.0
 _LAST_WORDS_MS = 100
+_DESCRIPTORS_NEEDED = 16
+"""Of a ZeroMQ context with one connected socket (8 with libzmq 4.3), a segment, and some to spare.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,12 @@ class Connection:
 
     def request(self, message: Any) -> Any:
         """Send a control request and wait for its reply. Raises as :meth:`open_image`."""
+        try:
+            return self._exchange(message)
+        except zmq.ZMQError as error:
+            raise DaemonUnavailable(f"the control socket fails: {error}") from error
+
+    def _exchange(self, message: Any) -> Any:
         control = self._open_control()
         envelope = self._conversation.begin(message, time.monotonic())
         self._send_control(control, envelope)
@@ -186,6 +195,7 @@ class Connection:
 
     def _open_control(self) -> zmq.Socket[bytes]:
         if self._control is None:
+            _check_descriptors()
             self._context = zmq.Context(io_threads=1)
             control = self._context.socket(zmq.DEALER)
             control.setsockopt(zmq.LINGER, 0)
@@ -242,7 +252,10 @@ class Connection:
 def _connect(endpoint: Endpoint) -> socket.socket:
     endpoint.check_length()
     endpoint.check_owner()
-    connection = handover.new_socket()
+    try:
+        connection = handover.new_socket()
+    except OSError as error:
+        raise DaemonUnavailable(f"no socket can be opened: {error}") from error
     connection.settimeout(_CONNECT_TIMEOUT_S)
     try:
         connection.connect(endpoint.handover)
@@ -258,6 +271,18 @@ def _connect(endpoint: Endpoint) -> socket.socket:
             f"{endpoint.handover} is served by user {peer.uid}, whom you need not trust"
         )
     return connection
+
+
+def _check_descriptors() -> None:
+    """Raises DaemonUnavailable where ZeroMQ would run out of descriptors: it aborts the process."""
+    held: list[int] = []
+    try:
+        for _ in range(_DESCRIPTORS_NEEDED):
+            held.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
+    except OSError as error:
+        raise DaemonUnavailable(f"this process has too few descriptors left: {error}") from error
+    finally:
+        handover.close_all(held)
 
 
 def _wait(connection: socket.socket, event: int) -> bool:

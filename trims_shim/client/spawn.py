@@ -36,13 +36,18 @@ _BOOT = (
 def start(endpoint: Endpoint, *, timeout_s: float) -> None:
     """Start a daemon and wait until one answers. Returns also when somebody else won the race.
 
-    Raises DaemonStartFailed with the daemon's reason, DaemonTimeout.
+    Raises DaemonStartFailed with the daemon's reason, DaemonTimeout, DaemonUnavailable.
     """
     endpoint.create()
     deadline = time.monotonic() + timeout_s
-    with _start_lock(endpoint, deadline) as is_mine:
-        if is_mine:
-            _spawn(endpoint, deadline)
+    try:
+        with _start_lock(endpoint, deadline) as is_mine:
+            if is_mine:
+                _spawn(endpoint, deadline)
+    except OSError as error:
+        raise DaemonUnavailable(
+            f"the daemon cannot be started in {endpoint.directory}: {error}"
+        ) from error
 
 
 @contextlib.contextmanager

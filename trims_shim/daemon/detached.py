@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 
 __all__ = ["main"]
@@ -12,6 +13,8 @@ __all__ = ["main"]
 def main(report_descriptor: int) -> None:
     """Run the daemon and exit with its status."""
     os.set_inheritable(report_descriptor, False)
+    # A program may start us from a thread that blocks signals, and exec keeps the mask.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s"
     )

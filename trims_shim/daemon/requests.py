@@ -27,6 +27,7 @@ __all__ = ["Later", "add_counters", "handle"]
 Outcome = tuple[Any, list[Action]]
 """(reply, actions); the reply may be None (not answered) or :class:`Later`."""
 _COUNTERS_LIMIT = 512
+_COUNTER_LIMIT = 1 << 62
 _IMAGES_IN_STATUS = 1000
 _CLIENTS_IN_STATUS = 1000
 
@@ -161,7 +162,9 @@ def add_counters(server: Server, report: messages.StatsReport) -> None:
     for key, amount in report.counters.items():
         name = f"client.{key}"
         if name in server.counters or len(server.counters) < _COUNTERS_LIMIT:
-            server.counters[name] += max(0, min(amount, 1 << 50))
+            total = server.counters[name] + max(0, min(amount, 1 << 50))
+            # It has to fit an integer of msgpack, or no status could be sent any more.
+            server.counters[name] = min(total, _COUNTER_LIMIT)
 
 
 def _stop(server: Server, session: Session, message: messages.StopDaemonRequest) -> Outcome:

@@ -23,6 +23,7 @@ import logging
 import os
 import selectors
 import socket
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -34,7 +35,12 @@ import zmq
 from trims_shim._version import __version__
 from trims_shim.daemon.loader import Finished, Loader
 from trims_shim.daemon.requests import Later, add_counters, handle
-from trims_shim.daemon.sessions import Session, Sessions, check_readable_file
+from trims_shim.daemon.sessions import (
+    Session,
+    Sessions,
+    check_readable_file,
+    descriptors_are_scarce,
+)
 from trims_shim.daemon.store import (
     Action,
     AdoptSegment,
@@ -72,6 +78,11 @@ _HOUSEKEEPING_INTERVAL_S = 1.0
 _BLOAT_LIMIT_BYTES = 256 << 20
 _ACCEPTS_PER_TURN = 64
 _PACKETS_PER_TURN = 64
+_MESSAGES_PER_TURN = 256
+_PACKETS_BEFORE_AN_OFFER = 4096
+"""More than the kernel queues on one socket (net.core.wmem_default, 212992 bytes)."""
+_REBIND_PATIENCE_S = 2.0
+_WARNING_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +136,9 @@ class Server:
         self._last_active = time.monotonic()
         self._next_housekeeping = 0.0
         self._next_progress = 0.0
-        self._rss_baseline = _private_bytes()
+        self._next_accept_warning = 0.0
+        self._statm = _Statm()
+        self._rss_baseline = self._statm.private_bytes()
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -176,6 +189,8 @@ class Server:
             self._guard_against_bloat()
 
     def _timeout(self) -> float:
+        if self._has_messages():
+            return 0.0
         return _PROGRESS_INTERVAL_S if self.store.ingest_count() else _HOUSEKEEPING_INTERVAL_S
 
     def _is_finished(self) -> bool:
@@ -196,6 +211,7 @@ class Server:
         self._events.close()
         self._context.term()
         self._selector.close()
+        self._statm.close()
 
     # --- handover ---------------------------------------------------------------------------------
 
@@ -207,16 +223,32 @@ class Server:
                 return
             except OSError as error:
                 # Out of descriptors: leave it in the backlog, do not spin on it.
-                _logger.warning("a client cannot be accepted: %s", error)
+                self._warn_of_accept(error)
                 time.sleep(0.01)
                 return
+            # Its control connection will take another one.
+            if descriptors_are_scarce(connection.fileno(), reserved=len(self.sessions) + 1):
+                self._warn_of_accept("almost out of file descriptors (see `ulimit -n`)")
+                connection.close()
+                continue
             session = self.sessions.accept(connection, time.time_ns())
             if session is not None:
                 self._selector.register(connection, selectors.EVENT_READ, session)
 
-    def _read_session(self, session: Session) -> None:
+    def _warn_of_accept(self, reason: object) -> None:
+        self.counters["refused_clients"] += 1
+        now = time.monotonic()
+        if now >= self._next_accept_warning:
+            self._next_accept_warning = now + _WARNING_INTERVAL_S
+            _logger.warning("a client cannot be accepted: %s", reason)
+
+    def _read_session(self, session: Session, *, until_ticket: int | None = None) -> None:
+        """Read a turn's worth of packets, or on until a file is offered under ``until_ticket``."""
+        limit = _PACKETS_PER_TURN if until_ticket is None else _PACKETS_BEFORE_AN_OFFER
         try:
-            for _ in range(_PACKETS_PER_TURN):
+            for _ in range(limit):
+                if until_ticket in session.offers:
+                    return
                 packet = self.sessions.receive(session)
                 if packet is None:
                     self._end(session, "")
@@ -292,8 +324,14 @@ class Server:
     def _noop(self) -> None:
         """The ROUTER is drained after every turn."""
 
+    def _has_messages(self) -> bool:
+        return bool(self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+
     def _drain_router(self) -> None:
-        while self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        """Take what has come, up to a limit: a flood must not keep the loop from its other work."""
+        for _ in range(_MESSAGES_PER_TURN):
+            if not self._has_messages():
+                return
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -374,7 +412,8 @@ class Server:
                 opening, time.time_ns(), lingering_bytes=self.lingering_bytes()
             )
             self._execute(actions, descriptor=descriptor)
-            descriptor = -1 if any(isinstance(each, StartIngest) for each in actions) else descriptor
+            if any(isinstance(each, StartIngest) for each in actions):
+                descriptor = -1
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -383,7 +422,7 @@ class Server:
         descriptor = self.sessions.claim_offer(session, ticket)
         if descriptor is None:
             # The offer was sent first but on another socket: it is in that socket's buffer now.
-            self._read_session(session)
+            self._read_session(session, until_ticket=ticket)
             descriptor = self.sessions.claim_offer(session, ticket)
         if descriptor is None:
             raise AccessDenied(f"no file was offered under ticket {ticket}")
@@ -514,24 +553,46 @@ class Server:
     # --- defence ----------------------------------------------------------------------------------
 
     def _guard_against_bloat(self) -> None:
-        if _private_bytes() - self._rss_baseline < _BLOAT_LIMIT_BYTES:
+        if self._statm.private_bytes() - self._rss_baseline < _BLOAT_LIMIT_BYTES:
             return
         _logger.warning("control messages pile up without end; all control connections are closed")
         self.counters["control_resets"] += 1
-        self._selector.unregister(self._router.getsockopt(zmq.FD))
-        self._router.close(linger=0)
         for session in self.sessions:
             self._end(session, "the control socket was reset; connect again")
-        self._router = self._bind_router()
+        self._rebind_router()
         _trim_heap()
-        self._rss_baseline = max(self._rss_baseline, _private_bytes())
+        self._rss_baseline = max(self._rss_baseline, self._statm.private_bytes())
 
 
-def _private_bytes() -> int:
-    """Resident memory of this process that is not segments or files."""
-    with open("/proc/self/statm") as file:
-        _, resident, shared, *_ = file.read().split()
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+    def _rebind_router(self) -> None:
+        """Close the control socket with everything in it, and open it again under its name."""
+        path = self.endpoint.control(self.instance)
+        before = os.stat(path)
+        self._selector.unregister(self._router.getsockopt(zmq.FD))
+        self._router.close(linger=0)
+        # ZeroMQ closes in a thread of its own and unlinks the name then: not the new one's, please.
+        deadline = time.monotonic() + _REBIND_PATIENCE_S
+        while os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self._router = self._bind_router()
+        os.chown(path, -1, before.st_gid)
+        os.chmod(path, stat.S_IMODE(before.st_mode))
+
+
+class _Statm:
+    """Memory of this process, by a descriptor kept open: it is asked when none may be left."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+    def private_bytes(self) -> int:
+        """Resident memory that is not segments or files."""
+        _, resident, shared, *_ = os.pread(self._descriptor, 4096, 0).split()
+        return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._descriptor)
 
 
 def _trim_heap() -> None:

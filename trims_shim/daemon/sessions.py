@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import secrets
 import socket
 import stat
@@ -18,9 +19,10 @@ from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
 from trims_shim.wire.handover import Packet, Peer, peer_of, receive
 from trims_shim.wire.messages import FileOffer
 
-__all__ = ["Limits", "Session", "Sessions", "check_readable_file"]
+__all__ = ["Limits", "Session", "Sessions", "check_readable_file", "descriptors_are_scarce"]
 
 _O_PATH = 0o10000000
+_DESCRIPTORS_RESERVED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +137,24 @@ class Sessions:
         try:
             if not session.is_greeted:
                 raise MalformedMessage("FileOffer before Hello")
+            if descriptors_are_scarce(packet.descriptor):
+                raise TooManyRequests("the daemon is almost out of file descriptors")
             if ticket in session.offers or len(session.offers) >= self.limits.offers:
                 raise TooManyRequests(f"more than {self.limits.offers} unclaimed file offers")
         except BaseException:
             os.close(packet.descriptor)
             raise
         session.offers[ticket] = packet.descriptor
+
+
+def descriptors_are_scarce(newest: int, *, reserved: int = 0) -> bool:
+    """Whether clients have to be refused, so that the daemon keeps descriptors for itself.
+
+    ``newest`` was opened just now: the kernel gives the lowest free number, so that all below it
+    are in use. Running dry is no error that could be handled: libzmq aborts on EMFILE.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return newest >= soft - min(_DESCRIPTORS_RESERVED, soft // 4) - reserved
 
 
 def check_readable_file(descriptor: int) -> os.stat_result:

@@ -259,10 +259,9 @@ class Store:
 
     def release(self, session: int, lease: int, now_ns: int) -> bool:
         """The client gave a lease up; False when it does not hold it."""
-        owner, digest = self._leases.get(lease, (-1, ""))
-        if owner != session:
+        if self._leases.get(lease, (None, ""))[0] != session:
             return False
-        del self._leases[lease]
+        _, digest = self._leases.pop(lease)
         self._by_session[session].discard(lease)
         self._unlease(lease, digest, now_ns)
         return True
@@ -407,8 +406,8 @@ class Store:
         totals = self.totals()
         return NoSpace(
             f"{opening.name}: {needed} bytes do not fit the host tier: budget "
-            f"{totals.budget_bytes}, resident {totals.resident_bytes}, loading {totals.reserved_bytes}, evicted but still "
-            f"mapped {lingering_bytes}; raise TRIMS_HOST_BYTES or `trims evict`"
+            f"{totals.budget_bytes}, resident {totals.resident_bytes}, loading "
+            f"{totals.reserved_bytes}, evicted but still mapped {lingering_bytes}; raise TRIMS_HOST_BYTES or `trims evict`"
         )
 
     def _grant(

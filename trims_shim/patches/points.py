@@ -96,7 +96,7 @@ def _namespace(parent: Any) -> Mapping[str, Any]:
 
 
 def apply(point: PatchPoint) -> AppliedPatch:
-    """Apply a patch point whose library is imported; never raises, the result says what happened."""
+    """Apply a patch point whose library is imported; never raises, the result tells."""
     patch = AppliedPatch(point)
     errors = []
     for target in point.targets:

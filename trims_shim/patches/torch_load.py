@@ -129,7 +129,7 @@ def _position_of(file: Any) -> int:
 
 
 def _wrap_reader(original: type) -> type:
-    class _open_zipfile_reader(original):  # type: ignore[misc,valid-type]
+    class _open_zipfile_reader(original):  # type: ignore[misc]
         def __init__(self, name_or_buffer: Any) -> None:
             if patches.active() and not isinstance(name_or_buffer, (str, os.PathLike)):
                 serialization._opener.__init__(self, _Reader(name_or_buffer))

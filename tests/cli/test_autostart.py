@@ -1,0 +1,67 @@
+"""``trims autostart``: a .pth file that acts only when the environment says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trims_shim.cli.autostart import FILE_NAME, LINE
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.main import main
+
+from .conftest import Trims
+
+START = "import site, sys; site.addsitedir(sys.argv[1]); print('trims_shim' in sys.modules)"
+
+
+def test_install_status_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(action: str) -> dict[str, object]:
+        words = ["autostart", action, "--site-packages", str(tmp_path), "--json"]
+        assert main(words) == Exit.OK
+        found: dict[str, object] = json.loads(capsys.readouterr().out)
+        assert found["path"] == str(tmp_path / FILE_NAME)
+        return found
+
+    assert not run("status")["installed"]
+    assert run("install")["is_current"]
+    assert run("install")["installed"]
+    assert (tmp_path / FILE_NAME).read_text() == LINE
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+    assert not run("remove")["installed"]
+    assert not run("remove")["installed"], "removing twice is fine"
+
+
+def test_file_of_another_version_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / FILE_NAME).write_text("import os\n")
+    assert main(["autostart", "status", "--site-packages", str(tmp_path)]) == Exit.OK
+    assert "another version" in capsys.readouterr().out
+
+
+def test_directory_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for directory in (tmp_path / "missing", tmp_path / "file"):
+        (tmp_path / "file").touch()
+        assert main(["autostart", "install", "--site-packages", str(directory)]) == Exit.FAILED
+        assert "cannot be written" in capsys.readouterr().err
+
+
+def test_acts_only_when_the_variable_is_set_to_true(trims: Trims, tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text(LINE)
+    assert LINE.startswith("import ")
+    assert LINE.count("\n") == 1
+    for value, expected in (("", False), ("0", False), ("nonsense", False), ("1", True)):
+        done = trims.python("-c", START, str(tmp_path), TRIMS_ENABLED=value)
+        assert (done.stdout, done.stderr) == (f"{expected}\n", "")
+
+
+def test_cannot_break_the_start_of_an_interpreter(trims: Trims, tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text(LINE)
+    done = trims.python("-I", "-S", "-c", START, str(tmp_path), TRIMS_ENABLED="1")
+    assert (done.returncode, done.stdout) == (0, "False\n")
+    assert len(done.stderr.splitlines()) == 1
+    assert "remove that file" in done.stderr

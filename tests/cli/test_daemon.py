@@ -1,0 +1,88 @@
+"""``stop`` and ``daemon``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trims_shim.cli.exits import Exit
+
+from .conftest import Trims
+
+
+def is_alive(pid: int) -> bool:
+    """Zombies are dead: not every machine has an init that buries them."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_stop_returns_when_the_process_is_gone(trims: Trims, model: Path) -> None:
+    assert trims("warm", str(model)).returncode == Exit.OK
+    pid = json.loads(trims("status", "--json").stdout)["pid"]
+    done = trims("stop")
+    assert not is_alive(pid)
+    assert done.returncode == Exit.OK
+    assert f"daemon {pid}" in done.stdout
+    assert "0 hits, 1 misses" in done.stdout
+    assert trims("stop").returncode == Exit.NO_DAEMON
+
+
+def test_stop_json_has_the_last_status(trims: Trims, model: Path) -> None:
+    trims("warm", str(model))
+    found = json.loads(trims("stop", "--json").stdout)
+    assert found["stopped"]
+    assert found["last_status"]["pid"] == found["pid"]
+    assert found["last_status"]["images"][0]["names"] == [str(model)]
+
+
+def test_daemon_serves_in_the_foreground(trims: Trims) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trims_shim", "daemon"],
+        env=trims.environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(lambda: trims("status").returncode == Exit.OK)
+        assert json.loads(trims("status", "--json").stdout)["pid"] == process.pid
+        second = trims("daemon")
+        assert second.returncode == Exit.FAILED
+        assert f"{process.pid} serves {trims.sockets} already" in second.stderr
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == Exit.OK
+        assert f"serves {trims.sockets}" in log
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_stop_of_a_daemon_that_hangs(trims: Trims, model: Path) -> None:
+    trims("warm", str(model))
+    pid = json.loads(trims("status", "--json").stdout)["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        done = trims("stop", "--timeout", "0.5")
+        assert done.returncode == Exit.FAILED
+        assert "does not answer" in done.stderr
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 20) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail("waited in vain")
+        time.sleep(0.1)

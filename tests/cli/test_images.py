@@ -1,0 +1,101 @@
+"""``warm``, ``pin``, ``unpin``, ``evict`` and ``verify`` against a real daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from trims_shim.cli import images
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.main import main
+from trims_shim.wire.messages import VerifyImageReply
+
+from .conftest import MODEL_BYTES, Trims
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """Three models, one of them in a directory below, and something else."""
+    (tmp_path / "below").mkdir()
+    for name in ("a.safetensors", "b.pt", "below/c.bin"):
+        (tmp_path / name).write_bytes(os.urandom(MODEL_BYTES))
+    (tmp_path / "README").write_text("no model")
+    return tmp_path
+
+
+def test_warm_takes_files_patterns_and_directories(warmed: Trims, models: Path) -> None:
+    words = (str(models / "a.safetensors"), str(models / "*.pt"), str(models))
+    done = warmed("warm", "--json", *words)
+    assert done.returncode == Exit.OK, done.stderr
+    assert done.stderr == "", "no progress with --json"
+    found = {Path(each["path"]).name: each for each in json.loads(done.stdout)}
+    assert sorted(found) == ["a.safetensors", "b.pt", "c.bin"]
+    assert {each["outcome"] for each in found.values()} == {"loaded"}
+    again = warmed("warm", *words)
+    assert again.stderr.count("in the cache already") == 3
+    assert "[3/3]" in again.stderr
+    assert again.stdout == ""
+
+
+def test_warm_goes_on_after_a_file_that_fails(warmed: Trims, models: Path) -> None:
+    done = warmed("warm", "/nonexistent/x.pt", str(models / "b.pt"), "--json")
+    assert done.returncode == Exit.FAILED
+    missing, good = json.loads(done.stdout)
+    assert "No such file" in missing["error"]
+    assert "No such file" in done.stderr
+    assert good["digest"]
+
+
+def test_warm_of_nothing(warmed: Trims, tmp_path: Path) -> None:
+    done = warmed("warm", str(tmp_path))
+    assert done.returncode == Exit.FAILED
+    assert "no model file" in done.stderr
+
+
+def test_pinned_image_stays_until_unpinned(warmed: Trims, models: Path) -> None:
+    path = models / "a.safetensors"
+    (image,) = json.loads(warmed("warm", "--pin", "--json", str(path)).stdout)
+    refused = warmed("evict", str(path))
+    assert refused.returncode == Exit.FAILED
+    assert "is pinned" in refused.stderr
+    done = warmed("unpin", "a.safetensors", "--json", cwd=models)
+    assert json.loads(done.stdout) == {"digest": image["digest"], "is_pinned": False}
+    assert "is pinned" in warmed("pin", image["digest"][:12]).stdout
+    warmed("unpin", str(path))
+    evicted = json.loads(warmed("evict", "--json", str(path)).stdout)
+    assert evicted["digests"] == [image["digest"]]
+    assert evicted["freed_bytes"] >= MODEL_BYTES
+    unknown = warmed("pin", str(path))
+    assert unknown.returncode == Exit.FAILED
+    assert "`trims ls`" in unknown.stderr
+
+
+def test_verify(warmed: Trims, model: Path) -> None:
+    assert warmed("verify", str(model)).stdout.endswith(" sound\n")
+    replies = json.loads(warmed("verify", "--all", "--json").stdout)
+    assert replies
+    assert all(reply["is_sound"] for reply in replies)
+
+
+def test_verify_of_damaged_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sealed memory cannot be damaged from here, so the daemon's answer is made up."""
+    monkeypatch.setattr(images, "_request", lambda message: VerifyImageReply("a" * 64, "b" * 64))
+    assert main(["verify", "aaaaaaaa"]) == Exit.FAILED
+    assert "DAMAGED" in capsys.readouterr().out
+    assert main(["verify", "aaaaaaaa", "--json"]) == Exit.FAILED
+    assert json.loads(capsys.readouterr().out)[0]["is_sound"] is False
+
+
+def test_evict_all_leaves_the_pinned(warmed: Trims, models: Path) -> None:
+    (pinned,) = json.loads(warmed("warm", "--pin", "--json", str(models / "b.pt")).stdout)
+    warmed("evict", "--all")
+    left = json.loads(warmed("ls", "--json").stdout)
+    assert [image["digest"] for image in left] == [pinned["digest"]]
+    warmed("unpin", pinned["digest"])
+    assert "evicted 1 images" in warmed("evict", "--all").stdout
+    assert warmed("ls").stdout == ""

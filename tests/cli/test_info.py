@@ -1,0 +1,66 @@
+"""``trims info`` and :func:`trims_shim.info`."""
+
+from __future__ import annotations
+
+import json
+
+from trims_shim import config
+from trims_shim.cli.exits import Exit
+
+from .conftest import Trims
+
+SECTIONS = ("versions", "patch points", "host memory", "daemon", "limits", "settings")
+
+
+def test_info_without_torch_daemon_or_side_effects(trims: Trims) -> None:
+    code = (
+        "import json, sys, trims_shim; found = trims_shim.info(); "
+        "assert not {'torch', 'numpy', 'rich'} & set(sys.modules); print(json.dumps(found))"
+    )
+    done = trims.python("-c", code, TRIMS_PATCHES="torch")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not trims.sockets.exists()
+    states = {point["name"]: point["state"] for point in found["patches"]}
+    assert states["torch.nn.Module.load_state_dict"] == "waiting"
+    assert states["safetensors.numpy.load_file"] == "off"
+    assert not found["daemon"]["is_running"]
+    assert "does not exist yet" in found["socket"]["problem"]
+    assert any(kind["is_available"] for kind in found["memory"])
+    assert all(kind["is_available"] or kind["reason"] for kind in found["memory"])
+    settings = {setting["name"]: setting for setting in found["settings"]}
+    assert settings.keys() == {setting.name for setting in config.SETTINGS}
+    assert settings["patches"]["source"] == "environment TRIMS_PATCHES"
+    assert settings["host_bytes"]["is_read_at_daemon_start"]
+
+
+def test_info_for_people(warmed: Trims) -> None:
+    done = warmed("info")
+    assert done.returncode == Exit.OK
+    assert all(f"\n{name}" in f"\n{done.stdout}" for name in SECTIONS)
+    assert "same settings as here" in done.stdout
+    assert "applies when torch is imported" in done.stdout
+    assert "mode 0700" in done.stdout
+    assert "`trims stop`" in warmed("info", TRIMS_IDLE_EXIT="9").stdout
+
+
+def test_info_with_settings_that_cannot_be_used(trims: Trims) -> None:
+    broken = {"TRIMS_HOST_BYTES": "plenty", "TRIMS_STRIKT": "1"}
+    done = trims("info", "--json", **broken)
+    assert done.returncode == Exit.USAGE
+    found = json.loads(done.stdout)
+    size, name = found["problems"]
+    assert "TRIMS_HOST_BYTES" in size
+    assert "did you mean TRIMS_STRICT?" in name
+    assert {point["reason"] for point in found["patches"]} == {"a setting cannot be used"}
+    assert found["socket"]["directory"] == str(trims.sockets), "what can be used is used"
+    assert "plenty" in trims("info", **broken).stdout
+
+
+def test_probe_really_patches(trims: Trims) -> None:
+    found = json.loads(trims("info", "--probe", "--json").stdout)
+    assert {(p["state"], p["reason"]) for p in found["patches"]} == {("applied", "")}
+    chains = {each["target"]: each["chain"] for each in found["wrappers"]}
+    ours, theirs = chains["torch.nn.modules.module:Module.load_state_dict"]
+    assert "trims_shim" in ours
+    assert "trims_shim" not in theirs

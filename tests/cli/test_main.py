@@ -1,0 +1,98 @@
+"""Arguments, help and exit statuses that all commands share."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.main import main
+
+from .conftest import Trims
+
+LOOKING = ["status", "top", "info", "ls"]
+IMAGES = ["warm", "pin", "unpin", "evict", "verify"]
+COMMANDS = [*LOOKING, *IMAGES, "stop", "run", "daemon", "autostart", "demo"]
+PRINTS_DATA = set(COMMANDS) - {"run", "daemon"}
+NEEDS_DAEMON = (
+    ("status",),
+    ("ls",),
+    ("ls", "--json"),
+    ("top", "--once"),
+    ("pin", "abcdef"),
+    ("unpin", "abcdef"),
+    ("evict", "--all"),
+    ("verify", "--all"),
+    ("stop",),
+)
+
+
+def test_help_documents_every_command_and_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n    {name}" in text for name in COMMANDS)
+    assert all(f"{code.value}  {code.meaning}" in text for code in Exit)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    assert "example:\n  " in text
+    assert f"trims {name}" in text
+    assert ("--json" in text) == (name in PRINTS_DATA)
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["nosuch"], ["pin"], ["evict"], ["evict", "x", "--all"], ["top", "--interval=0"]]
+)
+def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == Exit.USAGE
+    assert "usage: trims" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", NEEDS_DAEMON, ids=" ".join)
+def test_without_a_daemon_status_3_and_none_is_started(
+    words: tuple[str, ...],
+    trims: Trims,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from trims_shim import config
+    from trims_shim.client import cache
+
+    monkeypatch.setenv("TRIMS_SOCKET_DIR", str(trims.sockets))
+    monkeypatch.setattr(cache, "_cache", cache.Cache(config.load()))
+    assert main(words) == Exit.NO_DAEMON
+    assert "trims: no socket directory" in capsys.readouterr().err
+    assert not trims.sockets.exists()
+
+
+def test_unusable_setting(trims: Trims) -> None:
+    for words in (("status",), ("stop",), ("warm", __file__), ("daemon",)):
+        done = trims(*words, TRIMS_HOST_BYTE="1G")
+        assert done.returncode == Exit.USAGE
+        assert "did you mean TRIMS_HOST_BYTES?" in done.stderr
+        assert done.stdout == ""
+
+
+def test_reader_that_leaves_early_is_no_error(warmed: Trims) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trims_shim", "status", "--json"],
+        env=warmed.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=30), errors) == (Exit.OK, b"")

@@ -1,0 +1,101 @@
+"""``status``, ``ls`` and ``top``: what they show of a real daemon."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from trims_shim.cli import text
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.main import main
+
+from .conftest import MODEL_BYTES, Trims
+
+
+def test_status_shows_memory_images_and_counters(warmed: Trims, model: Path) -> None:
+    done = warmed("status")
+    assert done.returncode == Exit.OK
+    assert "2.0 MiB of 64.0 MiB resident" in done.stdout
+    assert "1 misses" in done.stdout
+    assert str(model) in done.stdout
+    assert str(warmed.sockets) in done.stdout
+    assert "note" not in done.stdout
+
+
+def test_status_json(warmed: Trims, model: Path) -> None:
+    found = json.loads(warmed("status", "--json").stdout)
+    assert found["running"]
+    assert found["has_this_shells_settings"]
+    assert found["images"][0]["names"] == [str(model)]
+    assert found["memory"]["budget_bytes"] == 64 << 20
+    assert found["opens"]["misses"] == 1
+    assert found["clients_reported"]["bytes_shared"] == MODEL_BYTES
+    assert found["clients"] == [], "the command itself is not shown"
+    os.kill(found["pid"], 0)
+
+
+def test_status_json_without_a_daemon(trims: Trims) -> None:
+    done = trims("status", "--json")
+    assert done.returncode == Exit.NO_DAEMON
+    assert json.loads(done.stdout) == {"running": False, "socket_dir": str(trims.sockets)}
+    assert not trims.sockets.exists()
+
+
+def test_status_tells_that_the_daemon_has_other_settings(warmed: Trims) -> None:
+    done = warmed("status", TRIMS_HOST_BYTES="32M")
+    assert "not those the daemon was started with" in done.stdout
+    assert "`trims stop`" in done.stdout
+    found = json.loads(warmed("status", "--json", TRIMS_HOST_BYTES="32M").stdout)
+    assert not found["has_this_shells_settings"]
+
+
+def test_ls(warmed: Trims, model: Path) -> None:
+    (image,) = json.loads(warmed("ls", "--json").stdout)
+    assert image["size_bytes"] == MODEL_BYTES
+    titles, row = warmed("ls").stdout.splitlines()
+    assert titles.split() == [
+        "DIGEST",
+        "SIZE",
+        "RESIDENT",
+        "LEASES",
+        "PINNED",
+        "HITS",
+        "USED",
+        "NAMES",
+    ]
+    assert row.startswith(image["digest"][:12] + " ")
+    assert row.endswith(str(model))
+
+
+def test_top_draws_once_where_there_is_no_terminal(warmed: Trims, model: Path) -> None:
+    done = warmed("top", COLUMNS="200")
+    assert done.returncode == Exit.OK, done.stderr
+    assert "resident" in done.stdout
+    assert model.name in done.stdout
+
+
+def test_top_without_rich(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["top"]) == Exit.FAILED
+    assert "pip install 'trims-shim[cli]'" in capsys.readouterr().err
+
+
+def test_text() -> None:
+    assert [text.size(n) for n in (0, 1023, 1536, 200 << 20)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "200 MiB",
+    ]
+    seconds = (59, 60, 3700, 90000)
+    assert [text.duration(s) for s in seconds] == ["59 s", "1 min", "1 h 1 min", "1 d 1 h"]
+    assert text.bar([(2, "#"), (1, "+")], 10, width=10) == "[##+.......]"
+    assert text.bar([(20, "#"), (1, "+")], 10, width=10) == "[##########]"
+    assert text.bar([(1, "#")], 0, width=3) == "[...]"
+    assert text.table(("A", "BB"), [("x", "1")], right="BB") == "A  BB\nx   1"

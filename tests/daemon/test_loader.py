@@ -1,0 +1,200 @@
+"""Loads end in a segment that is adopted or discarded, or in an error; nothing else is left."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from trims_shim.daemon import loader as loader_module
+from trims_shim.daemon.loader import Finished, Loader
+from trims_shim.daemon.store import Opening, StartIngest
+from trims_shim.errors import FileChanged, MemoryFailure, NoSpace, ReadFailed
+from trims_shim.memory.host import MemfdMemory, WritableSegment
+from trims_shim.specs import Identity, SegmentKind
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+PATIENCE_S = 10
+OLD_NS = 1_000_000_000
+CONTENT = os.urandom(100_000)
+DIGEST = blake3(CONTENT).hexdigest()
+
+
+class Harness:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_bytes(CONTENT)
+        os.utime(path, ns=(OLD_NS, OLD_NS))
+        self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.memory = MemfdMemory(SegmentKind.MEMFD)
+        self.loader = Loader(self.memory, threads=2, wake=lambda: self.woken.put(None))
+        self.count = 0
+
+    def load(self, *, identity: Identity | None = None, is_likely_known: bool = False) -> Finished:
+        self.count += 1
+        descriptor = os.open(self.path, os.O_RDONLY)
+        identity = identity or Identity.from_stat(os.fstat(descriptor))
+        opening = Opening(1, 1, 0, identity, "/model")
+        self.loader.start(StartIngest(self.count, opening, is_likely_known), descriptor)
+        self.woken.get(timeout=PATIENCE_S)
+        (finished,) = self.loader.take_finished()
+        assert finished.ingest == self.count
+        return finished
+
+
+@pytest.fixture
+def harness(no_leak: None, tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(tmp_path / "model")
+    yield harness
+    harness.loader.close()
+
+
+def test_adopt(harness: Harness) -> None:
+    finished = harness.load()
+    assert finished.error is None
+    assert finished.result is not None
+    assert finished.result.digest == DIGEST
+    assert finished.result.resident_bytes >= len(CONTENT)
+    harness.loader.adopt(finished.ingest, DIGEST)
+    segment = harness.loader.segment(DIGEST)
+    assert os.pread(segment.descriptor, len(CONTENT) + 1, 0) == CONTENT
+    harness.loader.drop(DIGEST)
+    assert segment.descriptor == -1
+    with pytest.raises(KeyError):
+        harness.loader.segment(DIGEST)
+
+
+def test_discard(harness: Harness) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    finished = harness.load()
+    harness.loader.discard(finished.ingest)
+    harness.loader.discard(finished.ingest)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_known_image_is_only_hashed(harness: Harness) -> None:
+    harness.loader.adopt(harness.load().ingest, DIGEST)
+    finished = harness.load(is_likely_known=True)
+    assert finished.segment is None
+    assert finished.result is not None
+    assert (finished.result.digest, finished.result.resident_bytes) == (DIGEST, 0)
+
+
+def test_a_wrong_hint_costs_a_second_read(harness: Harness) -> None:
+    harness.loader.adopt(harness.load().ingest, DIGEST)
+    harness.path.write_bytes(b"other")
+    finished = harness.load(is_likely_known=True)
+    assert finished.segment is not None
+    assert finished.result is not None
+    assert finished.result.digest == blake3(b"other").hexdigest()
+    harness.loader.discard(finished.ingest)
+
+
+def test_the_meter_never_goes_back(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client takes a meter that stands still for a daemon that does."""
+    seen = []
+
+    class Watched(loader_module.Meter):
+        def __setattr__(self, name: str, value: int) -> None:
+            if name == "done_bytes":
+                seen.append(value)
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(loader_module, "Meter", Watched)
+    harness.load(is_likely_known=True)
+    assert seen == sorted(seen)
+    assert seen[-1] == 2 * len(CONTENT)
+    assert len(set(seen)) > 2
+
+
+class TestSettled:
+    def test_depends_on_the_age_of_the_change(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """ctime counts too: mtime can be set back by anybody who writes."""
+        status = os.stat(harness.path)
+        changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
+        major = os.major(status.st_dev)
+        for local, quiet_ns in ((True, 100_000_000), (False, 2_000_000_000)):
+            majors = frozenset({major} if local else ())
+            monkeypatch.setattr(loader_module, "_LOCAL_DEVICE_MAJORS", majors)
+            for age_ns, expected in ((quiet_ns, False), (quiet_ns + 1, True)):
+                monkeypatch.setattr(time, "time_ns", lambda age=age_ns: changed_ns + age)
+                result = harness.load().result
+                assert result is not None
+                assert result.is_settled is expected, (local, age_ns)
+
+    def test_a_young_file_is_not_settled(self, harness: Harness) -> None:
+        result = harness.load().result
+        assert result is not None
+        assert not result.is_settled  # utime() has set mtime back, not ctime
+
+
+class TestErrors:
+    def test_a_file_that_is_not_what_it_was(self, harness: Harness) -> None:
+        status = os.stat(harness.path)
+        os.utime(harness.path, ns=(5, 5))
+        finished = harness.load(identity=Identity.from_stat(status))
+        assert isinstance(finished.error, FileChanged)
+        assert (finished.result, finished.segment) == (None, None)
+
+    def test_a_file_that_became_shorter(self, harness: Harness) -> None:
+        status = os.stat(harness.path)
+        os.truncate(harness.path, 10)
+        finished = harness.load(identity=Identity.from_stat(status))
+        assert isinstance(finished.error, FileChanged), finished.error
+        assert "shorter" in str(finished.error)
+
+    def test_no_memory_is_no_space(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(size_bytes: int) -> WritableSegment:
+            raise MemoryFailure("nothing left")
+
+        monkeypatch.setattr(harness.memory, "create", fail)
+        error = harness.load().error
+        assert isinstance(error, NoSpace)
+        assert str(error) == "/model: nothing left"
+
+    def test_whatever_else(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(harness.memory, "create", lambda size: None)
+        assert isinstance(harness.load().error, ReadFailed)
+
+
+def test_jobs_come_back_to_the_caller(harness: Harness) -> None:
+    results: list[object] = []
+    harness.loader.run(lambda: 6 * 7, results.append)
+    harness.loader.run(lambda: 1 // 0, results.append)
+    for _ in range(2):
+        harness.woken.get(timeout=PATIENCE_S)
+    assert results == []
+    for job in harness.loader.take_jobs():
+        job()
+    assert 42 in results
+    assert any(isinstance(each, ZeroDivisionError) for each in results)
+
+
+def test_closing_frees_what_was_not_fetched(no_leak: None, tmp_path: Path) -> None:
+    harness = Harness(tmp_path / "model")
+    harness.load()
+    harness.loader.close()
+
+
+def test_meters_show_loads_under_way(harness: Harness) -> None:
+    work: list[Callable[[], None]] = []
+
+    harness.loader._pool.submit = lambda f, *args: work.append(lambda: f(*args))  # type: ignore[method-assign, assignment, return-value, misc]
+    descriptor = os.open(harness.path, os.O_RDONLY)
+    opening = Opening(1, 1, 0, Identity.from_stat(os.fstat(descriptor)), "/model")
+    harness.loader.start(StartIngest(9, opening, False), descriptor)
+    assert harness.loader.meters()[9].total_bytes == len(CONTENT)
+    work[0]()
+    assert harness.loader.meters()[9].done_bytes == len(CONTENT)
+    harness.loader.take_finished()
+    assert harness.loader.meters() == {}

@@ -1,0 +1,179 @@
+"""What one client may hold open, and that nothing of it stays open after it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from trims_shim.daemon.sessions import Limits, Session, Sessions, check_readable_file
+from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
+from trims_shim.wire import handover, messages
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+
+class Client:
+    """A session and the client's end of its connection."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.connection, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sessions = sessions
+        session = sessions.accept(ours, 5)
+        assert session is not None
+        self.session: Session = session
+
+    def offer(self, ticket: int) -> None:
+        handover.send(self.connection, messages.FileOffer(ticket), descriptor=0)
+        self.sessions.receive(self.session)
+
+    def close(self) -> None:
+        self.sessions.close(self.session)
+        self.connection.close()
+
+
+@pytest.fixture
+def sessions() -> Sessions:
+    return Sessions(Limits(offers=3, sessions_per_user=2))
+
+
+@pytest.fixture
+def client(no_leak: None, sessions: Sessions) -> Iterator[Client]:
+    client = Client(sessions)
+    yield client
+    client.close()
+
+
+def test_a_new_session(client: Client, sessions: Sessions) -> None:
+    session = client.session
+    assert session.peer.pid == os.getpid()
+    assert session.connected_ns == 5
+    assert not session.is_greeted
+    assert list(sessions) == [session]
+    assert sessions.get(session.number) is session
+    assert not session.connection.getblocking()
+
+
+def test_the_token_authenticates(client: Client, sessions: Sessions) -> None:
+    assert sessions.authenticated(b"") is None
+    token = sessions.greet(client.session, "1.2.3" * 100, 42)
+    assert len(token) >= 16
+    assert sessions.authenticated(token) is client.session
+    assert (client.session.pid, len(client.session.package)) == (42, 64)
+    with pytest.raises(MalformedMessage, match="second Hello"):
+        sessions.greet(client.session, "", 0)
+    sessions.close(client.session)
+    assert sessions.authenticated(token) is None
+    assert sessions.get(client.session.number) is None
+
+
+def test_tokens_differ(sessions: Sessions) -> None:
+    clients = [Client(sessions), Client(sessions)]
+    tokens = {sessions.greet(each.session, "", 0) for each in clients}
+    assert len(tokens) == 2
+    for each in clients:
+        each.close()
+
+
+def test_a_user_has_so_many_sessions(client: Client, sessions: Sessions) -> None:
+    second = Client(sessions)
+    theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    assert sessions.accept(ours, 0) is None
+    assert theirs.recv(10) == b""
+    theirs.close()
+    assert len(sessions) == 2
+    second.close()
+    Client(sessions).close()
+
+
+def test_an_offer_can_be_claimed_once(client: Client, sessions: Sessions) -> None:
+    sessions.greet(client.session, "", 0)
+    client.offer(7)
+    descriptor = sessions.claim_offer(client.session, 7)
+    assert descriptor is not None
+    os.close(descriptor)
+    assert sessions.claim_offer(client.session, 7) is None
+    assert sessions.claim_offer(client.session, 8) is None
+
+
+def test_an_offer_needs_a_greeting(client: Client) -> None:
+    with pytest.raises(MalformedMessage, match="before Hello"):
+        client.offer(1)
+
+
+def test_an_offer_needs_a_descriptor(client: Client, sessions: Sessions) -> None:
+    sessions.greet(client.session, "", 0)
+    handover.send(client.connection, messages.FileOffer(1))
+    with pytest.raises(MalformedMessage, match="without a descriptor"):
+        sessions.receive(client.session)
+
+
+def test_no_other_message_carries_a_descriptor(client: Client, sessions: Sessions) -> None:
+    handover.send(client.connection, messages.LeaseRelease(1), descriptor=0)
+    with pytest.raises(MalformedMessage, match="carries a descriptor"):
+        sessions.receive(client.session)
+
+
+@pytest.mark.parametrize("tickets", [(1, 1), (1, 2, 3, 4)])
+def test_unclaimed_offers_are_limited(
+    client: Client, sessions: Sessions, tickets: tuple[int, ...]
+) -> None:
+    sessions.greet(client.session, "", 0)
+    for ticket in tickets[:-1]:
+        client.offer(ticket)
+    with pytest.raises(TooManyRequests):
+        client.offer(tickets[-1])
+
+
+def test_closing_closes_unclaimed_offers(client: Client, sessions: Sessions) -> None:
+    sessions.greet(client.session, "", 0)
+    before = len(os.listdir("/proc/self/fd"))
+    client.offer(1)
+    client.offer(2)
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    sessions.close(client.session)
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+def test_nothing_to_read(client: Client, sessions: Sessions) -> None:
+    with pytest.raises(BlockingIOError):
+        sessions.receive(client.session)
+    client.connection.close()
+    assert sessions.receive(client.session) is None
+
+
+class TestReadableFile:
+    @pytest.fixture
+    def check(self) -> Callable[..., os.stat_result]:
+        def check(path: str, flags: int) -> os.stat_result:
+            descriptor = os.open(path, flags)
+            try:
+                return check_readable_file(descriptor)
+            finally:
+                os.close(descriptor)
+
+        return check
+
+    @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR])
+    def test_a_readable_file(self, check: Callable[..., object], tmp_path: Path, flags: int) -> None:
+        (tmp_path / "file").write_bytes(b"12345")
+        status = check(str(tmp_path / "file"), flags)
+        assert isinstance(status, os.stat_result)
+        assert status.st_size == 5
+
+    @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_PATH], ids=["O_WRONLY", "O_PATH"])
+    def test_not_open_for_reading(
+        self, check: Callable[..., object], tmp_path: Path, flags: int
+    ) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(AccessDenied, match="not open for reading"):
+            check(str(tmp_path / "file"), flags)
+
+    def test_not_a_file(self, check: Callable[..., object], tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        for path in (str(tmp_path), str(tmp_path / "fifo"), "/dev/null"):
+            with pytest.raises(AccessDenied, match="not a regular file"):
+                check(path, os.O_RDONLY | os.O_NONBLOCK)

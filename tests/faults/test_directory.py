@@ -1,0 +1,147 @@
+"""The socket directory: who owns it decides which bytes become weights, so doubt means no."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from harness import World
+from trims_shim.errors import ConfigError, DaemonUnavailable
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+NOBODY = 65534
+
+
+def refused(world: World) -> str:
+    """The error of a load; nothing may have been started for it."""
+    path = world.file(1)
+    said = world.run(
+        f"try:\n open_file({path!r})\nexcept errors.TrimsError as error:\n"
+        " say([type(error).__name__, str(error)])\nelse:\n say(['served', ''])\n"
+    )
+    assert said[0] in (DaemonUnavailable.__name__, ConfigError.__name__), said
+    assert world.processes() == []
+    assert world.sockets in said[1]
+    return str(said[1])
+
+
+def foreign(world: World) -> None:
+    os.mkdir(world.sockets, 0o700)
+    os.chown(world.sockets, NOBODY, NOBODY)
+
+
+def foreign_and_open(world: World) -> None:
+    os.mkdir(world.sockets)
+    os.chmod(world.sockets, 0o777)
+    os.chown(world.sockets, NOBODY, NOBODY)
+
+
+def world_writable(world: World) -> None:
+    os.mkdir(world.sockets)
+    os.chmod(world.sockets, 0o707)
+
+
+def sticky_and_writable(world: World) -> None:
+    os.mkdir(world.sockets)
+    os.chmod(world.sockets, 0o1777)
+
+
+def link(world: World) -> None:
+    os.mkdir(world.sockets + ".real", 0o700)
+    os.symlink(world.sockets + ".real", world.sockets)
+
+
+def dangling_link(world: World) -> None:
+    os.symlink(world.sockets + ".real", world.sockets)
+
+
+def plain_file(world: World) -> None:
+    with open(world.sockets, "w"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("prepare", "word"),
+    [
+        pytest.param(foreign, "belongs to user 65534", marks=needs_root),
+        pytest.param(foreign_and_open, "belongs to user 65534", marks=needs_root),
+        (world_writable, "writable by everybody"),
+        (sticky_and_writable, "writable by everybody"),
+        (link, "not a directory"),
+        (dangling_link, "not a directory"),
+        (plain_file, "not a directory"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_directory_in_doubt(world: World, prepare: Callable[[World], None], word: str) -> None:
+    prepare(world)
+    assert word in refused(world)
+    assert not os.path.exists(os.path.join(world.sockets, "daemon.log"))
+
+
+def test_group_writable(world: World) -> None:
+    os.mkdir(world.sockets)
+    os.chmod(world.sockets, 0o770)
+    assert "writable by its group" in refused(world)
+
+
+def test_torch_load_goes_on_without_a_directory(world: World) -> None:
+    plain_file(world)
+    path = os.path.join(world.root, "model.pt")
+    said = world.run(
+        "import torch\n"
+        f"torch.save({{'w': torch.full((1 << 19,), 2.0)}}, {path!r})\n"
+        f"say([torch.load({path!r})['w'].sum().item(), trims_shim.stats().fallbacks])\n"
+    )
+    assert said == [2.0 * (1 << 19), {"daemon_unavailable": 1}]
+
+
+@pytest.mark.parametrize("length", [77, 78, 120, 300])
+def test_a_long_path(make_world: Any, length: int) -> None:
+    """107 bytes for the longest name: a directory of 77 just fits."""
+    world = make_world()
+    room = length - len(world.root) - 1
+    world.sockets = os.path.join(world.root, "d" * min(room, 200)) + "e" * max(0, room - 200)
+    assert len(world.sockets) == length
+    if length == 77:
+        world.start()
+        assert world.run(f"say(open_file({world.file(1)!r}).size_bytes)\n")
+        return
+    assert "too long" in refused(world)
+
+
+def test_made_private_and_removable(running: World) -> None:
+    status = os.stat(running.sockets)
+    assert stat.S_IMODE(status.st_mode) == 0o700
+    for name in os.listdir(running.sockets):
+        mode = stat.S_IMODE(os.stat(os.path.join(running.sockets, name)).st_mode)
+        assert mode & 0o077 == 0 or name == "daemon.log", (name, oct(mode))
+
+
+def test_unwritable_parent(world: World) -> None:
+    world.sockets = "/proc/self/nowhere/s"
+    assert "cannot be made" in refused(world)
+
+
+def test_a_directory_that_vanishes_is_made_again(running: World) -> None:
+    """Somebody cleans the temp dir while the daemon runs: the next client starts another."""
+    path = running.file(1)
+    old = running.pid()
+    child = running.spawn(
+        f"arena = open_file({path!r})\nsay()\nhear()\n"
+        f"say(data(arena) == open({path!r}, 'rb').read())\n"
+        f"say(open_file({running.file(2)!r}).size_bytes)\n"
+    )
+    child.hear()
+    for name in os.listdir(running.sockets):
+        os.unlink(os.path.join(running.sockets, name))
+    os.rmdir(running.sockets)
+    assert running.run(f"open_file({path!r})\nsay(cache().welcome().pid)\n") != old
+    child.say()
+    assert child.hear() is True
+    assert child.hear() > 0
+    running.signal(old, 15)

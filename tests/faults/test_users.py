@@ -1,0 +1,211 @@
+"""A second user. Promises: a private directory is closed to others; at a machine-wide daemon a user
+gets what it can prove to be allowed to read, and can see and disturb nothing of anybody else."""
+
+from __future__ import annotations
+
+import grp
+import os
+from typing import Any
+
+import pytest
+
+from harness import World, content
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+NOBODY = 65534
+AS_NOBODY = f"os.setgroups([{NOBODY}]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+TRY = """
+def attempt(act):
+    try:
+        return act()
+    except errors.TrimsError as error:
+        return type(error).__name__
+    except OSError as error:
+        return type(error).__name__
+def line():
+    return Connection(cache().endpoint, config_hash='', stall_timeout_s=5)
+# Whatever has to be imported: the interpreter may be out of another user's reach.
+import trims_shim.client.spawn, zmq, zmq.backend, encodings.idna, zmq.utils.strtypes
+zmq.Poller(); zmq.Context().term()
+"""
+
+
+@pytest.fixture
+def shared(make_world: Any) -> World:
+    """A machine-wide daemon of root for the group of nobody, and files of both users."""
+    world = make_world(group=grp.getgrgid(NOBODY).gr_name)
+    world.start()
+    os.chmod(world.root, 0o755)
+    return world
+
+
+def test_a_private_directory_is_closed(running: World) -> None:
+    os.chmod(running.root, 0o755)
+    path = running.file(1)
+    os.chmod(path, 0o644)
+    said = running.run(
+        TRY + AS_NOBODY + f"say([attempt(lambda: data(open_file({path!r}))[:1]),"
+        f" attempt(lambda: os.listdir({running.sockets!r}))])\n"
+    )
+    assert said == ["DaemonUnavailable", "PermissionError"]
+    assert len(running.status().images) == 0
+
+
+def test_a_daemon_of_another_user_is_not_trusted(world: World) -> None:
+    """Even root does not take weights from a daemon that somebody else runs."""
+    os.chmod(world.root, 0o777)
+    os.mkdir(world.sockets, 0o700)
+    # A directory of root's that nobody's daemon was once allowed to use.
+    script = (
+        "import socket\n"
+        f"s = handover.new_socket(); s.bind({world.sockets + '/handover.sock'!r}); s.listen(5)\n"
+        + AS_NOBODY
+        + "s.listen(5)\nsay()\nc, _ = s.accept()\nsay(len(c.recv(100)))\n"
+    )
+    impostor = world.spawn(script)
+    impostor.hear()
+    said = world.run(
+        f"try:\n open_file({world.file(1)!r})\nexcept errors.TrimsError as error:\n"
+        " say([type(error).__name__, str(error)])\n",
+        autostart="0",
+    )
+    assert said[0] == "DaemonUnavailable"
+    assert "user 65534" in said[1]
+    impostor.kill()
+
+
+def test_what_may_be_read_is_served(shared: World) -> None:
+    path = shared.file(1)
+    os.chmod(path, 0o644)
+    ours = shared.run(f"say(open_file({path!r}).image.digest)\n")
+    said = shared.run(
+        TRY + AS_NOBODY + f"arena = open_file({path!r})\n"
+        f"say([data(arena) == open({path!r}, 'rb').read(), arena.image.digest])\n"
+    )
+    assert said == [True, ours]
+    assert len(shared.status().images) == 1
+
+
+def test_what_may_not_be_read_is_not_served(shared: World) -> None:
+    """The image is resident, but no descriptor that nobody can get proves a right to it."""
+    secret, public = shared.file(1, name="secret.bin"), shared.file(2)
+    os.chmod(secret, 0o622)
+    os.chmod(public, 0o644)
+    holder = shared.spawn(
+        f"arena = open_file({secret!r})\nsay([arena.image.digest, 0])\nhear()\n"
+    )
+    digest, _ = holder.hear()
+    leases = {image.digest: image.leases for image in shared.status().images}
+    assert leases == {digest: 1}
+    said = shared.run(
+        TRY + AS_NOBODY + f"secret, public, digest = {secret!r}, {public!r}, {digest!r}\n"
+        "results = {}\n"
+        "results['open'] = attempt(lambda: os.open(secret, os.O_RDONLY))\n"
+        "def offer(descriptor, name=secret):\n"
+        "  c = line()\n"
+        "  try: return c.open_image(descriptor, name).reply.digest == digest\n"
+        "  finally: c.close()\n"
+        "results['O_PATH'] = attempt(lambda: offer(os.open(secret, os.O_PATH)))\n"
+        "results['O_WRONLY'] = attempt(lambda: offer(os.open(secret, os.O_WRONLY)))\n"
+        "results['O_WRONLY|O_APPEND'] = attempt("
+        "lambda: offer(os.open(secret, os.O_WRONLY | os.O_APPEND)))\n"
+        "results['directory'] = attempt(lambda: offer(os.open('/', os.O_RDONLY)))\n"
+        "results['device'] = attempt(lambda: offer(os.open('/dev/zero', os.O_RDONLY)))\n"
+        "results['pipe'] = attempt(lambda: offer(os.pipe()[0]))\n"
+        "results['socket'] = attempt(lambda: offer(line()._handover.fileno()))\n"
+        "results['proc'] = attempt(lambda: offer(os.open('/proc/self/status', os.O_RDONLY)))\n"
+        "c = line()\n"
+        "for what in ('evict', 'pin', 'unpin', 'verify'):\n"
+        "  for text in (digest, digest[:8], secret):\n"
+        "    message = {'evict': lambda: messages.EvictImageRequest(text),\n"
+        "      'pin': lambda: messages.PinImageRequest(text, True),\n"
+        "      'unpin': lambda: messages.PinImageRequest(text, False),\n"
+        "      'verify': lambda: messages.VerifyImageRequest(text)}[what]()\n"
+        "    kind = 'digest' if text is digest else 'prefix' if text != secret else 'name'\n"
+        "    results[f'{what} {kind}'] = attempt(lambda: type(c.request(message)).__name__)\n"
+        "results['evict all'] = attempt(lambda: type(c.request(messages.EvictImageRequest())))\n"
+        "results['stop'] = attempt(lambda: type(c.request(messages.StopDaemonRequest())))\n"
+        "def drain():\n"
+        "  d = line(); d.drain(); time.sleep(0.2)\n"
+        "  try: return d.is_alive()\n"
+        "  finally: d.close()\n"
+        "results['drained, still connected'] = attempt(drain)\n"
+        "status = c.request(messages.GetStatusRequest())\n"
+        "results['names'] = [list(image.names) for image in status.images]\n"
+        "results['users'] = sorted({client.user for client in status.clients})\n"
+        "def release(number):\n"
+        "  d = line(); d.release(number); d.request(messages.GetStatusRequest()); d.close()\n"
+        "for number in range(200): c.release(number)\n"
+        "results['released'] = attempt(lambda: release(1))\n"
+        "results['another file, this name'] = attempt("
+        "lambda: offer(os.open(public, os.O_RDONLY)))\n"
+        "say(results)\n"
+    )
+    released = said.pop("released")
+    assert released is None
+    assert said.pop("names") == [[]]
+    assert said.pop("users") == [NOBODY]
+    assert said.pop("another file, this name") is False
+    assert said.pop("drained, still connected") is False
+    assert said.pop("proc") == "ReadFailed"
+    expected = {"open": "PermissionError"}
+    for key in said:
+        if key != "open":
+            assert said[key] in ("AccessDenied", "UnknownImage"), (key, said[key])
+    assert said["open"] == expected["open"]
+    assert [image.leases for image in shared.status().images if image.digest == digest] == [1]
+    assert not any(image.is_pinned for image in shared.status().images)
+    holder.say()
+
+
+def test_tokens_and_tickets_of_another_session(shared: World) -> None:
+    """A token that was not given, another connection's ticket, a claimed ticket: all refused."""
+    path = shared.file(1)
+    os.chmod(path, 0o644)
+    said = shared.run(
+        TRY + AS_NOBODY + f"f = os.open({path!r}, os.O_RDONLY)\n"
+        "one, two = line(), line()\n"
+        "one._send_handover(messages.FileOffer(77), f)\n"
+        "ask = lambda c, n: type(c.request(messages.OpenImageRequest(n, 'x'))).__name__\n"
+        "results = [attempt(lambda: ask(two, 77)), attempt(lambda: ask(two, 1))]\n"
+        "from trims_shim.client.session import Conversation\n"
+        "for token in (b'', b'\\0' * 16, os.urandom(16), one.welcome.token[:-1]):\n"
+        "  forged = line()\n"
+        "  forged._conversation = Conversation(token=token, stall_timeout_s=2)\n"
+        "  results.append(attempt(lambda: forged.request(messages.GetStatusRequest())))\n"
+        "  forged.close()\n"
+        "results.append(attempt(lambda: ask(one, 77)))\n"
+        "results.append(attempt(lambda: ask(one, 77)))\n"
+        "say(results)\n"
+    )
+    assert said[:2] == ["AccessDenied"] * 2
+    assert set(said[2:6]) <= {"AccessDenied", "DaemonTimeout", "DaemonUnavailable"}
+    assert said[6:] == ["OpenImageReply", "AccessDenied"]
+
+
+def test_an_equal_identity_of_another_user_proves_nothing(shared: World) -> None:
+    """Identities are kept by user: nobody's first load reads the file, though root's is settled."""
+    import time
+
+    path = shared.file(1)
+    os.chmod(path, 0o644)
+    time.sleep(0.3)
+    shared.run(f"open_file({path!r})\nopen_file({path!r})\n")
+    events = shared.run(
+        TRY + AS_NOBODY + f"open_file({path!r})\nsay(trims_shim.stats().events)\n"
+    )
+    assert events.get("open:hit", 0) == 0
+    assert events["open:miss"] == 1
+    assert content(1)
+
+
+def test_sockets_of_the_machine_wide_daemon(shared: World) -> None:
+    """Group may connect, others may not; the directory cannot be written by the group."""
+    assert os.stat(shared.sockets).st_mode & 0o777 == 0o750
+    for name in os.listdir(shared.sockets):
+        status = os.stat(os.path.join(shared.sockets, name))
+        if name.endswith(".sock"):
+            assert (status.st_mode & 0o777, status.st_gid) == (0o660, NOBODY), name
+        else:
+            assert status.st_mode & 0o022 == 0, name

@@ -1,0 +1,290 @@
+"""Segments of every kind: filled once, immutable after, exactly accounted, never a SIGBUS."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trims_shim.errors import MemoryFailure
+from trims_shim.memory import host
+from trims_shim.memory.host import HostMemory, MemfdMemory, TmpfsMemory, WritableSegment
+from trims_shim.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
+from trims_shim.specs import SegmentKind
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+BUDGET = 32 << 20
+SIZES = (1, PAGE_BYTES, PAGE_BYTES + 1, HUGE_PAGE_BYTES, 5 * HUGE_PAGE_BYTES + 12345)
+
+
+@pytest.fixture(params=list(SegmentKind), ids=lambda kind: kind.value)
+def memory(no_leak: None, request: pytest.FixtureRequest) -> Iterator[HostMemory]:
+    try:
+        memory = host.open_memory(request.param, budget_bytes=BUDGET)
+    except MemoryFailure as error:
+        pytest.skip(f"{request.param.value} is not available on this machine: {error}")
+    yield memory
+    memory.close()
+
+
+def sealed(memory: HostMemory, content: bytes) -> host.SealedSegment:
+    segment = memory.create(len(content))
+    segment.view[:] = content
+    return segment.seal()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_filled_in_is_what_is_read(memory: HostMemory, size: int) -> None:
+    content = os.urandom(size)
+    segment = sealed(memory, content)
+    assert segment.size_bytes == size
+    assert os.fstat(segment.descriptor).st_size == size
+    assert os.pread(segment.descriptor, size + 1, 0) == content
+    segment.close()
+    segment.close()
+
+
+class TestImmutable:
+    @pytest.fixture
+    def segment(self, memory: HostMemory) -> Iterator[host.SealedSegment]:
+        segment = sealed(memory, b"x" * 10_000)
+        yield segment
+        assert os.pread(segment.descriptor, 20_000, 0) == b"x" * 10_000
+        segment.close()
+
+    def test_by_its_descriptor(self, segment: host.SealedSegment) -> None:
+        for act in (
+            lambda: os.pwrite(segment.descriptor, b"y", 0),
+            lambda: os.ftruncate(segment.descriptor, 5),
+            lambda: os.ftruncate(segment.descriptor, 50_000),
+            lambda: os.posix_fallocate(segment.descriptor, 0, 50_000),
+        ):
+            with pytest.raises(OSError, match="Errno"):
+                act()
+
+    @pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY, os.O_RDWR | os.O_TRUNC])
+    def test_by_opening_it_again(self, segment: host.SealedSegment, flags: int) -> None:
+        try:
+            descriptor = os.open(f"/proc/self/fd/{segment.descriptor}", flags)
+        except OSError:
+            return
+        # A sealed memfd can be opened; the seals refuse the rest.
+        with pytest.raises(PermissionError):
+            os.pwrite(descriptor, b"y", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 3)
+        with pytest.raises(PermissionError):
+            mmap.mmap(descriptor, 10_000, mmap.MAP_SHARED)
+        os.close(descriptor)
+
+    def test_by_mapping_it(self, segment: host.SealedSegment) -> None:
+        with pytest.raises(PermissionError):
+            mmap.mmap(segment.descriptor, 10_000, mmap.MAP_SHARED)
+        private = mmap.mmap(segment.descriptor, 10_000, mmap.MAP_PRIVATE)
+        private[0:1] = b"y"
+        private.close()
+
+    def test_by_making_a_mapping_writable(self, segment: host.SealedSegment) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 5]
+        address = libc.mmap(
+            None, 10_000, mmap.PROT_READ, mmap.MAP_SHARED, segment.descriptor, 0
+        )
+        writable = mmap.PROT_READ | mmap.PROT_WRITE
+        assert libc.mprotect(ctypes.c_void_p(address), 10_000, writable) == -1
+        libc.munmap(ctypes.c_void_p(address), 10_000)
+
+    def test_seals_cannot_be_lifted(self, segment: host.SealedSegment) -> None:
+        with pytest.raises(OSError, match="Errno"):
+            fcntl.fcntl(segment.descriptor, host._F_ADD_SEALS, 0)
+
+    def test_the_descriptor_is_closed_on_exec(self, segment: host.SealedSegment) -> None:
+        assert not os.get_inheritable(segment.descriptor)
+
+
+class TestAccount:
+    @pytest.mark.parametrize("size", SIZES)
+    def test_the_footprint_is_what_the_kernel_charges(self, memory: HostMemory, size: int) -> None:
+        segment = sealed(memory, b"x" * size)
+        assert segment.resident_bytes() == memory.footprint_bytes(size)
+        segment.close()
+
+    def test_used_bytes(self, memory: HostMemory) -> None:
+        if isinstance(memory, MemfdMemory):
+            assert memory.used_bytes() is None
+            return
+        assert memory.used_bytes() == 0
+        segments = [sealed(memory, b"x" * size) for size in SIZES]
+        total = sum(memory.footprint_bytes(size) for size in SIZES)
+        assert memory.used_bytes() == total
+        assert total == sum(each.resident_bytes() for each in segments)
+        for each in segments:
+            each.close()
+        assert memory.used_bytes() == 0
+
+    def test_what_a_client_still_maps_counts(self, memory: HostMemory) -> None:
+        if memory.used_bytes() is None:
+            return
+        segment = sealed(memory, b"x" * PAGE_BYTES)
+        mapping = mmap.mmap(segment.descriptor, PAGE_BYTES, mmap.MAP_PRIVATE)
+        segment.close()
+        assert memory.used_bytes() == PAGE_BYTES
+        mapping.close()
+        assert memory.used_bytes() == 0
+
+    def test_discarding_frees(self, memory: HostMemory) -> None:
+        before = descriptors()
+        memory.create(BUDGET // 2).discard()
+        assert memory.used_bytes() in (0, None)
+        assert descriptors() == before
+
+
+class TestExhaustion:
+    def test_a_full_tmpfs_is_an_error(self, memory: HostMemory) -> None:
+        if isinstance(memory, MemfdMemory):
+            pytest.skip("memfds have no limit of their own")
+        before = descriptors()
+        for _ in range(50):
+            with pytest.raises(MemoryFailure, match="tmpfs segment"):
+                memory.create(2 * BUDGET)
+        assert descriptors() == before
+        assert memory.used_bytes() == 0
+        sealed(memory, b"x" * (BUDGET // 2)).close()
+
+    def test_a_size_no_machine_has(self, memory: HostMemory) -> None:
+        if isinstance(memory, MemfdMemory):
+            pytest.skip("the kernel would try: only the store's budget limits memfds")
+        before = descriptors()
+        with pytest.raises(MemoryFailure):
+            memory.create(1 << 62)
+        assert descriptors() == before
+
+    def test_a_failing_step_closes_what_was_opened(
+        self, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("ftruncate", "open", "posix_fallocate"):
+            before = descriptors()
+            with monkeypatch.context() as patch:
+
+                def fail(*_: object, **__: object) -> None:
+                    raise OSError(28, "No space left on device")
+
+                patch.setattr(os, name, fail)
+                try:
+                    memory.create(PAGE_BYTES).discard()
+                except MemoryFailure:
+                    pass
+            assert descriptors() == before, name
+
+    def test_a_segment_that_cannot_be_mapped(self) -> None:
+        before = descriptors()
+        writable, readable = os.memfd_create("a"), os.memfd_create("b")
+        with pytest.raises(MemoryFailure):
+            WritableSegment(writable, readable, 0, is_memfd=True, wants_advice=False)
+        assert descriptors() == before
+
+    def test_a_segment_that_cannot_be_sealed(self) -> None:
+        before = descriptors()
+        writable, readable = os.open("/dev/zero", os.O_RDWR), os.open("/dev/zero", os.O_RDONLY)
+        segment = WritableSegment(
+            writable, readable, PAGE_BYTES, is_memfd=True, wants_advice=False
+        )
+        with pytest.raises(MemoryFailure, match="sealed"):
+            segment.seal()
+        assert descriptors() == before
+
+
+class TestChoice:
+    def test_there_is_always_a_kind(self) -> None:
+        memory, _ = host.open_best(BUDGET)
+        memory.close()
+
+    def test_the_best_available_kind_is_taken_and_says_why(self) -> None:
+        probes = host.probe()
+        assert [each.kind for each in probes] == list(SegmentKind)
+        assert all(each.is_available or each.reason for each in probes)
+        memory, reason = host.open_best(BUDGET)
+        memory.close()
+        position = next(i for i, each in enumerate(probes) if each.is_available)
+        assert memory.kind is probes[position].kind
+        for better in probes[:position]:
+            assert better.kind.value in reason
+
+    @pytest.mark.parametrize(
+        ("setting", "works"),
+        [
+            ("always within_size advise [never] deny force", False),
+            ("always within_size advise never [deny] force", False),
+            ("[always] within_size advise never deny force", True),
+            ("always within_size [advise] never deny force", True),
+            ("", False),
+        ],
+    )
+    def test_memfd_huge_follows_shmem_enabled(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, works: bool
+    ) -> None:
+        file = tmp_path / "shmem_enabled"
+        file.write_text(setting + "\n")
+        monkeypatch.setattr(host, "_SHMEM_HUGE", str(file))
+        if works:
+            host.open_memory(SegmentKind.MEMFD_HUGE, budget_bytes=BUDGET).close()
+        else:
+            with pytest.raises(MemoryFailure, match="shmem_enabled"):
+                host.open_memory(SegmentKind.MEMFD_HUGE, budget_bytes=BUDGET)
+
+    def test_without_any_kind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(kind: SegmentKind, *, budget_bytes: int) -> HostMemory:
+            raise MemoryFailure("no")
+
+        monkeypatch.setattr(host, "open_memory", fail)
+        with pytest.raises(MemoryFailure, match="memfd-huge: no; tmpfs-huge: no"):
+            host.open_best(BUDGET)
+
+    def test_a_user_namespace_that_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse() -> None:
+            raise MemoryFailure("unshare: not here")
+
+        monkeypatch.setattr(host, "_enter_user_namespace", refuse)
+        with pytest.raises(MemoryFailure, match="not here"):
+            host.open_memory(SegmentKind.TMPFS_HUGE_USERNS, budget_bytes=BUDGET)
+        with pytest.raises(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+
+
+def test_the_mount_is_in_no_mount_table(memory: HostMemory) -> None:
+    if not isinstance(memory, TmpfsMemory):
+        return
+    device = os.fstat(memory._mount).st_dev
+    with open("/proc/self/mountinfo") as file:
+        assert f" {os.major(device)}:{os.minor(device)} " not in file.read()
+
+
+def test_segments_outlive_their_memory(no_leak: None) -> None:
+    memory, _ = host.open_best(BUDGET)
+    segment = sealed(memory, b"still here")
+    memory.close()
+    assert os.pread(segment.descriptor, 100, 0) == b"still here"
+    segment.close()
+
+
+def test_making_mounts_leaves_this_process_in_its_namespaces() -> None:
+    """In a process of its own: a namespace that was entered cannot be left."""
+    code = (
+        "import os; from trims_shim.memory import host\n"
+        "names = lambda: [os.readlink(f'/proc/self/ns/{n}') for n in ('user', 'mnt')]\n"
+        "before = names(); host.probe(); assert names() == before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

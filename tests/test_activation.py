@@ -1,0 +1,215 @@
+"""What ``import trims_shim`` does to a process, in every order and with every switch.
+
+Each case is a program of its own in a fresh interpreter: what is imported, and when, is the point.
+Only two of them import torch; the others use safetensors.numpy.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+from safetensors.numpy import save_file
+
+from trims_shim import config
+from trims_shim.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 60
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def directory() -> Iterator[Path]:
+    """Sockets and a model; the daemon is stopped at the end."""
+    base = Path(tempfile.mkdtemp(prefix="trims-act-"))  # short: socket paths are limited
+    save_file({"w": numpy.arange(1 << 20, dtype=numpy.float32)}, base / "m.safetensors")
+    try:
+        yield base
+    finally:
+        if (base / "s").exists():
+            stop = [sys.executable, "-m", "trims_shim", "stop"]
+            sockets = {"TRIMS_SOCKET_DIR": str(base / "s"), "PYTHONPATH": str(ROOT)}
+            subprocess.run(stop, env=os.environ | sockets, timeout=LIMIT_S, check=False)
+        shutil.rmtree(base)
+
+
+@pytest.fixture(scope="module")
+def run(directory: Path) -> Run:
+    """Run a program; ``model`` is a path in it."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TRIMS_", "_TRIMS_"))}
+    variables = {
+        "TRIMS_SOCKET_DIR": str(directory / "s"),
+        "TRIMS_HOST_BYTES": "64M",
+        "XDG_CONFIG_HOME": str(directory),
+        "PYTHONPATH": str(ROOT),
+    }
+
+    def run(program: str, status: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", program, str(directory / "m.safetensors")],
+            env=inherited | variables | more,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+def test_import_is_light(run: Run) -> None:
+    """The time it takes is measured by the benchmarks; what costs time is checked here."""
+    done = run(
+        "import sys, threading; before = set(sys.modules); import trims_shim\n"
+        "heavy = {'torch', 'zmq', 'numpy', 'msgpack', 'asyncio', 'rich', 'safetensors', 'blake3',\n"
+        "         'tomllib', 'subprocess', 'importlib.metadata'}\n"
+        "assert not heavy & set(sys.modules) - before, heavy & set(sys.modules)\n"
+        "assert threading.active_count() == 1\n"
+        "assert trims_shim.__all__ == sorted(trims_shim.__all__) == dir(trims_shim)\n"
+        "assert all(hasattr(trims_shim, name) for name in trims_shim.__all__)\n"
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_import_starts_no_daemon(run: Run, tmp_path: Path) -> None:
+    run("import trims_shim; trims_shim.stats()", TRIMS_SOCKET_DIR=str(tmp_path / "s"))
+    assert not (tmp_path / "s").exists()
+
+
+def test_disabled_by_the_environment_patches_nothing(run: Run) -> None:
+    run(
+        "import sys, safetensors.numpy as library; original = library.load_file\n"
+        "finders = list(sys.meta_path); import trims_shim\n"
+        "assert sys.meta_path == finders\n"
+        "assert library.load_file is original and not hasattr(original, '__wrapped__')\n"
+        "assert 'trims_shim.patches' not in sys.modules\n"
+        "assert not trims_shim.enabled()\n"
+        "library.load_file(sys.argv[1])\n"
+        "assert trims_shim.stats().events == {}\n",
+        TRIMS_ENABLED="0",
+    )
+
+
+def test_patches_can_be_chosen(run: Run) -> None:
+    program = (
+        "import safetensors.numpy as library, trims_shim\n"
+        "states = {each['name']: each['state'] for each in trims_shim.info()['patches']}\n"
+        "print(hasattr(library.load_file, '__wrapped__'), states['safetensors.numpy.load_file'],\n"
+        "      states['torch.nn.Module.load_state_dict'])\n"
+    )
+    assert run(program, TRIMS_PATCHES="safetensors").stdout == "True applied off\n"
+    assert run(program, TRIMS_PATCHES="torch").stdout == "False off waiting\n"
+    assert run(program, TRIMS_PATCHES="safetensors, torch").stdout == "True applied waiting\n"
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["shim first", "library first"])
+def test_order_of_imports_and_names_held(run: Run, is_before: bool) -> None:
+    """Also what was imported by name before the shim came is shared; so are threads' contexts."""
+    library = "from safetensors.numpy import load_file\n"
+    shim = "import trims_shim\n"
+    run(
+        "import sys\n" + (shim + library if is_before else library + shim) + "def served():\n"
+        "    before = trims_shim.stats().served\n"
+        "    assert load_file(sys.argv[1])['w'][7] == 7\n"
+        "    return trims_shim.stats().served - before\n"
+        "assert trims_shim.enabled() and served() == 1\n"
+        "with trims_shim.disabled():\n"
+        "    assert not trims_shim.enabled() and served() == 0\n"
+        "    with trims_shim.disabled(): pass\n"
+        "    assert served() == 0\n"
+        "assert served() == 1\n"
+        "trims_shim.disable(); trims_shim.disable()\n"
+        "assert not trims_shim.enabled() and served() == 0\n"
+        "assert load_file.__module__ == 'safetensors.numpy'\n"
+        "assert not hasattr(load_file, '__wrapped__')\n"
+        "trims_shim.enable(); trims_shim.enable()\n"
+        "assert trims_shim.enabled() and served() == 1\n"
+    )
+
+
+TORCH_SERVES = """
+path = sys.argv[1] + ".pt"
+with trims_shim.disabled():
+    torch.save({"w": torch.arange(1 << 20)}, path)
+def served():
+    before = trims_shim.stats().served
+    assert load(path)["w"][7] == 7
+    return trims_shim.stats().served - before
+assert trims_shim.enabled() and served() == 1
+with trims_shim.disabled():
+    assert served() == 0
+trims_shim.disable()
+assert served() == 0
+assert not hasattr(torch.nn.Module.load_state_dict, "__wrapped__")
+trims_shim.enable()
+assert served() == 1
+points = trims_shim.info()["patches"]
+assert {point["state"] for point in points if point["library"] == "torch"} == {"applied"}, points
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import trims_shim, torch; from torch import load",
+        "from torch import load; import trims_shim, torch",
+    ],
+    ids=["shim first", "torch first"],
+)
+def test_torch_in_both_orders(run: Run, imports: str) -> None:
+    run(f"import sys; {imports}\n{TORCH_SERVES}")
+
+
+def test_unusable_setting_leaves_everything_alone_and_warns_once(run: Run) -> None:
+    done = run(
+        "import sys, safetensors.numpy as library; original = library.load_file\n"
+        "finders = list(sys.meta_path)\n"
+        "import trims_shim, importlib\n"
+        "assert not hasattr(original, '__wrapped__') and sys.meta_path == finders\n"
+        "assert not trims_shim.enabled()\n"
+        "library.load_file(sys.argv[1]); library.load_file(sys.argv[1])\n"
+        "assert 'TRIMS_MIN_BYTES' in trims_shim.info()['problems'][0]\n"
+        "try: trims_shim.warm(sys.argv[1])\n"
+        "except trims_shim.ConfigError: pass\n",
+        TRIMS_MIN_BYTES="many",
+    )
+    assert done.stderr.count("trims_shim stays inactive: TRIMS_MIN_BYTES") == 1
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_unknown_variable_is_named_with_the_nearest_known_one() -> None:
+    for variable, near in (
+        ("TRIMS_ENABLE", "TRIMS_ENABLED"),
+        ("TRIMS_HOSTBYTES", "TRIMS_HOST_BYTES"),
+        ("TRIMS_SOCKETDIR", "TRIMS_SOCKET_DIR"),
+    ):
+        with pytest.raises(ConfigError, match=f"{variable} .*did you mean {near}\\?"):
+            config.load({variable: "1"})
+    with pytest.raises(ConfigError, match="known: TRIMS_ENABLED, "):
+        config.load({"TRIMS_XYZZY": "1"})
+
+
+def test_usable_settings_are_told_from_the_others(tmp_path: Path) -> None:
+    environment = {"TRIMS_STRICT": "1", "TRIMS_LOG": "loud", "TRIMS_NO": "1", "PATH": "/bin"}
+    environment["XDG_CONFIG_HOME"] = str(tmp_path)
+    settings, problems = config.load_usable(environment)
+    assert settings.strict
+    assert settings.source("log") == "default"
+    assert len(problems) == 2
+    (tmp_path / "trims").mkdir()
+    (tmp_path / "trims" / "trims.toml").write_text("hosts = 1\nlog = 'info'\n")
+    settings, problems = config.load_usable(environment)
+    assert settings.strict
+    assert "hosts" in problems[0]
+    assert len(problems) == 3

@@ -1,0 +1,281 @@
+"""Every value comes from where it says, and what is unclear is refused."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import io
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trims_shim import config
+from trims_shim.config import SETTINGS, Config, load, parse_size
+from trims_shim.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "trims").mkdir()
+    return tmp_path
+
+
+def write(home: Path, text: str) -> dict[str, str]:
+    (home / "trims" / "trims.toml").write_text(text)
+    return {"XDG_CONFIG_HOME": str(home)}
+
+
+class TestSources:
+    def test_defaults(self, home: Path) -> None:
+        settings = load({"XDG_CONFIG_HOME": str(home)})
+        for each in SETTINGS:
+            assert settings.source(each.name) == "default"
+            assert settings.text(each.name) == each.default
+            assert getattr(settings, each.name) == each.parse(each.default)
+
+    def test_the_order(self, home: Path) -> None:
+        environment = write(home, 'min_bytes = "1K"\nhost_bytes = "2K"\nlog = "info"')
+        environment |= {"TRIMS_HOST_BYTES": "3K", "TRIMS_LOG": "error"}
+        settings = load(environment, log="debug")
+        file = str(home / "trims" / "trims.toml")
+        assert (settings.min_bytes, settings.source("min_bytes")) == (1 << 10, file)
+        assert settings.host_bytes == 3 << 10
+        assert settings.source("host_bytes") == "environment TRIMS_HOST_BYTES"
+        assert (settings.log, settings.source("log")) == ("debug", "argument")
+        assert settings.source("enabled") == "default"
+
+    def test_an_empty_variable_is_not_set(self, home: Path) -> None:
+        environment = write(home, 'log = "info"') | {"TRIMS_LOG": ""}
+        assert load(environment).log == "info"
+
+    def test_the_runtime_directory_is_remembered(self) -> None:
+        assert load({"XDG_RUNTIME_DIR": "/run/x"}).runtime_dir == "/run/x"
+        assert load({}).runtime_dir == ""
+
+    def test_the_file_is_below_the_home_of_the_same_environment(self, tmp_path: Path) -> None:
+        (tmp_path / ".config" / "trims").mkdir(parents=True)
+        (tmp_path / ".config" / "trims" / "trims.toml").write_text("min_bytes = 7")
+        assert load({"HOME": str(tmp_path)}).min_bytes == 7
+
+    def test_reserved_variables_are_not_settings(self) -> None:
+        load({"TRIMS_TEST_ANYTHING": "1", "TRIMS_BENCH_DIR": "/x", "TRIMS_AUTOSTARTED": "1"})
+        load({"OTHER_MIN_BYTES": "1", "trims_x": "1"})
+
+    def test_the_process_environment_is_the_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRIMS_MIN_BYTES", "77")
+        assert load().min_bytes == 77
+
+
+class TestUnknown:
+    def test_a_variable_with_a_near_match(self) -> None:
+        with pytest.raises(ConfigError, match=r"TRIMS_MIN_BITES .*did you mean min_bytes\?"):
+            load({"TRIMS_MIN_BITES": "1"})
+
+    def test_a_variable_without_one(self) -> None:
+        with pytest.raises(ConfigError, match="known: enabled, patches"):
+            load({"TRIMS_QQQQQQ": "1"})
+
+    def test_a_key(self, home: Path) -> None:
+        with pytest.raises(ConfigError, match=r"key mim_bytes in .*trims\.toml.*min_bytes"):
+            load(write(home, "mim_bytes = 1"))
+
+    def test_a_table(self, home: Path) -> None:
+        with pytest.raises(ConfigError, match="key daemon"):
+            load(write(home, "[daemon]\nhost_bytes = 1"))
+
+    def test_an_argument(self) -> None:
+        with pytest.raises(ConfigError, match="argument colour"):
+            load({}, colour="red")
+
+    def test_an_attribute(self) -> None:
+        with pytest.raises(AttributeError, match="colour"):
+            _ = load({}).colour
+
+
+class TestFile:
+    @pytest.mark.parametrize(
+        "content",
+        [b"min_bytes = ", b"= 1", b'log = "\xff\xfe"', b"x = " + b"[" * 20_000, b"log = 'info'\nlog = 'info'"],
+        ids=["no value", "no key", "not UTF-8", "brackets without end", "a key twice"],
+    )
+    def test_a_broken_file_is_a_config_error(self, home: Path, content: bytes) -> None:
+        (home / "trims" / "trims.toml").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"trims\.toml cannot be read"):
+            load({"XDG_CONFIG_HOME": str(home)})
+
+    def test_a_directory_in_its_place(self, home: Path) -> None:
+        (home / "trims" / "trims.toml").mkdir()
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load({"XDG_CONFIG_HOME": str(home)})
+
+    def test_types_of_toml(self, home: Path) -> None:
+        settings = load(
+            write(home, 'enabled = false\nmin_bytes = 5\nidle_exit = 1.5\npatches = ["torch"]')
+        )
+        assert settings.enabled is False
+        assert settings.min_bytes == 5
+        assert settings.idle_exit == 1.5
+        assert settings.patches == ("torch",)
+
+    @pytest.mark.parametrize("text", ["enabled = 2", "min_bytes = {a = 1}", "idle_exit = nan"])
+    def test_values_out_of_range(self, home: Path, text: str) -> None:
+        with pytest.raises(ConfigError, match=r"TRIMS_\w+ \(.*trims\.toml\)"):
+            load(write(home, text))
+
+
+class TestParsers:
+    @pytest.mark.parametrize("text", ["1", "true", "YES", "On"])
+    def test_true(self, text: str) -> None:
+        assert load({"TRIMS_STRICT": text}).strict is True
+
+    @pytest.mark.parametrize("text", ["0", "false", "No", "OFF"])
+    def test_false(self, text: str) -> None:
+        assert load({"TRIMS_STRICT": text}).strict is False
+
+    @pytest.mark.parametrize("text", ["2", "y", "t", "enabled", " 1", "-1", "none"])
+    def test_no_boolean(self, text: str) -> None:
+        with pytest.raises(ConfigError, match=r"TRIMS_STRICT \(environment TRIMS_STRICT\).*boolean"):
+            load({"TRIMS_STRICT": text})
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("0", 0),
+            ("512", 512),
+            ("64K", 64 << 10),
+            ("64kb", 64 << 10),
+            ("1.5GiB", 3 * GIB // 2),
+            ("2 T", 2 << 40),
+            (" 8M ", 8 << 20),
+            ("7B", 7),
+            ("1e3", 1000),
+        ],
+    )
+    def test_sizes(self, text: str, expected: int) -> None:
+        assert parse_size(text) == expected
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "G", "-1", "1X", "1GG", "nan", "inf", "99999999T", "%", "-1%", "101%", "nan%", "x%", "0x10"],
+    )
+    def test_no_size(self, text: str) -> None:
+        with pytest.raises(ConfigError):
+            parse_size(text)
+
+    def test_percentages_are_of_the_memory_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(config, "memory_limit_bytes", lambda: 1000)
+        assert [parse_size(text) for text in ("0%", "40%", "12.5 %", "100%")] == [0, 400, 125, 1000]
+
+    @pytest.mark.parametrize(("text", "expected"), [("0", 0.0), ("1.5", 1.5), ("1e3", 1000.0)])
+    def test_seconds(self, text: str, expected: float) -> None:
+        assert load({"TRIMS_IDLE_EXIT": text}).idle_exit == expected
+
+    @pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e9", "soon", "5s"])
+    def test_no_seconds(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="TRIMS_IDLE_EXIT"):
+            load({"TRIMS_IDLE_EXIT": text})
+
+    @pytest.mark.parametrize("text", ["-1", "1025", "1.0", "", " 1", "²", "9" * 5000])
+    def test_no_count(self, text: str) -> None:
+        with pytest.raises(ConfigError):
+            load({}, ingest_threads=text)
+
+    def test_counts(self) -> None:
+        assert load({}, ingest_threads="1024").ingest_threads == 1024
+
+    def test_choices(self) -> None:
+        assert load({"TRIMS_MEMORY_KIND": "MEMFD"}).memory_kind == "memfd"
+        with pytest.raises(ConfigError, match="not one of auto, memfd-huge"):
+            load({"TRIMS_MEMORY_KIND": "hugetlb"})
+
+    def test_every_kind_of_memory_can_be_chosen(self) -> None:
+        from trims_shim.specs import SegmentKind
+
+        assert {"auto", *(kind.value for kind in SegmentKind)} == set(config.MEMORY_KINDS)
+
+    def test_subsets(self) -> None:
+        assert load({"TRIMS_PATCHES": " torch , safetensors,"}).patches == ("torch", "safetensors")
+        assert load({}, patches="").patches == ()
+        with pytest.raises(ConfigError, match="'jax' is not one of torch, safetensors"):
+            load({"TRIMS_PATCHES": "torch,jax"})
+
+    @given(st.sampled_from([each.name for each in SETTINGS]), st.text(max_size=12))
+    def test_any_text_is_a_value_or_a_config_error(self, name: str, text: str) -> None:
+        try:
+            settings = load({"HOME": "/nowhere"}, **{name: text})
+        except ConfigError as error:
+            assert f"TRIMS_{name.upper()} (argument)" in str(error)
+        else:
+            assert settings.text(name) == text
+
+
+class TestMemoryLimit:
+    def limit(self, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> int:
+        def fake_open(path: str, *_: object, **__: object) -> io.StringIO:
+            if path not in files:
+                raise FileNotFoundError(path)
+            return io.StringIO(files[path])
+
+        monkeypatch.setattr(builtins, "open", fake_open)
+        limit = config.memory_limit_bytes()
+        monkeypatch.undo()
+        return limit
+
+    def test_ram_without_cgroups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        assert self.limit(monkeypatch, {}) == ram
+        files = {"/proc/self/cgroup": "0::/a\n", "/sys/fs/cgroup/a/memory.max": "max\n"}
+        assert self.limit(monkeypatch, files) == ram
+
+    def test_the_tightest_of_version_2(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        files = {
+            "/proc/self/cgroup": "0::/outer/inner\n",
+            "/sys/fs/cgroup/outer/inner/memory.max": "9000\n",
+            "/sys/fs/cgroup/outer/memory.max": "5000\n",
+            "/sys/fs/cgroup/memory.max": "7000\n",
+        }
+        assert self.limit(monkeypatch, files) == 5000
+
+    def test_at_the_root_of_a_container(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        files = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/memory.max": "4096\n"}
+        assert self.limit(monkeypatch, files) == 4096
+
+    def test_version_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        files = {
+            "/proc/self/cgroup": "5:cpu:/x\n4:hugetlb,memory:/a\nnonsense\n",
+            "/sys/fs/cgroup/memory/a/memory.limit_in_bytes": "8192",
+            "/sys/fs/cgroup/memory/x/memory.limit_in_bytes": "1",
+        }
+        assert self.limit(monkeypatch, files) == 8192
+
+
+class TestConfig:
+    def test_the_hash_is_of_what_the_daemon_reads(self) -> None:
+        before = load({}).daemon_hash()
+        for each in SETTINGS:
+            changed = {"group": "x", "memory_kind": "memfd", "eviction": "LRU"}.get(each.name, "1")
+            texts = {each.name: changed} if each.default != changed else {each.name: "0"}
+            if each.name in ("patches", "log"):
+                texts = {each.name: "torch" if each.name == "patches" else "error"}
+            differs = Config(texts, {}).daemon_hash() != before
+            assert differs is each.is_daemons, each.name
+
+    def test_a_group_that_is_not_utf8(self) -> None:
+        assert load({"TRIMS_GROUP": "\udcff"}).daemon_hash()
+
+    def test_copies(self) -> None:
+        settings = load({"XDG_RUNTIME_DIR": "/r"}, min_bytes="5")
+        assert copy.copy(settings).min_bytes == 5
+        with pytest.raises(AttributeError):
+            _ = Config.__new__(Config).min_bytes
+
+    def test_settings_describe_themselves(self) -> None:
+        names = [each.name for each in SETTINGS]
+        assert len(set(names)) == len(names)
+        assert all(each.help and not each.help.endswith(".") for each in SETTINGS)
+        assert SETTINGS[0].variable == "TRIMS_ENABLED"

@@ -1,0 +1,167 @@
+"""The pytest plugin, in test runs of its own.
+
+The inner suites use safetensors.numpy: importing torch in each would take longer than the tests.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy
+import pytest
+from safetensors.numpy import save_file
+
+pytest_plugins = ("pytester",)
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 60
+TRIMS = (sys.executable, "-m", "trims_shim")
+
+SUITE = """
+import os, subprocess, sys
+import pytest
+from safetensors.numpy import load_file
+
+MODEL = os.environ["MODEL"]
+
+@pytest.mark.parametrize("i", range(4))
+def test_served(i, trims_stats):
+    assert load_file(MODEL)["w"][7] == 7
+    stats = trims_stats()
+    assert (stats.served, stats.bytes_shared) == (1, os.path.getsize(MODEL))
+
+def test_small(tmp_path, trims_stats):
+    from safetensors.numpy import save_file
+    import numpy
+    save_file({"w": numpy.zeros(1)}, tmp_path / "small")
+    load_file(tmp_path / "small")
+    assert trims_stats().fallbacks == {"small_file": 1}
+
+def test_subprocess_uses_the_same_daemon(trims_daemon):
+    assert trims_daemon.warm(MODEL) == trims_daemon.status().images[0].digest
+    code = ("import sys, trims_shim; from safetensors.numpy import load_file; "
+            "load_file(sys.argv[1]); print(trims_shim.stats().hits)")
+    done = subprocess.run([sys.executable, "-c", code, MODEL], capture_output=True, text=True)
+    assert done.stdout == "1\\n", done.stderr
+    assert trims_daemon.socket_dir == os.environ["TRIMS_SOCKET_DIR"]
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """As outside of any test run, with a model; the temp directory shows what is left behind."""
+    for name in list(os.environ):
+        if name.startswith(("TRIMS_", "_TRIMS_", "PYTEST_")):
+            monkeypatch.delenv(name)
+    model = tmp_path / "model.safetensors"
+    save_file({"w": numpy.arange(1 << 20, dtype=numpy.float32)}, model)
+    monkeypatch.setenv("MODEL", str(model))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    pytester.makepyfile(test_suite=SUITE)
+    return model
+
+
+def leftovers() -> set[str]:
+    return set(glob.glob(os.path.join(tempfile.gettempdir(), "trims-pytest-*")))
+
+
+def run(pytester: pytest.Pytester, *words: str) -> pytest.RunResult:
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider", *words, timeout=LIMIT_S)
+
+
+def test_off_it_imports_nothing_and_says_nothing(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        "import os, sys\n"
+        "def pytest_configure(config):\n"
+        "    assert config.pluginmanager.has_plugin('trims')\n"
+        "    assert not {'torch', 'trims_shim', 'numpy', 'zmq'} & set(sys.modules)\n"
+        "    assert not [name for name in os.environ if name.startswith('TRIMS_')]\n"
+    )
+    result = run(pytester, "-rs")
+    result.assert_outcomes(skipped=6)
+    assert "trims:" not in result.stdout.str()
+    assert "= trims =" not in result.stdout.str()
+    result.stdout.fnmatch_lines(["*trims is off; run with --trims*"])
+
+
+def test_on_one_process(pytester: pytest.Pytester) -> None:
+    before = leftovers()
+    pytester.makeconftest(
+        "import os, sys\nassert 'trims_shim' in sys.modules and os.environ['TRIMS_SOCKET_DIR']\n"
+    )
+    result = run(pytester, "--trims")
+    result.assert_outcomes(passed=6)
+    result.stdout.fnmatch_lines(
+        [
+            "trims: on, socket *trims-pytest-*, isolated (from --trims)",
+            "4 loads served (4 hits, 1 misses)*",  # The other hit is of warm().
+            "1 loads by the framework's own loader: small_file 1",
+        ]
+    )
+    assert leftovers() <= before
+
+
+def test_workers_share_one_daemon(pytester: pytest.Pytester) -> None:
+    before = leftovers()
+    pytester.makeini("[pytest]\ntrims = true\ntrims_host_bytes = 64M\n")
+    pytester.makepyfile(
+        test_more="def test_one_daemon(trims_daemon, record_property):\n"
+        "    trims_daemon.warm(__import__('os').environ['MODEL'])\n"
+        "    status = trims_daemon.status()\n"
+        "    assert status.memory.budget_bytes == 64 << 20\n"
+        "    assert status.counters['open_miss'] == 1\n"
+    )
+    result = run(pytester, "-n", "2")
+    result.assert_outcomes(passed=7)
+    output = result.stdout.str()
+    assert len(re.findall(r"trims: on, .* isolated \(from ini\)", output)) == 1
+    assert "4 loads served" in output, "counted over both workers"
+    assert "small_file 1" in output
+    assert leftovers() <= before
+
+
+def test_which_wish_wins(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makeini("[pytest]\ntrims = true\n")
+    one = ("-k", "small")
+    run(pytester, "--no-trims", *one).assert_outcomes(skipped=1, deselected=5)
+    monkeypatch.setenv("TRIMS_ENABLED", "0")
+    run(pytester, *one).assert_outcomes(skipped=1, deselected=5)
+    run(pytester, "--trims", *one).assert_outcomes(passed=1, deselected=5)
+
+
+def test_shared_daemon_is_left_running(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, environment: Path
+) -> None:
+    sockets = tempfile.mkdtemp(prefix="trims-plug-")
+    try:
+        pytester.makeini(f"[pytest]\ntrims_shared = true\ntrims_socket_dir = {sockets}\n")
+        result = run(pytester, "--trims", "-k", "served")
+        result.assert_outcomes(passed=4, deselected=2)
+        result.stdout.fnmatch_lines([f"trims: on, socket {sockets}, shared with*"])
+        monkeypatch.setenv("TRIMS_SOCKET_DIR", sockets)
+        assert str(environment) in pytester.run(*TRIMS, "ls", timeout=LIMIT_S).stdout.str()
+        monkeypatch.delenv("TRIMS_SOCKET_DIR")
+        # The same directory, not shared: this run's to stop, but not to remove.
+        pytester.makeini(f"[pytest]\ntrims_socket_dir = {sockets}\n")
+        run(pytester, "--trims", "-k", "served").assert_outcomes(passed=4, deselected=2)
+        assert not os.path.exists(os.path.join(sockets, "handover.sock"))
+        assert os.path.isdir(sockets)
+    finally:
+        monkeypatch.setenv("TRIMS_SOCKET_DIR", sockets)
+        pytester.run(*TRIMS, "stop", timeout=LIMIT_S)
+        for path in Path(sockets).iterdir():
+            path.unlink()
+        Path(sockets).rmdir()
+
+
+def test_unusable_setting_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\ntrims_host_bytes = plenty\n")
+    result = run(pytester, "--trims")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*trims (--trims): TRIMS_HOST_BYTES*'plenty' is not a size*"])
