@@ -45,7 +45,8 @@ def _set_up_logging(settings: Config) -> None:
 
     logger = logging.getLogger("trims_shim")
     logger.setLevel(settings.log.upper())
+    handler: logging.Handler = logging.StreamHandler()
     if settings.log_file:
         handler = logging.FileHandler(settings.log_file, delay=True)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
-        logger.addHandler(handler)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
+    logger.addHandler(handler)

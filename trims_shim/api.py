@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trims_shim import config as configuration
 from trims_shim import diagnostics, patches
 from trims_shim.client.cache import cache
 from trims_shim.diagnostics import Stats
@@ -43,8 +42,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 def enable() -> None:
     """Patch the configured libraries in this process, now or when they are imported."""
     config = cache().config
-    libraries = config.patches or configuration.PATCHABLE_LIBRARIES
-    patches.enable(libraries, elide_copies=config.elide_copies)
+    patches.enable(config.patches, elide_copies=config.elide_copies)
 
 
 def disable() -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "SETTINGS",
     "Config",
     "Setting",
+    "config_file",
     "load",
     "load_usable",
     "memory_limit_bytes",

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 __all__ = ["Stats", "count", "fallback", "reset_after_fork", "stats", "take_unreported"]
 
 _logger = logging.getLogger("trims_shim")
-_logger.addHandler(logging.NullHandler())
 
 _totals: Counter[str] = Counter()
 _reported: Counter[str] = Counter()
@@ -42,13 +41,16 @@ EXPECTED_REASONS = frozenset(
 class Stats:
     """Counters of this process.
 
-    ``served``: loads that took their bytes from the cache; ``fallbacks``: loads that went to the
-    framework's own loader, by reason; ``events``: everything, as ``event:reason``.
+    ``served``: loads that took their bytes from the cache; ``hits``, ``misses``, ``joined``: images
+    that were there, were read for this process, or were being read for another; ``fallbacks``:
+    loads that went to the framework's own loader, by reason; ``events``: everything, as
+    ``event:reason``.
     """
 
     served: int
     hits: int
     misses: int
+    joined: int
     elided_copies: int
     bytes_shared: int
     fallbacks: dict[str, int]
@@ -86,7 +88,8 @@ def stats() -> Stats:
     return Stats(
         served=sum(value for key, value in events.items() if key.startswith("served:")),
         hits=events.get("open:hit", 0) + events.get("open:local", 0),
-        misses=events.get("open:miss", 0) + events.get("open:joined", 0),
+        misses=events.get("open:miss", 0),
+        joined=events.get("open:joined", 0),
         elided_copies=sum(v for key, v in events.items() if key.startswith("elided:")),
         bytes_shared=events.get("bytes_shared", 0),
         fallbacks=fallbacks,

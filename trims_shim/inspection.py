@@ -31,7 +31,18 @@ from trims_shim.errors import ConfigError, PatchError, TrimsError
 from trims_shim.patches.points import resolve
 from trims_shim.wire.endpoint import Endpoint
 
-__all__ = ["Description", "describe", "look"]
+__all__ = [
+    "DaemonStatus",
+    "Description",
+    "LimitStatus",
+    "MemoryKind",
+    "PatchStatus",
+    "SettingStatus",
+    "SocketStatus",
+    "WrapperChain",
+    "describe",
+    "look",
+]
 
 _DISTRIBUTIONS = ("torch", "safetensors", "numpy", "pyzmq", "msgpack", "blake3", "rich")
 _COMMONLY_WRAPPED = (
@@ -210,8 +221,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatus]:
     for wanted_by, module, patch_file in patches.PATCH_FILES:
-        # Not patches.applied(): for a waiting point it imports the patch file, and torch with it.
-        done = patches._applied.get(patch_file)
+        done = patches.applied().get(patch_file)
         if done is not None:
             for each in done:
                 point = each.point
@@ -224,7 +234,7 @@ def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatu
                     each.reason,
                 )
             continue
-        if patch_file in patches._requested:
+        if patch_file in patches.requested():
             state, reason = "waiting", f"applies when {module} is imported"
         else:
             state, reason = "off", _why_off(settings, wanted_by, problems)

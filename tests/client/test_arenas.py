@@ -64,7 +64,7 @@ HOLDERS: dict[str, Callable[[Arena], Any]] = {
     "numpy": lambda arena: numpy.frombuffer(arena.buffer, dtype=numpy.uint8),
     "numpy view": lambda arena: numpy.frombuffer(arena.buffer, dtype=numpy.uint8)[5:].view(">u1"),
     "torch": lambda arena: torch.frombuffer(arena.buffer, dtype=torch.uint8),
-    "torch view": lambda arena: torch.frombuffer(arena.buffer, dtype=torch.float32)[5:].T,
+    "torch view": lambda arena: torch.frombuffer(arena.buffer, dtype=torch.float32)[5:],
     "torch storage": lambda arena: torch.frombuffer(
         arena.buffer, dtype=torch.uint8
     ).untyped_storage()[64:128],

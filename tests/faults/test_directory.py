@@ -83,10 +83,36 @@ def test_a_directory_in_doubt(world: World, prepare: Callable[[World], None], wo
     assert not os.path.exists(os.path.join(world.sockets, "daemon.log"))
 
 
+@needs_root
 def test_group_writable(world: World) -> None:
+    """A user's own directory must not be open to a group."""
+    os.chmod(world.root, 0o755)
     os.mkdir(world.sockets)
+    os.chown(world.sockets, NOBODY, NOBODY)
     os.chmod(world.sockets, 0o770)
-    assert "writable by its group" in refused(world)
+    path = world.file(1)
+    os.chmod(path, 0o644)
+    said = world.run(
+        f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+        f"try:\n open_file({path!r})\nexcept errors.TrimsError as error:\n say(str(error))\n"
+    )
+    assert "writable by its group" in said
+    assert os.listdir(world.sockets) == []
+
+
+@pytest.mark.parametrize("name", ["daemon.log", "start.lock", "daemon.lock"])
+def test_no_link_is_followed(world: World, name: str) -> None:
+    """A link planted in the directory must not make anybody write or create its target."""
+    os.mkdir(world.sockets, 0o700)
+    target = os.path.join(world.root, "target")
+    os.symlink(target, os.path.join(world.sockets, name))
+    said = world.run(
+        f"try:\n open_file({world.file(1)!r})\nexcept errors.TrimsError as error:\n"
+        " say(error.reason)\n"
+    )
+    assert said in ("daemon_unavailable", "daemon_start_failed")
+    assert not os.path.exists(target)
+    assert world.processes() == []
 
 
 def test_torch_load_goes_on_without_a_directory(world: World) -> None:
@@ -119,7 +145,7 @@ def test_made_private_and_removable(running: World) -> None:
     assert stat.S_IMODE(status.st_mode) == 0o700
     for name in os.listdir(running.sockets):
         mode = stat.S_IMODE(os.stat(os.path.join(running.sockets, name)).st_mode)
-        assert mode & 0o077 == 0 or name == "daemon.log", (name, oct(mode))
+        assert mode & 0o077 == 0, (name, oct(mode))
 
 
 def test_unwritable_parent(world: World) -> None:

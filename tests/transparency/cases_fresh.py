@@ -140,9 +140,11 @@ def program_ends_in_every_way(work: Work) -> object:
     _make(work)
     start = "loaded = torch.load('model.pt')\n"
     ends = {
-        "handler": "import atexit\natexit.register(lambda: print(loaded['bias'].tolist()))\n",
-        "cycle": "class C: pass\nc = C()\nc.c, c.t = c, loaded\nprint('end')\n",
-        "error": "raise SystemExit(loaded['bias'].sum().item())\n",
+        "normal": (
+            "import atexit\natexit.register(lambda: print(loaded['bias'].tolist()))\n"
+            "class C: pass\nc = C()\nc.c, c.t = c, loaded\n"
+            "raise SystemExit(loaded['bias'].sum().item())\n"
+        ),
         "hard": "print('hard', flush=True)\nimport os\nos._exit(7)\n",
     }
     return {

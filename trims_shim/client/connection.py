@@ -258,7 +258,7 @@ def _connect(endpoint: Endpoint) -> socket.socket:
         raise DaemonUnavailable(f"no socket can be opened: {error}") from error
     connection.settimeout(_CONNECT_TIMEOUT_S)
     try:
-        connection.connect(endpoint.handover)
+        _connect_patiently(connection, endpoint.handover)
         # Not blocking from here on: Python waits for its own timeout even under MSG_DONTWAIT.
         connection.setblocking(False)
         peer = handover.peer_of(connection)
@@ -271,6 +271,19 @@ def _connect(endpoint: Endpoint) -> socket.socket:
             f"{endpoint.handover} is served by user {peer.uid}, whom you need not trust"
         )
     return connection
+
+
+def _connect_patiently(connection: socket.socket, path: str) -> None:
+    """UNIX sockets do not wait for room in a full backlog; a crowd of clients has to."""
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+    while True:
+        try:
+            connection.connect(path)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.005)
 
 
 def _check_descriptors() -> None:

@@ -49,9 +49,9 @@ class Conversation:
         if pending is None or not _is_for(pending, envelope):
             return None
         if isinstance(envelope.message, messages.Progress):
-            # Only bytes count: a daemon that says it is alive but reads nothing is no use. Fewer
-            # than before are progress too: a load that hashed first may have to begin again.
-            if envelope.message.done_bytes != pending.done_bytes:
+            # Only bytes count: a daemon that says it is alive but reads nothing is no use. A load
+            # that hashed first and begins again goes on counting (trims_shim.daemon.loader).
+            if envelope.message.done_bytes > pending.done_bytes:
                 pending.done_bytes = envelope.message.done_bytes
                 pending.deadline_s = now_s + self._stall_timeout_s
             return None

@@ -53,7 +53,8 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
 @contextlib.contextmanager
 def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[bool]:
     """True when this process is the one to start; False when a starter has just finished."""
-    descriptor = os.open(endpoint.start_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(endpoint.start_lock, flags, 0o600)
     has_waited = False
     try:
         while True:
@@ -103,7 +104,9 @@ def _launch(executable: str, endpoint: Endpoint, writer: int) -> subprocess.Pope
     package_parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     environment = dict(os.environ)
     environment.update(TRIMS_ENABLED="0", TRIMS_SOCKET_DIR=endpoint.directory)
-    with open(endpoint.log, "ab") as log:
+    # Nobody's link may make us write somewhere else.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(endpoint.log, flags, 0o600), "ab") as log:
         return subprocess.Popen(
             [executable, "-I", "-c", _BOOT, str(writer), os.pathsep.join([package_parent, *paths])],
             stdin=subprocess.DEVNULL,

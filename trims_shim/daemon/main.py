@@ -93,7 +93,8 @@ class _Report:
 
 def _claim(endpoint: Endpoint) -> int | None:
     """The held lock, or None when a live daemon has it and answers."""
-    lock = os.open(endpoint.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    lock = os.open(endpoint.lock, flags, 0o600)
     patience = time.monotonic() + _LOCK_PATIENCE_S
     while True:
         try:

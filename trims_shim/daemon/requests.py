@@ -6,6 +6,7 @@ so they are shown, found and pinned only for their own user; the daemon's own us
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ _COUNTERS_LIMIT = 512
 _COUNTER_LIMIT = 1 << 62
 _IMAGES_IN_STATUS = 1000
 _CLIENTS_IN_STATUS = 1000
+_STATUS_NAMES_LIMIT_BYTES = 256 << 10
+"""With 300 bytes an image and 200 a client: below messages.CONTROL_MESSAGE_LIMIT_BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,6 @@ def _status(server: Server, session: Session, message: messages.GetStatusRequest
         totals.reserved_bytes,
         server.known_lingering_bytes(),
     )
-    images = server.store.images()[:_IMAGES_IN_STATUS]
     reply = messages.GetStatusReply(
         package=__version__,
         protocol=messages.PROTOCOL_VERSION,
@@ -81,11 +83,26 @@ def _status(server: Server, session: Session, message: messages.GetStatusRequest
         idle_exit_s=server.idle_exit_s,
         config_hash=server.config_hash,
         memory=memory,
-        images=tuple(_image_status(each, session) for each in images),
+        images=tuple(_images_status(server, session)),
         clients=tuple(_client_status(server, session)[:_CLIENTS_IN_STATUS]),
         counters=dict(server.counters),
     )
     return reply, []
+
+
+def _images_status(server: Server, session: Session) -> list[messages.ImageStatus]:
+    """As many images as fit a reply, most recently used first; names go before images do."""
+    found = []
+    left = _STATUS_NAMES_LIMIT_BYTES
+    for row in server.store.images()[:_IMAGES_IN_STATUS]:
+        image = _image_status(row, session)
+        names = []
+        for name in image.names:
+            left -= len(name.encode(errors="backslashreplace")) + 8
+            if left >= 0:
+                names.append(name)
+        found.append(dataclasses.replace(image, names=tuple(names)))
+    return found
 
 
 def _image_status(row: ImageRow, session: Session) -> messages.ImageStatus:

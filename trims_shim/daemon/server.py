@@ -11,7 +11,9 @@ ZeroMQ's descriptor is edge-triggered: after every turn of the loop, whatever ca
 is drained until it is empty.
 
 Trust: a client is who the kernel says (SO_PEERCRED); what it sends is data. Whatever breaks a limit
-or cannot be decoded is answered with an error, and the connection it came on is closed. Should a
+or cannot be decoded closes the handover connection it came on, and is answered with an error on the
+control socket. (Not closed there: ZeroMQ tells the number of the descriptor a message came on, but
+by the time it is read that number may belong to an honest client's connection.) Should a
 client pile up bytes inside ZeroMQ (parts of a message it never ends), the control socket is closed
 and bound again, which frees them; honest clients reconnect.
 """
@@ -317,6 +319,7 @@ class Server:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.RCVHWM, 1000)
         router.setsockopt(zmq.SNDHWM, 1000)
+        router.setsockopt(zmq.BACKLOG, 512)
         router.bind(f"ipc://{self.endpoint.control(self.instance)}")
         self._selector.register(router.getsockopt(zmq.FD), selectors.EVENT_READ, self._noop)
         return router
@@ -350,9 +353,9 @@ class Server:
         except (WireError, AccessDenied) as error:
             self.counters["rejected_messages"] += 1
             self._reply(routing, 0, messages.ErrorReply(type(error).__name__, str(error)[:500]))
-            self._disconnect(frames[-1])
             return
-        self._last_active = time.monotonic()
+        if not isinstance(envelope.message, messages.GetStatusRequest):
+            self._last_active = time.monotonic()  # Being watched is not being used.
         self._on_request(session, routing, envelope)
 
     def _on_request(self, session: Session, routing: bytes, envelope: codec.Envelope) -> None:
@@ -445,14 +448,6 @@ class Server:
         except zmq.ZMQError as error:
             # Gone (EHOSTUNREACH) or not reading (EAGAIN): its handover connection ends the session.
             _logger.debug("reply dropped: %s", error)
-
-    @staticmethod
-    def _disconnect(frame: zmq.Frame) -> None:
-        """Close the connection a frame came on."""
-        with contextlib.suppress(Exception):
-            descriptor = os.dup(frame.get(zmq.SRCFD))  # type: ignore[call-overload]
-            with socket.socket(fileno=descriptor) as connection:
-                connection.shutdown(socket.SHUT_RD)
 
     # --- actions ----------------------------------------------------------------------------------
 

@@ -407,7 +407,8 @@ class Store:
         return NoSpace(
             f"{opening.name}: {needed} bytes do not fit the host tier: budget "
             f"{totals.budget_bytes}, resident {totals.resident_bytes}, loading "
-            f"{totals.reserved_bytes}, evicted but still mapped {lingering_bytes}; raise TRIMS_HOST_BYTES or `trims evict`"
+            f"{totals.reserved_bytes}, evicted but still mapped {lingering_bytes}; raise "
+            f"TRIMS_HOST_BYTES or `trims evict`"
         )
 
     def _grant(

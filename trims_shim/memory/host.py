@@ -31,8 +31,10 @@ from trims_shim.specs import SegmentKind
 
 __all__ = [
     "HostMemory",
+    "MemfdMemory",
     "Probe",
     "SealedSegment",
+    "TmpfsMemory",
     "WritableSegment",
     "open_best",
     "open_memory",

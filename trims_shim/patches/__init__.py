@@ -11,14 +11,14 @@ import functools
 import importlib
 import sys
 import threading
-from typing import TYPE_CHECKING
 
 from trims_shim.patches.importing import call_when_imported
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from trims_shim.patches.points import AppliedPatch
 
-__all__ = ["active", "applied", "disable", "enable", "overridden"]
+__all__ = ["active", "applied", "disable", "enable", "overridden", "requested"]
 
 _ELIDING = "trims_shim.patches.torch_module"
 PATCH_FILES = (
@@ -77,19 +77,16 @@ def disable() -> None:
         _applied.clear()
 
 
-def applied() -> list[AppliedPatch]:
-    """Every patch point asked for, with its state; waiting ones included."""
-    from trims_shim.patches.points import AppliedPatch
-
-    found = []
+def applied() -> dict[str, list[AppliedPatch]]:
+    """What became of the patch points of each patch file whose library is imported."""
     with _lock:
-        for _, module, patch_file in PATCH_FILES:
-            if patch_file in _applied:
-                found += _applied[patch_file]
-            elif patch_file in _requested:
-                points = importlib.import_module(patch_file).POINTS
-                found += [AppliedPatch(point, reason=f"waits for {module}") for point in points]
-    return found
+        return {patch_file: list(patches) for patch_file, patches in _applied.items()}
+
+
+def requested() -> frozenset[str]:
+    """Patch files asked for, those that wait for their library's import included."""
+    with _lock:
+        return frozenset(_requested)
 
 
 def _apply(patch_file: str) -> None:

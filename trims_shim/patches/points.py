@@ -84,7 +84,7 @@ def resolve(target: str) -> tuple[Any, str, Any, bool]:
         parent = _namespace(parent)[name]
     if attribute in _namespace(parent):
         return parent, attribute, _namespace(parent)[attribute], False
-    for base in getattr(parent, "__mro__", ())[1:]:
+    for base in parent.__mro__[1:] if isinstance(parent, type) else ():
         if attribute in vars(base):
             return parent, attribute, vars(base)[attribute], True
     raise PatchError(f"{target}: {attribute} not found")

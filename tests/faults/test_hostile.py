@@ -1,0 +1,493 @@
+"""Hostile and broken peers. After each attack the daemon lives, answers an honest client at once, and
+holds no more descriptors and memory than before."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from harness import World, content, raw_connection, wait_until
+from trims_shim.errors import TrimsError
+from trims_shim.wire import codec, messages
+
+ANSWER_S = 2.0
+RSS_SLACK = 48 << 20
+
+
+class Watch:
+    """An honest client's view before, during and after an attack."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.path = world.file(1)
+        self.honest()
+        self.pid = world.pid()
+        self.descriptors = len(world.descriptors(self.pid))
+        self.rss = world.rss_bytes(self.pid)
+
+    def honest(self, limit_s: float = ANSWER_S) -> None:
+        """A whole load over a new connection, in time."""
+        cache = self.world.cache()
+        began = time.monotonic()
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            arena = cache.open(descriptor, name=self.path, min_bytes=1)
+            assert bytes(memoryview(arena.buffer)[:64]) == content(1)[:64]
+            del arena
+        finally:
+            os.close(descriptor)
+            cache.close()
+        assert time.monotonic() - began < limit_s
+
+    def check(self) -> None:
+        """The attack is over."""
+        self.honest()
+        assert self.world.pid() == self.pid, self.world.log()
+        self.world.assert_quiet(self.descriptors)
+        wait_until(
+            lambda: self.world.rss_bytes(self.pid) < self.rss + RSS_SLACK, "memory is given back"
+        )
+        self.world.assert_account()
+        assert "Traceback" not in self.world.log(), self.world.log()
+
+
+@pytest.fixture
+def watch(running: World) -> Iterator[Watch]:
+    watch = Watch(running)
+    yield watch
+    watch.check()
+
+
+def pack(**body: Any) -> bytes:
+    packed: bytes = msgpack.packb(body)
+    return packed
+
+
+def nested(depth: int) -> bytes:
+    return b"\x91" * depth + b"\xc0"
+
+
+HELLO = codec.encode(messages.Hello(messages.PROTOCOL_VERSION, "1.0.0", 1))
+PACKETS: dict[str, bytes] = {
+    "one byte": b"\xc1",
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "truncated": HELLO[:-3],
+    "trailing": HELLO + b"\x00",
+    "oversize": HELLO + b"\0" * 8000,
+    "list": msgpack.packb([1, 2]),
+    "deep": nested(3000),
+    "deep in a field": b"\x82" + msgpack.packb("verb") + msgpack.packb("Hello")
+    + msgpack.packb("protocol") + nested(2000),
+    "a length of 4 GiB": b"\xdf\xff\xff\xff\xff",
+    "a string of 4 GiB": b"\xdb\xff\xff\xff\xff",
+    "unknown verb": pack(verb="Format"),
+    "verb is a number": pack(verb=7),
+    "our reply": codec.encode(messages.Goodbye("x")),
+    "a request": codec.encode(messages.GetStatusRequest()),
+    "no fields": pack(verb="Hello"),
+    "text for a number": pack(verb="Hello", protocol="1", package="x", pid=1),
+    "a boolean for a number": pack(verb="Hello", protocol=True, package="x", pid=1),
+    "huge numbers": pack(verb="Hello", protocol=(1 << 64) - 1, package="x", pid=-(1 << 63)),
+    "not UTF-8": HELLO.replace(b"1.0.0", b"1\xff0.0"),
+    "offer without file": codec.encode(messages.FileOffer(1)),
+    "release before Hello": codec.encode(messages.LeaseRelease(1)),
+    "negative release": codec.encode(messages.LeaseRelease(-5)),
+    "many counters": codec.encode(messages.StatsReport({"x" * 90 + str(i): 1 for i in range(30)})),
+    "a long counter": codec.encode(messages.StatsReport({"x" * 2000: 1})),
+    "negative counters": codec.encode(messages.StatsReport({"served": -(1 << 63)})),
+    "nan": pack(verb="Hello", protocol=float("nan"), package="x", pid=1),
+    "map of maps": pack(verb="StatsReport", counters={"a": {"b": {}}}),
+}
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+@pytest.mark.parametrize("packet", PACKETS)
+def test_bad_packets(shared_watch: Watch, packet: str, greeted: bool) -> None:
+    world = shared_watch.world
+    for _ in range(5):
+        with raw_connection(world, hello=greeted) as connection:
+            with contextlib.suppress(OSError):
+                connection.send(PACKETS[packet])
+                connection.send(PACKETS[packet])
+    shared_watch.check()
+
+
+@pytest.fixture(scope="module")
+def shared_watch() -> Iterator[Watch]:
+    """One daemon for all bad packets: what one of them leaves behind, the next finds."""
+    world = World()
+    try:
+        world.start()
+        yield Watch(world)
+    finally:
+        world.close()
+
+
+def test_random_bytes(shared_watch: Watch) -> None:
+    generator = random.Random(1)
+    for _ in range(300):
+        with raw_connection(shared_watch.world, hello=generator.random() < 0.5) as connection:
+            for _ in range(5):
+                data = bytearray(HELLO if generator.random() < 0.5 else generator.randbytes(60))
+                for _ in range(3):
+                    data[generator.randrange(len(data))] = generator.randrange(256)
+                with contextlib.suppress(OSError):
+                    connection.send(bytes(data))
+    shared_watch.check()
+
+
+@pytest.mark.parametrize("number", [2, 9, 100, 253])
+@pytest.mark.parametrize("greeted", [False, True])
+def test_many_descriptors_in_a_packet(watch: Watch, number: int, greeted: bool) -> None:
+    """The kernel allows 253; the surplus is closed with the packet."""
+    descriptors = array.array("i", [0] * number)
+    for data in (codec.encode(messages.FileOffer(1)), HELLO, b"?"):
+        for _ in range(20):
+            with raw_connection(watch.world, hello=greeted) as connection:
+                with contextlib.suppress(OSError):
+                    connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+
+
+def test_offers_without_end(watch: Watch) -> None:
+    """More unclaimed offers than allowed, one ticket twice: the connection and all of it is closed."""
+    offered = array.array("i", [0])
+    for tickets in (range(100), [1] * 50):
+        for _ in range(20):
+            with raw_connection(watch.world) as connection:
+                connection.recv(4096)
+                with contextlib.suppress(OSError):
+                    for ticket in tickets:
+                        connection.sendmsg(
+                            [codec.encode(messages.FileOffer(ticket))],
+                            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, offered)],
+                        )
+
+
+def test_packets_without_hello(watch: Watch) -> None:
+    with raw_connection(watch.world, hello=False) as connection:
+        with contextlib.suppress(OSError):
+            for number in range(5000):
+                connection.send(codec.encode(messages.LeaseRelease(number)))
+        watch.honest()
+
+
+def test_a_flood_of_packets_by_one_that_never_reads(watch: Watch) -> None:
+    """The honest client is answered while the flood goes on."""
+    stop = threading.Event()
+    sent = [0]
+
+    def flood() -> None:
+        packet = codec.encode(messages.LeaseRelease(1))
+        while not stop.is_set():
+            with raw_connection(watch.world) as connection, contextlib.suppress(OSError):
+                while not stop.is_set():
+                    connection.send(packet)
+                    sent[0] += 1
+
+    threads = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            time.sleep(0.1)
+            watch.honest(5)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(20)
+    assert sent[0] > 1000
+
+
+def test_hellos_without_reading_the_answers(watch: Watch) -> None:
+    """Of another protocol version, so that Hello may be repeated; the answers pile up unread."""
+    hello = codec.encode(messages.Hello(99, "9", 1))
+    with raw_connection(watch.world, hello=False) as connection:
+        connection.settimeout(1)
+        with contextlib.suppress(OSError):
+            for _ in range(20_000):
+                connection.send(hello)
+        watch.honest()
+
+
+def connect(connection: socket.socket, path: str) -> None:
+    """Wait for room in the backlog."""
+    connection.settimeout(5)
+
+    def is_connected() -> bool:
+        try:
+            connection.connect(path)
+        except BlockingIOError:
+            return False
+        return True
+
+    wait_until(is_connected, "room in the backlog")
+
+
+def test_three_thousand_connections(watch: Watch) -> None:
+    """Beyond the limit they are closed; honest clients work once there is room again."""
+    connections = []
+    try:
+        for _ in range(3000):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connections.append(connection)
+            connect(connection, os.path.join(watch.world.sockets, "handover.sock"))
+        wait_until(lambda: len(watch.world.descriptors(watch.pid)) > 2000, "connections")
+        time.sleep(0.3)
+        assert len(watch.world.descriptors(watch.pid)) < watch.descriptors + 2100
+        # Its own user is at the limit: refused, not hung.
+        with pytest.raises(TrimsError):
+            cache = watch.world.cache(autostart="0")
+            cache.welcome()
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def test_counters_cannot_grow_beyond_an_answer(watch: Watch) -> None:
+    """Found: a sum beyond 64 bits could not be encoded, and the daemon died of the next status."""
+    report = codec.encode(messages.StatsReport({str(n): (1 << 64) - 1 for n in range(100)}))
+    with raw_connection(watch.world) as connection:
+        for _ in range(1 << 14):
+            connection.send(report[:4096])
+    report = codec.encode(messages.StatsReport({"served": (1 << 64) - 1}))
+    with raw_connection(watch.world) as connection:
+        for _ in range((1 << 14) + 10):
+            connection.send(report)
+    assert watch.world.status().counters["client.served"] <= 1 << 63
+
+
+def test_more_images_than_a_status_can_name(make_world: Any) -> None:
+    """Found: beyond 1 MiB the reply was too long for every client, so that no status came at all."""
+    world = make_world()
+    world.start()
+    long_name = "/" + "n" * 4000
+    world.run(
+        "c = Connection(cache().endpoint, config_hash='', stall_timeout_s=10)\n"
+        f"for n in range(40):\n"
+        f"  path = {world.root!r} + f'/small-{{n}}'\n"
+        "  open(path, 'wb').write(b'%d' % n)\n"
+        "  f = os.open(path, os.O_RDONLY)\n"
+        "  for k in range(16):\n"
+        f"    os.close(c.open_image(f, {long_name!r} + str(k)).descriptor)\n"
+        "  os.close(f)\n"
+    )
+    status = world.status()
+    assert len(status.images) == 40
+
+
+# --- ZeroMQ ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def dealer(world: World, kind: int = zmq.DEALER) -> Iterator[Any]:
+    name = next(name for name in os.listdir(world.sockets) if name.startswith("control-"))
+    context: Any = zmq.Context()
+    control = context.socket(kind)
+    control.setsockopt(zmq.LINGER, 0)
+    control.setsockopt(zmq.SNDTIMEO, 200)
+    control.setsockopt(zmq.RCVTIMEO, 1000)
+    control.connect(f"ipc://{world.sockets}/{name}")
+    try:
+        yield control
+    finally:
+        control.close(linger=0)
+        context.term()
+
+
+def envelope(message: Any, token: bytes = b"", number: int = 1) -> bytes:
+    return codec.encode_envelope(codec.Envelope(number, token, message))
+
+
+FRAMES: dict[str, Callable[[], list[bytes]]] = {
+    "empty": lambda: [b""],
+    "noise": lambda: [os.urandom(200)],
+    "three parts": lambda: [b"a", b"b", b"c"],
+    "delimiter first": lambda: [b"", envelope(messages.GetStatusRequest())],
+    "a thousand parts": lambda: [b"x"] * 1000,
+    "just below the limit": lambda: [b"\x91" * 65_000],
+    "oversize": lambda: [b"x" * 100_000],
+    "far oversize": lambda: [b"x" * (64 << 20)],
+    "no token": lambda: [envelope(messages.GetStatusRequest())],
+    "a wrong token": lambda: [envelope(messages.StopDaemonRequest(), os.urandom(16))],
+    "a long token": lambda: [envelope(messages.StopDaemonRequest(), b"x" * 5000)],
+    "a handover message": lambda: [envelope(messages.DrainRequest("9"))],
+    "a reply": lambda: [envelope(messages.StopDaemonReply(1))],
+}
+
+
+@pytest.mark.parametrize("frames", FRAMES)
+@pytest.mark.parametrize("kind", [zmq.DEALER, zmq.REQ, zmq.PUSH], ids=["DEALER", "REQ", "PUSH"])
+def test_bad_frames(shared_watch: Watch, frames: str, kind: int) -> None:
+    for _ in range(3):
+        with dealer(shared_watch.world, kind) as control:
+            with contextlib.suppress(zmq.ZMQError):
+                control.send_multipart(FRAMES[frames]())
+            if kind != zmq.PUSH:
+                with contextlib.suppress(zmq.ZMQError):
+                    control.poll(30)
+    shared_watch.check()
+
+
+def test_not_zeromq_at_all(watch: Watch) -> None:
+    """Raw bytes on the control socket: the greeting of ZMTP never comes, or comes broken."""
+    name = next(n for n in os.listdir(watch.world.sockets) if n.startswith("control-"))
+    connections = []
+    for data in (b"", b"\xff", b"GET /\r\n\r\n", b"\xff" + b"\0" * 8 + b"\x7f\x03\x01", b"\0" * 99):
+        for _ in range(20):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(5)
+            connection.connect(os.path.join(watch.world.sockets, name))
+            with contextlib.suppress(OSError):
+                connection.send(data)
+            connections.append(connection)
+    watch.honest()
+    for connection in connections:
+        connection.close()
+
+
+def test_wrong_tokens_without_end(watch: Watch) -> None:
+    with dealer(watch.world) as control:
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            with contextlib.suppress(zmq.ZMQError):
+                control.send(envelope(messages.GetStatusRequest(), os.urandom(16)))
+        watch.honest(5)
+    assert watch.world.status().counters["rejected_messages"] > 0
+
+
+def test_requests_without_end_and_no_answer_read(watch: Watch) -> None:
+    """A greeted client floods status requests; others are answered meanwhile."""
+    stop = threading.Event()
+    sent = [0]
+
+    def flood() -> None:
+        with raw_connection(watch.world) as connection:
+            welcome = codec.decode(connection.recv(4096))
+            data = envelope(messages.GetStatusRequest(), welcome.token)
+            with dealer(watch.world) as control:
+                while not stop.is_set():
+                    with contextlib.suppress(zmq.ZMQError):
+                        control.send(data)
+                        sent[0] += 1
+
+    threads = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            time.sleep(0.3)
+            watch.honest(8)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(20)
+    assert sent[0] > 1000
+
+
+def test_opens_without_end(watch: Watch) -> None:
+    """Requests for tickets that were not offered, and one request number again and again."""
+    with raw_connection(watch.world) as connection:
+        welcome = codec.decode(connection.recv(4096))
+        with dealer(watch.world) as control:
+            for number in range(2000):
+                message = messages.OpenImageRequest(number, "x" * 1000)
+                with contextlib.suppress(zmq.ZMQError):
+                    control.send(envelope(message, welcome.token, number % 3))
+            watch.honest(5)
+
+
+def multipart_without_end(world: World, seconds: float, part: bytes) -> int:
+    """Parts of one message that never ends, through ZMTP by hand: a library would wait."""
+    name = next(name for name in os.listdir(world.sockets) if name.startswith("control-"))
+    greeting = b"\xff" + b"\0" * 8 + b"\x7f" + b"\x03\0" + b"NULL".ljust(20, b"\0") + b"\0" * 32
+    ready_body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    frame = b"\x03" + struct.pack(">Q", len(part)) + part
+    sent = 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        stream.settimeout(2)
+        stream.connect(os.path.join(world.sockets, name))
+        stream.sendall(greeting)
+        stream.recv(64, socket.MSG_WAITALL)
+        stream.sendall(b"\x04" + bytes([len(ready_body)]) + ready_body)
+        until = time.monotonic() + seconds
+        with contextlib.suppress(OSError):
+            while time.monotonic() < until:
+                stream.sendall(frame)
+                sent += len(part)
+    return sent
+
+
+@pytest.mark.slow
+def test_a_message_that_never_ends(running: World) -> None:
+    """What ZeroMQ keeps of it is bounded: the control socket is reset, and honest clients go on."""
+    world = running
+    watch = Watch(world)
+    holder = world.spawn(
+        f"arena = open_file({watch.path!r})\nright = data(arena)\nsay()\nhear()\n"
+        f"say(data(arena) == right)\nother = open_file({world.file(2)!r})\n"
+        f"say(data(other)[:8].hex())\nhear()\n"
+    )
+    holder.hear()
+    peak = [0]
+    stop = threading.Event()
+
+    def observe() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                peak[0] = max(peak[0], world.rss_bytes(watch.pid))
+            time.sleep(0.01)
+
+    observer = threading.Thread(target=observe)
+    observer.start()
+    sent = 0
+    try:
+        for _ in range(2):
+            sent += multipart_without_end(world, 4, b"x" * 60_000)
+    finally:
+        stop.set()
+        observer.join(10)
+    assert sent > 300 << 20, "the flood was not one"
+    assert peak[0] < 3 << 30
+    wait_until(lambda: world.status().counters.get("control_resets", 0) > 0, "a reset")
+    watch.honest()
+    holder.say()
+    assert holder.hear() is True
+    assert holder.hear() == content(2)[:8].hex()
+    mode = os.stat(
+        next(
+            os.path.join(world.sockets, name)
+            for name in os.listdir(world.sockets)
+            if name.startswith("control-")
+        )
+    ).st_mode
+    assert mode & 0o777 == 0o600
+    holder.say()
+    holder.wait()
+    assert world.pid() == watch.pid
+    assert world.rss_bytes(watch.pid) < watch.rss + (300 << 20)
+
+
+def test_hundreds_of_control_connections(watch: Watch) -> None:
+    name = next(n for n in os.listdir(watch.world.sockets) if n.startswith("control-"))
+    connections = []
+    try:
+        for _ in range(700):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connections.append(connection)
+            connect(connection, os.path.join(watch.world.sockets, name))
+        watch.honest()
+    finally:
+        for connection in connections:
+            connection.close()

@@ -1,0 +1,163 @@
+"""Hooks run once, right after their module's own code, and never disturb the import."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trims_shim import diagnostics
+from trims_shim.patches import importing
+from trims_shim.patches.importing import call_when_imported
+
+MakeModule = Callable[[str, str], str]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeModule]:
+    """Write an importable module; its name. All is as before at the end."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(importing, "_hooks", {})
+    modules, finders = set(sys.modules), list(sys.meta_path)
+
+    def make(name: str, source: str) -> str:
+        path = tmp_path.joinpath(*name.split("."))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent != tmp_path:
+            (path.parent / "__init__.py").touch()
+        path.with_suffix(".py").write_text(source)
+        importlib.invalidate_caches()
+        return name
+
+    yield make
+    for name in set(sys.modules) - modules:
+        if name.startswith("waited_"):
+            del sys.modules[name]
+    sys.meta_path[:] = finders
+
+
+def test_a_module_that_is_imported_already() -> None:
+    calls: list[int] = []
+    call_when_imported("sys", lambda: calls.append(1))
+    assert calls == [1]
+
+
+def test_after_the_modules_own_code(module: MakeModule) -> None:
+    name = module("waited_a", "value = 5")
+    seen: list[Any] = []
+    call_when_imported(name, lambda: seen.append(sys.modules[name].value))
+    assert seen == []
+    importlib.import_module(name)
+    assert seen == [5]
+
+
+def test_once_and_in_order(module: MakeModule) -> None:
+    name = module("waited_b", "")
+    seen: list[int] = []
+    call_when_imported(name, lambda: seen.append(1))
+    call_when_imported(name, lambda: seen.append(2))
+    importlib.reload(importlib.import_module(name))
+    del sys.modules[name]
+    importlib.import_module(name)
+    assert seen == [1, 2]
+    call_when_imported(name, lambda: seen.append(3))
+    assert seen == [1, 2, 3]
+
+
+def test_a_submodule(module: MakeModule) -> None:
+    name = module("waited_c.inner", "value = 1")
+    seen: list[str] = []
+    call_when_imported(name, lambda: seen.append(name))
+    importlib.import_module("waited_c")
+    assert seen == []
+    importlib.import_module(name)
+    assert seen == [name]
+
+
+def test_the_module_looks_untouched(module: MakeModule) -> None:
+    name = module("waited_d", "loader_seen_inside = __spec__.loader")
+    call_when_imported(name, lambda: None)
+    waited = importlib.import_module(name)
+    other = importlib.import_module(module("waited_e", ""))
+    assert type(waited.__loader__) is type(other.__loader__)
+    assert waited.__spec__.loader is waited.__loader__
+    assert waited.loader_seen_inside is waited.__loader__
+
+
+def test_an_import_that_fails_fails_and_may_be_tried_again(module: MakeModule) -> None:
+    name = module("waited_f", "raise ValueError('its own')")
+    seen: list[int] = []
+    call_when_imported(name, lambda: seen.append(1))
+    with pytest.raises(ValueError, match="its own"):
+        importlib.import_module(name)
+    assert seen == []
+    module(name, "fixed = True  # and of another length")
+    importlib.import_module(name)
+    assert seen == [1]
+
+
+def test_a_hook_that_fails_is_counted(module: MakeModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(diagnostics, "fallback", lambda *args, **_: reported.append(args))
+    name = module("waited_g", "value = 1")
+    seen: list[int] = []
+
+    def fail() -> None:
+        raise RuntimeError("ours")
+
+    call_when_imported(name, fail)
+    call_when_imported(name, lambda: seen.append(1))
+    assert importlib.import_module(name).value == 1
+    assert seen == [1]
+    ((reason, error),) = reported
+    assert (reason, str(error)) == ("import_hook", "ours")
+
+
+def test_a_module_that_does_not_exist(module: MakeModule) -> None:
+    call_when_imported("waited_nowhere", lambda: None)
+    with pytest.raises(ModuleNotFoundError, match="waited_nowhere"):
+        importlib.import_module("waited_nowhere")
+    assert importlib.util.find_spec("waited_nowhere") is None
+
+
+def test_looking_without_importing(module: MakeModule) -> None:
+    """Libraries ask find_spec whether another one is installed; that is no import."""
+    name = module("waited_h", "")
+    seen: list[int] = []
+    call_when_imported(name, lambda: seen.append(1))
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    assert spec.origin.endswith("waited_h.py")
+    assert spec.loader is not None
+    assert spec.loader.get_source(name) == ""  # type: ignore[attr-defined]
+    assert seen == []
+    importlib.import_module(name)
+    assert seen == [1]
+
+
+def test_a_lazy_loader(module: MakeModule) -> None:
+    name = module("waited_i", "value = 3")
+    seen: list[int] = []
+    call_when_imported(name, lambda: seen.append(1))
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    sys.modules[name] = lazy
+    spec.loader.exec_module(lazy)
+    assert seen == []
+    assert lazy.value == 3
+    assert seen == [1]
+
+
+def test_one_finder_however_many_hooks(module: MakeModule) -> None:
+    for number in range(3):
+        call_when_imported(module(f"waited_j{number}", ""), lambda: None)
+    assert sum(isinstance(each, importing._Finder) for each in sys.meta_path) == 1

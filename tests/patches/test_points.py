@@ -1,0 +1,252 @@
+"""Applying a patch point costs the user nothing when it fails, and undoing takes only ours back."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from trims_shim.errors import PatchError
+from trims_shim.patches.holders import rebind
+from trims_shim.patches.points import AppliedPatch, PatchPoint, PatchState, apply, resolve, undo
+
+
+
+SOURCE = """
+number = 5
+def load(x): return x * 10
+class Base:
+    def inherited(self): return "base"
+class Loader(Base):
+    def own(self): return "own"
+    @staticmethod
+    def static(x): return x
+    @classmethod
+    def make(cls): return cls.__name__
+    @property
+    def value(self): return 7
+"""
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    module = types.ModuleType("fake_library")
+    exec(SOURCE, vars(module))
+    sys.modules["fake_library"] = module
+    yield module
+    del sys.modules["fake_library"]
+
+
+def wrapped(original: Any) -> Any:
+    if isinstance(original, staticmethod):
+        return staticmethod(wrapped(original.__func__))
+    if isinstance(original, classmethod):
+        return classmethod(wrapped(original.__func__))
+
+    @functools.wraps(original)
+    def replacement(*args: Any) -> Any:
+        return ("ours", original(*args))
+
+    return replacement
+
+
+def point(
+    *targets: str,
+    probe: Callable[[], str | None] = lambda: None,
+    wrap: Callable[[Any], Any] = wrapped,
+    has_holders: bool = False,
+) -> PatchPoint:
+    full = tuple(f"fake_library:{each}" for each in targets)
+    return PatchPoint("test", "fake_library", full, ">=1", probe, wrap, has_holders)
+
+
+class TestResolve:
+    def test_a_function(self, library: Any) -> None:
+        expected = (library, "load", library.load, False)
+        assert resolve("fake_library:load") == expected
+
+    def test_raw_entries_of_a_class(self, library: Any) -> None:
+        for name, kind in (("static", staticmethod), ("make", classmethod), ("value", property)):
+            _, _, original, inherited = resolve(f"fake_library:Loader.{name}")
+            assert type(original) is kind
+            assert not inherited
+
+    def test_along_the_mro(self, library: Any) -> None:
+        parent, name, original, inherited = resolve("fake_library:Loader.inherited")
+        assert (parent, name, inherited) == (library.Loader, "inherited", True)
+        assert original is library.Base.inherited
+
+    @pytest.mark.parametrize(
+        "target",
+        [
+            "not_imported:load",
+            "fake_library:missing",
+            "fake_library:Missing.load",
+            "fake_library:Loader.missing",
+            "fake_library:load.x.y",
+            "fake_library:number.real",
+            "fake_library:number.x.y",
+            "fake_library:",
+        ],
+    )
+    def test_what_is_not_there(self, library: Any, target: str) -> None:
+        with pytest.raises(PatchError, match=target.partition(":")[0]):
+            resolve(target)
+
+    def test_lazy_modules_are_not_woken(self) -> None:
+        class Lazy(types.ModuleType):
+            def __getattr__(self, name: str) -> Any:
+                raise AssertionError("woken")
+
+        sys.modules["lazy_library"] = Lazy("lazy_library")
+        try:
+            with pytest.raises(PatchError):
+                resolve("lazy_library:load")
+        finally:
+            del sys.modules["lazy_library"]
+
+
+class TestApply:
+    @pytest.mark.parametrize(
+        ("target", "call", "expected"),
+        [
+            ("load", lambda lib: lib.load(3), 30),
+            ("Loader.own", lambda lib: lib.Loader().own(), "own"),
+            ("Loader.inherited", lambda lib: lib.Loader().inherited(), "base"),
+            ("Loader.static", lambda lib: lib.Loader.static(4), 4),
+            ("Loader.make", lambda lib: lib.Loader.make(), "Loader"),
+        ],
+    )
+    def test_and_undo(
+        self, library: Any, target: str, call: Callable[[Any], Any], expected: Any
+    ) -> None:
+        before = dict(vars(library)), dict(vars(library.Loader))
+        patch = apply(point(target))
+        assert (patch.state, patch.reason) == (PatchState.APPLIED, "")
+        assert patch.target == f"fake_library:{target}"
+        assert call(library) == ("ours", expected)
+        undo(patch)
+        assert patch.state is PatchState.UNDONE
+        assert call(library) == expected
+        assert (dict(vars(library)), dict(vars(library.Loader))) == before
+
+    def test_a_base_class_stays_as_it_is(self, library: Any) -> None:
+        apply(point("Loader.inherited"))
+        assert library.Base().inherited() == "base"
+
+    def test_the_first_candidate_that_exists(self, library: Any) -> None:
+        patch = apply(point("new_load", "load", "Loader.own"))
+        assert patch.target == "fake_library:load"
+        assert library.Loader().own() == "own"
+
+    def test_no_candidate(self, library: Any) -> None:
+        patch = apply(point("a", "b"))
+        assert patch.state is PatchState.SKIPPED
+        assert "a not found" in patch.reason
+        assert "b not found" in patch.reason
+
+    def test_a_probe_that_says_why_not(self, library: Any) -> None:
+        original = library.load
+        patch = apply(point("load", probe=lambda: "too old"))
+        assert (patch.state, patch.reason) == (PatchState.SKIPPED, "too old")
+        assert library.load is original
+
+    @pytest.mark.parametrize("part", ["probe", "wrap"])
+    def test_what_fails_is_skipped(self, library: Any, part: str) -> None:
+        def fail(*_: Any) -> Any:
+            raise AttributeError("unheard of")
+
+        original = library.load
+        patch = apply(point("load", **{part: fail}))
+        assert (patch.state, patch.reason) == (PatchState.SKIPPED, "AttributeError: unheard of")
+        assert library.load is original
+        undo(patch)
+        assert library.load is original
+
+    def test_what_cannot_be_set_is_skipped(self) -> None:
+        patch = apply(PatchPoint("t", "l", ("builtins:int.bit_length",), "", lambda: None, wrapped))
+        assert patch.state is PatchState.SKIPPED
+        assert "TypeError" in patch.reason
+
+
+class TestUndo:
+    def test_only_what_is_applied(self, library: Any) -> None:
+        patch = AppliedPatch(point("load"))
+        undo(patch)
+        assert patch.state is PatchState.WAITING
+
+    def test_twice(self, library: Any) -> None:
+        original = library.load
+        patch = apply(point("load"))
+        undo(patch)
+        library.load = other = lambda x: x
+        undo(patch)
+        assert library.load is other
+        assert other is not original
+
+    def test_what_another_tool_wrapped_later_stays(self, library: Any) -> None:
+        patch = apply(point("load"))
+        theirs = wrapped(library.load)
+        library.load = theirs
+        undo(patch)
+        assert library.load is theirs
+        assert "another tool" in patch.reason
+
+    def test_what_another_tool_put_back_stays(self, library: Any) -> None:
+        original = library.load
+        patch = apply(point("load"))
+        library.load = original
+        undo(patch)
+        assert library.load is original
+
+
+class TestHolders:
+    @pytest.fixture
+    def holder(self, library: Any) -> Iterator[Any]:
+        module = types.ModuleType("holder")
+        module.load = module.alias = library.load  # type: ignore[attr-defined]
+        module.other = library.Loader  # type: ignore[attr-defined]
+        sys.modules["holder"] = module
+        yield module
+        del sys.modules["holder"]
+
+    def test_names_that_were_imported_before(self, library: Any, holder: Any) -> None:
+        original = library.load
+        patch = apply(point("load", has_holders=True))
+        assert holder.load is holder.alias is library.load is patch.replacement
+        holder.alias = "reused"
+        undo(patch)
+        assert holder.load is library.load is original
+        assert holder.alias == "reused"
+
+    def test_not_without_being_asked(self, library: Any, holder: Any) -> None:
+        original = library.load
+        apply(point("load"))
+        assert holder.load is original
+
+    def test_how_many(self, library: Any, holder: Any) -> None:
+        assert rebind(library.load, "new", home="fake_library") == 2
+        assert library.load(1) == 10
+
+    def test_lazy_modules_are_left_alone(self, library: Any) -> None:
+        class Lazy(types.ModuleType):
+            pass
+
+        lazy = Lazy("lazy_holder")
+        lazy.load = library.load  # type: ignore[attr-defined]
+        sys.modules["lazy_holder"] = lazy
+        try:
+            assert rebind(library.load, "new", home="fake_library") == 0
+        finally:
+            del sys.modules["lazy_holder"]
+
+    def test_entries_that_are_no_modules(self, library: Any) -> None:
+        sys.modules["not_a_module"] = None  # type: ignore[assignment]
+        try:
+            assert rebind(library.load, "new", home="fake_library") == 0
+        finally:
+            del sys.modules["not_a_module"]

@@ -1,0 +1,87 @@
+"""Counters add up, and a cause is reported once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from trims_shim import diagnostics
+
+
+@pytest.fixture(autouse=True)
+def _from_zero(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("_totals", "_reported"):
+        monkeypatch.setattr(diagnostics, name, type(getattr(diagnostics, name))())
+    monkeypatch.setattr(diagnostics, "_warned", set())
+    return
+
+
+def test_events_are_counted_by_reason() -> None:
+    diagnostics.count("open", "hit")
+    diagnostics.count("open", "local")
+    diagnostics.count("open", "miss")
+    diagnostics.count("open", "joined")
+    diagnostics.count("served", "torch_zip")
+    diagnostics.count("served", "safetensors")
+    diagnostics.count("elided", "load_state_dict")
+    diagnostics.count("bytes_shared", amount=5)
+    diagnostics.count("bytes_shared", amount=6)
+    stats = diagnostics.stats()
+    assert (stats.served, stats.hits, stats.misses) == (2, 2, 2)
+    assert (stats.elided_copies, stats.bytes_shared) == (1, 11)
+    assert stats.events["open:joined"] == 1
+    assert stats.fallbacks == {}
+
+
+def test_a_snapshot_does_not_change() -> None:
+    stats = diagnostics.stats()
+    diagnostics.count("served", "x")
+    assert stats.served == 0
+    assert stats.events == {}
+
+
+def test_an_unexpected_cause_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "trims_shim"):
+        for _ in range(3):
+            diagnostics.fallback("no_space", ValueError("full"), what="/model")
+        diagnostics.fallback("wire", ValueError("?"))
+    assert [each.levelname for each in caplog.records] == ["WARNING", "WARNING"]
+    text = caplog.records[0].getMessage()
+    for part in ("/model", "no_space", "full", "trims info"):
+        assert part in text
+    assert diagnostics.stats().fallbacks == {"no_space": 3, "wire": 1}
+
+
+@pytest.mark.parametrize("reason", sorted(diagnostics.EXPECTED_REASONS))
+def test_expected_reasons_are_counted_and_never_warned_about(
+    reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "trims_shim"):
+        diagnostics.fallback(reason, ValueError("x"))
+    assert caplog.records == []
+    assert diagnostics.stats().fallbacks == {reason: 1}
+
+
+def test_counters_are_reported_once() -> None:
+    diagnostics.count("served", "x", amount=2)
+    assert diagnostics.take_unreported() == {"served:x": 2}
+    assert diagnostics.take_unreported() == {}
+    diagnostics.count("served", "x")
+    diagnostics.count("open", "hit")
+    assert diagnostics.take_unreported() == {"served:x": 1, "open:hit": 1}
+    assert diagnostics.stats().served == 3
+
+
+def test_a_forked_child_starts_from_zero() -> None:
+    diagnostics.count("served", "x")
+    diagnostics.reset_after_fork()
+    assert diagnostics.take_unreported() == {}
+    assert diagnostics.stats().served == 0
+
+
+def test_the_logger_says_nothing_of_its_own() -> None:
+    """A library without logging set-up must not write to the user's stderr by the last resort."""
+    handlers = logging.getLogger("trims_shim").handlers
+    assert any(isinstance(each, logging.NullHandler) for each in handlers)

@@ -1,0 +1,194 @@
+"""Imports point from right to left, and what is called pure is pure."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import trims_shim
+
+ROOT = Path(trims_shim.__file__).parent
+
+# From left to right; a module may import from its own layer and those before it. The longest
+# prefix that fits a module's name decides.
+LAYERS = (
+    ("_version", "errors", "specs", "config"),
+    ("diagnostics", "wire.messages", "wire.codec", "formats", "daemon.store", "daemon.eviction"),
+    ("memory", "wire.endpoint", "wire.handover", "daemon.ingest", "client.session"),
+    ("client.arenas", "client.connection", "client.spawn", "daemon.sessions", "daemon.loader"),
+    ("client.cache", "daemon.requests", "daemon.server"),
+    ("daemon.main", "daemon.detached"),
+    ("patches", "testing"),
+    ("inspection", "api", "_activate"),
+    ("", "cli", "__main__", "_bootstrap"),
+)
+# Known exceptions, each with its reason.
+ALLOWED = {
+    # The border of an import hook counts what went wrong; only when it does.
+    ("_activate", "patches"),
+}
+PURE = (
+    "specs",
+    "errors",
+    "wire.messages",
+    "wire.codec",
+    "formats",
+    "daemon.store",
+    "daemon.eviction",
+    "client.session",
+)
+IMPURE_MODULES = {
+    "asyncio", "ctypes", "fcntl", "glob", "io", "logging", "mmap", "multiprocessing", "os",
+    "pathlib", "queue", "random", "resource", "secrets", "select", "selectors", "signal", "socket",
+    "subprocess", "tempfile", "threading", "time", "_thread",
+}  # fmt: skip
+HEAVY_MODULES = {
+    "blake3", "cuda", "cupy", "msgpack", "numpy", "onnxruntime", "rich", "safetensors", "torch",
+    "transformers", "zmq",
+}  # fmt: skip
+# Where a heavy module is what the file is about; it is imported when that library is there.
+MAY_IMPORT_HEAVY = {
+    "wire.codec": {"msgpack"},
+    "client.connection": {"zmq"},
+    "daemon.server": {"zmq"},
+    "daemon.ingest": {"blake3"},
+}
+MAY_PRINT = ("cli", "__main__", "_bootstrap")
+MAY_READ_ENVIRONMENT = {
+    "config": "the one place that reads it",
+    "client.spawn": "hands it on to the daemon",
+    "inspection": "says where the configuration file is, and hands it on to a child",
+}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {name_of(path): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def matches(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".") or prefix == ""
+
+
+def layer_of(name: str) -> int:
+    fitting = [
+        (len(prefix), number)
+        for number, prefixes in enumerate(LAYERS)
+        for prefix in prefixes
+        if matches(name, prefix) and (prefix or name == "")
+    ]
+    assert fitting, f"{name} has no layer; add it to LAYERS"
+    return max(fitting)[1]
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports(node: ast.AST, *, inside_functions: bool) -> Iterator[str]:
+    """Absolute names of modules and members that are imported at run time."""
+    for child in ast.iter_child_nodes(node):
+        if is_for_types(child):
+            continue
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not inside_functions:
+            continue
+        if isinstance(child, ast.Import):
+            yield from (each.name for each in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            yield from (f"{child.module}.{each.name}" for each in child.names)
+        yield from imports(child, inside_functions=inside_functions)
+
+
+def ours(name: str) -> str | None:
+    """The module of this package that is meant by an imported name."""
+    if name.split(".")[0] != "trims_shim":
+        return None
+    inner = name.partition(".")[2]
+    while inner not in SOURCES:
+        inner = inner.rpartition(".")[0]
+    return inner
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_imports_point_left(name: str) -> None:
+    for imported in imports(SOURCES[name], inside_functions=True):
+        target = ours(imported)
+        if target is None or (name, target) in ALLOWED:
+            continue
+        # "trims_shim" itself is imported by everything that is inside it, and has the version.
+        if target == "":
+            continue
+        assert layer_of(target) <= layer_of(name), f"{name} imports {target}, which is right of it"
+
+
+@pytest.mark.parametrize("name", [each for each in SOURCES if any(matches(each, p) for p in PURE)])
+def test_pure_modules_have_no_way_out(name: str) -> None:
+    found = {each.split(".")[0] for each in imports(SOURCES[name], inside_functions=True)}
+    allowed = MAY_IMPORT_HEAVY.get(name, set())
+    if name == "specs":
+        allowed = {"os"}  # the type of a stat result
+    assert not (found & (IMPURE_MODULES | HEAVY_MODULES)) - allowed
+    calls = {
+        ast.unparse(each.func)
+        for each in ast.walk(SOURCES[name])
+        if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)
+    }
+    assert not calls & {"open", "input", "__import__", "exec", "eval", "print"}
+    if name == "specs":
+        used = {ast.unparse(each) for each in ast.walk(SOURCES[name]) if isinstance(each, ast.Attribute)}
+        assert {each for each in used if each.startswith("os.")} == {"os.stat_result"}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_heavy_modules_are_imported_where_they_are_needed(name: str) -> None:
+    """At the top of a file only in the patches of that library and behind the command line."""
+    library = name.rpartition(".")[2].split("_")[0] if name.startswith("patches.") else ""
+    allowed = MAY_IMPORT_HEAVY.get(name, set()) | {library}
+    if name.startswith("patches."):
+        allowed |= {"numpy", "torch", "safetensors"}  # they wait for the library's own import
+    if name.startswith("cli."):
+        allowed |= {"rich"}
+    found = {each.split(".")[0] for each in imports(SOURCES[name], inside_functions=False)}
+    assert not (found & HEAVY_MODULES) - allowed
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_only_config_reads_the_environment(name: str) -> None:
+    if name in MAY_READ_ENVIRONMENT or name.startswith(("cli", "_bootstrap")):
+        return
+    words = {"environ", "environb", "getenv", "getenvb", "putenv"}
+    used = {each.attr for each in ast.walk(SOURCES[name]) if isinstance(each, ast.Attribute)}
+    used |= {each.id for each in ast.walk(SOURCES[name]) if isinstance(each, ast.Name)}
+    assert not used & words
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_nobody_prints_but_the_command_line(name: str) -> None:
+    if any(matches(name, each) for each in MAY_PRINT):
+        return
+    for each in ast.walk(SOURCES[name]):
+        assert not (isinstance(each, ast.Name) and each.id == "print")
+        is_stream = isinstance(each, ast.Attribute) and each.attr in ("stdout", "stderr")
+        is_of_sys = is_stream and ast.unparse(each).startswith("sys.")
+        assert not is_of_sys
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = sorted(HEAVY_MODULES | {"logging", "asyncio", "ssl", "dataclasses"})
+    code = (
+        "import sys; before = set(sys.modules); import trims_shim\n"
+        f"print(*sorted({{m.split('.')[0] for m in set(sys.modules) - before}} & set({heavy!r})))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert result.stdout.split() == []

@@ -1,0 +1,296 @@
+"""The fake daemon behaves as the real one, as far as a user's test can see."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import safetensors.numpy
+import torch
+
+import trims_shim
+from trims_shim import diagnostics
+from trims_shim.client import cache as caches
+from trims_shim.errors import (
+    ConfigError,
+    DaemonTimeout,
+    DaemonUnavailable,
+    FileChanged,
+    NoSpace,
+    NotServed,
+    ReadFailed,
+    UnknownImage,
+)
+from trims_shim.testing import FakeDaemon
+from trims_shim.wire import messages
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+MakeFile = Callable[..., str]
+CONTENT = os.urandom(50_000)
+
+
+@pytest.fixture(autouse=True)
+def _warm_up() -> None:
+    """What is opened once for the process (modules, random numbers) is no leak of a test."""
+    with FakeDaemon():
+        pass
+
+
+@pytest.fixture
+def path(make_file: MakeFile) -> str:
+    return make_file(CONTENT)
+
+
+def load(path: str) -> bytes:
+    with trims_shim.open(path) as handle:
+        return bytes(handle.buffer())
+
+
+class TestLoads:
+    def test_a_file_is_read_once(self, path: str) -> None:
+        with FakeDaemon() as daemon:
+            assert load(path) == load(path) == CONTENT
+            assert [each.outcome for each in daemon.opened] == ["miss", "hit"]
+            assert (daemon.reads(path), daemon.hits(path)) == (1, 1)
+            assert daemon.reads("/another") == 0
+            assert daemon.counters["open_miss"] == 1
+
+    def test_relative_names(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(os.path.dirname(path))
+        with FakeDaemon() as daemon:
+            load(os.path.basename(path))
+            assert daemon.reads(os.path.basename(path)) == daemon.reads(path) == 1
+
+    def test_leases_last_as_long_as_views(self, path: str) -> None:
+        with FakeDaemon() as daemon:
+            handle = trims_shim.open(path)
+            view = handle.buffer()
+            handle.close()
+            assert daemon.leases == 1
+            assert daemon.images[0].leases == 1
+            del view, handle
+            assert daemon.leases == 0
+            assert len(daemon.images) == 1
+
+    def test_what_is_held_is_found_without_the_daemon(self, path: str) -> None:
+        with FakeDaemon() as daemon, trims_shim.open(path):
+            load(path)
+            assert len(daemon.opened) == 1
+
+    def test_a_rewritten_file_is_read_again(self, path: str) -> None:
+        with FakeDaemon() as daemon:
+            load(path)
+            with open(path, "wb") as file:
+                file.write(b"other")
+            os.utime(path, ns=(1, 1))
+            assert load(path) == b"other"
+            assert daemon.reads(path) == 2
+
+    def test_equal_files_share_an_image(self, make_file: MakeFile) -> None:
+        first, second = make_file(CONTENT, "a"), make_file(CONTENT, "b")
+        with FakeDaemon() as daemon:
+            load(first)
+            load(second)
+            assert len(daemon.images) == 1
+            assert {name for _, name in daemon.images[0].names} == {first, second}
+
+    def test_what_was_loaded_outlives_the_block(self, path: str) -> None:
+        with FakeDaemon():
+            handle = trims_shim.open(path)
+        assert bytes(handle.buffer()) == CONTENT
+
+    def test_single_flight(self, path: str) -> None:
+        results: list[bytes] = []
+        with FakeDaemon() as daemon:
+            threads = [
+                threading.Thread(target=lambda: results.append(load(path))) for _ in range(8)
+            ]
+            for each in threads:
+                each.start()
+            for each in threads:
+                each.join(20)
+            assert results == [CONTENT] * 8
+            assert daemon.reads(path) == 1
+            assert daemon.leases == 0
+
+    def test_no_thread_is_left(self, path: str) -> None:
+        before = threading.active_count()
+        with FakeDaemon():
+            load(path)
+            assert threading.active_count() == before
+
+    def test_the_budget(self, make_file: MakeFile) -> None:
+        first, second = make_file(b"1" * 60_000, "1"), make_file(b"2" * 60_000, "2")
+        with FakeDaemon(host_bytes="100K") as daemon:
+            with trims_shim.open(first), pytest.raises(NoSpace):
+                load(second)
+            load(second)
+            assert [each.names[0][1] for each in daemon.images] == [second]
+            assert daemon.counters["images_evicted"] == 1
+
+    def test_files_that_cannot_be_shared(self, make_file: MakeFile) -> None:
+        with FakeDaemon(), pytest.raises(NotServed):
+            load(make_file(b""))
+
+    def test_settings(self) -> None:
+        with pytest.raises(ConfigError):
+            FakeDaemon(colour="red")
+
+
+class TestFaults:
+    def test_refuse(self, path: str) -> None:
+        with FakeDaemon() as daemon:
+            daemon.refuse(FileChanged("while reading"))
+            daemon.refuse(ReadFailed("disk"), times=2)
+            with pytest.raises(FileChanged, match="while reading"):
+                load(path)
+            for _ in range(2):
+                with pytest.raises(ReadFailed, match="disk"):
+                    load(path)
+            assert load(path) == CONTENT
+            assert daemon.counters["refused"] == 3
+
+    def test_stall_takes_no_time(self, path: str) -> None:
+        with FakeDaemon(stall_timeout="1000") as daemon:
+            daemon.stall()
+            with pytest.raises(DaemonTimeout, match="1000 s"):
+                load(path)
+            assert load(path) == CONTENT
+
+    def test_go_away_and_come_back(self, path: str) -> None:
+        with FakeDaemon() as daemon:
+            held = trims_shim.open(path)
+            daemon.go_away()
+            assert bytes(held.buffer()) == CONTENT
+            assert load(path) == CONTENT  # this process still holds it
+            assert (daemon.images, daemon.leases, daemon.counters) == ([], 0, {})
+            held.close()
+            del held
+            with pytest.raises(DaemonUnavailable):
+                load(path)
+            daemon.come_back()
+            assert load(path) == CONTENT
+            assert daemon.reads(path) == 2
+
+    def test_a_forked_child_finds_no_daemon(self, path: str) -> None:
+        with FakeDaemon() as daemon:
+            handle = trims_shim.open(path)
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    same = bytes(handle.buffer()) == CONTENT
+                    handle.close()
+                    del handle
+                    try:
+                        load(path)
+                    except DaemonUnavailable:
+                        status = 0 if same else 2
+                finally:
+                    os._exit(status)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+            assert daemon.leases == 1
+            del handle
+
+
+class TestRequests:
+    def test_those_of_the_command_line(self, path: str) -> None:
+        with FakeDaemon() as daemon:
+            digest = trims_shim.warm(path, pin=True)
+            ask = caches.cache().request
+            status = ask(messages.GetStatusRequest())
+            assert status.images[0].names == (path,)
+            assert status.images[0].is_pinned
+            assert status.clients[0].pid == os.getpid()
+            verified = ask(messages.VerifyImageRequest(digest))
+            assert verified.computed == verified.digest == digest
+            with pytest.raises(NoSpace, match="pinned"):
+                ask(messages.EvictImageRequest(path))
+            ask(messages.PinImageRequest(path, is_pinned=False))
+            assert ask(messages.EvictImageRequest(path)).digests == (digest,)
+            assert daemon.images == []
+            with pytest.raises(UnknownImage):
+                ask(messages.EvictImageRequest(path))
+
+    def test_counters_of_the_process_are_reported(self, path: str) -> None:
+        diagnostics.take_unreported()
+        with FakeDaemon() as daemon:
+            load(path)
+            server = daemon._server
+            assert server is not None
+        assert server.counters["client.open:miss"] == 1
+
+    def test_the_cache_before_is_put_back(self) -> None:
+        before = caches._cache
+        with FakeDaemon() as outer:
+            inside = caches.cache()
+            with FakeDaemon():
+                assert caches.cache() is not inside
+            assert caches.cache() is inside
+            assert outer.images == []
+        assert caches._cache is before
+
+
+class TestPatchedLibraries:
+    """What users' tests are for: their code loads models as it always did."""
+
+    @pytest.fixture(autouse=True)
+    def _patched(self) -> Any:
+        trims_shim.enable()
+        yield
+        trims_shim.disable()
+
+    @pytest.fixture
+    def model(self, tmp_path: Any) -> str:
+        path = str(tmp_path / "model.pt")
+        torch.save({"weight": torch.arange(10_000.0)}, path)
+        return path
+
+    def test_torch_load(self, model: str) -> None:
+        with FakeDaemon(strict="1") as daemon:
+            for _ in range(2):
+                assert torch.load(model)["weight"][7] == 7
+            assert (daemon.reads(model), daemon.hits(model)) == (1, 1)
+
+    def test_a_model_goes_with_its_last_tensor(self, model: str) -> None:
+        """At once, as without the shim: not when the garbage collector comes by."""
+        with FakeDaemon(strict="1") as daemon:
+            loaded = torch.load(model)
+            assert daemon.leases == 1
+            del loaded
+            assert daemon.leases == 0
+
+    def test_safetensors(self, tmp_path: Any) -> None:
+        path = str(tmp_path / "model.safetensors")
+        safetensors.numpy.save_file({"w": numpy.arange(1000.0)}, path)
+        with FakeDaemon(strict="1") as daemon:
+            assert safetensors.numpy.load_file(path)["w"][5] == 5
+            assert daemon.reads(path) == 1
+
+    @pytest.mark.parametrize("fault", ["refuse", "stall", "go_away"])
+    def test_a_fault_costs_the_user_nothing(self, model: str, fault: str) -> None:
+        with FakeDaemon() as daemon:
+            if fault == "refuse":
+                daemon.refuse(NoSpace("full"))
+            elif fault == "stall":
+                daemon.stall()
+            else:
+                daemon.go_away()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert torch.load(model)["weight"][7] == 7
+            assert daemon.opened == []
+            assert sum(trims_shim.stats().fallbacks.values()) >= 1
+
+    def test_a_fault_is_an_error_where_that_is_wanted(self, model: str) -> None:
+        with FakeDaemon(strict="1") as daemon:
+            daemon.refuse(NoSpace("full"))
+            with pytest.raises(NoSpace):
+                torch.load(model)
