@@ -23,7 +23,6 @@ os.environ["TRIMS_SOCKET_DIR"] = os.path.join(tempfile.gettempdir(), "trims-test
 os.environ["XDG_CONFIG_HOME"] = os.devnull
 
 
-
 @pytest.fixture
 def no_leak() -> Iterator[None]:
     """The test leaves no descriptor open."""

@@ -29,7 +29,15 @@ from trims_shim.client.connection import Connection
 from trims_shim.errors import DaemonError
 from trims_shim.wire import messages
 
-__all__ = ["CONTENT_BYTES", "Child", "InProcessDaemon", "World", "content", "process_state", "wait_until"]
+__all__ = [
+    "CONTENT_BYTES",
+    "Child",
+    "InProcessDaemon",
+    "World",
+    "content",
+    "process_state",
+    "wait_until",
+]
 
 PATIENCE_S = 20.0
 CONTENT_BYTES = 1 << 20

@@ -100,7 +100,13 @@ class TestUnknown:
 class TestFile:
     @pytest.mark.parametrize(
         "content",
-        [b"min_bytes = ", b"= 1", b'log = "\xff\xfe"', b"x = " + b"[" * 20_000, b"log = 'info'\nlog = 'info'"],
+        [
+            b"min_bytes = ",
+            b"= 1",
+            b'log = "\xff\xfe"',
+            b"x = " + b"[" * 20_000,
+            b"log = 'info'\nlog = 'info'",
+        ],
         ids=["no value", "no key", "not UTF-8", "brackets without end", "a key twice"],
     )
     def test_a_broken_file_is_a_config_error(self, home: Path, content: bytes) -> None:
@@ -139,7 +145,9 @@ class TestParsers:
 
     @pytest.mark.parametrize("text", ["2", "y", "t", "enabled", " 1", "-1", "none"])
     def test_no_boolean(self, text: str) -> None:
-        with pytest.raises(ConfigError, match=r"TRIMS_STRICT \(environment TRIMS_STRICT\).*boolean"):
+        with pytest.raises(
+            ConfigError, match=r"TRIMS_STRICT \(environment TRIMS_STRICT\).*boolean"
+        ):
             load({"TRIMS_STRICT": text})
 
     @pytest.mark.parametrize(
@@ -161,7 +169,22 @@ class TestParsers:
 
     @pytest.mark.parametrize(
         "text",
-        ["", "G", "-1", "1X", "1GG", "nan", "inf", "99999999T", "%", "-1%", "101%", "nan%", "x%", "0x10"],
+        [
+            "",
+            "G",
+            "-1",
+            "1X",
+            "1GG",
+            "nan",
+            "inf",
+            "99999999T",
+            "%",
+            "-1%",
+            "101%",
+            "nan%",
+            "x%",
+            "0x10",
+        ],
     )
     def test_no_size(self, text: str) -> None:
         with pytest.raises(ConfigError):
@@ -209,9 +232,11 @@ class TestParsers:
         try:
             settings = load({"HOME": "/nowhere"}, **{name: text})
         except ConfigError as error:
-            assert f"TRIMS_{name.upper()} (argument)" in str(error)
+            refusal = str(error)
         else:
             assert settings.text(name) == text
+            return
+        assert f"TRIMS_{name.upper()} (argument)" in refusal
 
 
 class TestMemoryLimit:

@@ -49,7 +49,7 @@ def test_exports(name: str) -> None:
     tree = tree_of(name)
     names = exported(tree)
     missing = defined_names(tree) - set(names or [])
-    assert not missing, f"public names that are in no __all__; export them or add an underscore"
+    assert not missing, "public names that are in no __all__; export them or add an underscore"
     if names is None:
         return
     # As ruff sorts (RUF022): constants, classes, then the rest.

@@ -144,7 +144,9 @@ def test_pure_modules_have_no_way_out(name: str) -> None:
     }
     assert not calls & {"open", "input", "__import__", "exec", "eval", "print"}
     if name == "specs":
-        used = {ast.unparse(each) for each in ast.walk(SOURCES[name]) if isinstance(each, ast.Attribute)}
+        used = {
+            ast.unparse(each) for each in ast.walk(SOURCES[name]) if isinstance(each, ast.Attribute)
+        }
         assert {each for each in used if each.startswith("os.")} == {"os.stat_result"}
 
 

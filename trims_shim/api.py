@@ -97,7 +97,7 @@ def open(path: str | os.PathLike[str]) -> Handle:
     Raises OSError for the file, TrimsError when the cache cannot take it. No fallback: this is the
     cache itself.
     """
-    name = os.fspath(path)
+    name = os.fsdecode(path)
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return Handle(cache().open(descriptor, name=os.path.abspath(name), min_bytes=1), name)

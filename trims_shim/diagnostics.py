@@ -22,6 +22,7 @@ EXPECTED_REASONS = frozenset(
     {
         "small_file",
         "not_a_file",
+        "not_a_model",
         "not_regular",
         "legacy_format",
         "unsupported_format",

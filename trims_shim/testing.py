@@ -82,7 +82,9 @@ class FakeDaemon:
     def __init__(self, **settings: str) -> None:
         """Raises ConfigError."""
         self.opened: list[Opened] = []
-        self._config = configuration.load(None, **{"min_bytes": "1", "host_bytes": "1G", **settings})
+        self._config = configuration.load(
+            None, **{"min_bytes": "1", "host_bytes": "1G", **settings}
+        )
         self._pid = os.getpid()
         self._server: _Server | None = None
         self._faults = _Faults()

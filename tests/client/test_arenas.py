@@ -187,7 +187,7 @@ class TestFind:
     def test_threads_and_the_collector(self, held: Held) -> None:
         """Whoever loses a race is told "unknown", never another image."""
         other = Held()
-        images = (held.image, other.image)
+        images = [held.image, other.image]
         problems: list[object] = []
         stop = threading.Event()
 
@@ -216,7 +216,7 @@ class TestFind:
             each.join(10)
         assert problems == []
         other.image = None
-        del images
+        images.clear()
         assert other.releases == 1
 
 

@@ -100,7 +100,7 @@ def test_hash_file_of_a_file_that_became_shorter(make_file: MakeFile) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_an_error_of_the_kernel(threads: int) -> None:
     with Opened("/", 3 * CHUNK) as directory:
-        with pytest.raises(ReadFailed, match="model: .*[Dd]irectory"):
+        with pytest.raises(ReadFailed, match=r"model: .*[Dd]irectory"):
             ingest.fill(
                 directory.descriptor, directory.view, threads=threads, meter=Meter(1), name="model"
             )

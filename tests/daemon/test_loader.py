@@ -151,9 +151,7 @@ class TestErrors:
         assert isinstance(finished.error, FileChanged), finished.error
         assert "shorter" in str(finished.error)
 
-    def test_no_memory_is_no_space(
-        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_no_memory_is_no_space(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(size_bytes: int) -> WritableSegment:
             raise MemoryFailure("nothing left")
 

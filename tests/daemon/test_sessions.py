@@ -158,7 +158,9 @@ class TestReadableFile:
         return check
 
     @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR])
-    def test_a_readable_file(self, check: Callable[..., object], tmp_path: Path, flags: int) -> None:
+    def test_a_readable_file(
+        self, check: Callable[..., object], tmp_path: Path, flags: int
+    ) -> None:
         (tmp_path / "file").write_bytes(b"12345")
         status = check(str(tmp_path / "file"), flags)
         assert isinstance(status, os.stat_result)

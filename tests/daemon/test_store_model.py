@@ -9,6 +9,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
+    Bundle,
     RuleBasedStateMachine,
     consumes,
     initialize,
@@ -16,7 +17,6 @@ from hypothesis.stateful import (
     multiple,
     rule,
 )
-from hypothesis.stateful import Bundle
 
 from trims_shim.daemon.eviction import LeastRecentlyUsed
 from trims_shim.daemon.store import (

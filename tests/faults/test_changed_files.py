@@ -195,7 +195,9 @@ def _kept_descriptors(world: World) -> int:
     return least
 
 
-@pytest.mark.parametrize("removal", [os.unlink, lambda path: os.chmod(path, 0)], ids=["rm", "chmod"])
+@pytest.mark.parametrize(
+    "removal", [os.unlink, lambda path: os.chmod(path, 0)], ids=["rm", "chmod"]
+)
 def test_deleted_or_closed_to_all_while_it_is_read(
     served: World, gate: Gate, removal: Callable[[str], None]
 ) -> None:
@@ -231,7 +233,9 @@ def test_replaced_by_rename_while_it_is_read(served: World, gate: Gate) -> None:
     assert bytes_of(load(cache, path)) == content(2, SIZE_BYTES)
 
 
-def test_whoever_joins_after_the_change_does_not_get_the_old_read(served: World, gate: Gate) -> None:
+def test_whoever_joins_after_the_change_does_not_get_the_old_read(
+    served: World, gate: Gate
+) -> None:
     path = served.file(1, SIZE_BYTES)
     age(path)
     gate.is_armed = True
@@ -245,6 +249,25 @@ def test_whoever_joins_after_the_change_does_not_get_the_old_read(served: World,
     gate.opened.set()
     first.join(20)
     assert refused[0].reason == "file_changed"
+
+
+def test_no_thread_can_be_started(served: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on processes: the load is refused, nothing hangs or stays reserved."""
+    path = served.file(1, SIZE_BYTES)
+    cache = served.cache()
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        for _ in range(6):
+            with pytest.raises(RequestRefused, match="can't start new thread"):
+                load(cache, path)
+    memory = served.status().memory
+    assert (memory.resident_bytes, memory.reserved_bytes) == (0, 0)
+    assert served.segments(os.getpid()) == []
+    assert bytes_of(load(cache, path)) == content(1, SIZE_BYTES)
 
 
 BETWEEN = [*CHANGES[2:], replace, truncate]

@@ -88,8 +88,11 @@ PACKETS: dict[str, bytes] = {
     "oversize": HELLO + b"\0" * 8000,
     "list": msgpack.packb([1, 2]),
     "deep": nested(3000),
-    "deep in a field": b"\x82" + msgpack.packb("verb") + msgpack.packb("Hello")
-    + msgpack.packb("protocol") + nested(2000),
+    "deep in a field": b"\x82"
+    + msgpack.packb("verb")
+    + msgpack.packb("Hello")
+    + msgpack.packb("protocol")
+    + nested(2000),
     "a length of 4 GiB": b"\xdf\xff\xff\xff\xff",
     "a string of 4 GiB": b"\xdb\xff\xff\xff\xff",
     "unknown verb": pack(verb="Format"),
@@ -157,7 +160,9 @@ def test_many_descriptors_in_a_packet(watch: Watch, number: int, greeted: bool) 
         for _ in range(20):
             with raw_connection(watch.world, hello=greeted) as connection:
                 with contextlib.suppress(OSError):
-                    connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+                    connection.sendmsg(
+                        [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+                    )
 
 
 def test_offers_without_end(watch: Watch) -> None:
@@ -222,13 +227,13 @@ def test_hellos_without_reading_the_answers(watch: Watch) -> None:
 
 
 def connect(connection: socket.socket, path: str) -> None:
-    """Wait for room in the backlog."""
+    """Wait for room in the backlog, and out the moment in which the control socket is reset."""
     connection.settimeout(5)
 
     def is_connected() -> bool:
         try:
             connection.connect(path)
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionRefusedError, FileNotFoundError):
             return False
         return True
 
@@ -416,8 +421,7 @@ def multipart_without_end(world: World, seconds: float, part: bytes) -> int:
     frame = b"\x03" + struct.pack(">Q", len(part)) + part
     sent = 0
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
-        stream.settimeout(2)
-        stream.connect(os.path.join(world.sockets, name))
+        connect(stream, os.path.join(world.sockets, name))
         stream.sendall(greeting)
         stream.recv(64, socket.MSG_WAITALL)
         stream.sendall(b"\x04" + bytes([len(ready_body)]) + ready_body)

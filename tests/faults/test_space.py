@@ -241,7 +241,9 @@ def test_the_daemon_is_out_of_descriptors(make_world: Any, kind: str) -> None:
     assert "refused" in outcomes
     assert world.pid() == pid, world.log()
     assert bytes_of(load(world.cache(), world.file(4))) == content(4)
-    wait_until(lambda: not any(each.leases for each in world.status().images[:1]), "leases released")
+    wait_until(
+        lambda: not any(each.leases for each in world.status().images[:1]), "leases released"
+    )
     assert world.log().count("WARNING") < 60, world.log()
 
 

@@ -169,8 +169,7 @@ def test_a_signal_finishes_the_load_in_flight(make_world: Any, number: int) -> N
     path = world.sparse_file(384 << 20)
     pid = world.start()
     child = world.spawn(
-        f"arena = open_file({path!r})\n"
-        "say([arena.size_bytes, trims_shim.stats().events])\n"
+        f"arena = open_file({path!r})\nsay([arena.size_bytes, trims_shim.stats().events])\n"
     )
     wait_until(lambda: world.status().memory.reserved_bytes > 0, "a load in progress")
     world.signal(pid, number)

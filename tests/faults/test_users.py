@@ -92,9 +92,7 @@ def test_what_may_not_be_read_is_not_served(shared: World) -> None:
     secret, public = shared.file(1, name="secret.bin"), shared.file(2)
     os.chmod(secret, 0o622)
     os.chmod(public, 0o644)
-    holder = shared.spawn(
-        f"arena = open_file({secret!r})\nsay([arena.image.digest, 0])\nhear()\n"
-    )
+    holder = shared.spawn(f"arena = open_file({secret!r})\nsay([arena.image.digest, 0])\nhear()\n")
     digest, _ = holder.hear()
     leases = {image.digest: image.leases for image in shared.status().images}
     assert leases == {digest: 1}
@@ -192,9 +190,7 @@ def test_an_equal_identity_of_another_user_proves_nothing(shared: World) -> None
     os.chmod(path, 0o644)
     time.sleep(0.3)
     shared.run(f"open_file({path!r})\nopen_file({path!r})\n")
-    events = shared.run(
-        TRY + AS_NOBODY + f"open_file({path!r})\nsay(trims_shim.stats().events)\n"
-    )
+    events = shared.run(TRY + AS_NOBODY + f"open_file({path!r})\nsay(trims_shim.stats().events)\n")
     assert events.get("open:hit", 0) == 0
     assert events["open:miss"] == 1
     assert content(1)

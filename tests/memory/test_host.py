@@ -100,9 +100,7 @@ class TestImmutable:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 5]
-        address = libc.mmap(
-            None, 10_000, mmap.PROT_READ, mmap.MAP_SHARED, segment.descriptor, 0
-        )
+        address = libc.mmap(None, 10_000, mmap.PROT_READ, mmap.MAP_SHARED, segment.descriptor, 0)
         writable = mmap.PROT_READ | mmap.PROT_WRITE
         assert libc.mprotect(ctypes.c_void_p(address), 10_000, writable) == -1
         libc.munmap(ctypes.c_void_p(address), 10_000)
@@ -199,9 +197,7 @@ class TestExhaustion:
     def test_a_segment_that_cannot_be_sealed(self) -> None:
         before = descriptors()
         writable, readable = os.open("/dev/zero", os.O_RDWR), os.open("/dev/zero", os.O_RDONLY)
-        segment = WritableSegment(
-            writable, readable, PAGE_BYTES, is_memfd=True, wants_advice=False
-        )
+        segment = WritableSegment(writable, readable, PAGE_BYTES, is_memfd=True, wants_advice=False)
         with pytest.raises(MemoryFailure, match="sealed"):
             segment.seal()
         assert descriptors() == before

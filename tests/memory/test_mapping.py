@@ -35,7 +35,8 @@ def virtual_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("size", "unit", "expected"), [(0, 4, 0), (1, 4, 4), (4, 4, 4), (5, 4, 8), (1 << 40, 3, (1 << 40) + 2)]
+    ("size", "unit", "expected"),
+    [(0, 4, 0), (1, 4, 4), (4, 4, 4), (5, 4, 8), (1 << 40, 3, (1 << 40) + 2)],
 )
 def test_round_up(size: int, unit: int, expected: int) -> None:
     assert round_up(size, unit) == expected

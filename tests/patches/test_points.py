@@ -14,8 +14,6 @@ from trims_shim.errors import PatchError
 from trims_shim.patches.holders import rebind
 from trims_shim.patches.points import AppliedPatch, PatchPoint, PatchState, apply, resolve, undo
 
-
-
 SOURCE = """
 number = 5
 def load(x): return x * 10

@@ -589,12 +589,6 @@ def _a_subclass(state: OrderedDict[str, torch.Tensor]) -> None:
     state["weight"] = Special(state["weight"])
 
 
-def _made_in_inference_mode(state: OrderedDict[str, torch.Tensor]) -> None:
-    with torch.inference_mode():
-        state["weight"] = state["weight"].view(ROWS, COLUMNS)
-        assert state["weight"].is_inference()
-
-
 SOURCES = [
     _plain,
     _written,
@@ -619,6 +613,18 @@ def test_a_source_that_is_not_the_images_bytes_is_copied(
     assert torch.equal(module.other, state["other"])
     assert image_of(module.weight) is None
     assert elided() == 1  # the other one
+
+
+def test_an_inference_tensor_is_copied_from(prepare: Callable[..., None]) -> None:
+    expected = weight().state_dict()
+    module = weight()
+    prepare(module)
+    with torch.inference_mode():
+        state = cached(expected)
+    assert state["weight"].is_inference()
+    module.load_state_dict(state)
+    assert_equal(module, expected)
+    assert elided() == 0
 
 
 def test_small_entries_are_copied(
@@ -797,6 +803,16 @@ def test_a_mode_that_a_hook_enters_sees_its_copies() -> None:
     assert_equal(module, expected)
 
 
+def test_a_watcher_that_a_hook_starts_is_respected() -> None:
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    module._register_load_state_dict_pre_hook(lambda *_: torch.use_deterministic_algorithms(True))
+    module.register_load_state_dict_post_hook(lambda *_: torch.use_deterministic_algorithms(False))
+    module.load_state_dict(state)
+    assert_equal(module, expected)
+    assert elided() == 0
+
+
 # --- torch's own behaviour ------------------------------------------------------------------------
 
 
@@ -957,6 +973,16 @@ def test_no_hook_is_left_out() -> None:
     assert elided() == NET_LARGE
 
 
+@pytest.mark.parametrize(
+    "register", ["_register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"]
+)
+def test_a_single_hook_is_called(register: str) -> None:
+    state, net, calls = cached(Net().state_dict()), Net(), []
+    getattr(net.second, register)(lambda *_: calls.append(1))
+    net.load_state_dict(state)
+    assert calls == [1]
+
+
 def test_a_hook_that_renames_keys(prepare: Callable[..., None]) -> None:
     expected = weight().state_dict()
     state = cached({"old": expected["weight"]})
@@ -1013,6 +1039,26 @@ def test_extra_state_is_delivered() -> None:
     module.load_state_dict(state)
     assert module.got == "mine"
     assert elided() == 1
+    del state["_extra_state"]
+    message = _message(nn.Module.load_state_dict, module, state)
+    assert message == _message(torchs_own, module, state)
+    assert "_extra_state" in message
+
+
+def test_names_that_torch_does_not_expect(prepare: Callable[..., None]) -> None:
+    one, two, entry = weight(), weight(), torch.randn(ROWS, COLUMNS)
+    module = nn.ModuleDict({"a": nn.ModuleDict({"b": one})})
+    module._modules["a.b"] = two  # two places, one key
+    prepare(module)
+    module.load_state_dict(cached({"a.b.weight": entry}))
+    assert torch.equal(one.weight, entry)
+    assert torch.equal(two.weight, entry)
+    extra = nn.Module()
+    extra._extra_state = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+    prepare(extra)
+    state = cached({"_extra_state": entry})
+    message = _message(nn.Module.load_state_dict, extra, state)
+    assert message == _message(torchs_own, extra, state)
 
 
 def test_an_old_checkpoint_without_batch_counters() -> None:

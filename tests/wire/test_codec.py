@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.samples import KINDS, sample
 from trims_shim.errors import MalformedMessage, MessageTooLarge, UnknownMessage, WireError
 from trims_shim.wire import codec, messages
 from trims_shim.wire.codec import Envelope
+from wire.samples import KINDS, sample
 
 VALUES = st.recursive(
     st.none()
@@ -22,7 +22,9 @@ VALUES = st.recursive(
     | st.floats()
     | st.text(max_size=8)
     | st.binary(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -197,9 +199,7 @@ def test_damaged_messages(kind: type, data: st.DataObject) -> None:
 
 
 @given(st.sampled_from(KINDS), st.dictionaries(st.text(max_size=6), VALUES, max_size=4), st.data())
-def test_maps_with_arbitrary_values(
-    kind: type, extra: dict[str, Any], data: st.DataObject
-) -> None:
+def test_maps_with_arbitrary_values(kind: type, extra: dict[str, Any], data: st.DataObject) -> None:
     names = [each.name for each in dataclasses.fields(kind)]
     body = {**as_map(sample(kind)), **extra}
     for name in names:

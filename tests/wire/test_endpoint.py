@@ -1,4 +1,4 @@
-"""The directory decides whose bytes become weights: only one nobody else could have made will do."""
+"""Who owns the directory decides which bytes become weights: nobody else may have made it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ class TestLength:
         names = Endpoint("")
         instance = "0" * 16
         longest = max(
-            len(name)
-            for name in (names.control(instance), names.events(instance), names.handover)
+            len(name) for name in (names.control(instance), names.events(instance), names.handover)
         )
         assert longest == len("control-0123456789abcdef.sock")
 
@@ -111,9 +110,7 @@ class TestOwner:
         with pytest.raises(DaemonUnavailable, match="belongs to user"):
             absent.check_owner()
 
-    def test_writable_by_its_group(
-        self, absent: Endpoint, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_writable_by_its_group(self, absent: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
         """Root may run a daemon for a group; a user's own directory has no such business."""
         absent.create()
         os.chmod(absent.directory, 0o770)

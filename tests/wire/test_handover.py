@@ -95,9 +95,12 @@ def test_what_was_sent_before_closing_arrives(pair: Pair) -> None:
 
 
 def test_sending_to_a_peer_that_does_not_read_does_not_block(pair: Pair) -> None:
-    with pytest.raises(BlockingIOError):
+    def send_for_ever() -> None:
         for _ in range(100_000):
             handover.send(pair[0], messages.LeaseRelease(1))
+
+    with pytest.raises(BlockingIOError):
+        send_for_ever()
 
 
 def test_sending_to_a_closed_peer_is_an_error_and_no_signal(pair: Pair) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from wire.samples import KINDS, sample
 from trims_shim.wire import codec, messages
+from wire.samples import KINDS, sample
 
 GOLDEN = Path(__file__).parent / "golden" / f"protocol_{messages.PROTOCOL_VERSION}.json"
 ADVICE = (
@@ -19,7 +19,9 @@ NEVER_CHANGE = ("Hello", "Welcome", "DrainRequest", "Goodbye")
 
 
 def golden() -> dict[str, str]:
-    assert GOLDEN.exists(), f"{GOLDEN} is missing; write it with `PYTHONPATH=tests python -m wire.test_messages`"
+    assert GOLDEN.exists(), (
+        f"{GOLDEN} is missing; write it with `PYTHONPATH=tests python -m wire.test_messages`"
+    )
     loaded: dict[str, str] = json.loads(GOLDEN.read_text())
     return loaded
 

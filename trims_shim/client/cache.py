@@ -244,11 +244,11 @@ class Cache:
 
     def _replace(self, connection: Line) -> None:
         """Drain an older daemon; its leases and mappings live on."""
-        before = _inode(self.endpoint.handover)
+        before = _socket_stamp(self.endpoint.handover)
         try:
             connection.drain()
             deadline = time.monotonic() + _DRAIN_PATIENCE_S
-            while before is not None and _inode(self.endpoint.handover) == before:
+            while before is not None and _socket_stamp(self.endpoint.handover) == before:
                 if time.monotonic() > deadline:
                     raise IncompatibleDaemon(
                         f"daemon {connection.welcome.pid} (trims_shim "
@@ -277,11 +277,13 @@ def _version_key(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
-def _inode(path: str) -> int | None:
+def _socket_stamp(path: str) -> tuple[int, int] | None:
+    """Tells one socket from the next under its name; inode numbers alone are reused at once."""
     try:
-        return os.stat(path).st_ino
+        status = os.stat(path)
     except OSError:
         return None
+    return status.st_ino, status.st_ctime_ns
 
 
 # --- the process-wide object ----------------------------------------------------------------------

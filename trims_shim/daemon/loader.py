@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -42,6 +43,19 @@ class Finished:
     error: RequestRefused | None
 
 
+def _started_pool() -> ThreadPoolExecutor:
+    """A pool with all its threads: an executor keeps work whose thread cannot be started later.
+
+    Its descriptor would be closed by then, and its number perhaps another file's.
+    """
+    pool = ThreadPoolExecutor(CONCURRENT_LOADS, thread_name_prefix="trims-load")
+    together = threading.Barrier(CONCURRENT_LOADS + 1, timeout=10)
+    for _ in range(CONCURRENT_LOADS):
+        pool.submit(together.wait)
+    together.wait()
+    return pool
+
+
 class Loader:
     """See the module docstring. Methods are called by the server's thread only."""
 
@@ -57,7 +71,7 @@ class Loader:
         self.memory = memory
         self._threads = threads
         self._wake = wake
-        self._pool = pool or ThreadPoolExecutor(CONCURRENT_LOADS, thread_name_prefix="trims-load")
+        self._pool = pool or _started_pool()
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._meters: dict[int, Meter] = {}

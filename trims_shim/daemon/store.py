@@ -246,9 +246,7 @@ class Store:
         for opening in load.waiters:
             outcome = "miss" if opening is load.first else "joined"
             actions.append(
-                self._grant(
-                    opening, image.digest, outcome, now_ns, is_settled=result.is_settled
-                )
+                self._grant(opening, image.digest, outcome, now_ns, is_settled=result.is_settled)
             )
         return actions
 

@@ -259,7 +259,7 @@ def probe() -> list[Probe]:
 
 def open_best(budget_bytes: int) -> tuple[HostMemory, str]:
     """The best kind that works, and why no better one does (empty: it is the best)."""
-    reasons = []
+    reasons: list[str] = []
     for kind in SegmentKind:
         try:
             return open_memory(kind, budget_bytes=budget_bytes), "; ".join(reasons)

@@ -156,8 +156,7 @@ def is_exclusive(dst: torch.Tensor, size: int) -> bool:
         return False
     storage = dst.untyped_storage()
     return (
-        storage.nbytes() == size
-        and dst.storage_offset() == 0
+        storage.nbytes() == size  # so it begins where the storage does
         and not storage.is_shared()
         and not dst.is_pinned()
     )

@@ -225,9 +225,7 @@ class _CopyMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _elide(self, dst: Any, src: Any) -> bool:
-        if (
-            id(dst) not in self._call.destinations
-        ):  # which keeps them alive, so an id is unambiguous
+        if id(dst) not in self._call.destinations:  # kept alive there: no id is used twice
             return False
         try:
             return not is_watched() and is_stock_copy(dst, src) and self._call.elide(dst, src)

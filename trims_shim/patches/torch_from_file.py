@@ -2,8 +2,8 @@
 
 safetensors' compiled ``safe_open`` looks this method up on torch for each file, so everything built
 on it (``load_file``, ``load_model``, transformers) is served without touching names that everybody
-imports directly. A private mapping of the whole file becomes a private mapping of its segment;
-shared mappings and partial ones stay the original's.
+imports directly. A private mapping of a whole model file becomes a private mapping of its segment;
+shared and partial mappings and files that are no models stay the original's.
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if os.fstat(descriptor).st_size != size_bytes:
             diagnostics.fallback("partial_file", what=filename)
             return None
+        if not _is_model(os.pread(descriptor, 9, 0)):
+            diagnostics.fallback("not_a_model", what=filename)
+            return None
         arena = arena_of_file(descriptor, filename)
     finally:
         os.close(descriptor)
@@ -74,6 +77,11 @@ def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     storage: Any = storage_of(arena)
     storage._get_filename = functools.partial(str, filename)
     return storage
+
+
+def _is_model(head: bytes) -> bool:
+    """A torch zip archive, or safetensors: the length of a JSON header and its first character."""
+    return head[:4] == b"PK\x03\x04" or head[8:9] == b"{"
 
 
 _NAMES = {"filename", "shared", "nbytes"}

@@ -31,7 +31,7 @@ from trims_shim.client import arenas
 from trims_shim.errors import FormatError
 from trims_shim.formats import TorchArchive, read_archive, read_recipe
 from trims_shim.patches.points import PatchPoint
-from trims_shim.patches.torch_storage import arena_of_file, storage_of
+from trims_shim.patches.torch_storage import arena_of_file, bytes_over, storage_of
 
 __all__ = ["POINTS"]
 
@@ -64,6 +64,10 @@ class _Served:
         part: torch.UntypedStorage = self.storage[span.offset_bytes : span.end_bytes]
         return part
 
+    def end_of(self, name: str) -> int:
+        """First byte after a record."""
+        return self.archive.records[name].end_bytes
+
 
 class _Reader(_FileReader):  # type: ignore[misc]
     """torch's reader, except that the bytes of tensors come from the cache where they can."""
@@ -86,12 +90,18 @@ class _Reader(_FileReader):  # type: ignore[misc]
         if dtype is torch.UntypedStorage and numel > 0:
             served = self.served()
             storage = served.record(name, numel) if served is not None else None
-            if storage is not None:
-                return torch.empty(0, dtype=torch.uint8).set_(storage)
+            if served is not None and storage is not None:
+                self.leave_file_after(served.end_of(name))
+                return bytes_over(storage)
         return super().get_storage_from_record(name, numel, dtype)
 
+    def leave_file_after(self, end_bytes: int) -> None:
+        """Put the program's file where torch's reader would have left it."""
+        if self._file is not None:
+            self._file.seek(end_bytes)
+
     def _ask(self) -> _Served | None:
-        file, self._file = self._file, None
+        file = self._file
         if file is None:
             diagnostics.fallback("not_a_file", what="torch.load")
             return None
@@ -204,9 +214,8 @@ def _is_plain_call(
 
 
 def _is_cpu(location: Any) -> bool:
-    if type(location) is torch.device:
-        return location.type == "cpu"
-    return type(location) is str and location == "cpu"
+    # torch refuses "cpu:0", so only the plain name is taken for it.
+    return type(location) in (str, torch.device) and str(location) == "cpu"
 
 
 def _is_plain_state() -> bool:
@@ -250,6 +259,7 @@ def _build(reader: _Reader, map_location: Any, overall_storage: Any) -> _Built |
     except FormatError:
         return None  # Not a plain state dict: torch unpickles it, over the same bytes.
     storages = []
+    last = ""
     for spec in recipe.storages:
         if map_location is None and spec.location != "cpu":
             return None
@@ -261,9 +271,12 @@ def _build(reader: _Reader, map_location: Any, overall_storage: Any) -> _Built |
         if storage is None:
             return None
         storages.append(storage)
+        last = f"data/{spec.key}" if spec.size_bytes else last
     tensors = [_tensor(spec, storages[spec.storage]) for spec in recipe.tensors]
     parameters = [_parameter(spec, tensors[spec.tensor]) for spec in recipe.parameters]
     result = recipe.assemble(tensors, parameters)
+    if last and overall_storage is None:
+        reader.leave_file_after(served.end_of(last))
     torch._C._log_api_usage_metadata(
         "torch.load.metadata", {"serialization_id": reader.serialization_id()}
     )
@@ -281,7 +294,7 @@ def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
     found = arenas.find(address, size_bytes)
     if found is None or found[1] != 0 or found[0].size_bytes != size_bytes:
         return None
-    array: Any = torch.empty(0, dtype=torch.uint8).set_(overall_storage).numpy()
+    array: Any = bytes_over(overall_storage).numpy()
     view = memoryview(array)
     return _serve(overall_storage, view, "torch.load(mmap=True)")
 

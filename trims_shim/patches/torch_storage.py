@@ -6,6 +6,7 @@ that keep the whole alive, so that a record is saved, pickled and shared by itse
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from trims_shim import diagnostics
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from trims_shim.client.arenas import Arena
 
-__all__ = ["arena_of_file", "storage_of", "torch_dtype"]
+__all__ = ["arena_of_file", "bytes_over", "storage_of", "torch_dtype", "unseen"]
 
 _TORCH_DTYPES = {
     "F64": "float64",
@@ -55,7 +56,32 @@ def storage_of(arena: Arena) -> torch.UntypedStorage:
     """A storage over the whole mapping."""
     import torch
 
-    return torch.frombuffer(arena.buffer, dtype=torch.uint8).untyped_storage()
+    with unseen():
+        return torch.frombuffer(arena.buffer, dtype=torch.uint8).untyped_storage()
+
+
+def bytes_over(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor of bytes over all of a storage."""
+    import torch
+
+    with unseen():
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+def unseen() -> contextlib.AbstractContextManager[object]:
+    """Hide what we do from modes of the program, the default device among them.
+
+    torch's own reader makes storages in C++, where no mode looks.
+    """
+    import torch
+    from torch.utils import _python_dispatch
+
+    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(_python_dispatch._disable_current_modes())
+    return stack
 
 
 def arena_of_file(descriptor: int, name: str) -> Arena | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 import typing
 from typing import Any
 
@@ -20,10 +19,11 @@ from trims_shim.wire import messages
 
 __all__ = ["Envelope", "decode", "decode_envelope", "encode", "encode_envelope"]
 
-_VERBS: dict[str, type] = {
+_VERBS: dict[str, Any] = {
     name: value for name, value in vars(messages).items() if dataclasses.is_dataclass(value)
 }
 _TOKEN_BYTES_LIMIT = 64
+_PLAIN_TYPES = (int, float, bool, str, bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def encode_envelope(envelope: Envelope) -> bytes:
 
 
 def decode_envelope(
-    data: bytes, *, limit_bytes: int = messages.CONTROL_MESSAGE_LIMIT_BYTES
+    data: bytes | memoryview, *, limit_bytes: int = messages.CONTROL_MESSAGE_LIMIT_BYTES
 ) -> Envelope:
     """The message in a control frame; raises as :func:`decode` does."""
     body = _unpack(data, limit_bytes)
@@ -73,7 +73,7 @@ def _pack(body: dict[str, Any]) -> bytes:
     return packed
 
 
-def _unpack(data: bytes, limit_bytes: int) -> dict[str, Any]:
+def _unpack(data: bytes | memoryview, limit_bytes: int) -> dict[str, Any]:
     if len(data) > limit_bytes:
         raise MessageTooLarge(f"message of {len(data)} bytes; the limit is {limit_bytes}")
     try:
@@ -109,7 +109,7 @@ def _from_map(body: dict[str, Any]) -> Any:
     return _build(kind, body)
 
 
-def _build(kind: type, body: dict[str, Any]) -> Any:
+def _build(kind: Any, body: dict[str, Any]) -> Any:
     values = {}
     for name, hint in _fields(kind):
         if name in body:
@@ -123,7 +123,7 @@ def _build(kind: type, body: dict[str, Any]) -> Any:
 def _checked(hint: Any, value: Any, where: str) -> Any:
     origin = typing.get_origin(hint)
     if dataclasses.is_dataclass(hint) and type(value) is dict:
-        return _build(typing.cast(type, hint), value)
+        return _build(hint, value)
     if origin is tuple and type(value) is list:
         item = typing.get_args(hint)[0]
         return tuple(_checked(item, each, where) for each in value)
@@ -132,14 +132,14 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
         return {_checked(key, k, where): _checked(item, v, where) for k, v in value.items()}
     if hint is float and type(value) is int:
         return float(value)
-    if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) and type(value) is hint:
+    if hint in _PLAIN_TYPES and type(value) is hint:
         if hint is int and not -(1 << 63) <= value < 1 << 64:
             raise MalformedMessage(f"{where}: {value} does not fit 64 bits")
         return value
     raise MalformedMessage(f"{where}: {type(value).__name__} where {hint} is expected")
 
 
-@functools.lru_cache(maxsize=None)
-def _fields(kind: type) -> tuple[tuple[str, Any], ...]:
+@functools.cache
+def _fields(kind: Any) -> tuple[tuple[str, Any], ...]:
     hints = typing.get_type_hints(kind)
     return tuple((each.name, hints[each.name]) for each in dataclasses.fields(kind))

@@ -1,0 +1,199 @@
+"""The pool of connections, on lines that a test makes up; real daemons are in tests/faults."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trims_shim import config
+from trims_shim.client.cache import Cache, exchange
+from trims_shim.client.connection import Connection, Granted
+from trims_shim.errors import (
+    DaemonTimeout,
+    DaemonUnavailable,
+    IncompatibleDaemon,
+    NotServed,
+    TooManyRequests,
+    UnknownImage,
+)
+from trims_shim.wire import messages
+
+WELCOME = messages.Welcome(messages.PROTOCOL_VERSION, "1", 1, "i", b"t")
+
+
+class StubLine:
+    """Answers every request with what ``answer`` returns or raises."""
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        self.welcome = WELCOME
+        self.answer = answer
+        self.is_open = True
+        self.is_quiet = False
+        self.reported: dict[str, int] = {}
+
+    def open_image(self, descriptor: int, name: str) -> Granted:
+        granted: Granted = self.answer(name)
+        return granted
+
+    def request(self, message: Any) -> Any:
+        return self.answer(message)
+
+    def report(self, counters: dict[str, int]) -> None:
+        self.reported = counters
+
+    def release(self, lease: int) -> None: ...
+    def check_protocol(self) -> None: ...
+    def drain(self) -> None: ...
+
+    def is_alive(self) -> bool:
+        return self.is_open
+
+    def quiesce(self) -> None:
+        self.is_quiet = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class Dialled:
+    """A cache whose lines are recorded."""
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        self.lines: list[StubLine] = []
+        self.answer = answer
+        self.cache = Cache(config.load(None, autostart="0"), dial=self.dial)
+
+    def dial(self) -> StubLine:
+        self.lines.append(StubLine(self.answer))
+        return self.lines[-1]
+
+
+def fail(error: Exception) -> Callable[[Any], Any]:
+    def answer(_: Any) -> Any:
+        raise error
+
+    return answer
+
+
+def test_a_line_is_used_again() -> None:
+    dialled = Dialled(lambda message: message)
+    assert [dialled.cache.request(number) for number in range(3)] == [0, 1, 2]
+    assert len(dialled.lines) == 1
+
+
+def test_a_line_that_ended_meanwhile_is_replaced() -> None:
+    dialled = Dialled(lambda message: message)
+    dialled.cache.request(1)
+    dialled.lines[0].is_open = False
+    dialled.cache.request(2)
+    assert len(dialled.lines) == 2
+
+
+def test_a_refusal_keeps_the_line() -> None:
+    dialled = Dialled(fail(UnknownImage("no")))
+    for _ in range(2):
+        with pytest.raises(UnknownImage):
+            dialled.cache.request(1)
+    assert len(dialled.lines) == 1
+
+
+@pytest.mark.parametrize("error", [DaemonTimeout("slow"), ValueError("a bug")])
+def test_any_other_error_gives_it_up(error: Exception) -> None:
+    """A late answer must not become that of the next request."""
+    dialled = Dialled(fail(error))
+    with pytest.raises(type(error)):
+        dialled.cache.request(1)
+    assert not dialled.lines[0].is_open
+
+
+def test_once_more_when_the_daemon_went_away() -> None:
+    answers = [fail(DaemonUnavailable("gone")), lambda message: message]
+    dialled = Dialled(lambda message: answers.pop(0)(message))
+    assert dialled.cache.request(5, may_start=True) == 5
+    assert len(dialled.lines) == 2
+
+
+def test_not_more_than_once() -> None:
+    dialled = Dialled(fail(DaemonUnavailable("gone")))
+    with pytest.raises(DaemonUnavailable):
+        dialled.cache.request(5, may_start=True)
+    assert len(dialled.lines) == 2
+
+
+def test_lines_are_limited() -> None:
+    entered, leave = threading.Semaphore(0), threading.Event()
+
+    def answer(message: Any) -> Any:
+        entered.release()
+        leave.wait(10)
+        return message
+
+    dialled = Dialled(answer)
+    threads = [threading.Thread(target=dialled.cache.request, args=(n,)) for n in range(16)]
+    for each in threads:
+        each.start()
+    for _ in threads:
+        assert entered.acquire(timeout=10)
+    with pytest.raises(TooManyRequests):
+        dialled.cache.request(99)
+    leave.set()
+    for each in threads:
+        each.join(10)
+    assert dialled.cache.request(100) == 100
+    assert len(dialled.lines) == 16
+
+
+def test_before_a_fork_idle_lines_become_quiet() -> None:
+    dialled = Dialled(lambda message: message)
+    dialled.cache.request(1)
+    dialled.cache.quiesce()
+    assert dialled.lines[0].is_quiet
+    with dialled.cache._lock:
+        dialled.cache.quiesce()  # whoever forks inside the lock must not wait for it
+
+
+def test_at_exit_counters_are_reported() -> None:
+    dialled = Dialled(lambda message: message)
+    dialled.cache.request(1)
+    dialled.cache.close()
+    assert not dialled.lines[0].is_open
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("/", "not_regular"), ("/dev/null", "not_regular"), (__file__, "small_file")],
+)
+def test_what_is_not_worth_asking_for(path: str, reason: str) -> None:
+    dialled = Dialled(fail(AssertionError("asked")))
+    descriptor = os.open(path, os.O_RDONLY)
+    with pytest.raises(NotServed) as caught:
+        dialled.cache.open(descriptor, name=path, min_bytes=1 << 40)
+    assert caught.value.reason == reason
+    os.close(descriptor)
+
+
+def test_exchange_gives_the_one_before_back() -> None:
+    mine = Dialled(fail(AssertionError())).cache
+    before = exchange(mine)
+    assert exchange(before) is mine
+
+
+@pytest.mark.parametrize(
+    "welcome",
+    [
+        messages.Welcome(messages.PROTOCOL_VERSION + 1, "9.9", 1, "i", b"token"),
+        messages.Welcome(messages.PROTOCOL_VERSION, "9.9", 1, "i", b""),
+    ],
+    ids=["another protocol", "no token"],
+)
+def test_a_daemon_that_speaks_otherwise(welcome: messages.Welcome) -> None:
+    connection = object.__new__(Connection)
+    connection.welcome = welcome
+    with pytest.raises(IncompatibleDaemon, match=r"9\.9.*trims stop"):
+        connection.check_protocol()
+    connection.welcome = WELCOME
+    connection.check_protocol()

@@ -1,0 +1,61 @@
+"""Starts that fail say why; starts that work are in tests/faults."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trims_shim.client import spawn
+from trims_shim.errors import DaemonStartFailed, DaemonUnavailable
+from trims_shim.wire.endpoint import Endpoint
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Endpoint:
+    return Endpoint(str(tmp_path / "s"))
+
+
+def test_an_interpreter_that_cannot_be_run(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python3"
+    python.write_text("not a program")
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(DaemonStartFailed, match="trims daemon"):
+        spawn.start(endpoint, timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("exit 0", "died without a word"),
+        ('eval "echo failed no memory here >&$4"; exit 1', "no memory here"),
+    ],
+    ids=["silence", "a reason"],
+)
+def test_a_daemon_that_fails(
+    endpoint: Endpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    script: str,
+    reason: str,
+) -> None:
+    python = tmp_path / "python3"
+    python.write_text(f"#!/bin/bash\n{script}\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(DaemonStartFailed, match=reason):
+        spawn.start(endpoint, timeout_s=10)
+
+
+@pytest.mark.parametrize("executable", ["", None, "/usr/bin/uwsgi", "/no/such/python3"])
+def test_a_program_that_is_no_python(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, executable: str | None
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(DaemonUnavailable, match="trims daemon"):
+        spawn.start(endpoint, timeout_s=5)

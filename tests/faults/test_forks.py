@@ -1,0 +1,298 @@
+"""Forks, threads and the end of the interpreter. Promises: a child reads what it inherited and opens
+its own, a fork finds no thread of ours, nothing hangs."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from harness import World, content, process_state, wait_until
+
+FORK = """
+def fork(work):
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        try:
+            value = work()
+        except BaseException as error:
+            value = repr(error)
+        os.write(writer, json.dumps(value).encode()); os.close(writer)
+        os._exit(0)
+    os.close(writer)
+    return pid, reader
+def join(child):
+    pid, reader = child
+    text = b''
+    while chunk := os.read(reader, 65536): text += chunk
+    os.close(reader); os.waitpid(pid, 0)
+    return json.loads(text)
+def is_right(arena, path):
+    return data(arena) == open(path, 'rb').read()
+def threads():
+    return len(os.listdir('/proc/self/task'))
+"""
+
+
+def test_a_child_reads_what_it_inherited_and_opens_its_own(running: World) -> None:
+    world = running
+    one, two = world.file(1), world.file(2)
+    said = world.run(
+        FORK + f"one, two = {one!r}, {two!r}\n"
+        "arena = open_file(one)\n"
+        "def work():\n"
+        "  inherited = is_right(arena, one)\n"
+        "  arena.buffer[0:4] = b'mine'\n"
+        "  own, again = open_file(two), open_file(one)\n"
+        "  return [inherited, is_right(own, two), is_right(again, one),\n"
+        "    is_right(arena.clone(), one), cache().status() if hasattr(cache(), 'status') else 0]\n"
+        "results = [join(fork(work)) for _ in range(10)]\n"
+        "say([results, is_right(arena, one)])\n"
+    )
+    assert said == [[[True, True, True, True, 0]] * 10, True]
+    world.assert_account()
+
+
+def test_the_parents_lease_outlives_the_parent(running: World) -> None:
+    """The child still maps the image: it must not be evicted for the parent's end."""
+    world = running
+    path = world.file(1)
+    child = world.spawn(
+        FORK + f"arena = open_file({path!r})\n"
+        "if os.fork():\n  os._exit(0)\n"
+        f"say(os.getpid())\nhear()\nsay(is_right(arena, {path!r}))\n"
+        "del arena\nimport gc; gc.collect()\nhear()\n"
+    )
+    child.hear()
+    child.wait()
+    assert [image.leases for image in world.status().images] == [1]
+    child.say()
+    assert child.hear() is True
+    assert [image.leases for image in world.status().images] == [1]
+    child.say()
+    wait_until(lambda: not world.status().images[0].leases, "the lease ends with the last holder")
+
+
+def test_a_child_never_releases_the_parents_lease(running: World) -> None:
+    world = running
+    path = world.file(1)
+    child = world.spawn(
+        FORK + f"arena = open_file({path!r})\n"
+        "def work():\n"
+        "  global arena\n"
+        "  del arena\n"
+        "  import gc; gc.collect()\n"
+        "  return 1\n"
+        "for _ in range(5): join(fork(work))\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n  del arena\n  sys.exit(0)\n"
+        "say(os.waitpid(pid, 0)[1])\nhear()\n"
+        f"say(is_right(arena, {path!r}))\n"
+    )
+    assert child.hear() == 0
+    assert [image.leases for image in world.status().images] == [1]
+    child.say()
+    assert child.hear() is True
+
+
+def test_a_fork_finds_no_thread_of_ours(running: World) -> None:
+    """Python warns of a fork with threads (3.12); here they are counted, on every version."""
+    world = running
+    paths = [world.file(seed) for seed in range(1, 4)]
+    said = world.run(
+        FORK + f"paths = {paths!r}\n"
+        "import warnings; warnings.simplefilter('error')\n"
+        "counts = [threads()]\n"
+        "for path in paths:\n"
+        "  arena = open_file(path)\n"
+        "  loaded = threads()\n"
+        "  counts.append(join(fork(threads)))\n"
+        "  counts.append(threads())\n"
+        "say([counts, loaded])\n"
+    )
+    counts, loaded = said
+    assert set(counts) == {1}
+    assert loaded > 1
+
+
+def test_forks_while_threads_load(running: World) -> None:
+    """A child of a busy process has its own connections and no lock that nobody will release."""
+    world = running
+    paths = [world.file(seed) for seed in range(1, 7)]
+    said = world.run(
+        FORK + f"paths = {paths!r}\n"
+        "import threading\n"
+        "stop, wrong, count = threading.Event(), [], [0]\n"
+        "def load():\n"
+        "  while not stop.is_set():\n"
+        "    for path in paths:\n"
+        "      if data(open_file(path))[:64] != open(path, 'rb').read(64): wrong.append(path)\n"
+        "      count[0] += 1\n"
+        "workers = [threading.Thread(target=load) for _ in range(4)]\n"
+        "for worker in workers: worker.start()\n"
+        "def work():\n"
+        "  return [is_right(open_file(path), path) for path in paths]\n"
+        "results = [join(fork(work)) for _ in range(15)]\n"
+        "stop.set()\n"
+        "for worker in workers: worker.join()\n"
+        "say([results, wrong, count[0] > 20])\n",
+        timeout_s=60,
+    )
+    assert said == [[[True] * 6] * 15, [], True]
+    wait_until(lambda: not any(i.leases for i in world.status().images), "leases released")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_multiprocessing(running: World, method: str) -> None:
+    world = running
+    path = world.file(1)
+    script = (
+        "import sys, os\n"
+        "import trims_shim, multiprocessing\n"
+        "from trims_shim.client.cache import cache\n"
+        "def load(path):\n"
+        "    descriptor = os.open(path, os.O_RDONLY)\n"
+        "    arena = cache().open(descriptor, name=path, min_bytes=1)\n"
+        "    os.close(descriptor)\n"
+        "    return bytes(memoryview(arena.buffer)[:8]).hex()\n"
+        "if __name__ == '__main__':\n"
+        f"    multiprocessing.set_start_method({method!r})\n"
+        f"    first = load({path!r})\n"
+        "    with multiprocessing.Pool(3) as pool:\n"
+        f"        results = pool.map(load, [{path!r}] * 9)\n"
+        "        pool.close(); pool.join()\n"
+        "    assert set(results) == {first}, results\n"
+    )
+    program = world.root + "/program.py"
+    with open(program, "w") as file:
+        file.write(script)
+    status = world.run(
+        "import subprocess\n"
+        f"say(subprocess.run([sys.executable, {program!r}], timeout=50).returncode)\n"
+    )
+    assert status == 0
+
+
+def ends(world: World, script: str, *, timeout_s: float = 15) -> int:
+    child = world.spawn(script)
+    return child.wait(timeout_s)
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "",
+        "sys.exit(3)\n",
+        "arena.image.note = 1\n",
+        "import threading; threading.Thread(target=lambda: time.sleep(0.2)).start()\n",
+        "import atexit; atexit.register(lambda: open_file(path))\n",
+        "import gc; cycle = [arena]; cycle.append(cycle); del arena\n",
+        "pid = os.fork()\nif pid: os.waitpid(pid, 0)\n",
+        "pid = os.fork()\nif pid: os.waitpid(pid, 0)\nelse: open_file(path)\n",
+    ],
+)
+def test_the_end_of_the_interpreter(running: World, ending: str) -> None:
+    """No hang, no crash; the status is the program's own."""
+    path = running.file(1)
+    started = time.monotonic()
+    status = ends(running, f"path = {path!r}\narena = open_file(path)\n{ending}")
+    assert status == (3 if "exit(3)" in ending else 1 if "note" in ending else 0)
+    assert time.monotonic() - started < 8
+    wait_until(lambda: not running.status().images[0].leases, "the lease is released")
+
+
+def test_the_end_while_a_daemon_thread_loads(make_world: Any) -> None:
+    """The main thread ends while another waits for the daemon, which is stopped."""
+    world = make_world()
+    path = world.file(1)
+    pid = world.start()
+    for _ in range(3):
+        world.signal(pid, signal.SIGSTOP)
+        child = world.spawn(
+            "import threading\n"
+            f"threading.Thread(target=lambda: open_file({path!r}), daemon=True).start()\n"
+            "time.sleep(0.3)\nsay('bye')\nsys.exit(5)\n"
+        )
+        try:
+            assert child.hear() == "bye"
+            assert child.wait(8) == 5
+        finally:
+            world.signal(pid, signal.SIGCONT)
+    world.assert_quiet(1000)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_while_it_waits(make_world: Any, number: int) -> None:
+    """KeyboardInterrupt, or an exception of a signal handler: it passes, and the cache works on."""
+    world = make_world(host_bytes="1G", stall_timeout="30")
+    pid = world.start()
+    large, small = world.sparse_file(256 << 20), world.file(3)
+    child = world.spawn(
+        FORK + "def handler(*_): raise KeyboardInterrupt\n"
+        f"signal.signal({int(number)}, handler)\n"
+        f"kept = open_file({small!r})\n"
+        "before = len(os.listdir('/proc/self/fd'))\n"
+        "for _ in range(3):\n"
+        "  say('go')\n"
+        "  try:\n"
+        f"    open_file({large!r}); say('loaded')\n"
+        "  except KeyboardInterrupt:\n"
+        "    say('interrupted')\n"
+        f"  say([is_right(open_file({small!r}), {small!r}), is_right(kept, {small!r})])\n"
+        "say(len(os.listdir('/proc/self/fd')) - before)\n"
+        f"say(open_file({large!r}).size_bytes)\n"
+    )
+    for _ in range(3):
+        assert child.hear() == "go"
+        world.signal(pid, signal.SIGSTOP)
+        wait_until(lambda: process_state(child.pid) == "S", "the client waits")
+        time.sleep(0.2)
+        world.signal(child.pid, number)
+        try:
+            said = child.hear()
+        finally:
+            world.signal(pid, signal.SIGCONT)
+        assert said == "interrupted"
+        assert child.hear() == [True, True]
+    assert child.hear() <= 1
+    assert child.hear() == 256 << 20
+    assert child.wait() == 0
+    wait_until(lambda: not any(i.leases for i in world.status().images), "leases released")
+
+
+def test_a_signal_that_only_interrupts_the_wait(running: World) -> None:
+    """EINTR from a handler that returns is not an error."""
+    path = running.file(4)
+    pid = running.pid()
+    child = running.spawn(
+        "seen = []\nsignal.signal(signal.SIGUSR1, lambda *_: seen.append(1))\nsay()\n"
+        f"arena = open_file({path!r})\nsay([len(seen) > 3, data(arena)[:8].hex()])\n"
+    )
+    running.signal(pid, signal.SIGSTOP)
+    try:
+        child.hear()
+        for _ in range(20):
+            running.signal(child.pid, signal.SIGUSR1)
+            time.sleep(0.02)
+    finally:
+        running.signal(pid, signal.SIGCONT)
+    assert child.hear() == [True, content(4)[:8].hex()]
+
+
+def test_exec_keeps_nothing(running: World) -> None:
+    """After exec no descriptor of ours is open and the lease is gone."""
+    path = running.file(1)
+    child = running.spawn(
+        f"arena = open_file({path!r})\nsay()\nhear()\n"
+        "os.execv('/bin/sh', ['sh', '-c', 'ls -l /proc/self/fd | grep -c -e trims -e segment -e sock;"
+        " read x'])\n"
+    )
+    child.hear()
+    child.say()
+    assert child.hear() == 0
+    wait_until(lambda: not running.status().images[0].leases, "the lease is released")
+    child.say()
