@@ -45,7 +45,7 @@ def test_two_hundred_starts_at_once_give_one_daemon(make_world: Any) -> None:
     path = world.file(1, 1 << 16)
     words = world.run(CROWD.format(path=path, number=200), timeout_s=90)
     assert len(words) == 200
-    assert {word.partition(" ")[2] for word in words} == {"True"}
+    assert {word.partition(" ")[2] for word in words} == {"True"}, world.log()
     assert len({word.partition(" ")[0] for word in words}) == 1
     assert world.processes() == [world.pid()]
     assert world.log().count(" serves ") == 1

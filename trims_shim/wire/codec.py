@@ -8,7 +8,6 @@ Pure. A message travels as ``{"verb": <class name>, **fields}``; control message
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from typing import Any
 
@@ -23,6 +22,7 @@ _VERBS: dict[str, Any] = {
     name: value for name, value in vars(messages).items() if dataclasses.is_dataclass(value)
 }
 _TOKEN_BYTES_LIMIT = 64
+_FIELDS: dict[Any, tuple[tuple[str, Any], ...]] = {}
 _PLAIN_TYPES = (int, float, bool, str, bytes)
 
 
@@ -139,7 +139,10 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
     raise MalformedMessage(f"{where}: {type(value).__name__} where {hint} is expected")
 
 
-@functools.cache
 def _fields(kind: Any) -> tuple[tuple[str, Any], ...]:
-    hints = typing.get_type_hints(kind)
-    return tuple((each.name, hints[each.name]) for each in dataclasses.fields(kind))
+    found = _FIELDS.get(kind)
+    if found is None:
+        hints = typing.get_type_hints(kind)
+        found = tuple((each.name, hints[each.name]) for each in dataclasses.fields(kind))
+        _FIELDS[kind] = found
+    return found
