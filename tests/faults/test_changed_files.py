@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from harness import CONTENT_BYTES, InProcessDaemon, World, content
 
-from harness import CONTENT_BYTES, InProcessDaemon, World, content, wait_until
 from trims_shim.client.arenas import Arena
 from trims_shim.client.cache import Cache
 from trims_shim.daemon import ingest

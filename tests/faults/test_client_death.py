@@ -7,8 +7,8 @@ import os
 import signal
 
 import pytest
-
 from harness import InProcessDaemon, World, wait_until
+
 from trims_shim.wire import messages
 
 _HANG = "signal.pause()\n"

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import pytest
-
 from harness import World, content, wait_until
+
 from trims_shim.errors import DaemonUnavailable, TrimsError
 
 LARGE_BYTES = 384 << 20

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
 from harness import World
+
 from trims_shim.errors import ConfigError, DaemonUnavailable
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import pytest
-
 from harness import World, content, process_state, wait_until
 
 FORK = """

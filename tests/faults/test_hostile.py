@@ -17,8 +17,8 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
-
 from harness import World, content, raw_connection, wait_until
+
 from trims_shim.errors import TrimsError
 from trims_shim.wire import codec, messages
 

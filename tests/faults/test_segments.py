@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from harness import content
+
 from trims_shim.memory import host
 from trims_shim.specs import SegmentKind
 

@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 import pytest
-
 from harness import World, content, wait_until
+
 from trims_shim.client.arenas import Arena
 from trims_shim.client.cache import Cache
 from trims_shim.errors import NoSpace, TrimsError
@@ -226,7 +226,7 @@ def test_the_daemon_is_out_of_descriptors(make_world: Any, kind: str) -> None:
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     used = max(world.descriptors(pid)) + 1
     outcomes: list[str] = []
-    for spare in range(0, 8):
+    for spare in range(8):
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + spare, limits[1]))
         for _ in range(2):
             other = Cache(world.config(stall_timeout="1", autostart="0"))

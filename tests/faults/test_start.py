@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import pytest
-
 from harness import World, content, process_state, wait_until
+
 from trims_shim.errors import IncompatibleDaemon, TrimsError
 from trims_shim.wire import messages
 

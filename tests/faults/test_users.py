@@ -8,7 +8,6 @@ import os
 from typing import Any
 
 import pytest
-
 from harness import World, content
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

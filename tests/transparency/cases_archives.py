@@ -101,7 +101,7 @@ def package_importer(work: Work) -> object:
 
 @case()
 def distributed_checkpoint(work: Work) -> object:
-    import torch.distributed.checkpoint as dcp  # noqa: PLC0415
+    import torch.distributed.checkpoint as dcp
 
     def write(path: Path) -> None:
         with warnings.catch_warnings():

@@ -15,10 +15,10 @@ from .registry import Work, attempt, case
 
 
 def _make(work: Work) -> tuple[Path, Path]:
-    import torch  # noqa: PLC0415
-    from safetensors.torch import save_file  # noqa: PLC0415
+    import torch
+    from safetensors.torch import save_file
 
-    from .payloads import saved, state  # noqa: PLC0415
+    from .payloads import saved, state
 
     tensors = work.file("model.safetensors", lambda path: save_file(state(), path))
     assert torch
@@ -28,11 +28,11 @@ def _make(work: Work) -> tuple[Path, Path]:
 @case(fresh=True, early=False, served=True)
 def names_imported_before_the_shim(work: Work) -> object:
     """``from torch import load`` and the like keep working when the shim comes later."""
-    from safetensors import safe_open  # noqa: PLC0415
-    from safetensors.torch import load_file  # noqa: PLC0415
-    from torch import load  # noqa: PLC0415
-    from torch.nn import Linear  # noqa: PLC0415
-    from torch.serialization import load as other  # noqa: PLC0415
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+    from torch import load
+    from torch.nn import Linear
+    from torch.serialization import load as other
 
     model, tensors = _make(work)
     before = load(model)
@@ -46,9 +46,9 @@ def names_imported_before_the_shim(work: Work) -> object:
 
 @case(fresh=True, served=True)
 def names_imported_after_the_shim(work: Work) -> object:
-    from safetensors import safe_open  # noqa: PLC0415
-    from safetensors.torch import load_file  # noqa: PLC0415
-    from torch import load  # noqa: PLC0415
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+    from torch import load
 
     model, tensors = _make(work)
     with safe_open(tensors, "pt") as file:
@@ -57,11 +57,11 @@ def names_imported_after_the_shim(work: Work) -> object:
 
 @case(fresh=True, served=True)
 def safetensors_before_torch(work: Work) -> object:
-    import safetensors  # noqa: PLC0415
+    import safetensors
 
     loaded_early = "torch" in sys.modules
     model, tensors = _make(work)
-    import torch  # noqa: PLC0415
+    import torch
 
     with safetensors.safe_open(tensors, "pt") as file:
         # The runner itself imports torch before a case: what counts is that both sides agree.
@@ -163,7 +163,7 @@ def program_without_torch(work: Work) -> object:
 @case(fresh=True)
 def refused_file_warns_once_in_each_place(work: Work) -> object:
     """The default filter shows a warning once for each line of the caller."""
-    import torch  # noqa: PLC0415
+    import torch
 
     model, _ = _make(work)
     with warnings.catch_warnings(record=True) as caught:

@@ -125,7 +125,7 @@ def whole_module(work: Work) -> object:
 
 @case(served=True)
 def environment_forces_weights_only(work: Work) -> object:
-    import os  # noqa: PLC0415
+    import os
 
     path = work.file("model.pt", saved(with_bulk({1, 2})))
     seen = []
@@ -139,7 +139,7 @@ def environment_forces_weights_only(work: Work) -> object:
 
 @case(served=True)
 def serialization_debug(work: Work) -> object:
-    import os  # noqa: PLC0415
+    import os
 
     path = work.file("model.pt", saved(state()))
     os.environ["TORCH_SERIALIZATION_DEBUG"] = "1"
@@ -156,7 +156,7 @@ def random_state_is_not_touched(work: Work) -> object:
 
 @case(served=True)
 def public_signature(work: Work) -> object:
-    import inspect  # noqa: PLC0415
+    import inspect
 
     torch.load(work.file("model.pt", saved(state())))
     return [

@@ -193,8 +193,8 @@ def legacy_format_damaged(work: Work) -> object:
 @case()
 def legacy_tar(work: Work) -> object:
     def write(path: Path) -> None:
-        import io  # noqa: PLC0415
-        import tarfile  # noqa: PLC0415
+        import io
+        import tarfile
 
         with tarfile.open(path, "w") as archive:
             for name in ("sys_info", "pickle", "storages", "tensors"):

@@ -109,7 +109,7 @@ def skip_data_on_save(work: Work) -> object:
 
 @cases({"plain": {}, "mmap": {"mmap": True}, "cpu": {"map_location": "cpu"}})
 def fake_tensor_mode(work: Work, options: dict[str, Any]) -> object:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     path = work.file("model.pt", saved(state()))
     with FakeTensorMode():
@@ -154,7 +154,7 @@ def default_dtype(work: Work) -> object:
 
 @case(served=True)
 def function_mode_sees_the_same_calls(work: Work) -> object:
-    from torch.overrides import TorchFunctionMode  # noqa: PLC0415
+    from torch.overrides import TorchFunctionMode
 
     class Noting(TorchFunctionMode):
         def __torch_function__(
@@ -172,7 +172,7 @@ def function_mode_sees_the_same_calls(work: Work) -> object:
 
 @case()
 def dispatch_mode_sees_the_same_calls(work: Work) -> object:
-    from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Noting(TorchDispatchMode):
         def __torch_dispatch__(

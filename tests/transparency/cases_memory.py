@@ -185,7 +185,7 @@ def from_file_directly(work: Work) -> object:
 
 @case(served=True)
 def default_shared_strategy_by_name(work: Work) -> object:
-    import torch.multiprocessing as mp  # noqa: PLC0415
+    import torch.multiprocessing as mp
 
     mp.set_sharing_strategy("file_system")
     loaded = torch.load(work.file("model.pt", saved(state())))

@@ -203,7 +203,7 @@ def load_under_modes(work: Work) -> object:
 
 @case(served=True)
 def function_mode_sees_the_copies(work: Work) -> object:
-    from torch.overrides import TorchFunctionMode  # noqa: PLC0415
+    from torch.overrides import TorchFunctionMode
 
     class Noting(TorchFunctionMode):
         def __torch_function__(
@@ -223,7 +223,7 @@ def function_mode_sees_the_copies(work: Work) -> object:
 @case(served=True)
 def shared_module_is_written_for_all(work: Work) -> object:
     """A module in shared memory stays there: a forked child sees what is loaded later."""
-    import os  # noqa: PLC0415
+    import os
 
     module = net(2).share_memory()
     source = torch.load(work.file("model.pt", saved(net().state_dict())))

@@ -322,7 +322,7 @@ def parametrized_in_between(work: Work) -> object:
 
 @case(served=True)
 def subclass_parameters(work: Work) -> object:
-    from .cases_tensor_types import Plain  # noqa: PLC0415
+    from .cases_tensor_types import Plain
 
     torch.manual_seed(1)
     module = torch.nn.Linear(1024, 1024)

@@ -229,7 +229,7 @@ def missing_and_wrong_files(work: Work) -> object:
 @case()
 def backends_of_load_file(work: Work) -> object:
     """Keyword arguments that newer versions know, and the public names."""
-    import inspect  # noqa: PLC0415
+    import inspect
 
     path = _file(work)
     return [

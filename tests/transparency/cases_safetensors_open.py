@@ -222,7 +222,7 @@ DAMAGED = {
 
 @cases(DAMAGED)
 def damaged(work: Work, content: bytes) -> object:
-    from safetensors import torch as by_torch  # noqa: PLC0415
+    from safetensors import torch as by_torch
 
     path = work.file("m.safetensors", lambda path: path.write_bytes(content))
     opened = attempt(safe_open, path, framework="pt")

@@ -113,7 +113,7 @@ def _kill_group(pid: int) -> None:
 
 def run_case(case: Case, directory: Path, is_shimmed: bool) -> dict[str, Any]:
     """Run one pass of a case in this process and describe everything it shows."""
-    import torch  # noqa: PLC0415
+    import torch
 
     torch.manual_seed(0)
     os.chdir(directory)

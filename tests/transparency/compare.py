@@ -75,7 +75,7 @@ def expectation_errors(
     counters: Mapping[str, int], served: bool | None, elided: bool | None
 ) -> list[str]:
     """What the counters contradict: a case that the cache did not serve proves nothing."""
-    from .shim import count  # noqa: PLC0415
+    from .shim import count
 
     errors = []
     for event, expected in (("served", served), ("elided", elided)):

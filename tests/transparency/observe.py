@@ -77,8 +77,8 @@ class Observer:
         return described
 
     def _object(self, value: Any) -> Any:
-        import numpy  # noqa: PLC0415
-        import torch  # noqa: PLC0415
+        import numpy
+        import torch
 
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
@@ -157,7 +157,7 @@ class Observer:
         return f"storage {number} of {storage.nbytes()} bytes on {storage.device}"
 
     def _tensor(self, tensor: Any) -> Any:
-        import torch  # noqa: PLC0415
+        import torch
 
         if torch.nn.parameter.is_lazy(tensor):
             return {"type": type_name(tensor), "repr": "uninitialized"}
@@ -185,7 +185,7 @@ class Observer:
         return described
 
     def _contents(self, tensor: Any, name: str) -> dict[str, Any]:
-        import torch  # noqa: PLC0415
+        import torch
 
         if "Fake" in name:
             return {"stride": list(tensor.stride())}
@@ -224,7 +224,7 @@ class Observer:
 
 
 def _quantizer(tensor: Any) -> list[str]:
-    import torch  # noqa: PLC0415
+    import torch
 
     if tensor.qscheme() == torch.per_tensor_affine:
         return [repr(tensor.q_scale()), repr(tensor.q_zero_point())]
@@ -237,14 +237,14 @@ def _quantizer(tensor: Any) -> list[str]:
 
 def _logical_bytes(tensor: Any) -> bytes:
     """The values in row-major order, as bytes, whatever the layout in memory."""
-    import torch  # noqa: PLC0415
+    import torch
 
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def _storage_bytes(storage: Any) -> bytes:
-    import torch  # noqa: PLC0415
+    import torch
 
     # bytes(storage) would go through one Python integer for each byte.
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)

@@ -63,9 +63,7 @@ class Connection:
         except BaseException:
             self._handover.close()
             raise
-        self._conversation = Conversation(
-            token=self.welcome.token, stall_timeout_s=stall_timeout_s
-        )
+        self._conversation = Conversation(token=self.welcome.token, stall_timeout_s=stall_timeout_s)
 
     # --- requests ---------------------------------------------------------------------------------
 

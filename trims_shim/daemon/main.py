@@ -250,7 +250,7 @@ def _give_to_group(endpoint: Endpoint, instance: str, gid: int) -> None:
         raise DaemonStartFailed(f"sockets cannot be given to the group: {error}") from error
 
 
-class _umask(contextlib.AbstractContextManager[None]):  # noqa: N801
+class _umask(contextlib.AbstractContextManager[None]):
     """Create sockets with the right mode from their first moment."""
 
     def __init__(self, mask: int) -> None:

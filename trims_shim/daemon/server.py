@@ -558,7 +558,6 @@ class Server:
         _trim_heap()
         self._rss_baseline = max(self._rss_baseline, self._statm.private_bytes())
 
-
     def _rebind_router(self) -> None:
         """Close the control socket with everything in it, and open it again under its name."""
         path = self.endpoint.control(self.instance)

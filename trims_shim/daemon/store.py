@@ -8,8 +8,8 @@ Rules
    who proved them (device numbers are reused, so another user's equal identity proves nothing) and
    only when *settled*: a file whose change time was too close to the moment of reading is read
    again next time. An untrusted identity is a hint that hashing alone may be enough.
-2. One load per identity; further requests wait for it (single flight). Two loads that end with one
-   digest share one image; the second segment is discarded.
+2. One load per user and identity; further requests wait for it (single flight). Two loads that end
+   with one digest share one image; the second segment is discarded.
 3. Bytes are reserved before a load starts and become resident bytes when it ends. Reserved plus
    resident plus lingering (evicted but still mapped somewhere) never exceeds the budget.
 4. A leased or pinned image is never evicted. Without room the request is refused, and the client

@@ -19,6 +19,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import signal
 import socket
 import struct
 from collections.abc import Callable
@@ -400,6 +401,8 @@ def _tmpfs_from_child(budget_bytes: int) -> tuple[int, int]:
         try:
             answer, descriptors, _, _ = socket.recv_fds(ours, 1024, 2)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
             raise MemoryFailure(f"user namespace: {error}") from error
         finally:
             with contextlib.suppress(OSError):

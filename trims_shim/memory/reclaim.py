@@ -7,7 +7,8 @@ that, when there is nothing left to unmap. Discarding also gives back what an al
 in its free lists.
 
 Owns blocks from :func:`retire` until they are gone. Must be called only with memory whose content
-nobody may read again. Fork: the child has no such thread and drops its blocks at once.
+nobody may read again. Fork: the thread is hurried to its end before; a child that has blocks all
+the same drops them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import ctypes
 import mmap as _mmap
 import os
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -30,6 +32,8 @@ GRACE_S = 1.0
 """How long memory stays readable when other threads run. One of them may be inside an operation
 that read the old address before the replacement; with a copy in place that was only a data race.
 """
+FORK_PATIENCE_S = 0.5
+"""How long a fork waits for the discarding of what is left: some 0.1 s a gigabyte."""
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls through CDLL release the interpreter lock
 _libc.madvise.restype = ctypes.c_int
@@ -45,6 +49,7 @@ class RetiredBlock:
     size_bytes: int
 
 
+_hurry = threading.Event()
 _batches: dict[int, list[RetiredBlock]] = {}
 
 
@@ -57,6 +62,7 @@ def retire(blocks: list[RetiredBlock]) -> None:
     _batches[id(batch)] = batch
     # Threads of any kind count, hence not threading.active_count().
     grace_s = GRACE_S if len(sys._current_frames()) > 1 else 0.0
+    _hurry.clear()
     try:
         _thread.start_new_thread(_release, (batch, grace_s))
     except RuntimeError:  # no thread to be had: pay for it here
@@ -64,7 +70,7 @@ def retire(blocks: list[RetiredBlock]) -> None:
 
 
 def _release(batch: list[RetiredBlock], grace_s: float) -> None:
-    time.sleep(grace_s)
+    _hurry.wait(grace_s)
     while batch:
         block = batch.pop()
         _discard(block.address, block.size_bytes)
@@ -80,10 +86,20 @@ def _discard(address: int, size_bytes: int) -> None:
         _libc.madvise(step, min(STEP_BYTES, end - step), _mmap.MADV_DONTNEED)
 
 
+def _finish_before_fork() -> None:
+    """Let the thread end: a program that forks must not be found to have one because of us."""
+    _hurry.set()
+    patience = time.monotonic() + FORK_PATIENCE_S
+    while _batches and time.monotonic() < patience:
+        time.sleep(0.001)
+
+
 def _forget_in_child() -> None:
+    global _hurry
+    _hurry = threading.Event()  # The old one's lock may have been held at the moment of the fork.
     for batch in list(_batches.values()):
         batch.clear()
     _batches.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(before=_finish_before_fork, after_in_child=_forget_in_child)

@@ -35,6 +35,18 @@ def call_when_imported(name: str, hook: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+def _run_overdue() -> None:
+    """Hooks of modules that were in the middle of their import when they were asked for.
+
+    Their loader had been chosen already, so it is the next import of anything that notices.
+    """
+    for name in list(_hooks):
+        module = sys.modules.get(name)
+        if module is not None and not _is_initializing(module):
+            for hook in _hooks.pop(name, []):
+                _run(hook)
+
+
 def _is_initializing(module: types.ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
@@ -58,6 +70,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
+        _run_overdue()
         if name not in _hooks or name in self._searching:
             return None
         self._searching.add(name)
