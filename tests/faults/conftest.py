@@ -38,3 +38,17 @@ def running(world: World) -> World:
     """A world whose daemon runs."""
     world.start()
     return world
+
+
+@pytest.fixture(scope="session")
+def torch_file() -> Iterator[str]:
+    """A checkpoint of one float64 tensor, ``weight``: 0, 1, 2... 2**19 - 1."""
+    world = World()
+    path = world.file(name="model.pt")
+    world.run(
+        "import torch\n"
+        f"torch.save({{'weight': torch.arange(1 << 19, dtype=torch.float64)}}, {path!r})\n",
+        enabled="0",
+    )
+    yield path
+    world.close()

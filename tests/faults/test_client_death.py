@@ -1,5 +1,5 @@
-"""A client is killed. Promises: its leases, offers and descriptors are gone, nothing leaks over many
-deaths, and the daemon's account returns to what it was."""
+"""A client is killed. Promises: its leases, offers and descriptors are gone, nothing leaks over
+many deaths, and the daemon's account returns to what it was."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Forks, threads and the end of the interpreter. Promises: a child reads what it inherited and opens
-its own, a fork finds no thread of ours, nothing hangs."""
+"""Forks, threads and the end of the interpreter. Promises: a child reads what it inherited and
+opens its own, a fork finds no thread of ours, nothing hangs."""
 
 from __future__ import annotations
 
@@ -287,8 +287,8 @@ def test_exec_keeps_nothing(running: World) -> None:
     path = running.file(1)
     child = running.spawn(
         f"arena = open_file({path!r})\nsay()\nhear()\n"
-        "os.execv('/bin/sh', ['sh', '-c', 'ls -l /proc/self/fd | grep -c -e trims -e segment -e sock;"
-        " read x'])\n"
+        "os.execv('/bin/sh', ['sh', '-c',"
+        " 'ls -l /proc/self/fd | grep -c -e trims -e segment -e sock; read x'])\n"
     )
     child.hear()
     child.say()

@@ -1,5 +1,5 @@
-"""Nobody can change a segment. A client tries everything the kernel offers, for each kind of memory;
-afterwards every other client still reads the file's bytes."""
+"""Nobody can change a segment. A client tries everything the kernel offers, for each kind of
+memory; afterwards every other client still reads the file's bytes."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from trims_shim.wire.endpoint import Endpoint
 __all__ = ["start"]
 
 _POLL_S = 0.02
+_REASON_LIMIT_BYTES = 4000
 _BOOT = (
     "import os, sys; "
     "sys.path[:] = sys.argv[2].split(os.pathsep); "
@@ -41,9 +42,17 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
     endpoint.create()
     deadline = time.monotonic() + timeout_s
     try:
-        with _start_lock(endpoint, deadline) as is_mine:
-            if is_mine:
+        with _start_lock(endpoint, deadline) as (lock, has_waited):
+            if has_waited and os.path.exists(endpoint.handover):
+                return
+            if has_waited:
+                _raise_failure_before(lock)
+            os.ftruncate(lock, 0)
+            try:
                 _spawn(endpoint, deadline)
+            except DaemonStartFailed as error:
+                os.pwrite(lock, str(error).encode()[:_REASON_LIMIT_BYTES], 0)
+                raise
     except OSError as error:
         raise DaemonUnavailable(
             f"the daemon cannot be started in {endpoint.directory}: {error}"
@@ -51,8 +60,8 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[bool]:
-    """True when this process is the one to start; False when a starter has just finished."""
+def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[tuple[int, bool]]:
+    """The held lock, and whether another starter has had it in the meantime."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(endpoint.start_lock, flags, 0o600)
     has_waited = False
@@ -69,9 +78,16 @@ def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[bool]:
                     f"too long; see {endpoint.log}"
                 )
             time.sleep(_POLL_S)
-        yield not (has_waited and os.path.exists(endpoint.handover))
+        yield descriptor, has_waited
     finally:
         os.close(descriptor)
+
+
+def _raise_failure_before(lock: int) -> None:
+    """Take the word of the starter before us: a crowd must not fail one after the other."""
+    reason = os.pread(lock, _REASON_LIMIT_BYTES, 0).decode(errors="replace")
+    if reason:
+        raise DaemonStartFailed(reason)
 
 
 def _spawn(endpoint: Endpoint, deadline: float) -> None:

@@ -321,14 +321,14 @@ class Server:
         router.setsockopt(zmq.SNDHWM, 1000)
         router.setsockopt(zmq.BACKLOG, 512)
         router.bind(f"ipc://{self.endpoint.control(self.instance)}")
-        self._selector.register(router.getsockopt(zmq.FD), selectors.EVENT_READ, self._noop)
+        self._selector.register(int(router.getsockopt(zmq.FD)), selectors.EVENT_READ, self._noop)
         return router
 
     def _noop(self) -> None:
         """The ROUTER is drained after every turn."""
 
     def _has_messages(self) -> bool:
-        return bool(self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        return bool(int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _drain_router(self) -> None:
         """Take what has come, up to a limit: a flood must not keep the loop from its other work."""
@@ -562,7 +562,7 @@ class Server:
         """Close the control socket with everything in it, and open it again under its name."""
         path = self.endpoint.control(self.instance)
         before = os.stat(path)
-        self._selector.unregister(self._router.getsockopt(zmq.FD))
+        self._selector.unregister(int(self._router.getsockopt(zmq.FD)))
         self._router.close(linger=0)
         # ZeroMQ closes in a thread of its own and unlinks the name then: not the new one's, please.
         deadline = time.monotonic() + _REBIND_PATIENCE_S
