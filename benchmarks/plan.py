@@ -28,7 +28,7 @@ __all__ = [
     "warm_daemon",
 ]
 
-SERVED_FRACTION = 0.99
+SERVED_FRACTION = 0.95
 """Share of the weights' bytes that must lie in the segment; small tensors may be copied."""
 
 

@@ -33,13 +33,13 @@ def main() -> None:
     with trims_shim.open(FILE) as model:
         opened = time.perf_counter()
         print(f"opened {len(model.records)} records in {(opened - start) * 1e3:.1f} ms")
-        for record in model.records:
+        for record in model.records.values():
             weights = model.numpy(record.name)
             print(
                 f"{record.name:16} {record.dtype:4} {record.shape!s:13} mean {weights.mean():.4f}"
             )
 
-        name = model.records[0].name
+        name = next(iter(model.records))
         vector = torch.ones(WIDTH)
         from_torch = (model.torch(name) @ vector).numpy()
         from_numpy = model.numpy(name) @ vector.numpy()

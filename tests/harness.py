@@ -72,7 +72,13 @@ def content(seed: int, size_bytes: int = CONTENT_BYTES) -> bytes:
     return (pattern * (-(-size_bytes // 8)))[:size_bytes]
 
 
-def wait_until(condition: Callable[[], Any], what: str, *, timeout_s: float = PATIENCE_S) -> Any:
+def wait_until(
+    condition: Callable[[], Any],
+    what: str,
+    *,
+    timeout_s: float = PATIENCE_S,
+    interval_s: float = 0.005,
+) -> Any:
     """The first true value of ``condition``; an error after the timeout."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -81,7 +87,7 @@ def wait_until(condition: Callable[[], Any], what: str, *, timeout_s: float = PA
             return value
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(0.005)
+        time.sleep(interval_s)
 
 
 def process_state(pid: int) -> str:
@@ -277,6 +283,18 @@ class World:
         connection = self.connection()
         try:
             return connection.welcome.pid
+        finally:
+            connection.close()
+
+    def wait_for_load(self) -> None:
+        """Returns while a load is in progress; asks often, so as not to miss it."""
+        connection = self.connection()
+        try:
+            wait_until(
+                lambda: connection.request(messages.GetStatusRequest()).memory.reserved_bytes > 0,
+                "a load in progress",
+                interval_s=0.0005,
+            )
         finally:
             connection.close()
 

@@ -176,13 +176,25 @@ class TestBudget:
         assert store.totals().reserved_bytes == 100
         assert isinstance(store.open(opening(2, inode=2, size=1), 1)[0], RefuseRequest)
 
-    def test_lingering_bytes_count(self) -> None:
+    def test_withheld_bytes_count(self) -> None:
         store = new_store()
-        refused = store.open(opening(size=60), 1, lingering_bytes=41)[0]
+        refused = store.open(opening(size=60), 1, withheld_bytes=41)[0]
         assert isinstance(refused, RefuseRequest)
         assert isinstance(refused.error, NoSpace)
-        assert "still mapped 41" in str(refused.error)
-        started(store.open(opening(size=60), 1, lingering_bytes=40))
+        assert "not to be had 41" in str(refused.error)
+        started(store.open(opening(size=60), 1, withheld_bytes=40))
+
+    def test_relieving_drops_free_images_only_and_no_more_than_wanted(self) -> None:
+        store = new_store(100)
+        held = load(store, opening(inode=1, size=30), loaded(A, 30), now=1)
+        for inode, digest in ((2, B), (3, "c" * 64)):
+            one = opening(inode=inode, size=30)
+            store.release(1, load(store, one, loaded(digest, 30), now=inode), inode)
+        assert [each.digest for each in store.relieve(10, 9) if isinstance(each, DropImage)] == [B]
+        assert store.relieve(0, 9) == []
+        assert len([each for each in store.relieve(99, 9) if isinstance(each, DropImage)]) == 1
+        assert [image.digest for image in store.images()] == [A]
+        assert store.release(1, held, 10)
 
     def test_the_least_recently_used_goes_first(self) -> None:
         store = new_store(30)

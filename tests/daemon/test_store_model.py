@@ -150,7 +150,7 @@ class StoreMachine(RuleBasedStateMachine):
         free = {d for d in self.segments if not self.is_held(d)}
         room = BUDGET - self.lingering - self.total() + sum(self.segments[d] for d in free)
         self.evicting_for_room = True
-        actions = self.store.open(opening, self.now, lingering_bytes=self.lingering)
+        actions = self.store.open(opening, self.now, withheld_bytes=self.lingering)
         self.execute(actions)
         self.evicting_for_room = False
         refused = any(isinstance(each, RefuseRequest) for each in actions)

@@ -1,5 +1,5 @@
 """The file changes, while it is read and between loads. Promises: changed bytes are a new image,
-old leases keep the old bytes, and bytes of two versions are never served as one that may be trusted.
+old leases keep the old bytes, and bytes of two versions are never served as one to be trusted.
 
 The server runs in a thread here, so that its reads can be held at a known place.
 """

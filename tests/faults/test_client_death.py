@@ -78,7 +78,7 @@ def test_killed_while_its_load_runs(make_world: object) -> None:
     before = len(world.descriptors(pid))
     for _ in range(3):
         child = world.spawn(f"open_file({path!r})\n")
-        wait_until(lambda: world.status().memory.reserved_bytes > 0, "a load in progress")
+        world.wait_for_load()
         child.kill()
         wait_until(lambda: world.status().memory.reserved_bytes == 0, "the load ends")
         world.assert_account()
@@ -98,7 +98,7 @@ def test_one_waiter_killed_the_others_are_served(make_world: object) -> None:
     pid = world.start()
     script = f"arena = open_file({path!r})\nsay(arena.size_bytes)\n"
     children = [world.spawn(script) for _ in range(4)]
-    wait_until(lambda: world.status().memory.reserved_bytes > 0, "a load in progress")
+    world.wait_for_load()
     world.signal(pid, signal.SIGSTOP)
     children[0].kill()
     children[1].kill()

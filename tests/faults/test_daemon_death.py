@@ -26,7 +26,7 @@ def open_path(cache: Any, path: str) -> Any:
 
 
 def kill_while_loading(world: World) -> None:
-    wait_until(lambda: world.status().memory.reserved_bytes > 0, "a load in progress")
+    world.wait_for_load()
     world.kill_daemon()
 
 

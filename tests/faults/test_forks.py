@@ -118,6 +118,46 @@ def test_a_fork_finds_no_thread_of_ours(running: World) -> None:
     assert loaded > 1
 
 
+def test_an_image_cannot_be_found_while_it_is_released(running: World) -> None:
+    """Found: a thread that asked in this moment mapped whatever had got the descriptor's number."""
+    path = running.file(1)
+    said = running.run(
+        "import weakref\n"
+        "from trims_shim.client.arenas import Image\n"
+        f"descriptor = os.open({path!r}, os.O_RDONLY)\n"
+        "images, seen = weakref.WeakValueDictionary(), []\n"
+        "image = images['digest'] = Image(descriptor, 100, digest='digest',\n"
+        "  release=lambda: seen.append(images.get('digest')))\n"
+        "del image\n"
+        "say([len(seen), seen[0] is None])\n"
+    )
+    assert said == [1, True]
+
+
+def test_threads_that_open_and_drop_the_same_files(running: World) -> None:
+    """Settled files, so that every open finds the images of other threads, dying ones included."""
+    paths = [running.file(seed, 1 << 14) for seed in range(1, 7)]
+    time.sleep(0.3)
+    said = running.run(
+        f"paths = {paths!r}\n"
+        "import threading\n"
+        "sys.setswitchinterval(1e-6)\n"
+        "right = {path: open(path, 'rb').read() for path in paths}\n"
+        "until, wrong, count = time.monotonic() + 2, [], [0]\n"
+        "def load():\n"
+        "  while time.monotonic() < until:\n"
+        "    for path in paths:\n"
+        "      if data(open_file(path)) != right[path]: wrong.append(path)\n"
+        "      count[0] += 1\n"
+        "workers = [threading.Thread(target=load) for _ in range(6)]\n"
+        "for worker in workers: worker.start()\n"
+        "for worker in workers: worker.join()\n"
+        "say([wrong[:3], count[0] > 100])\n"
+    )
+    assert said == [[], True]
+    running.assert_account()
+
+
 def test_forks_while_threads_load(running: World) -> None:
     """A child of a busy process has its own connections and no lock that nobody will release."""
     world = running

@@ -189,7 +189,7 @@ def test_a_signal_finishes_the_load_in_flight(make_world: Any, number: int) -> N
     child = world.spawn(
         f"arena = open_file({path!r})\nsay([arena.size_bytes, trims_shim.stats().events])\n"
     )
-    wait_until(lambda: world.status().memory.reserved_bytes > 0, "a load in progress")
+    world.wait_for_load()
     world.signal(pid, number)
     size, events = child.hear()
     assert size == 384 << 20
@@ -204,7 +204,7 @@ def test_a_second_daemon_serves_while_the_first_finishes(make_world: Any) -> Non
     large, small = world.sparse_file(512 << 20), world.file(7)
     first = world.start()
     child = world.spawn(f"arena = open_file({large!r})\nsay(arena.size_bytes)\n")
-    wait_until(lambda: world.status().memory.reserved_bytes > 0, "a load in progress")
+    world.wait_for_load()
     world.signal(first, signal.SIGSTOP)
     world.signal(first, signal.SIGTERM)
     world.signal(first, signal.SIGCONT)

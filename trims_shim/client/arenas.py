@@ -30,7 +30,7 @@ __all__ = ["Arena", "Image", "find"]
 class Image:
     """One leased image. When the last reference goes, it closes its descriptor and its lease."""
 
-    __slots__ = ("__weakref__", "_pid", "_release", "descriptor", "digest", "size_bytes")
+    __slots__ = ("__weakref__", "descriptor", "digest", "size_bytes")
 
     def __init__(
         self,
@@ -44,19 +44,14 @@ class Image:
         self.descriptor = descriptor
         self.size_bytes = size_bytes
         self.digest = digest
-        self._release = release
-        self._pid = os.getpid()
+        # Not __del__: it runs before weak references are cleared, so that another thread could get
+        # a dying image from a weak dictionary and map whatever has its descriptor's number by then.
+        finalizer = weakref.finalize(self, _release_image, descriptor, release, os.getpid())
+        finalizer.atexit = False
 
     def map(self) -> Arena:
         """A fresh private mapping: what is written to another arena is not seen in it."""
         return Arena(self)
-
-    # The names are bound early: module globals may be gone when the interpreter shuts down.
-    def __del__(self, *, _close=os.close, _getpid=os.getpid) -> None:  # type: ignore[no-untyped-def]
-        with contextlib.suppress(OSError):
-            _close(self.descriptor)
-        if self._release is not None and self._pid == _getpid():
-            self._release()
 
 
 class Arena:
@@ -129,6 +124,13 @@ _index = _Index()
 def find(address: int, size_bytes: int) -> tuple[Image, int] | None:
     """(image, offset in bytes) of the live arena that holds ``[address, address + size_bytes)``."""
     return _index.find(address, size_bytes)
+
+
+def _release_image(descriptor: int, release: Callable[[], None] | None, pid: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+    if release is not None and pid == os.getpid():
+        release()
 
 
 def _release_mapping(address: int, image: Image) -> None:

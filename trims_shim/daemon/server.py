@@ -35,6 +35,7 @@ from typing import Any
 import zmq
 
 from trims_shim._version import __version__
+from trims_shim.config import memory_limit_bytes
 from trims_shim.daemon.loader import Finished, Loader
 from trims_shim.daemon.requests import Later, add_counters, handle
 from trims_shim.daemon.sessions import (
@@ -65,6 +66,7 @@ from trims_shim.errors import (
     TrimsError,
     WireError,
 )
+from trims_shim.memory.host import available_bytes
 from trims_shim.specs import Identity
 from trims_shim.wire import codec, handover, messages
 from trims_shim.wire.endpoint import Endpoint
@@ -78,6 +80,8 @@ REQUEST_LIMIT_BYTES = 64 << 10
 _PROGRESS_INTERVAL_S = 0.25
 _HOUSEKEEPING_INTERVAL_S = 1.0
 _BLOAT_LIMIT_BYTES = 256 << 20
+_MARGIN_FRACTION = 32
+"""One part in this many of the memory is left to others; free images go to keep it."""
 _ACCEPTS_PER_TURN = 64
 _PACKETS_PER_TURN = 64
 _MESSAGES_PER_TURN = 256
@@ -134,6 +138,7 @@ class Server:
         self._waiting: dict[tuple[int, int], _Waiting] = {}
         self.on_stop: Callable[[], None] = lambda: None
         self._is_stopping = False
+        self._margin_bytes = memory_limit_bytes() // _MARGIN_FRACTION
         self._jobs_open = 0
         self._last_active = time.monotonic()
         self._next_housekeeping = 0.0
@@ -189,6 +194,7 @@ class Server:
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + _HOUSEKEEPING_INTERVAL_S
             self._guard_against_bloat()
+            self._relieve_pressure()
 
     def _timeout(self) -> float:
         if self._has_messages():
@@ -412,7 +418,7 @@ class Server:
             )
             self._waiting[(session.number, request)] = _Waiting(routing, message.ticket)
             actions = self.store.open(
-                opening, time.time_ns(), lingering_bytes=self.lingering_bytes()
+                opening, time.time_ns(), withheld_bytes=self._withheld_bytes()
             )
             self._execute(actions, descriptor=descriptor)
             if any(isinstance(each, StartIngest) for each in actions):
@@ -533,12 +539,15 @@ class Server:
                 if waiting is not None:
                     self._reply(waiting.routing, opening.request, progress)
 
-    def lingering_bytes(self) -> int:
-        """Bytes of evicted images that somebody still maps; 0 where the kernel does not say."""
-        return max(0, self.known_lingering_bytes())
+    def _withheld_bytes(self) -> int:
+        """The part of the budget that is taken by lingering images, or that the machine has not."""
+        totals = self.store.totals()
+        available = available_bytes() - self._margin_bytes
+        usable = totals.resident_bytes + max(0, available)
+        return max(0, self.known_lingering_bytes(), totals.budget_bytes - usable)
 
     def known_lingering_bytes(self) -> int:
-        """As :meth:`lingering_bytes`; -1 where the kernel does not say."""
+        """Bytes of evicted images that somebody still maps; -1 where the kernel does not say."""
         used = self.loader.memory.used_bytes()
         if used is None:
             return -1
@@ -546,6 +555,14 @@ class Server:
         return max(0, used - totals.resident_bytes - totals.reserved_bytes)
 
     # --- defence ----------------------------------------------------------------------------------
+
+    def _relieve_pressure(self) -> None:
+        """Cached images that nobody uses go before the machine runs out of memory."""
+        missing = self._margin_bytes - available_bytes()
+        if missing > 0:
+            actions = self.store.relieve(missing, time.time_ns())
+            self.counters["evicted_under_pressure"] += len(actions) // 2
+            self._execute(actions)
 
     def _guard_against_bloat(self) -> None:
         if self._statm.private_bytes() - self._rss_baseline < _BLOAT_LIMIT_BYTES:

@@ -11,7 +11,8 @@ Rules
 2. One load per user and identity; further requests wait for it (single flight). Two loads that end
    with one digest share one image; the second segment is discarded.
 3. Bytes are reserved before a load starts and become resident bytes when it ends. Reserved plus
-   resident plus lingering (evicted but still mapped somewhere) never exceeds the budget.
+   resident plus withheld (evicted but still mapped somewhere, or not to be had on the machine)
+   never exceeds the budget.
 4. A leased or pinned image is never evicted. Without room the request is refused, and the client
    loads privately.
 5. A closed session leaves no lease and no waiter. A load without waiters runs to its end: somebody
@@ -209,8 +210,11 @@ class Store:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def open(self, opening: Opening, now_ns: int, *, lingering_bytes: int = 0) -> list[Action]:
-        """A client wants the image of a file it has proved it can read."""
+    def open(self, opening: Opening, now_ns: int, *, withheld_bytes: int = 0) -> list[Action]:
+        """A client wants the image of a file it has proved it can read.
+
+        ``withheld_bytes``: the part of the budget that cannot be used at present.
+        """
         key = (opening.user, opening.identity)
         digest = self._identities.get(key)
         if digest is not None:
@@ -220,7 +224,7 @@ class Store:
         if ingest is not None:
             self._ingests[ingest].waiters.append(opening)
             return []
-        return self._start(opening, key, now_ns, lingering_bytes)
+        return self._start(opening, key, now_ns, withheld_bytes)
 
     def ingest_done(self, ingest: int, result: Ingested, now_ns: int) -> list[Action]:
         """The segment is filled and sealed, or an equal image was found."""
@@ -287,6 +291,11 @@ class Store:
             why = "is pinned; unpin it first" if image.is_pinned else "is in use"
             raise NoSpace(f"image {digest[:12]} {why} ({len(image.leases)} leases)")
         return self._drop(image)
+
+    def relieve(self, wanted_bytes: int, now_ns: int) -> list[Action]:
+        """Drop free images until ``wanted_bytes`` are given back, or none is left."""
+        victims = self._choose_victims(wanted_bytes, now_ns)
+        return [action for image in victims for action in self._drop(image)]
 
     def evict_all(self) -> list[Action]:
         """Drop every image that nobody leases or pins."""
@@ -357,12 +366,12 @@ class Store:
     # --- inside -----------------------------------------------------------------------------------
 
     def _start(
-        self, opening: Opening, key: IdentityKey, now_ns: int, lingering_bytes: int
+        self, opening: Opening, key: IdentityKey, now_ns: int, withheld_bytes: int
     ) -> list[Action]:
         needed = self._footprint_bytes(opening.identity.size_bytes)
-        actions = self._make_room(needed, now_ns, lingering_bytes)
+        actions = self._make_room(needed, now_ns, withheld_bytes)
         if actions is None:
-            return [RefuseRequest(opening, self._no_space(opening, needed, lingering_bytes))]
+            return [RefuseRequest(opening, self._no_space(opening, needed, withheld_bytes))]
         ingest, self._next = self._next, self._next + 1
         self._ingests[ingest] = _Ingest(key, needed, opening, [opening])
         self._loading[key] = ingest
@@ -370,12 +379,20 @@ class Store:
         return [*actions, StartIngest(ingest, opening, is_likely_known=known)]
 
     def _make_room(
-        self, needed_bytes: int, now_ns: int, lingering_bytes: int
+        self, needed_bytes: int, now_ns: int, withheld_bytes: int
     ) -> list[Action] | None:
         totals = self.totals()
-        used = totals.resident_bytes + totals.reserved_bytes + lingering_bytes
+        used = totals.resident_bytes + totals.reserved_bytes + withheld_bytes
         missing = used + needed_bytes - self._budget_bytes
-        if missing <= 0:
+        chosen = self._choose_victims(missing, now_ns)
+        # All or nothing: images are not thrown away for a request that is refused all the same.
+        if sum(image.resident_bytes for image in chosen) < missing:
+            return None
+        return [action for image in chosen for action in self._drop(image)]
+
+    def _choose_victims(self, missing_bytes: int, now_ns: int) -> list[_Image]:
+        """Free images in the policy's order, as many as are needed or there are."""
+        if missing_bytes <= 0:
             return []
         candidates = [
             Candidate(
@@ -389,24 +406,20 @@ class Store:
             for each in self._images.values()
             if self._is_free(each)
         ]
-        chosen = []
+        chosen: list[_Image] = []
         for digest in self._policy.rank(candidates, now_ns):
-            if missing <= 0:
+            if sum(image.resident_bytes for image in chosen) >= missing_bytes:
                 break
             chosen.append(self._images[digest])
-            missing -= self._images[digest].resident_bytes
-        # All or nothing: images are not thrown away for a request that is refused all the same.
-        if missing > 0:
-            return None
-        return [action for image in chosen for action in self._drop(image)]
+        return chosen
 
-    def _no_space(self, opening: Opening, needed: int, lingering_bytes: int) -> NoSpace:
+    def _no_space(self, opening: Opening, needed: int, withheld_bytes: int) -> NoSpace:
         totals = self.totals()
         return NoSpace(
             f"{opening.name}: {needed} bytes do not fit the host tier: budget "
             f"{totals.budget_bytes}, resident {totals.resident_bytes}, loading "
-            f"{totals.reserved_bytes}, evicted but still mapped {lingering_bytes}; raise "
-            f"TRIMS_HOST_BYTES or `trims evict`"
+            f"{totals.reserved_bytes}, still mapped elsewhere or not to be had {withheld_bytes}; "
+            f"raise TRIMS_HOST_BYTES, free memory, or `trims evict`"
         )
 
     def _grant(

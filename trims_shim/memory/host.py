@@ -37,6 +37,7 @@ __all__ = [
     "SealedSegment",
     "TmpfsMemory",
     "WritableSegment",
+    "available_bytes",
     "open_best",
     "open_memory",
     "probe",
@@ -233,6 +234,15 @@ class TmpfsMemory:
         """See :class:`HostMemory`."""
         os.close(self._mount)
         os.close(self._sealed)
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping (MemAvailable), page cache included."""
+    with open("/proc/meminfo", "rb") as file:
+        for line in file:
+            if line.startswith(b"MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return 1 << 62  # Before Linux 3.14: unknown, so no reason to refuse.
 
 
 @dataclass(frozen=True, slots=True)
