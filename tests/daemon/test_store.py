@@ -315,15 +315,25 @@ class TestNames:
         store = new_store()
         load(store, opening(inode=1, name="/a"), loaded("abcdef" + "0" * 58))
         load(store, opening(inode=2, name="/b", user=7), loaded("abcdef" + "1" * 58))
-        assert store.find("abcdef1").endswith("1")
-        assert store.find("ABCDEF0").endswith("0")
-        assert store.find("/a").endswith("0")
-        assert store.find("/b", user=7).endswith("1")
+        assert store.find("abcdef1", user=1).endswith("1")
+        assert store.find("ABCDEF0", user=1).endswith("0")
+        assert store.find("/a", user=1).endswith("0")
+        assert store.find("/b", user=7, may_see_all=False).endswith("1")
         with pytest.raises(UnknownImage, match="more digits"):
-            store.find("abcdef")
-        for text, user in (("abcde", None), ("/c", None), ("", None), ("/b", 1000)):
+            store.find("abcdef", user=1)
+        for text in ("abcde", "/c", ""):
             with pytest.raises(UnknownImage):
-                store.find(text, user=user)
+                store.find(text, user=1)
+        with pytest.raises(UnknownImage):
+            store.find("/b", user=1000, may_see_all=False)
+
+    def test_ones_own_name_comes_before_anothers(self) -> None:
+        """Anybody can call an image by anybody's path."""
+        store = new_store()
+        load(store, opening(inode=1, name="/a", user=7), loaded("abcdef" + "0" * 58))
+        load(store, opening(inode=2, name="/a", user=0), loaded("abcdef" + "1" * 58))
+        assert store.find("/a", user=0).endswith("1")
+        assert store.find("/a", user=7).endswith("0")
 
     def test_rows_come_most_recently_used_first(self) -> None:
         store = new_store()

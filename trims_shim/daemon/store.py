@@ -306,10 +306,11 @@ class Store:
 
     # --- questions --------------------------------------------------------------------------------
 
-    def find(self, text: str, *, user: int | None = None) -> Digest:
+    def find(self, text: str, *, user: int, may_see_all: bool = True) -> Digest:
         """The digest meant by a digest prefix of 6 or more digits, or a name. Raises UnknownImage.
 
-        ``user`` restricts names to those this user opened; None sees all.
+        Names that ``user`` gave come first, since anybody can call an image by anybody's path;
+        others' names only when ``may_see_all``.
         """
         if len(text) >= 6:
             matches = [digest for digest in self._images if digest.startswith(text.lower())]
@@ -317,9 +318,14 @@ class Store:
                 return matches[0]
             if matches:
                 raise UnknownImage(f"{text} means {len(matches)} images; write more digits")
-        for image in self._images.values():
-            if any(path == text and user in (None, owner) for owner, path in image.names):
-                return image.digest
+        owners = {
+            owner: image.digest
+            for image in self._images.values()
+            for owner, path in image.names
+            if path == text and (may_see_all or owner == user)
+        }
+        if owners:
+            return owners.get(user) or next(iter(owners.values()))
         raise UnknownImage(f"no resident image {text!r}; `trims ls` shows them")
 
     def totals(self) -> Totals:
