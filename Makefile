@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 # The CPU build of torch is enough for everything here; any torch from 2.4 on works.
 TORCH ?= torch==2.13.0
+PYTEST_ARGS ?= -n 2 --dist loadfile
 STAMP = $(VENV)/.installed
 
 .PHONY: demo test lint bench docs setup clean

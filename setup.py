@@ -1,4 +1,4 @@
-"""Builds the optional native extension; all metadata is in pyproject.toml."""
+"""For tools that call it; all metadata is in pyproject.toml."""
 
 from setuptools import setup
 
