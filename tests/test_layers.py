@@ -20,7 +20,8 @@ LAYERS = (
     ("_version", "errors", "specs", "config"),
     ("diagnostics", "wire.messages", "wire.codec", "formats", "daemon.store", "daemon.eviction"),
     ("memory", "wire.endpoint", "wire.handover", "daemon.ingest", "client.session"),
-    ("client.arenas", "client.connection", "client.spawn", "daemon.sessions", "daemon.loader"),
+    ("client.arenas", "client.connection", "client.spawn"),
+    ("daemon.control", "daemon.sessions", "daemon.loader"),
     ("client.cache", "daemon.requests", "daemon.server"),
     ("daemon.main", "daemon.detached"),
     ("patches", "testing"),
@@ -55,6 +56,7 @@ HEAVY_MODULES = {
 MAY_IMPORT_HEAVY = {
     "wire.codec": {"msgpack"},
     "client.connection": {"zmq"},
+    "daemon.control": {"zmq"},
     "daemon.server": {"zmq"},
     "daemon.ingest": {"blake3"},
 }

@@ -135,7 +135,7 @@ class Connection:
             pass  # The connection is gone, and all its leases with it.
 
     def drain(self) -> None:
-        """Ask the daemon to finish and make room for a newer one; waits until it has closed."""
+        """Ask the daemon to finish what is in flight and make room for a newer one."""
         self._send_handover(messages.DrainRequest(__version__), None)
 
     # --- life -------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ _REASON_LIMIT_BYTES = 4000
 _BOOT = (
     "import os, sys; "
     "sys.path[:] = sys.argv[2].split(os.pathsep); "
-    "pid = os.fork() if sys.argv[1] != '-' else 0; "
-    "pid and os._exit(0); "
+    "os.fork() and os._exit(0); "
     "from trims_shim.daemon.detached import main; "
     "main(int(sys.argv[1]))"
 )

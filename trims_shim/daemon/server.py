@@ -7,15 +7,8 @@ event. Each event is handed to the store or a request handler; the actions that 
 executed at once. Loads run in the loader's threads, which only fill memory and wake the loop, so
 the state needs no lock and a slow disk never delays an answer.
 
-ZeroMQ's descriptor is edge-triggered: after every turn of the loop, whatever caused it, the ROUTER
-is drained until it is empty.
-
 Trust: a client is who the kernel says (SO_PEERCRED); what it sends is data. Whatever breaks a limit
-or cannot be decoded closes the handover connection it came on, and is answered with an error on the
-control socket. (Not closed there: ZeroMQ tells the number of the descriptor a message came on, but
-by the time it is read that number may belong to an honest client's connection.) Should a
-client pile up bytes inside ZeroMQ (parts of a message it never ends), the control socket is closed
-and bound again, which frees them; honest clients reconnect.
+or cannot be decoded is answered with an error, and the connection it came on is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +18,6 @@ import logging
 import os
 import selectors
 import socket
-import stat
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +28,7 @@ import zmq
 
 from trims_shim._version import __version__
 from trims_shim.config import memory_limit_bytes
+from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
 from trims_shim.daemon.loader import Finished, Loader
 from trims_shim.daemon.requests import Later, add_counters, handle
 from trims_shim.daemon.sessions import (
@@ -75,19 +68,14 @@ __all__ = ["Server"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
-REQUEST_LIMIT_BYTES = 64 << 10
-"""Longest request; replies may be longer (messages.CONTROL_MESSAGE_LIMIT_BYTES)."""
 _PROGRESS_INTERVAL_S = 0.25
 _HOUSEKEEPING_INTERVAL_S = 1.0
-_BLOAT_LIMIT_BYTES = 256 << 20
 _MARGIN_FRACTION = 32
 """One part in this many of the memory is left to others; free images go to keep it."""
 _ACCEPTS_PER_TURN = 64
 _PACKETS_PER_TURN = 64
-_MESSAGES_PER_TURN = 256
 _PACKETS_BEFORE_AN_OFFER = 4096
 """More than the kernel queues on one socket (net.core.wmem_default, 212992 bytes)."""
-_REBIND_PATIENCE_S = 2.0
 _WARNING_INTERVAL_S = 60.0
 
 
@@ -131,7 +119,7 @@ class Server:
         self._wake_descriptor = wake_descriptor
         self._selector = selectors.DefaultSelector()
         self._context = zmq.Context(io_threads=1)
-        self._router = self._bind_router()
+        self._control = ControlSocket(self._context, endpoint.control(instance), self._selector)
         self._events = self._context.socket(zmq.PUB)
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.bind(f"ipc://{endpoint.events(instance)}")
@@ -144,8 +132,6 @@ class Server:
         self._next_housekeeping = 0.0
         self._next_progress = 0.0
         self._next_accept_warning = 0.0
-        self._statm = _Statm()
-        self._rss_baseline = self._statm.private_bytes()
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -186,26 +172,27 @@ class Server:
                 self._read_session(key.data)
             else:
                 key.data()
-        self._drain_router()
+        for frames in self._control.receive():
+            self._on_frames(frames)
         now = time.monotonic()
         if now >= self._next_progress:
             self._next_progress = now + _PROGRESS_INTERVAL_S
             self._send_progress()
+            self._control.reap()
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + _HOUSEKEEPING_INTERVAL_S
             self._guard_against_bloat()
             self._relieve_pressure()
 
     def _timeout(self) -> float:
-        if self._has_messages():
+        if self._control.has_messages():
             return 0.0
         return _PROGRESS_INTERVAL_S if self.store.ingest_count() else _HOUSEKEEPING_INTERVAL_S
 
     def _is_finished(self) -> bool:
         if self._is_stopping:
             return not self.store.ingest_count() and not self._jobs_open
-        is_pinned = any(image.is_pinned for image in self.store.images())
-        if self.store.lease_count() or self.store.ingest_count() or is_pinned:
+        if self.store.is_needed():
             self._last_active = time.monotonic()
         idle = time.monotonic() - self._last_active
         return 0 < self.idle_exit_s < idle
@@ -215,11 +202,10 @@ class Server:
             self._end(session, "the daemon has stopped")
         self._listener.close()
         self.loader.close()
-        self._router.close(linger=200)
+        self._control.close(linger_ms=200)
         self._events.close()
         self._context.term()
         self._selector.close()
-        self._statm.close()
 
     # --- handover ---------------------------------------------------------------------------------
 
@@ -318,35 +304,6 @@ class Server:
 
     # --- control ----------------------------------------------------------------------------------
 
-    def _bind_router(self) -> zmq.Socket[bytes]:
-        router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.MAXMSGSIZE, REQUEST_LIMIT_BYTES)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.RCVHWM, 1000)
-        router.setsockopt(zmq.SNDHWM, 1000)
-        router.setsockopt(zmq.BACKLOG, 512)
-        router.bind(f"ipc://{self.endpoint.control(self.instance)}")
-        self._selector.register(int(router.getsockopt(zmq.FD)), selectors.EVENT_READ, self._noop)
-        return router
-
-    def _noop(self) -> None:
-        """The ROUTER is drained after every turn."""
-
-    def _has_messages(self) -> bool:
-        return bool(int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-    def _drain_router(self) -> None:
-        """Take what has come, up to a limit: a flood must not keep the loop from its other work."""
-        for _ in range(_MESSAGES_PER_TURN):
-            if not self._has_messages():
-                return
-            try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._on_frames(frames)
-
     def _on_frames(self, frames: list[zmq.Frame]) -> None:
         routing = frames[0].bytes
         try:
@@ -358,7 +315,9 @@ class Server:
                 raise AccessDenied("unknown session; say Hello on the handover socket first")
         except (WireError, AccessDenied) as error:
             self.counters["rejected_messages"] += 1
-            self._reply(routing, 0, messages.ErrorReply(type(error).__name__, str(error)[:500]))
+            reply = messages.ErrorReply(type(error).__name__, str(error)[:500])
+            if self._control.reply(routing, 0, reply):
+                self._control.condemn(frames[-1])
             return
         if not isinstance(envelope.message, messages.GetStatusRequest):
             self._last_active = time.monotonic()  # Being watched is not being used.
@@ -384,14 +343,14 @@ class Server:
             self.counters["internal_errors"] += 1
             reply = messages.ErrorReply("DaemonError", "internal error; see the daemon's log")
         if reply is not None:
-            self._reply(routing, envelope.request_id, reply)
+            self._control.reply(routing, envelope.request_id, reply)
 
     def _run_later(self, routing: bytes, request: int, later: Later) -> None:
         def done(result: Any) -> None:
             if isinstance(result, Exception):
                 result = messages.ErrorReply("ReadFailed", str(result)[:1000])
             self._jobs_open -= 1
-            self._reply(routing, request, result)
+            self._control.reply(routing, request, result)
 
         self._jobs_open += 1
         self.loader.run(later.work, done)
@@ -417,9 +376,8 @@ class Server:
                 message.name[:4096],
             )
             self._waiting[(session.number, request)] = _Waiting(routing, message.ticket)
-            actions = self.store.open(
-                opening, time.time_ns(), withheld_bytes=self._withheld_bytes()
-            )
+            withheld_bytes = 0 if self.store.is_hit(opening) else self._withheld_bytes()
+            actions = self.store.open(opening, time.time_ns(), withheld_bytes=withheld_bytes)
             self._execute(actions, descriptor=descriptor)
             if any(isinstance(each, StartIngest) for each in actions):
                 descriptor = -1
@@ -446,14 +404,6 @@ class Server:
             raise TooManyRequests(f"more than {limits.leases} leases")
         if self.is_stopping:
             raise DaemonUnavailable("the daemon is stopping; load again")
-
-    def _reply(self, routing: bytes, request: int, message: Any) -> None:
-        data = codec.encode_envelope(codec.Envelope(request, b"", message))
-        try:
-            self._router.send_multipart([routing, data], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            # Gone (EHOSTUNREACH) or not reading (EAGAIN): its handover connection ends the session.
-            _logger.debug("reply dropped: %s", error)
 
     # --- actions ----------------------------------------------------------------------------------
 
@@ -500,7 +450,7 @@ class Server:
     def _answer(self, opening: Opening, message: Any) -> None:
         waiting = self._waiting.pop((opening.session, opening.request), None)
         if waiting is not None:
-            self._reply(waiting.routing, opening.request, message)
+            self._control.reply(waiting.routing, opening.request, message)
 
     def _publish(self, event: Announce) -> None:
         self.counters[f"images_{event.event}"] += 1
@@ -521,15 +471,13 @@ class Server:
 
     def _after(self, finished: Finished) -> list[Action]:
         result, error = finished.result, finished.error
-        if result is not None and finished.segment is None and not self._is_resident(result.digest):
+        is_known = result is not None and finished.segment is None
+        if result is not None and is_known and not self.store.is_resident(result.digest):
             error = FileChanged("the equal image was evicted meanwhile; load it again")
         if error is not None or result is None:
             self.loader.discard(finished.ingest)
             return self.store.ingest_failed(finished.ingest, error or ReadFailed("no result"))
         return self.store.ingest_done(finished.ingest, result, time.time_ns())
-
-    def _is_resident(self, digest: str) -> bool:
-        return any(image.digest == digest for image in self.store.images())
 
     def _send_progress(self) -> None:
         for ingest, meter in self.loader.meters().items():
@@ -537,7 +485,7 @@ class Server:
             for opening in self.store.waiters(ingest):
                 waiting = self._waiting.get((opening.session, opening.request))
                 if waiting is not None:
-                    self._reply(waiting.routing, opening.request, progress)
+                    self._control.reply(waiting.routing, opening.request, progress)
 
     def _withheld_bytes(self) -> int:
         """The part of the budget that is taken by lingering images, or that the machine has not."""
@@ -565,49 +513,10 @@ class Server:
             self._execute(actions)
 
     def _guard_against_bloat(self) -> None:
-        if self._statm.private_bytes() - self._rss_baseline < _BLOAT_LIMIT_BYTES:
+        if not self._control.is_bloated():
             return
         _logger.warning("control messages pile up without end; all control connections are closed")
         self.counters["control_resets"] += 1
         for session in self.sessions:
             self._end(session, "the control socket was reset; connect again")
-        self._rebind_router()
-        _trim_heap()
-        self._rss_baseline = max(self._rss_baseline, self._statm.private_bytes())
-
-    def _rebind_router(self) -> None:
-        """Close the control socket with everything in it, and open it again under its name."""
-        path = self.endpoint.control(self.instance)
-        before = os.stat(path)
-        self._selector.unregister(int(self._router.getsockopt(zmq.FD)))
-        self._router.close(linger=0)
-        # ZeroMQ closes in a thread of its own and unlinks the name then: not the new one's, please.
-        deadline = time.monotonic() + _REBIND_PATIENCE_S
-        while os.path.exists(path) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        self._router = self._bind_router()
-        os.chown(path, -1, before.st_gid)
-        os.chmod(path, stat.S_IMODE(before.st_mode))
-
-
-class _Statm:
-    """Memory of this process, by a descriptor kept open: it is asked when none may be left."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-
-    def private_bytes(self) -> int:
-        """Resident memory that is not segments or files."""
-        _, resident, shared, *_ = os.pread(self._descriptor, 4096, 0).split()
-        return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self._descriptor)
-
-
-def _trim_heap() -> None:
-    import ctypes
-
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        self._control.reset()

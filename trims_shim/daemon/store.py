@@ -328,6 +328,20 @@ class Store:
             return owners.get(user) or next(iter(owners.values()))
         raise UnknownImage(f"no resident image {text!r}; `trims ls` shows them")
 
+    def is_hit(self, opening: Opening) -> bool:
+        """Whether :meth:`open` would need no room: the image is there, or being loaded."""
+        key = (opening.user, opening.identity)
+        return key in self._identities or key in self._loading
+
+    def is_resident(self, digest: Digest) -> bool:
+        """Whether there is an image of this digest."""
+        return digest in self._images
+
+    def is_needed(self) -> bool:
+        """Whether anybody leases, waits for or has pinned anything."""
+        is_pinned = any(image.is_pinned for image in self._images.values())
+        return bool(self._leases or self._ingests or is_pinned)
+
     def totals(self) -> Totals:
         """The account of the tier."""
         return Totals(

@@ -1,0 +1,143 @@
+"""The control socket against peers: replies, closed connections, floods, a reset."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
+from trims_shim.wire import codec, messages
+
+PATIENCE_MS = 5000
+
+
+class World:
+    """A control socket, and peers that talk to it."""
+
+    def __init__(self, directory: str) -> None:
+        self.path = os.path.join(directory, "control.sock")
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.selector = selectors.DefaultSelector()
+        self.control = ControlSocket(self.context, self.path, self.selector)
+        self.peers: list[zmq.Socket[bytes]] = []
+
+    def peer(self, *, reconnects: bool = False) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]]:
+        """(socket, monitor of its connection)."""
+        socket = self.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        if not reconnects:
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(f"ipc://{self.path}")
+        self.peers += [socket, monitor]
+        return socket, monitor
+
+    def receive(self) -> list[zmq.Frame]:
+        """The next message; raises AssertionError when none comes."""
+        for _ in range(PATIENCE_MS // 10):
+            for frames in self.control.receive():
+                return frames
+            self.selector.select(0.01)
+        raise AssertionError("nothing arrived")
+
+    def close(self) -> None:
+        for each in self.peers:
+            each.close(linger=0)
+        self.control.close(linger_ms=0)
+        self.context.term()
+        self.selector.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with tempfile.TemporaryDirectory(prefix="trims-c-") as directory:
+        made = World(directory)
+        yield made
+        made.close()
+
+
+def answer(world: World, frames: list[zmq.Frame]) -> bool:
+    return world.control.reply(frames[0].bytes, 7, messages.ErrorReply("WireError", "no"))
+
+
+def test_a_reply_reaches_the_one_who_asked(world: World) -> None:
+    asking, _ = world.peer()
+    silent, _ = world.peer()
+    asking.send(b"?")
+    assert answer(world, world.receive())
+    assert asking.poll(PATIENCE_MS)
+    reply = codec.decode_envelope(asking.recv())
+    assert (reply.request_id, reply.message.error) == (7, "WireError")
+    assert not silent.poll(50)
+
+
+def test_a_disconnected_peer_gets_the_error_first_and_others_stay(world: World) -> None:
+    bad, bad_monitor = world.peer()
+    good, good_monitor = world.peer()
+    bad.send(b"garbage")
+    frames = world.receive()
+    assert answer(world, frames)
+    world.control.condemn(frames[-1])
+    assert bad.poll(PATIENCE_MS), "the error must arrive"
+    assert not bad_monitor.poll(10)
+    time.sleep(0.15)
+    world.control.reap()
+    assert bad_monitor.poll(PATIENCE_MS), "the connection must be closed"
+    assert not good_monitor.poll(100)
+    good.send(b"still here")
+    assert world.receive()[-1].bytes == b"still here"
+
+
+def test_a_descriptor_that_is_not_a_control_connection_is_left_alone(world: World) -> None:
+    """The number a frame names may belong to something else by the time it is read."""
+    bystander = os.memfd_create("bystander")
+
+    class Stale:
+        def get(self, option: int) -> int:
+            return bystander
+
+    world.control.condemn(Stale())  # type: ignore[arg-type]
+    time.sleep(0.15)
+    world.control.reap()
+    assert os.write(bystander, b"x") == 1
+    os.close(bystander)
+
+
+def test_a_reply_to_somebody_gone_is_dropped(world: World) -> None:
+    assert not world.control.reply(b"nobody", 1, messages.ErrorReply("WireError", "no"))
+
+
+def test_a_frame_beyond_the_limit_closes_the_connection(world: World) -> None:
+    socket, monitor = world.peer()
+    socket.send(b"x" * (REQUEST_LIMIT_BYTES + 1))
+    assert monitor.poll(PATIENCE_MS)
+    assert not world.control.has_messages()
+
+
+def test_a_turn_ends_however_much_comes(world: World) -> None:
+    socket, _ = world.peer()
+    for _ in range(600):
+        socket.send(b"flood")
+    world.receive()
+    assert len(list(world.control.receive())) <= 256
+
+
+def test_a_reset_keeps_the_name_and_its_mode(world: World) -> None:
+    os.chmod(world.path, 0o660)
+    socket, _ = world.peer(reconnects=True)
+    socket.send_multipart([b"one", b"two"])
+    world.receive()
+    world.control.reset()
+    assert stat.S_IMODE(Path(world.path).stat().st_mode) == 0o660
+    fresh, _ = world.peer()
+    fresh.send(b"hello")
+    assert world.receive()[-1].bytes == b"hello"

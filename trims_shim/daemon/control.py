@@ -1,0 +1,171 @@
+"""The control socket: a ZeroMQ ROUTER that cannot be bloated, wedged or brought down by its peers.
+
+Owns the socket, its place in the event loop and its defences; knows nothing of requests. ZeroMQ
+limits the length of a frame but not how many frames a message may have before it ends; so the
+owner's memory is watched, and when it grows without reason the socket is closed with everything in
+it and bound again under its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+
+from trims_shim.wire import codec
+
+__all__ = ["REQUEST_LIMIT_BYTES", "ControlSocket"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+REQUEST_LIMIT_BYTES = 64 << 10
+"""Longest request; replies may be longer (messages.CONTROL_MESSAGE_LIMIT_BYTES)."""
+_BLOAT_LIMIT_BYTES = 256 << 20
+_MESSAGES_PER_TURN = 256
+_REBIND_PATIENCE_S = 2.0
+_LAST_WORDS_S = 0.1
+_CONDEMNED_LIMIT = 64
+
+
+class ControlSocket:
+    """See the module docstring. Used by the server's thread only."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], path: str, selector: selectors.BaseSelector
+    ) -> None:
+        """Bind to ``path`` and wake ``selector`` when something arrives."""
+        self._context = context
+        self._path = path
+        self._selector = selector
+        self._statm = _Statm()
+        self._condemned: list[tuple[float, socket.socket]] = []
+        self._router = self._bind()
+        self._baseline = self._statm.private_bytes()
+
+    def has_messages(self) -> bool:
+        """Whether :meth:`receive` would return something."""
+        return bool(int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def receive(self) -> Iterator[list[zmq.Frame]]:
+        """What has come, as [routing, frame...], up to a limit: a flood must not keep the loop.
+
+        The descriptor is edge-triggered: call this after every turn, whatever caused it.
+        """
+        for _ in range(_MESSAGES_PER_TURN):
+            if not self.has_messages():
+                return
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            yield frames
+
+    def reply(self, routing: bytes, request: int, message: Any) -> bool:
+        """Send a reply; False when the peer is gone (EHOSTUNREACH) or does not read (EAGAIN)."""
+        data = codec.encode_envelope(codec.Envelope(request, b"", message))
+        try:
+            self._router.send_multipart([routing, data], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # Its handover connection ends the session.
+            _logger.debug("reply dropped: %s", error)
+            return False
+        return True
+
+    def condemn(self, frame: zmq.Frame) -> None:
+        """Close the connection a frame came on, a moment after a :meth:`reply` to it succeeded.
+
+        ZeroMQ tells the number of a descriptor, which could belong to somebody else by now. The
+        reply shows that the peer was there an instant ago, the name that it is a control
+        connection; from here on a duplicate holds it. Not at once: the error has to arrive first.
+        """
+        with contextlib.suppress(Exception):
+            connection = socket.socket(fileno=os.dup(int(frame.get(zmq.SRCFD))))
+            is_ours = connection.getsockname() == self._path
+            if not is_ours or len(self._condemned) >= _CONDEMNED_LIMIT:
+                connection.close()
+                return
+            self._condemned.append((time.monotonic() + _LAST_WORDS_S, connection))
+
+    def reap(self) -> None:
+        """Close condemned connections whose time has come; call a few times a second."""
+        now = time.monotonic()
+        due = [connection for moment, connection in self._condemned if moment <= now]
+        self._condemned = [each for each in self._condemned if each[0] > now]
+        for connection in due:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def is_bloated(self) -> bool:
+        """Whether this process holds far more memory than it did; ask once a second."""
+        return self._statm.private_bytes() - self._baseline >= _BLOAT_LIMIT_BYTES
+
+    def reset(self) -> None:
+        """Close the socket with everything in it, and open it again under its name."""
+        before = os.stat(self._path)
+        self._selector.unregister(int(self._router.getsockopt(zmq.FD)))
+        self._router.close(linger=0)
+        # ZeroMQ closes in a thread of its own and unlinks the name then: not the new one's, please.
+        deadline = time.monotonic() + _REBIND_PATIENCE_S
+        while os.path.exists(self._path) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self._router = self._bind()
+        os.chown(self._path, -1, before.st_gid)
+        os.chmod(self._path, stat.S_IMODE(before.st_mode))
+        _trim_heap()
+        self._baseline = max(self._baseline, self._statm.private_bytes())
+
+    def close(self, *, linger_ms: int) -> None:
+        """Close, giving replies under way this long."""
+        for _, connection in self._condemned:
+            connection.close()
+        self._condemned.clear()
+        self._router.close(linger=linger_ms)
+        self._statm.close()
+
+    def _bind(self) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.MAXMSGSIZE, REQUEST_LIMIT_BYTES)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.RCVHWM, 1000)
+        router.setsockopt(zmq.SNDHWM, 1000)
+        router.setsockopt(zmq.BACKLOG, 512)
+        router.bind(f"ipc://{self._path}")
+        self._selector.register(int(router.getsockopt(zmq.FD)), selectors.EVENT_READ, _noop)
+        return router
+
+
+class _Statm:
+    """Memory of this process, by a descriptor kept open: it is asked when none may be left."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+    def private_bytes(self) -> int:
+        """Resident memory that is not segments or files."""
+        _, resident, shared, *_ = os.pread(self._descriptor, 4096, 0).split()
+        return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._descriptor)
+
+
+def _noop() -> None:
+    """The socket is drained after every turn."""
+
+
+def _trim_heap() -> None:
+    import ctypes
+
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
