@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.serialization
-from torch.utils.serialization import config
 
 from trims_shim import diagnostics, patches
 from trims_shim.client import arenas
@@ -308,8 +307,8 @@ def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
     if overall_storage is None:
         return reader.served()
     # torch.load(mmap=True): the mapping was made by from_file, perhaps ours.
-    if config.load.calculate_storage_offsets:
-        return None  # torch then computes where records are instead of reading it.
+    if _torch_computes_offsets():
+        return None
     address, size_bytes = overall_storage.data_ptr(), overall_storage.nbytes()
     found = arenas.find(address, size_bytes)
     if found is None or found[1] != 0 or found[0].size_bytes != size_bytes:
@@ -317,6 +316,15 @@ def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
     array: Any = bytes_over(overall_storage).numpy()
     view = memoryview(array)
     return _serve(overall_storage, view, "torch.load(mmap=True)")
+
+
+def _torch_computes_offsets() -> bool:
+    """Whether torch.load(mmap=True) computes where records are instead of reading it."""
+    try:
+        from torch.utils.serialization import config
+    except ImportError:  # before torch 2.6
+        return False
+    return bool(config.load.calculate_storage_offsets)
 
 
 def _is_little_endian(archive: TorchArchive) -> bool:
