@@ -17,7 +17,7 @@ from benchmarks.plan import (
     served_note,
     warm_daemon,
 )
-from benchmarks.process_memory import drop_cached, warm_cached
+from benchmarks.process_memory import ballast, drop_cached, warm_cached
 from benchmarks.report import Curve, Target, compared
 
 __all__ = ["measure_loads", "measure_misses"]
@@ -26,6 +26,8 @@ LARGE_BYTES = 500e6
 """Targets for loads are promised from here on."""
 COLD_LIMIT = 0.01
 """Share of a file that may stay in the page cache for a run to count as cold."""
+FREE_SHARE, FREE_BYTES = 3, 1 << 30
+"""Memory left free for a first load: this many times the model, and room for the processes."""
 _LOADS = {
     "torch.load": ("torch", False),
     "torch.load(mmap=True)": ("torch-mmap", False),
@@ -126,28 +128,31 @@ def measure_misses(plan: Plan, findings: Findings) -> None:
     starter = prepare("mobilenet" if plan.miss_models[0] != "mobilenet" else "resnet18")
     for name in plan.miss_models:
         model = prepare(name)
-        for state in ("in the page cache", "on disk"):
-            sides: dict[str, Callable[[], dict[str, Any]]] = {
-                "torch.load": _prepared(model, state, None)
-            }
-            if plan.with_shim:
-                sides["torch.load with trims"] = _prepared(model, state, starter)
-            results = alternate(sides, plan.rounds)
-            what = f"first load {name} {state}"
-            findings.samples[what] = results
-            check_equal(what, [r for runs in results.values() for r in runs], findings)
-            shim = results.get("torch.load with trims")
-            findings.rows.append(
-                compared(
-                    f"first load, file {state}",
-                    model.title,
-                    [run["total_s"] for run in results["torch.load"]],
-                    [run["total_s"] for run in shim] if shim else None,
-                    target=None if plan.is_smoke else Target(at_most=1.1),
-                    slower_is="shim",
-                    note=served_note(what, shim, findings) if shim else "",
-                )
-            )
+        with ballast(FREE_SHARE * model.size_bytes + FREE_BYTES):
+            for state in ("in the page cache", "on disk"):
+                _measure_miss(plan, findings, model, state, starter)
+
+
+def _measure_miss(plan: Plan, findings: Findings, model: Model, state: str, starter: Model) -> None:
+    sides: dict[str, Callable[[], dict[str, Any]]] = {"torch.load": _prepared(model, state, None)}
+    if plan.with_shim:
+        sides["torch.load with trims"] = _prepared(model, state, starter)
+    results = alternate(sides, plan.rounds, warmups=1)
+    what = f"first load {model.name} {state}"
+    findings.samples[what] = results
+    check_equal(what, [r for runs in results.values() for r in runs], findings)
+    shim = results.get("torch.load with trims")
+    findings.rows.append(
+        compared(
+            f"first load, file {state}",
+            model.title,
+            [run["total_s"] for run in results["torch.load"]],
+            [run["total_s"] for run in shim] if shim else None,
+            target=None if plan.is_smoke else Target(at_most=1.1),
+            slower_is="shim",
+            note=served_note(what, shim, findings) if shim else "",
+        )
+    )
 
 
 def _prepared(model: Model, state: str, starter: Model | None) -> Callable[[], dict[str, Any]]:

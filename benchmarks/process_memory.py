@@ -6,6 +6,7 @@ kernel's accounts are the independent witness that a benchmark's claims rest on.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -19,6 +20,8 @@ __all__ = [
     "CpuTime",
     "areas",
     "areas_holding",
+    "back_memory",
+    "ballast",
     "cached_fraction",
     "cpu_time",
     "drop_cached",
@@ -35,6 +38,7 @@ _HEADER = re.compile(
 )
 _PROPORTIONAL = re.compile(r"^Pss:\s+(\d+) kB$")
 _READ_BYTES = 16 << 20
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
 @dataclass(slots=True)
@@ -103,6 +107,35 @@ def cached_fraction(path: os.PathLike[str] | str) -> float:
         del view
         mapped.close()
     return sum(page & 1 for page in bytes(resident)) / pages
+
+
+def back_memory(size_bytes: int) -> None:
+    """Touch and free this much memory, so that the next to take it does not pay the hypervisor.
+
+    A virtual machine's memory comes from its host on first touch, and on some it goes back when it
+    is free for a second or two: filling 1.4 GB took 0.1 or 2.8 s here, by chance.
+    """
+    with mmap.mmap(-1, max(size_bytes, PAGE_BYTES)) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(_MADV_POPULATE_WRITE)
+
+
+@contextlib.contextmanager
+def ballast(leave_bytes: int) -> Iterator[int]:
+    """Hold all free memory but ``leave_bytes``, touched; yields how much is held.
+
+    What is left is small enough for :func:`back_memory` to touch all of it.
+    """
+    with open("/proc/meminfo") as file:
+        free_kib = next(int(line.split()[1]) for line in file if line.startswith("MemFree:"))
+    held = (free_kib << 10) - leave_bytes
+    if held <= 0:
+        yield 0
+        return
+    with mmap.mmap(-1, held) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(_MADV_POPULATE_WRITE)
+        yield held
 
 
 def drop_cached(path: os.PathLike[str] | str) -> float:

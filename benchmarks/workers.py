@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.process_memory import areas, areas_holding, is_segment
+from benchmarks.process_memory import areas, areas_holding, back_memory, is_segment
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +78,7 @@ def load(descriptor: int, *, path: str, how: str) -> None:
     import numpy  # noqa: F401
 
     loader = _loader(how, path)
+    back_memory(int(2.5 * os.path.getsize(path)))
     start = time.perf_counter()
     state = loader()
     loaded = time.perf_counter()
@@ -102,6 +103,7 @@ def load_into(descriptor: int, *, path: str, how: str, architecture: str) -> Non
 
     model = build(architecture)
     loader = _loader(how, path)
+    back_memory(int(2.5 * os.path.getsize(path)))
     start = time.perf_counter()
     state = loader()
     loaded = time.perf_counter()

@@ -105,3 +105,4 @@ def _preload() -> None:
     if "torch" in sys.modules:
         importlib.import_module("trims_shim.client.cache")
         importlib.import_module("trims_shim.formats")
+        importlib.import_module("trims_shim.wire.codec").prepare()

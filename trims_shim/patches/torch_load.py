@@ -36,6 +36,10 @@ from trims_shim.patches.torch_storage import arena_of_file, bytes_over, storage_
 
 __all__ = ["POINTS"]
 
+_config: Any = None
+with contextlib.suppress(ImportError):  # Since torch 2.6; torch.load would import it just as well.
+    from torch.utils.serialization import config as _config
+
 # Private names, probed before use.
 serialization: Any = torch.serialization
 _FileReader: Any = torch._C.PyTorchFileReader
@@ -320,11 +324,7 @@ def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
 
 def _torch_computes_offsets() -> bool:
     """Whether torch.load(mmap=True) computes where records are instead of reading it."""
-    try:
-        from torch.utils.serialization import config
-    except ImportError:  # before torch 2.6
-        return False
-    return bool(config.load.calculate_storage_offsets)
+    return bool(_config.load.calculate_storage_offsets) if _config is not None else False
 
 
 def _is_little_endian(archive: TorchArchive) -> bool:

@@ -16,7 +16,7 @@ import msgpack
 from trims_shim.errors import MalformedMessage, MessageTooLarge, UnknownMessage
 from trims_shim.wire import messages
 
-__all__ = ["Envelope", "decode", "decode_envelope", "encode", "encode_envelope"]
+__all__ = ["Envelope", "decode", "decode_envelope", "encode", "encode_envelope", "prepare"]
 
 _VERBS: dict[str, Any] = {
     name: value for name, value in vars(messages).items() if dataclasses.is_dataclass(value)
@@ -65,6 +65,12 @@ def decode_envelope(
     if type(request_id) is not int or type(token) is not bytes or len(token) > _TOKEN_BYTES_LIMIT:
         raise MalformedMessage("control message without a valid id and token")
     return Envelope(request_id, token, _from_map(body))
+
+
+def prepare() -> None:
+    """Look at every message's fields now, so that the first load does not have to."""
+    for kind in _VERBS.values():
+        _fields(kind)
 
 
 def _pack(body: dict[str, Any]) -> bytes:
