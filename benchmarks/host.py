@@ -45,6 +45,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smoke run with small models")
     parser.add_argument("--baseline-only", action="store_true", help="measure without trims")
     parser.add_argument("--models", nargs="+", help="architectures of benchmarks/models.py")
+    parser.add_argument("--miss-models", nargs="+", help="architectures of the first loads")
     parser.add_argument("--only", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS))
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--check", action="store_true", help="status 1 when a target is missed")
@@ -58,6 +59,8 @@ def _plan(options: argparse.Namespace) -> Plan:
         chosen["rounds"] = options.pairs
     if options.models:
         chosen["models"] = chosen["miss_models"] = tuple(options.models)
+    if options.miss_models:
+        chosen["miss_models"] = tuple(options.miss_models)
     return Plan(**chosen)
 
 
