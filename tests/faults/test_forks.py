@@ -335,3 +335,42 @@ def test_exec_keeps_nothing(running: World) -> None:
     assert child.hear() == 0
     wait_until(lambda: not running.status().images[0].leases, "the lease is released")
     child.say()
+
+
+SUBINTERPRETER = """
+import os, sys
+import trims_shim
+try:
+    import _interpreters as interpreters
+except ModuleNotFoundError:
+    import _xxsubinterpreters as interpreters
+code = '''
+import os
+try:
+    import trims_shim
+    trims_shim.open({path!r})
+except Exception:
+    pass
+'''
+def here():
+    with trims_shim.open({path!r}) as handle:
+        assert bytes(handle.buffer()[:8]) == bytes.fromhex({head!r})
+if {main_first}:
+    here()
+for _ in range(3):
+    other = interpreters.create()
+    interpreters.run_string(other, code)
+    interpreters.destroy(other)
+if {main_first}:
+    here()
+"""
+
+
+@pytest.mark.parametrize("main_first", [True, False])
+def test_subinterpreters_come_and_go(running: World, main_first: bool) -> None:
+    """ZeroMQ serves one interpreter only: another one loads by itself, and nothing breaks."""
+    path = running.file(1)
+    with open(path, "rb") as file:
+        head = file.read(8).hex()
+    script = SUBINTERPRETER.format(path=path, head=head, main_first=main_first)
+    assert ends(running, script) == 0

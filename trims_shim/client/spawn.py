@@ -95,7 +95,7 @@ def _spawn(endpoint: Endpoint, deadline: float) -> None:
     try:
         try:
             process = _launch(executable, endpoint, writer)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: in a subinterpreter
             raise DaemonStartFailed(
                 f"the daemon cannot be started with {executable}: {error}; run `trims daemon`"
             ) from error
