@@ -170,7 +170,8 @@ def _prepared(model: Model, state: str, starter: Model | None) -> Callable[[], d
                 cached = warm_cached(model.pt)
             elif cached > COLD_LIMIT:
                 raise RuntimeError(f"{cached:.0%} of {model.pt} cannot be dropped from the cache")
-            result = run_once("load", environment=environment, path=model.pt, how="torch")
+            arguments = {"path": model.pt, "how": "torch", "is_first": True}
+            result = run_once("load", environment=environment, **arguments)
             return result | {"cached_before": cached}
 
     return run
