@@ -40,10 +40,7 @@ from trims_shim.daemon.requests import Later, add_counters, handle
 from trims_shim.daemon.sessions import Session, check_readable_file
 from trims_shim.daemon.store import (
     Action,
-    AdoptSegment,
     Announce,
-    DiscardSegment,
-    DropImage,
     GrantLease,
     ImageRow,
     Opening,
@@ -343,15 +340,9 @@ class _Server:
 
     def _execute(self, actions: list[Action], *, descriptor: int = -1) -> None:
         for action in actions:
-            if isinstance(action, StartIngest):
-                self.loader.start(action, descriptor)
-            elif isinstance(action, AdoptSegment):
-                self.loader.adopt(action.ingest, action.digest)
-            elif isinstance(action, DiscardSegment):
-                self.loader.discard(action.ingest)
-            elif isinstance(action, DropImage):
-                self.loader.drop(action.digest)
-            elif isinstance(action, GrantLease):
+            if self.loader.execute(action, descriptor=descriptor):
+                continue
+            if isinstance(action, GrantLease):
                 self._grant(action)
             elif isinstance(action, RefuseRequest):
                 self.counters["refused"] += 1

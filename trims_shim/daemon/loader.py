@@ -17,7 +17,14 @@ from typing import Any
 
 from trims_shim.daemon import ingest
 from trims_shim.daemon.ingest import Meter
-from trims_shim.daemon.store import Ingested, StartIngest
+from trims_shim.daemon.store import (
+    Action,
+    AdoptSegment,
+    DiscardSegment,
+    DropImage,
+    Ingested,
+    StartIngest,
+)
 from trims_shim.errors import FileChanged, MemoryFailure, NoSpace, ReadFailed, RequestRefused
 from trims_shim.memory.host import HostMemory, SealedSegment
 from trims_shim.specs import Digest, Identity
@@ -77,6 +84,23 @@ class Loader:
         self._meters: dict[int, Meter] = {}
         self._pending: dict[int, SealedSegment] = {}
         self._segments: dict[Digest, SealedSegment] = {}
+
+    def execute(self, action: Action, *, descriptor: int = -1) -> bool:
+        """Execute an action of the store that is about segments; False for any other.
+
+        ``descriptor``: of the file to read, owned from here on by the load that it starts.
+        """
+        if isinstance(action, StartIngest):
+            self.start(action, descriptor)
+        elif isinstance(action, AdoptSegment):
+            self.adopt(action.ingest, action.digest)
+        elif isinstance(action, DiscardSegment):
+            self.discard(action.ingest)
+        elif isinstance(action, DropImage):
+            self.drop(action.digest)
+        else:
+            return False
+        return True
 
     def start(self, action: StartIngest, descriptor: int) -> None:
         """Begin a load; owns ``descriptor`` from here on."""

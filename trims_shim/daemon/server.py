@@ -39,10 +39,7 @@ from trims_shim.daemon.sessions import (
 )
 from trims_shim.daemon.store import (
     Action,
-    AdoptSegment,
     Announce,
-    DiscardSegment,
-    DropImage,
     GrantLease,
     Opening,
     RefuseRequest,
@@ -409,15 +406,9 @@ class Server:
 
     def _execute(self, actions: list[Action], *, descriptor: int = -1) -> None:
         for action in actions:
-            if isinstance(action, StartIngest):
-                self.loader.start(action, descriptor)
-            elif isinstance(action, AdoptSegment):
-                self.loader.adopt(action.ingest, action.digest)
-            elif isinstance(action, DiscardSegment):
-                self.loader.discard(action.ingest)
-            elif isinstance(action, DropImage):
-                self.loader.drop(action.digest)
-            elif isinstance(action, GrantLease):
+            if self.loader.execute(action, descriptor=descriptor):
+                continue
+            if isinstance(action, GrantLease):
                 self._grant(action)
             elif isinstance(action, RefuseRequest):
                 error = action.error
