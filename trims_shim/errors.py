@@ -21,8 +21,10 @@
     │   ├── FileChanged              the file changed while it was being read
     │   ├── ReadFailed               the file could not be read
     │   ├── UnknownImage             no resident image has this digest or name
+    │   ├── UnknownDevice            the daemon cannot share memory on this device
     │   └── TooManyRequests          a limit on what one client may have open was reached
     ├── MemoryFailure            a segment could not be made, mapped or sealed
+    ├── DriverFailure            a call of the CUDA driver failed, or there is no driver
     ├── NotServed                the load gains nothing or cannot be shared; not a fault
     └── PatchError               a patch point could not be applied
 
@@ -40,6 +42,7 @@ __all__ = [
     "DaemonStartFailed",
     "DaemonTimeout",
     "DaemonUnavailable",
+    "DriverFailure",
     "FileChanged",
     "FormatError",
     "IncompatibleDaemon",
@@ -54,6 +57,7 @@ __all__ = [
     "TooManyRequests",
     "TrimsError",
     "TruncatedFile",
+    "UnknownDevice",
     "UnknownImage",
     "UnknownMessage",
     "UnsupportedFormat",
@@ -187,6 +191,12 @@ class UnknownImage(RequestRefused):
     reason = "unknown_image"
 
 
+class UnknownDevice(RequestRefused):
+    """The daemon has no device of this identity, or cannot share memory on it."""
+
+    reason = "unknown_device"
+
+
 class TooManyRequests(RequestRefused):
     """A limit on what one client may have open was reached."""
 
@@ -197,6 +207,16 @@ class MemoryFailure(TrimsError):
     """A segment could not be made, mapped or sealed."""
 
     reason = "memory"
+
+
+class DriverFailure(TrimsError):
+    """A call of the CUDA driver failed, or there is no driver; names the call.
+
+    ``result`` is the name the driver gives it (``CUDA_ERROR_...``), empty where it was not asked.
+    """
+
+    reason = "driver"
+    result = ""
 
 
 class NotServed(TrimsError):

@@ -10,10 +10,26 @@ import enum
 import os
 from dataclasses import dataclass
 
-__all__ = ["Digest", "Identity", "ImageState", "Record", "SegmentKind", "Span"]
+__all__ = [
+    "HOST_TIER",
+    "DeviceId",
+    "Digest",
+    "Identity",
+    "ImageState",
+    "Record",
+    "SegmentKind",
+    "Span",
+]
 
 Digest = str
 """BLAKE3 of an image's bytes, 64 lower-case hexadecimal digits: the truth about content."""
+
+
+DeviceId = str
+"""A device as the driver names it: ``GPU-`` or ``MIG-`` and a UUID, the same in every process."""
+
+HOST_TIER = "host"
+"""Name of the host tier; a device's tier is named by its :data:`DeviceId`."""
 
 
 @dataclass(frozen=True, slots=True)

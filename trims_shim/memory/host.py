@@ -38,9 +38,11 @@ __all__ = [
     "TmpfsMemory",
     "WritableSegment",
     "available_bytes",
+    "new_memfd",
     "open_best",
     "open_memory",
     "probe",
+    "seal_memfd",
 ]
 
 _SHMEM_HUGE = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -102,12 +104,17 @@ class WritableSegment:
             raise MemoryFailure(f"segment of {size_bytes} bytes: {error}") from error
         self.view = memoryview(self._map)
 
+    @property
+    def descriptor(self) -> int:
+        """Writable, for another process that fills the segment; :meth:`seal` ends that too."""
+        return self._writable
+
     def seal(self) -> SealedSegment:
         """End writing. Afterwards neither daemon nor client can change a byte or the size."""
         self._unmap()
         try:
             if self._is_memfd:
-                fcntl.fcntl(self._writable, _F_ADD_SEALS, _SEALS)
+                seal_memfd(self._writable)
         except OSError as error:
             self._close_descriptors()
             raise MemoryFailure(f"segment cannot be sealed: {error}") from error
@@ -156,7 +163,7 @@ class MemfdMemory:
         """See :class:`HostMemory`."""
         writable = -1
         try:
-            writable = _memfd()
+            writable = new_memfd("trims-segment")
             os.ftruncate(writable, size_bytes)
             if self.kind is SegmentKind.MEMFD:
                 os.posix_fallocate(writable, 0, size_bytes)
@@ -234,6 +241,20 @@ class TmpfsMemory:
         """See :class:`HostMemory`."""
         os.close(self._mount)
         os.close(self._sealed)
+
+
+def new_memfd(name: str) -> int:
+    """An empty memfd that can be sealed, and not executed where the kernel knows how."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError:
+        return os.memfd_create(name, flags)
+
+
+def seal_memfd(descriptor: int) -> None:
+    """Freeze its content and size for everybody. Raises OSError while it is mapped writable."""
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
 
 
 def available_bytes() -> int:
@@ -322,14 +343,6 @@ _OPENERS: dict[SegmentKind, Callable[[int], HostMemory]] = {
     SegmentKind.TMPFS_HUGE_USERNS: _open_tmpfs_in_user_namespace,
     SegmentKind.MEMFD: _open_memfd,
 }
-
-
-def _memfd() -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        return os.memfd_create("trims-segment", flags | _MFD_NOEXEC_SEAL)
-    except OSError:
-        return os.memfd_create("trims-segment", flags)
 
 
 def _mounts(budget_bytes: int) -> tuple[int, int]:

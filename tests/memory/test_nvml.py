@@ -1,0 +1,117 @@
+"""NVML answers for the device with this id, whatever its number; where it cannot, it says None."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import emulated_cuda as emulation
+import pytest
+
+from trims_shim.memory import nvml
+from trims_shim.memory.driver import driver
+
+pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+
+GRANULE = emulation.GRANULARITY
+TWO = {"devices": 2, "memory_bytes": (64 << 20, 32 << 20), "names": "Large,Small"}
+
+
+def in_fork(check: Callable[[], bool]) -> bool:
+    child = os.fork()
+    if child == 0:
+        code = 3
+        try:
+            code = 0 if check() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("emulated_environment", [TWO], indirect=True)
+def test_a_device_is_described(emulated_cuda: emulation.Emulated) -> None:
+    large, small = emulated_cuda.ids
+    handle = driver().create(1, 3 * GRANULE)
+    assert nvml.describe(large) == nvml.DeviceUse("Large", 64 << 20, 64 << 20, 0)
+    assert nvml.describe(small) == nvml.DeviceUse(
+        "Small", 32 << 20, (32 << 20) - 3 * GRANULE, 3 * GRANULE
+    )
+    assert nvml.free_bytes(large) == 64 << 20
+    assert nvml.free_bytes(small) == (32 << 20) - 3 * GRANULE
+    driver().release(handle)
+    assert nvml.free_bytes(small) == 32 << 20
+
+
+@pytest.mark.parametrize("emulated_environment", [TWO | {"nvml_order": "1,0"}], indirect=True)
+def test_its_own_numbering_makes_no_difference(
+    emulated_cuda: emulation.Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    (visible,) = driver().devices()
+    use = nvml.describe(visible.id)
+    assert use is not None
+    assert (use.name, use.total_bytes) == (visible.name, visible.total_bytes) == ("Small", 32 << 20)
+
+
+@pytest.mark.parametrize("emulated_environment", [{"mig": 2}], indirect=True)
+def test_a_mig_instance_has_its_own_memory(emulated_cuda: emulation.Emulated) -> None:
+    (visible,) = driver().devices()
+    use = nvml.describe(visible.id)
+    assert use is not None
+    assert use.total_bytes == visible.total_bytes < emulation.DEFAULT_MEMORY_BYTES
+
+
+@pytest.mark.parametrize("device", ["", "GPU-", "GPU-00000000-7e57-4cda-8000-0000000000ff", "host"])
+def test_an_unknown_device_is_none(emulated_cuda: emulation.Emulated, device: str) -> None:
+    assert nvml.describe(device) is None
+    assert nvml.free_bytes(device) is None
+
+
+def test_the_version_of_the_driver(emulated_cuda: emulation.Emulated) -> None:
+    assert nvml.driver_version() == "580.00-emulated"
+
+
+@pytest.mark.parametrize("emulated_environment", [{"nvml": 0}], indirect=True)
+def test_nvml_out_of_order_is_none(emulated_cuda: emulation.Emulated) -> None:
+    assert nvml.free_bytes(emulated_cuda.ids[0]) is None
+    assert nvml.driver_version() is None
+
+
+def test_the_package_missing_is_none(
+    emulated_cuda: emulation.Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.free_bytes(emulated_cuda.ids[0]) is None
+
+
+def test_it_is_initialised_once_also_in_vain(
+    emulated_cuda: emulation.Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pynvml
+
+    tries: list[int] = []
+
+    def fail() -> None:
+        tries.append(1)
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    assert [nvml.driver_version() for _ in range(3)] == [None] * 3
+    assert tries == [1]
+
+
+def test_a_forked_child_asks_only_what_its_parent_has_not_used(
+    emulated_cuda: emulation.Emulated,
+) -> None:
+    device = emulated_cuda.ids[0]
+    assert in_fork(lambda: nvml.free_bytes(device) is not None)
+    assert nvml.free_bytes(device) is not None
+    assert in_fork(
+        lambda: (
+            nvml.free_bytes(device) is None
+            and nvml.driver_version() is None
+            and in_fork(lambda: nvml.free_bytes(device) is None)
+        )
+    )
+    assert nvml.free_bytes(device) is not None

@@ -1,0 +1,33 @@
+"""What native/module.cpp exports. A status is (code, errno or CUresult, call that failed)."""
+
+INTERFACE: int
+
+class Transfer:
+    def start(self, threads: int) -> tuple[int, int, str]: ...
+    def next(self) -> memoryview | None: ...
+    def failure(self) -> tuple[int, int, str]: ...
+    def finish(self) -> tuple[int, int, str]: ...
+    def close(self) -> None: ...
+
+def upload(
+    source: int,
+    direct: int,
+    outline: int,
+    records: list[tuple[int, int, int]],
+    file_bytes: int,
+    device_index: int,
+    chunk_bytes: int,
+    ring_chunks: int,
+) -> Transfer: ...
+def download(
+    outline: int,
+    target: int,
+    records: list[tuple[int, int, int]],
+    file_bytes: int,
+    device_index: int,
+    chunk_bytes: int,
+    ring_chunks: int,
+) -> Transfer: ...
+def driver_error(number: int) -> str: ...
+def hold_buffers(size: int) -> None: ...
+def release_buffers() -> None: ...

@@ -1,0 +1,194 @@
+"""Chunks of a file, made ready by threads and handed out in the order of the file.
+
+A chunk has a slot in some memory. With host memory as the target every chunk has its own, which is
+its place there; with a device the slots are a ring of pinned buffers, and a slot is used again when
+its chunk was handed out and is not in use any more. Chunks are claimed in order, so the one that is
+handed out next waits for none that comes after it, whatever the number of threads.
+
+What is done to a chunk is a :class:`Step`. Invariant: after the ``with`` block no thread runs.
+native/pipeline.cpp is the same in C++.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from trims_shim.errors import ReadFailed, TrimsError
+
+__all__ = ["Chunk", "Chunks", "Sizes", "Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How a file is cut: chunk n of it goes to slot ``n % slots``."""
+
+    total_bytes: int
+    chunk_bytes: int
+    slots: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.total_bytes // self.chunk_bytes)
+
+    @property
+    def batch(self) -> int:
+        """Most chunks handed out at once; in a ring the others go on meanwhile."""
+        return self.slots if self.slots >= self.chunks else max(1, self.slots // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """``part`` is its slot, ``position`` the slot's offset in the memory of all slots."""
+
+    slot: int
+    offset: int
+    position: int
+    part: memoryview
+
+
+class Step(Protocol):
+    """What threads do to a chunk. Opened and closed by the calling thread."""
+
+    def open(self) -> memoryview:
+        """The memory of all slots."""
+
+    def in_thread(self) -> contextlib.AbstractContextManager[object]:
+        """Around all that one thread does."""
+
+    def process(self, chunk: Chunk) -> None:
+        """Waits first for what still uses the slot; afterwards the chunk's bytes are in it."""
+
+    def drain(self) -> None:
+        """Wait for what ``process`` only started. Raises DriverFailure."""
+
+    def close(self) -> None:
+        """Drain, and give everything back."""
+
+
+class Chunks:
+    """See :class:`~trims_shim.memory.copying.Transfer`."""
+
+    def __init__(self, step: Step, sizes: Sizes, *, threads: int, name: str) -> None:
+        self._step = step
+        self._sizes = sizes
+        self._name = name
+        self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
+        self._started: list[threading.Thread] = []
+        # Below: under the condition. Chunks [0, released) are done with, [released, taken) out.
+        self._changed = threading.Condition()
+        self._released = self._taken = self._claimed = 0
+        self._ready: set[int] = set()
+        self._error: TrimsError | None = None
+        self._is_stopping = False
+
+    def __enter__(self) -> Chunks:
+        try:
+            self._memory = self._step.open()
+            for worker in self._workers:
+                worker.start()
+                self._started.append(worker)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def next(self) -> memoryview | None:
+        with self._changed:
+            if self._released < self._taken:
+                self._released = self._taken
+                self._changed.notify_all()
+            if self._taken == self._sizes.chunks:
+                return None
+            while self._taken not in self._ready and self._error is None:
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+            return self._take()
+
+    def finish(self) -> None:
+        self._step.drain()
+
+    def _take(self) -> memoryview:
+        """As many ready chunks as follow in one piece of memory."""
+        sizes = self._sizes
+        first = self._taken
+        room = min(sizes.batch, sizes.slots - first % sizes.slots)
+        while self._taken < first + room and self._taken in self._ready:
+            self._ready.discard(self._taken)
+            self._taken += 1
+        end = min(self._taken * sizes.chunk_bytes, sizes.total_bytes)
+        begin = first % sizes.slots * sizes.chunk_bytes
+        return self._memory[begin : begin + end - first * sizes.chunk_bytes]
+
+    def _close(self) -> None:
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        try:
+            _join(self._started)
+        finally:
+            self._step.close()
+
+    def _work(self) -> None:
+        error: TrimsError
+        try:
+            with self._step.in_thread():
+                while (number := self._claim()) is not None:
+                    self._process(number)
+            return
+        except TrimsError as failure:
+            error = failure
+        # Border: the caller waits for this chunk, whatever became of it.
+        except Exception as failure:
+            error = ReadFailed(f"{self._name}: {type(failure).__name__}: {failure}")
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _claim(self) -> int | None:
+        with self._changed:
+            while True:
+                if self._is_stopping or self._error or self._claimed == self._sizes.chunks:
+                    return None
+                if self._claimed < self._released + self._sizes.slots:
+                    self._claimed += 1
+                    return self._claimed - 1
+                self._changed.wait()
+
+    def _process(self, number: int) -> None:
+        sizes = self._sizes
+        offset = number * sizes.chunk_bytes
+        slot = number % sizes.slots
+        position = slot * sizes.chunk_bytes
+        size = min(sizes.chunk_bytes, sizes.total_bytes - offset)
+        with self._memory[position : position + size] as part:
+            self._step.process(Chunk(slot, offset, position, part))
+        with self._changed:
+            self._ready.add(number)
+            self._changed.notify_all()
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    """Wait for all of them, also when the user interrupts the wait: they write to memory."""
+    interrupted: KeyboardInterrupt | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except KeyboardInterrupt as interrupt:
+                interrupted = interrupt
+    if interrupted is not None:
+        raise interrupted

@@ -1,0 +1,281 @@
+"""Copy a model file into memory: a host segment, or device memory through pinned buffers.
+
+One algorithm for every direction: threads make chunks of the file ready (read them, and start their
+copies), the calling thread hashes the ready ones in file order and reports progress. What a chunk's
+threads do is the engine's: :mod:`~trims_shim.memory.copying_native` (C++, see native/DESIGN.md), or
+:mod:`~trims_shim.memory.copying_python` where the extension was not built.
+
+In device memory a file is its tensors, where a DeviceLayout says; its other bytes are the outline.
+
+Invariants: when a function here returns, however it returns, no thread and no copy of the device
+touches any of the memory it was given, and every view it made is released. The digest is that of
+the bytes that were put there. Nothing of the file is mapped: a file that shrinks while it is read
+ends in a short read, not in SIGBUS. Descriptors stay the caller's, and so does their file position.
+
+Functions block; each call has its own threads, so calls from several threads do not meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+from blake3 import blake3
+
+from trims_shim.errors import CorruptFile
+from trims_shim.formats.device_layout import DeviceLayout
+from trims_shim.memory import copying_native, copying_python
+from trims_shim.memory.uncached import opened_directly
+from trims_shim.specs import Digest
+
+__all__ = [
+    "CHUNK_BYTES",
+    "RING_CHUNKS",
+    "Engine",
+    "Transfer",
+    "default_threads",
+    "download",
+    "engine",
+    "fill",
+    "kept_buffers",
+    "upload",
+]
+
+CHUNK_BYTES = 4 << 20
+"""Large enough that the loop costs nothing, small enough that hashing follows in the cache."""
+RING_CHUNKS = 16
+"""Pinned buffers: 64 MiB, two for each reader; more only takes longer to pin."""
+_THREADS_LIMIT = 4
+_DEVICE_THREADS_LIMIT = 8
+"""A thread copies 6 to 10 GB/s out of the page cache; PCIe 5 x16 takes 50 GB/s and more."""
+_REPORT_EVERY_BYTES = 8 * CHUNK_BYTES
+
+OnProgress = Callable[[int], None]
+"""Called in the calling thread, every few chunks and at the end, with the bytes done so far.
+
+What it raises ends the transfer and passes to the caller."""
+
+
+class Transfer(Protocol):
+    """One file on its way. Threads run inside the ``with`` block only."""
+
+    def __enter__(self) -> Transfer: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def next(self) -> memoryview | None:
+        """The next bytes of the file, in order; None after the last. Blocks until they are there.
+
+        The caller releases the view before it calls anything else. Raises FileChanged, ReadFailed,
+        MemoryFailure (the target cannot be written) or DriverFailure.
+        """
+
+    def finish(self) -> None:
+        """Wait for the copies. Raises DriverFailure when one of them failed."""
+
+
+class Engine(Protocol):
+    """What makes transfers between files and devices; both engines are modules of this form."""
+
+    def upload(
+        self,
+        source: int,
+        direct: int | None,
+        layout: DeviceLayout,
+        address: int,
+        outline: int | None,
+        *,
+        device_index: int,
+        threads: int,
+        chunk_bytes: int,
+        ring_chunks: int,
+        name: str,
+    ) -> Transfer:
+        """Scatter a file over device memory at ``address`` and ``outline``.
+
+        ``direct``: the file again, opened with O_DIRECT.
+        """
+
+    def download(
+        self,
+        outline: int,
+        layout: DeviceLayout,
+        address: int,
+        target: int,
+        *,
+        device_index: int,
+        threads: int,
+        chunk_bytes: int,
+        ring_chunks: int,
+        name: str,
+    ) -> Transfer:
+        """Gather the file from device memory and ``outline``, and write it to ``target``."""
+
+
+def engine() -> str:
+    """``native`` or ``python``: what copies to and from devices here.
+
+    There is no setting; it is what was built. Host memory is always filled from Python: C++ was not
+    faster (native/DESIGN.md has the figures).
+    """
+    return "native" if copying_native.is_available() else "python"
+
+
+def default_threads() -> int:
+    """Readers per file: enough to keep a disk and the memory bus busy, not the machine."""
+    return max(1, min(_THREADS_LIMIT, len(os.sched_getaffinity(0))))
+
+
+def fill(
+    source: int, view: memoryview, *, threads: int, on_progress: OnProgress, name: str = "file"
+) -> Digest:
+    """Read ``len(view)`` bytes from the start of a file into ``view``; their digest.
+
+    Raises FileChanged when the file ends early, ReadFailed when the kernel reports an error.
+    ``view`` is then partly written.
+    """
+    behind = _Behind(on_progress, blake3(max_threads=blake3.AUTO))
+    with _reading(source, len(view)) as direct:
+        transfer = copying_python.fill(
+            source, direct, view, threads=threads, chunk_bytes=CHUNK_BYTES, name=name
+        )
+        return _run(transfer, behind)
+
+
+def upload(
+    source: int,
+    layout: DeviceLayout,
+    address: int,
+    outline: int | None,
+    *,
+    device_index: int,
+    is_hashed: bool,
+    on_progress: OnProgress,
+    name: str = "file",
+) -> Digest:
+    """Copy a file (or host segment) to device memory; its digest, empty unless ``is_hashed``.
+
+    ``address``: mapped read-write on the device, ``layout.size_bytes`` long. ``outline``: writable
+    file that gets, at their own offsets, the bytes that are no tensor's; None throws them away.
+    Raises FileChanged, ReadFailed, MemoryFailure (the outline cannot be written), DriverFailure.
+    """
+    _check(layout, name)
+    behind = _Behind(on_progress, blake3(max_threads=blake3.AUTO) if is_hashed else None)
+    sizes = _sizes(device_index, layout)
+    with _reading(source, layout.file_bytes) as direct:
+        transfer = _engine().upload(source, direct, layout, address, outline, name=name, **sizes)
+        return _run(transfer, behind)
+
+
+def download(
+    outline: int,
+    layout: DeviceLayout,
+    address: int,
+    target: int,
+    *,
+    device_index: int,
+    on_progress: OnProgress,
+    name: str = "image",
+) -> Digest:
+    """Write the file that :func:`upload` took apart to ``target``, at offset 0; its digest.
+
+    Raises FileChanged when the outline is too short, ReadFailed when it cannot be read,
+    MemoryFailure when ``target`` cannot be written, DriverFailure.
+    """
+    _check(layout, name)
+    behind = _Behind(on_progress, blake3(max_threads=blake3.AUTO))
+    sizes = _sizes(device_index, layout)
+    transfer = _engine().download(outline, layout, address, target, name=name, **sizes)
+    return _run(transfer, behind)
+
+
+def kept_buffers() -> contextlib.AbstractContextManager[None]:
+    """Inside the block, pinned buffers are kept from one transfer to the next.
+
+    For a process that exists to make transfers: pinning takes longer than copying a small model. It
+    holds 64 MiB and the device's primary context. The engine in Python pins anew each time.
+    """
+    if not copying_native.is_available():
+        return contextlib.nullcontext()
+    return copying_native.kept_buffers(RING_CHUNKS * CHUNK_BYTES)
+
+
+@dataclass(slots=True)
+class _Behind:
+    """Follows a transfer: hashes what is ready, says how far it is."""
+
+    on_progress: OnProgress
+    hasher: Any
+    done_bytes: int = 0
+    reported_bytes: int = 0
+
+    def take(self, part: memoryview) -> None:
+        if self.hasher is not None:
+            self.hasher.update(part)
+        self.done_bytes += len(part)
+        if self.done_bytes - self.reported_bytes >= _REPORT_EVERY_BYTES:
+            self.report()
+
+    def report(self) -> None:
+        self.reported_bytes = self.done_bytes
+        self.on_progress(self.done_bytes)
+
+    def digest(self) -> Digest:
+        return "" if self.hasher is None else str(self.hasher.hexdigest())
+
+
+def _run(transfer: Transfer, behind: _Behind) -> Digest:
+    with transfer:
+        while (part := transfer.next()) is not None:
+            # Released even by an error: a traceback that keeps it would keep the memory mapped.
+            with part:
+                behind.take(part)
+        transfer.finish()
+    if behind.done_bytes > behind.reported_bytes:
+        behind.report()
+    return behind.digest()
+
+
+def _engine() -> Engine:
+    return copying_native if copying_native.is_available() else copying_python
+
+
+def _sizes(device_index: int, layout: DeviceLayout) -> dict[str, int]:
+    """Not more buffers and threads than there are chunks."""
+    chunks = max(1, -(-layout.file_bytes // CHUNK_BYTES))
+    return {
+        "device_index": device_index,
+        "threads": min(_DEVICE_THREADS_LIMIT, len(os.sched_getaffinity(0)), chunks),
+        "chunk_bytes": min(CHUNK_BYTES, max(1, layout.file_bytes)),
+        "ring_chunks": min(RING_CHUNKS, chunks),
+    }
+
+
+@contextlib.contextmanager
+def _reading(source: int, size_bytes: int) -> Iterator[int | None]:
+    """Tell the kernel what comes; the descriptor that goes past its cache, where that is faster."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(source, 0, size_bytes, os.POSIX_FADV_SEQUENTIAL)
+    with opened_directly(source, size_bytes) as direct:
+        yield direct
+
+
+def _check(layout: DeviceLayout, name: str) -> None:
+    """The engines walk the spans once, in order, and write where they say."""
+    file_end = device_end = 0
+    for each in layout.placed:
+        if each.source.offset_bytes < file_end or each.offset_bytes < device_end:
+            raise CorruptFile(f"{name}: its records overlap or are out of order")
+        file_end = each.source.end_bytes
+        device_end = each.offset_bytes + each.source.size_bytes
+    if file_end > layout.file_bytes or device_end > layout.size_bytes:
+        raise CorruptFile(f"{name}: a record ends after the file or after its device memory")

@@ -1,0 +1,189 @@
+"""The copy engine in C++ (native/, built as ``trims_shim._native``): its status codes as errors.
+
+Owns the table of codes and the ``with`` block around the extension's threads; what it promises is
+written down in :mod:`~trims_shim.memory.copying`, how it works in native/DESIGN.md. Importing this
+works without the extension; :func:`is_available` says whether it may be called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from trims_shim.errors import DriverFailure, MemoryFailure, ReadFailed, TrimsError
+from trims_shim.formats.device_layout import DeviceLayout
+from trims_shim.memory.copying_python import became_shorter
+
+if TYPE_CHECKING:
+    from trims_shim import _native as extension
+else:
+    try:
+        from trims_shim import _native as extension
+    except ImportError:  # there was no compiler
+        extension = None
+
+__all__ = ["Code", "download", "is_available", "kept_buffers", "upload"]
+
+_INTERFACE = 1
+"""Of the extension; one that was built from other sources is not used."""
+_NONE = -1
+"""In place of a descriptor."""
+
+
+class Code(enum.IntEnum):
+    """``Code`` of native/status.hpp."""
+
+    OK = 0
+    FILE_CHANGED = 1
+    READ_FAILED = 2
+    WRITE_FAILED = 3
+    NO_DRIVER = 4
+    DRIVER_FAILED = 5
+    NO_MEMORY = 6
+    NO_THREAD = 7
+
+
+def is_available() -> bool:
+    """Whether the extension was built, and from the sources that belong to this file."""
+    return extension is not None and extension.INTERFACE == _INTERFACE
+
+
+def upload(
+    source: int,
+    direct: int | None,
+    layout: DeviceLayout,
+    address: int,
+    outline: int | None,
+    *,
+    device_index: int,
+    threads: int,
+    chunk_bytes: int,
+    ring_chunks: int,
+    name: str,
+) -> _Transfer:
+    """See :class:`~trims_shim.memory.copying.Engine`."""
+    transfer = extension.upload(
+        source,
+        _NONE if direct is None else direct,
+        _NONE if outline is None else outline,
+        _records(layout, address),
+        layout.file_bytes,
+        device_index,
+        chunk_bytes,
+        ring_chunks,
+    )
+    return _Transfer(transfer, threads, name)
+
+
+def download(
+    outline: int,
+    layout: DeviceLayout,
+    address: int,
+    target: int,
+    *,
+    device_index: int,
+    threads: int,
+    chunk_bytes: int,
+    ring_chunks: int,
+    name: str,
+) -> _Transfer:
+    """See :class:`~trims_shim.memory.copying.Engine`."""
+    transfer = extension.download(
+        outline,
+        target,
+        _records(layout, address),
+        layout.file_bytes,
+        device_index,
+        chunk_bytes,
+        ring_chunks,
+    )
+    return _Transfer(transfer, threads, name)
+
+
+@contextlib.contextmanager
+def kept_buffers(size_bytes: int) -> Iterator[None]:
+    """See :func:`~trims_shim.memory.copying.kept_buffers`."""
+    extension.hold_buffers(size_bytes)
+    try:
+        yield
+    finally:
+        extension.release_buffers()
+
+
+class _Transfer:
+    """See :class:`~trims_shim.memory.copying.Transfer`."""
+
+    def __init__(self, native: extension.Transfer, threads: int, name: str) -> None:
+        self._native = native
+        self._threads = threads
+        self._name = name
+
+    def __enter__(self) -> _Transfer:
+        try:
+            self._check(self._native.start(self._threads))
+        except BaseException:
+            self._native.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._native.close()
+
+    def next(self) -> memoryview | None:
+        part = self._native.next()
+        if part is None:
+            self._check(self._native.failure())
+        return part
+
+    def finish(self) -> None:
+        self._check(self._native.finish())
+
+    def _check(self, status: tuple[int, int, str]) -> None:
+        code, number, call = status
+        if code != Code.OK:
+            raise _error(Code(code), number, call, self._name)
+
+
+def _records(layout: DeviceLayout, address: int) -> list[tuple[int, int, int]]:
+    return [
+        (each.source.offset_bytes, each.source.size_bytes, address + each.offset_bytes)
+        for each in layout.placed
+    ]
+
+
+def _error(code: Code, number: int, call: str, name: str) -> TrimsError:
+    if code is Code.FILE_CHANGED:
+        return became_shorter(name)
+    if code is Code.DRIVER_FAILED:
+        return _driver_failure(call, number)
+    if code is Code.NO_DRIVER:
+        return DriverFailure(
+            f"{call} cannot be loaded; install NVIDIA's driver, or give the container its devices"
+        )
+    reason = OSError(number, os.strerror(number))
+    if code is Code.READ_FAILED:
+        return ReadFailed(f"{name}: {reason}")
+    if code is Code.NO_THREAD:
+        return ReadFailed(f"{name}: no thread can be started to read it: {reason}")
+    if code is Code.WRITE_FAILED:
+        return MemoryFailure(f"{name}: its memory cannot be written: {reason}")
+    return MemoryFailure(f"{name}: no memory for the buffers of the copy ({call})")
+
+
+def _driver_failure(call: str, number: int) -> DriverFailure:
+    result = extension.driver_error(number)
+    failure = DriverFailure(
+        f"{call} failed: {result or number}; look at `nvidia-smi`; "
+        "TRIMS_DEVICE=0 keeps this package off the device"
+    )
+    failure.result = result
+    return failure

@@ -1,0 +1,336 @@
+"""The copy engine in Python: for machines where the extension was not built, and for host memory.
+
+Owns what is done to a chunk (:mod:`~trims_shim.memory.chunks`) in each direction. Called through
+:mod:`~trims_shim.memory.copying`, where the promises are written down; the interface is
+:class:`~trims_shim.memory.copying.Engine`. The interpreter lock is released in reads, writes and
+driver calls; a Python loop of some hundred iterations per gigabyte is what is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trims_shim.errors import DriverFailure, FileChanged, MemoryFailure, ReadFailed
+from trims_shim.formats.device_layout import DeviceLayout, Placed
+from trims_shim.memory.chunks import Chunk, Chunks, Sizes
+
+if TYPE_CHECKING:
+    from trims_shim.memory.driver import Driver
+
+__all__ = ["became_shorter", "download", "fill", "read_fully", "upload", "write_fully"]
+
+_STREAMS = 2
+"""One copies while the other's next copy is being set up."""
+_DIRECT_ALIGNMENT_BYTES = 4096
+"""The largest that O_DIRECT asks for on what is used today; where it is larger the read fails."""
+
+
+def fill(
+    source: int,
+    direct: int | None,
+    view: memoryview,
+    *,
+    threads: int,
+    chunk_bytes: int,
+    name: str,
+) -> Chunks:
+    """Read ``len(view)`` bytes from the start of a file into ``view``. Arguments as in upload."""
+    sizes = Sizes(len(view), chunk_bytes, -(-len(view) // chunk_bytes))
+    step = _FileToMemory(_Source(source, direct, name), view)
+    return Chunks(step, sizes, threads=threads, name=name)
+
+
+def upload(
+    source: int,
+    direct: int | None,
+    layout: DeviceLayout,
+    address: int,
+    outline: int | None,
+    *,
+    device_index: int,
+    threads: int,
+    chunk_bytes: int,
+    ring_chunks: int,
+    name: str,
+) -> Chunks:
+    """See :class:`~trims_shim.memory.copying.Engine`."""
+    sizes = Sizes(layout.file_bytes, chunk_bytes, ring_chunks)
+    ring = _Ring(device_index, sizes)
+    step = _FileToDevice(
+        ring, _Parts(layout, address), _Source(source, direct, name), outline, name
+    )
+    return Chunks(step, sizes, threads=threads, name=name)
+
+
+def download(
+    outline: int,
+    layout: DeviceLayout,
+    address: int,
+    target: int,
+    *,
+    device_index: int,
+    threads: int,
+    chunk_bytes: int,
+    ring_chunks: int,
+    name: str,
+) -> Chunks:
+    """See :class:`~trims_shim.memory.copying.Engine`."""
+    sizes = Sizes(layout.file_bytes, chunk_bytes, ring_chunks)
+    ring = _Ring(device_index, sizes)
+    step = _DeviceToFile(ring, _Parts(layout, address), outline, target, name)
+    return Chunks(step, sizes, threads=threads, name=name)
+
+
+def became_shorter(name: str) -> FileChanged:
+    """The error for a file that ends before its announced size."""
+    return FileChanged(f"{name} became shorter while it was being read; load it again")
+
+
+def read_fully(descriptor: int, part: memoryview, offset: int, name: str) -> None:
+    """Fill ``part`` from a file. Raises FileChanged when it ends before, ReadFailed.
+
+    Views are released here: one kept by an error's traceback would keep the segment mapped.
+    """
+    done = 0
+    while done < len(part):
+        try:
+            with part[done:] as rest:
+                count = os.preadv(descriptor, [rest], offset + done)
+        except OSError as error:
+            raise ReadFailed(f"{name}: {error}") from error
+        if count == 0:
+            raise became_shorter(name)
+        done += count
+
+
+def write_fully(descriptor: int, part: memoryview, offset: int, name: str) -> None:
+    """Write ``part`` to a file of ours. Raises MemoryFailure. Views are released, as above."""
+    done = 0
+    while done < len(part):
+        try:
+            with part[done:] as rest:
+                count = os.pwrite(descriptor, rest, offset + done)
+            if count == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise MemoryFailure(f"{name}: its memory cannot be written: {error}") from error
+        done += count
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A file that may also be open with O_DIRECT, past the page cache."""
+
+    descriptor: int
+    direct: int | None
+    name: str
+
+    def read(self, part: memoryview, offset: int) -> None:
+        """As read_fully. What cannot be read directly is read again through the page cache."""
+        done = 0 if self.direct is None else _read_directly(self.direct, part, offset)
+        with part[done:] as rest:
+            read_fully(self.descriptor, rest, offset + done, self.name)
+
+
+def _read_directly(descriptor: int, part: memoryview, offset: int) -> int:
+    """How many bytes could be read; not the file's end, and nothing unaligned."""
+    done = 0
+    blocks = len(part) // _DIRECT_ALIGNMENT_BYTES * _DIRECT_ALIGNMENT_BYTES
+    with contextlib.suppress(OSError):
+        while done < blocks and done % _DIRECT_ALIGNMENT_BYTES == 0:
+            with part[done:blocks] as rest:
+                count = os.preadv(descriptor, [rest], offset + done)
+            if count == 0:
+                break
+            done += count
+    return done
+
+
+class _FileToMemory:
+    """The slots are the target itself; the view is the caller's."""
+
+    def __init__(self, source: _Source, view: memoryview) -> None:
+        self._source = source
+        self._view = view
+
+    def open(self) -> memoryview:
+        return self._view
+
+    def in_thread(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def process(self, chunk: Chunk) -> None:
+        self._source.read(chunk.part, chunk.offset)
+
+    def drain(self) -> None:
+        """Nothing is only started."""
+
+    def close(self) -> None:
+        """Nothing is ours."""
+
+
+class _Ring:
+    """Pinned memory, two streams, and the device's context; opened and closed by one thread."""
+
+    def __init__(self, device_index: int, sizes: Sizes) -> None:
+        self._device_index = device_index
+        self._size_bytes = sizes.slots * sizes.chunk_bytes
+        self._cleanup = contextlib.ExitStack()
+        self._streams: list[int] = []
+        self._is_lost = False
+        self.address = 0
+
+    def open(self) -> memoryview:
+        # Here, because it imports NVIDIA's bindings, which host memory does without.
+        from trims_shim.memory.driver import driver
+
+        self.driver: Driver = driver()
+        self._cleanup.enter_context(self.in_thread())
+        memory = self._allocate()
+        self.address = ctypes.addressof(memory)
+        view = memoryview(memory).cast("B")
+        self._cleanup.callback(view.release)
+        for _ in range(_STREAMS):
+            stream = self.driver.new_stream()
+            self._streams.append(stream)
+            self._cleanup.callback(self.driver.destroy_stream, stream)
+        self._cleanup.callback(self._settle)
+        return view
+
+    def in_thread(self) -> contextlib.AbstractContextManager[object]:
+        return self.driver.context(self._device_index)
+
+    def stream(self, slot: int) -> int:
+        return self._streams[slot % _STREAMS]
+
+    def wait(self, slot: int) -> None:
+        """Until the slot is not in use; for want of events, until all of its stream is done."""
+        self.driver.synchronize_stream(self.stream(slot))
+
+    def drain(self) -> None:
+        for stream in self._streams:
+            self.driver.synchronize_stream(stream)
+
+    def close(self) -> None:
+        self._cleanup.close()
+
+    def _allocate(self) -> ctypes.Array[ctypes.c_char]:
+        """Plain memory where the driver refuses to pin: copies then wait, and are right."""
+        kind = ctypes.c_char * max(1, self._size_bytes)
+        try:
+            address = self.driver.allocate_pinned(ctypes.sizeof(kind))
+        except DriverFailure:
+            return kind()
+        self._cleanup.callback(self._free, address)
+        return kind.from_address(address)
+
+    def _settle(self) -> None:
+        """Wait for every copy, whatever became of it: their memory is freed next."""
+        for stream in self._streams:
+            try:
+                self.driver.synchronize_stream(stream)
+            except DriverFailure:
+                self._is_lost = True
+
+    def _free(self, address: int) -> None:
+        # When the wait failed the device is broken, and the process ends soon. Memory that was
+        # freed might still be written to.
+        if not self._is_lost:
+            self.driver.free_pinned(address)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes of the file that go to one place: to the device, or (None) to the outline."""
+
+    offset: int
+    size: int
+    address: int | None
+
+
+class _Parts:
+    """A layout, looked up by offsets of the file."""
+
+    def __init__(self, layout: DeviceLayout, address: int) -> None:
+        self._placed: list[Placed] = [each for each in layout.placed if each.source.size_bytes]
+        self._starts = [each.source.offset_bytes for each in self._placed]
+        self._address = address
+
+    def between(self, begin: int, end: int) -> Iterator[_Part]:
+        """The parts of the file's bytes ``[begin, end)``, in order."""
+        position = begin
+        index = max(0, bisect_right(self._starts, begin) - 1)
+        while position < end:
+            record = self._placed[index] if index < len(self._placed) else None
+            if record is not None and record.source.end_bytes <= position:
+                index += 1
+                continue
+            part = self._part(record, position, end)
+            yield part
+            position += part.size
+
+    def _part(self, record: Placed | None, position: int, end: int) -> _Part:
+        if record is None:
+            return _Part(position, end - position, None)
+        start = record.source.offset_bytes
+        if position < start:
+            return _Part(position, min(end, start) - position, None)
+        address = self._address + record.offset_bytes + position - start
+        return _Part(position, min(end, record.source.end_bytes) - position, address)
+
+
+class _FileToDevice:
+    def __init__(
+        self, ring: _Ring, parts: _Parts, source: _Source, outline: int | None, name: str
+    ) -> None:
+        self._ring = ring
+        self._parts = parts
+        self._source = source
+        self._outline = outline
+        self._name = name
+        self.open, self.in_thread = ring.open, ring.in_thread
+        self.drain, self.close = ring.drain, ring.close
+
+    def process(self, chunk: Chunk) -> None:
+        self._ring.wait(chunk.slot)
+        self._source.read(chunk.part, chunk.offset)
+        stream = self._ring.stream(chunk.slot)
+        for part in self._parts.between(chunk.offset, chunk.offset + len(chunk.part)):
+            begin = part.offset - chunk.offset
+            if part.address is not None:
+                address = self._ring.address + chunk.position + begin
+                self._ring.driver.copy_to_device(part.address, address, part.size, stream)
+            elif self._outline is not None:
+                with chunk.part[begin : begin + part.size] as rest:
+                    write_fully(self._outline, rest, part.offset, self._name)
+
+
+class _DeviceToFile:
+    def __init__(self, ring: _Ring, parts: _Parts, outline: int, target: int, name: str) -> None:
+        self._ring = ring
+        self._parts = parts
+        self._outline = outline
+        self._target = target
+        self._name = name
+        self.open, self.in_thread = ring.open, ring.in_thread
+        self.drain, self.close = ring.drain, ring.close
+
+    def process(self, chunk: Chunk) -> None:
+        stream = self._ring.stream(chunk.slot)
+        for part in self._parts.between(chunk.offset, chunk.offset + len(chunk.part)):
+            begin = part.offset - chunk.offset
+            if part.address is not None:
+                address = self._ring.address + chunk.position + begin
+                self._ring.driver.copy_to_host(address, part.address, part.size, stream)
+            else:
+                with chunk.part[begin : begin + part.size] as rest:
+                    read_fully(self._outline, rest, part.offset, self._name)
+        self._ring.wait(chunk.slot)
+        write_fully(self._target, chunk.part, chunk.offset, self._name)

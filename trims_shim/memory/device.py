@@ -1,0 +1,289 @@
+"""Device memory that images live in: how it is made, handed on, mapped, and given back.
+
+With the backend ``vmm`` memory is *descriptors*: the daemon creates physical allocations, exports
+them and keeps nothing else (an export holds its memory as a handle does: CUDA Driver API,
+cuMemRelease), so closing them is all there is to freeing an image, and what a client still maps
+lives on until that client unmaps it or dies. With ``ipc`` memory is *one allocation of a process
+with a context*, which has to live as long as the image; its handle opens it writable.
+
+The bytes of an image that are no tensor's are its *outline*, a sealed file with holes. Reading a
+hole through a mapping, also a private one, gives the hole a page of memory for good (read(2) does
+not): parse outlines, never read tensors' spans in them.
+
+Invariants: each function here either succeeds or leaves nothing behind, whichever call failed.
+Allocations are multiples of the granularity and at most 4 GiB; those of one image lie back to back
+in one reservation. Nothing waits for the device: who unmaps has synchronised before. A forked child
+unmaps and frees nothing; closing descriptors is right in any process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from trims_shim.errors import DriverFailure, MemoryFailure, NoSpace
+from trims_shim.memory.driver import RESERVATION_ALIGNMENT_BYTES, driver
+from trims_shim.memory.host import new_memfd, seal_memfd
+from trims_shim.memory.mapping import round_up
+from trims_shim.specs import DeviceId
+
+__all__ = [
+    "ALLOCATION_LIMIT_BYTES",
+    "DeviceAllocation",
+    "DeviceMapping",
+    "DeviceMemory",
+    "DeviceSegment",
+    "map_allocations",
+    "open_handles",
+    "seal_outline",
+    "sparse_outline",
+]
+
+ALLOCATION_LIMIT_BYTES = 4 << 30
+"""Large enough for few descriptors, small enough that a device need not find one free piece."""
+_PADDING_SHARE = 16
+"""A file may grow by a sixteenth when its tensors are aligned; real models grow by far less."""
+_OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+@dataclass(slots=True)
+class DeviceAllocation:
+    """New memory of one image. ``descriptors`` (vmm) or ``handles`` (ipc), one for each allocation.
+
+    ``address`` is set where this process has it mapped already (ipc). The owner closes it.
+    """
+
+    device: DeviceId
+    allocations: tuple[int, ...]
+    descriptors: tuple[int, ...] = ()
+    handles: tuple[bytes, ...] = ()
+    address: int = 0
+    _pid: int = field(default_factory=os.getpid, repr=False)
+
+    def close(self) -> None:
+        """Give this process's hold up. The memory goes with the last one (ipc: now)."""
+        descriptors, self.descriptors = self.descriptors, ()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        address, self.address = self.address, 0
+        if address and self._pid == os.getpid():
+            with driver().context(driver().index_of(self.device)):
+                driver().free(address)
+
+
+@dataclass(slots=True)
+class DeviceSegment:
+    """Immutable memory of one image on a device, as the daemon holds it; the owner closes it.
+
+    ``outline`` is a read-only descriptor. ``size_bytes`` is the file's size, ``layout`` the
+    fingerprint of where its tensors are (:mod:`trims_shim.formats.device_layout`).
+    """
+
+    device: DeviceId
+    backend: str
+    allocations: tuple[int, ...]
+    descriptors: tuple[int, ...]
+    handles: tuple[bytes, ...]
+    outline: int
+    size_bytes: int
+    layout: str
+
+    def resident_bytes(self) -> int:
+        """What it takes of the device."""
+        return sum(self.allocations)
+
+    def close(self) -> None:
+        """Give the daemon's hold up; device memory goes when the last mapping of a client goes.
+
+        With the backend ``ipc`` it goes when the process that allocated it frees it.
+        """
+        descriptors = (*self.descriptors, self.outline)
+        self.descriptors, self.outline = (), -1
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+class DeviceMemory:
+    """Makes memory on one device; ``backend`` is ``vmm`` or ``ipc``."""
+
+    def __init__(self, device: DeviceId, backend: str) -> None:
+        """Ask the driver about the device. Raises DriverFailure when it cannot be shared so."""
+        self.device = device
+        self.backend = backend
+        self._index = driver().index_of(device)
+        self._is_vmm = backend == "vmm"
+        if self._is_vmm and not driver().devices()[self._index].can_share:
+            raise DriverFailure(
+                f"the driver cannot export memory of {device} as a descriptor; set "
+                "TRIMS_DEVICE_BACKEND=ipc, or TRIMS_DEVICE=0"
+            )
+        self.granularity_bytes = (
+            driver().granularity(self._index) if self._is_vmm else RESERVATION_ALIGNMENT_BYTES
+        )
+
+    def footprint_bytes(self, file_bytes: int) -> int:
+        """More than the image of an honest file of this size takes; others are to be refused."""
+        return file_bytes + file_bytes // _PADDING_SHARE + 2 * self.granularity_bytes
+
+    def create(self, device_bytes: int) -> DeviceAllocation:
+        """Memory for ``device_bytes`` > 0, all of it or none. Its content is not defined.
+
+        Raises NoSpace when the device is full, DriverFailure. ``ipc`` takes a context.
+        """
+        try:
+            return self._share(device_bytes) if self._is_vmm else self._allocate(device_bytes)
+        except DriverFailure as error:
+            if error.result == _OUT_OF_MEMORY:
+                raise NoSpace(f"{self.device}: {error}") from error
+            raise
+
+    def _share(self, device_bytes: int) -> DeviceAllocation:
+        sizes = _split(round_up(device_bytes, self.granularity_bytes))
+        descriptors: list[int] = []
+        try:
+            for size in sizes:
+                handle = driver().create(self._index, size)
+                try:
+                    descriptors.append(driver().export(handle))
+                finally:
+                    driver().release(handle)
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return DeviceAllocation(self.device, sizes, descriptors=tuple(descriptors))
+
+    def _allocate(self, device_bytes: int) -> DeviceAllocation:
+        # A handle opens the whole block the driver took the memory from: a block of its own.
+        size = round_up(device_bytes, self.granularity_bytes)
+        with driver().context(self._index):
+            address = driver().allocate(size)
+            try:
+                handle = driver().ipc_handle(address)
+            except BaseException:
+                driver().free(address)
+                raise
+        return DeviceAllocation(self.device, (size,), handles=(handle,), address=address)
+
+
+class DeviceMapping:
+    """An image in this process's address space; :meth:`unmap` exactly once gives it back."""
+
+    __slots__ = ("_pid", "_undo", "address", "size_bytes")
+
+    def __init__(self, address: int, size_bytes: int, undo: Callable[[], None]) -> None:
+        """``undo`` removes it."""
+        self.address = address
+        self.size_bytes = size_bytes
+        self._undo: Callable[[], None] | None = undo
+        self._pid = os.getpid()
+
+    def unmap(self) -> None:
+        """Remove the mapping; no work that uses it runs any more. Raises DriverFailure.
+
+        All of it that can be removed is, whatever fails. A second call does nothing.
+        """
+        undo, self._undo = self._undo, None
+        if undo is not None and self._pid == os.getpid():
+            undo()
+
+
+def map_allocations(
+    device: DeviceId,
+    descriptors: Sequence[int],
+    allocations: Sequence[int],
+    *,
+    is_writable: bool,
+) -> DeviceMapping:
+    """Map exported allocations back to back, for this device to read (or write).
+
+    The descriptors stay the caller's and may be closed: the mapping alone holds the memory then.
+    Not ``is_writable``: a write is a fault that ends the writer's context, and harms nobody else.
+    Takes a context. Raises DriverFailure, MemoryFailure.
+    """
+    if len(descriptors) != len(allocations):
+        raise MemoryFailure(f"{len(descriptors)} descriptors for {len(allocations)} allocations")
+    index = driver().index_of(device)
+    size = sum(allocations)
+    undo = contextlib.ExitStack()
+    with driver().relaxed_capture(), driver().context(index), undo:
+        address = driver().reserve(size)
+        undo.callback(driver().free_address, address, size)
+        end = address
+        for descriptor, part in zip(descriptors, allocations, strict=True):
+            handle = driver().import_descriptor(descriptor)
+            try:
+                driver().map(end, part, handle)
+                undo.callback(driver().unmap, end, part)
+            finally:
+                driver().release(handle)
+            end += part
+        driver().set_access(address, size, index, is_writable=is_writable)
+        return DeviceMapping(address, size, _relaxed(undo.pop_all()))
+
+
+def open_handles(
+    device: DeviceId, handles: Sequence[bytes], allocations: Sequence[int]
+) -> DeviceMapping:
+    """Open the one allocation of an image of the backend ``ipc``, readable and writable.
+
+    The process that allocated it lives, and is not this one. Takes a context. Raises DriverFailure.
+    """
+    if len(handles) != 1 or len(allocations) != 1:
+        raise DriverFailure(f"an image has one IPC handle, not {len(handles)}; run `trims stop`")
+    index = driver().index_of(device)
+    with driver().relaxed_capture(), driver().context(index):
+        address = driver().ipc_open(handles[0])
+
+    def close() -> None:
+        with driver().relaxed_capture(), driver().context(index):
+            driver().ipc_close(address)
+
+    return DeviceMapping(address, allocations[0], close)
+
+
+def sparse_outline(size_bytes: int) -> int:
+    """A writable file of ``size_bytes``, all hole; write with pwrite. Raises MemoryFailure."""
+    descriptor = -1
+    try:
+        descriptor = new_memfd("trims-outline")
+        os.ftruncate(descriptor, size_bytes)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise MemoryFailure(f"outline of {size_bytes} bytes: {error}") from error
+    return descriptor
+
+
+def seal_outline(descriptor: int) -> int:
+    """A read-only descriptor of an outline that nobody can change from now on.
+
+    ``descriptor`` stays the caller's; writing through it, or a copy of it, fails from now on.
+    Raises MemoryFailure, also while somebody has the outline mapped writable.
+    """
+    try:
+        readable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise MemoryFailure(f"outline cannot be opened: {error}") from error
+    try:
+        seal_memfd(descriptor)
+    except OSError as error:
+        os.close(readable)
+        raise MemoryFailure(f"outline cannot be sealed: {error}") from error
+    return readable
+
+
+def _split(size_bytes: int) -> tuple[int, ...]:
+    whole, rest = divmod(size_bytes, ALLOCATION_LIMIT_BYTES)
+    return (ALLOCATION_LIMIT_BYTES,) * whole + ((rest,) if rest else ())
+
+
+def _relaxed(undo: contextlib.ExitStack) -> Callable[[], None]:
+    def close() -> None:
+        with driver().relaxed_capture():
+            undo.close()
+
+    return close

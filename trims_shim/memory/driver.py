@@ -1,0 +1,420 @@
+"""The CUDA driver, as far as this package uses it: the one place in Python that calls it.
+
+Owns ``cuInit``, the primary contexts this process has retained, and the translation of every result
+into :class:`~trims_shim.errors.DriverFailure`. What it creates is the caller's: handles, addresses,
+streams and descriptors are plain integers, because they end up in finalizers and in packets.
+
+Invariants: nothing is loaded before the first :func:`driver`. One :class:`Driver` a process; in a
+forked child every call raises and none reaches CUDA, which does not survive a fork. ``devices``,
+``granularity``, ``create``, ``export``, ``import_descriptor`` and ``release`` need no context, so a
+daemon that keeps to them never takes device memory for one. Any thread may call; calls block
+without the GIL. Nothing here runs at interpreter exit.
+
+Source: CUDA Driver API (docs.nvidia.com/cuda/cuda-driver-api), "Virtual Memory Management"; through
+NVIDIA's cuda-bindings 12 and 13, which load ``libcuda.so.1`` when they are first called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trims_shim.errors import DriverFailure
+from trims_shim.specs import DeviceId
+
+__all__ = [
+    "IPC_HANDLE_BYTES",
+    "RESERVATION_ALIGNMENT_BYTES",
+    "DeviceInfo",
+    "Driver",
+    "driver",
+    "forget",
+]
+
+RESERVATION_ALIGNMENT_BYTES = 2 << 20
+"""The device's page size; torch and GMS reserve at it too, and the granularity is a multiple."""
+IPC_HANDLE_BYTES = 64
+"""CU_IPC_HANDLE_SIZE of cuda.h."""
+_NAME_BYTES = 256
+
+_FORKED = (
+    "this process was forked from one that uses the CUDA driver, which cannot be used here; start "
+    "it by spawn (multiprocessing.set_start_method('spawn')) to have device memory shared"
+)
+_LOST = (
+    "the process's CUDA context is lost (a write to shared read-only weights ends like this); "
+    "restart it"
+)
+_ADVICE = {
+    "CUDA_ERROR_OUT_OF_MEMORY": "free device memory or lower TRIMS_DEVICE_BYTES",
+    "CUDA_ERROR_NO_DEVICE": "look at CUDA_VISIBLE_DEVICES and `nvidia-smi -L`",
+    "CUDA_ERROR_NOT_INITIALIZED": _FORKED,
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "libcuda.so and the kernel's driver differ; reboot",
+    "CUDA_ERROR_NOT_SUPPORTED": "set TRIMS_DEVICE_BACKEND=ipc, or TRIMS_DEVICE=0",
+    "CUDA_ERROR_NOT_PERMITTED": "set TRIMS_DEVICE_BACKEND=ipc, or TRIMS_DEVICE=0",
+    "CUDA_ERROR_OPERATING_SYSTEM": "look at `ulimit -n` and the container's devices",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": _LOST,
+    "CUDA_ERROR_LAUNCH_FAILED": _LOST,
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "wait until no CUDA graph is captured",
+}
+_OTHERWISE = "look at `nvidia-smi`; TRIMS_DEVICE=0 keeps this package off the device"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """A device this process may use. ``index`` is CUDA's number in this process, and torch's.
+
+    ``can_share``: its memory can be exported as a descriptor.
+    """
+
+    index: int
+    id: DeviceId
+    name: str
+    total_bytes: int
+    can_share: bool
+
+
+class Driver:
+    """An initialised driver. Every method raises DriverFailure, which names the call and why."""
+
+    __slots__ = ("_api", "_contexts", "_devices", "_granularities", "_lock", "_pid", "_success")
+
+    def __init__(self, api: Any) -> None:
+        """Initialise the driver behind ``api``, the module ``cuda.bindings.driver``."""
+        self._api = api
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Any] = {}
+        self._granularities: dict[int, int] = {}
+        self._devices: tuple[DeviceInfo, ...] | None = None
+        self._call("cuInit", 0)
+
+    # --- devices ----------------------------------------------------------------------------------
+
+    def devices(self) -> tuple[DeviceInfo, ...]:
+        """What CUDA_VISIBLE_DEVICES shows to this process, in CUDA's order; at least one."""
+        if self._devices is None:
+            count = self._call("cuDeviceGetCount")
+            self._devices = tuple(self._describe(index) for index in range(count))
+        return self._devices
+
+    def index_of(self, device: DeviceId) -> int:
+        """This process's number of a device."""
+        for each in self.devices():
+            if each.id == device:
+                return each.index
+        seen = ", ".join(each.id for each in self.devices())
+        raise DriverFailure(
+            f"this process does not see the device {device}; CUDA_VISIBLE_DEVICES shows it: {seen}"
+        )
+
+    def granularity(self, index: int) -> int:
+        """Sizes of allocations, and addresses they are mapped at, are multiples of this."""
+        if index not in self._granularities:
+            kind = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+            size = self._call("cuMemGetAllocationGranularity", self._properties(index), kind)
+            self._granularities[index] = size
+        return self._granularities[index]
+
+    # --- physical memory that can be shared -------------------------------------------------------
+
+    def create(self, index: int, size_bytes: int) -> int:
+        """Handle of new physical memory; ``size_bytes`` is a multiple of the granularity."""
+        of = f"{size_bytes} bytes on device {index}"
+        return int(self._call("cuMemCreate", size_bytes, self._properties(index), 0, of=of))
+
+    def export(self, handle: int) -> int:
+        """A descriptor of the memory, close-on-exec; it holds the memory as the handle does."""
+        descriptor = int(self._call("cuMemExportToShareableHandle", handle, self._descriptors(), 0))
+        os.set_inheritable(descriptor, False)
+        return descriptor
+
+    def import_descriptor(self, descriptor: int) -> int:
+        """Handle of the memory behind a descriptor, which stays the caller's and may be closed."""
+        call = "cuMemImportFromShareableHandle"
+        return int(self._call(call, descriptor, self._descriptors()))
+
+    def release(self, handle: int) -> None:
+        """Give a handle up. The memory goes with its last handle, mapping and descriptor."""
+        self._call("cuMemRelease", handle)
+
+    # --- address space ----------------------------------------------------------------------------
+
+    def reserve(self, size_bytes: int) -> int:
+        """Address of a free range, a multiple of the granularity long."""
+        arguments = (size_bytes, RESERVATION_ALIGNMENT_BYTES, 0, 0)
+        return int(self._call("cuMemAddressReserve", *arguments, of=f"{size_bytes} bytes"))
+
+    def free_address(self, address: int, size_bytes: int) -> None:
+        """Give a whole reservation back; nothing is mapped in it any more."""
+        self._call("cuMemAddressFree", address, size_bytes)
+
+    def map(self, address: int, size_bytes: int, handle: int) -> None:
+        """Map a whole allocation into a reservation; without access until it is set."""
+        self._call("cuMemMap", address, size_bytes, 0, handle, 0, of=f"{size_bytes} bytes")
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        """Remove exactly what one :meth:`map` made. Does not wait for work that uses it."""
+        self._call("cuMemUnmap", address, size_bytes)
+
+    def set_access(self, address: int, size_bytes: int, index: int, *, is_writable: bool) -> None:
+        """Let a device read, or also write, a range that is mapped without gaps."""
+        kinds = self._api.CUmemAccess_flags
+        access = self._api.CUmemAccessDesc()
+        access.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = index
+        access.flags = (
+            kinds.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            if is_writable
+            else kinds.CU_MEM_ACCESS_FLAGS_PROT_READ
+        )
+        self._call("cuMemSetAccess", address, size_bytes, [access], 1)
+
+    # --- contexts and streams ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def context(self, index: int) -> Iterator[None]:
+        """Make a device's primary context (the one torch uses) this thread's inside the block.
+
+        The first time it is retained, and created where nobody has: then it costs some hundred MB
+        of device memory until the process ends.
+        """
+        self._call("cuCtxPushCurrent", self._primary(index))
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    @contextlib.contextmanager
+    def relaxed_capture(self) -> Iterator[None]:
+        """Let this thread call what a CUDA graph cannot contain, inside the block.
+
+        Otherwise such a call, in any thread, invalidates a capture that is going on in another one
+        (docs: cuThreadExchangeStreamCaptureMode; the default mode is global).
+        """
+        relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        before = self._call("cuThreadExchangeStreamCaptureMode", relaxed)
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", before)
+
+    def synchronize(self, index: int) -> None:
+        """Wait for all work this process has given to a device.
+
+        While a CUDA graph is captured on the device CUDA refuses to wait (``DriverFailure.result``
+        is CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; the work may still run), and reports differ on
+        whether that capture survives: stay away from captures you know of.
+        """
+        with self.relaxed_capture(), self.context(index):
+            self._call("cuCtxSynchronize")
+
+    def new_stream(self) -> int:
+        """A stream of the current context that does not wait for the default stream."""
+        kind = self._api.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return int(self._call("cuStreamCreate", int(kind)))
+
+    def destroy_stream(self, stream: int) -> None:
+        """Give a stream up; what it was given is still done."""
+        self._call("cuStreamDestroy", stream)
+
+    def synchronize_stream(self, stream: int) -> None:
+        """Wait for what a stream was given."""
+        self._call("cuStreamSynchronize", stream)
+
+    # --- copies, in the current context -----------------------------------------------------------
+
+    def copy_to_device(self, address: int, host_address: int, size_bytes: int, stream: int) -> None:
+        """Start a copy. Only from pinned memory does it go on after the call has returned."""
+        self._call("cuMemcpyHtoDAsync", address, host_address, size_bytes, stream)
+
+    def copy_to_host(self, host_address: int, address: int, size_bytes: int, stream: int) -> None:
+        """Start a copy. Only to pinned memory does it go on after the call has returned."""
+        self._call("cuMemcpyDtoHAsync", host_address, address, size_bytes, stream)
+
+    def allocate_pinned(self, size_bytes: int) -> int:
+        """Address of host memory that the device reads and writes directly."""
+        return int(self._call("cuMemHostAlloc", size_bytes, 0, of=f"{size_bytes} bytes"))
+
+    def free_pinned(self, address: int) -> None:
+        """Give pinned memory back."""
+        self._call("cuMemFreeHost", address)
+
+    # --- legacy sharing, in the current context ---------------------------------------------------
+
+    def allocate(self, size_bytes: int) -> int:
+        """Address of ordinary device memory, which can be shared by :meth:`ipc_handle` only."""
+        return int(self._call("cuMemAlloc", size_bytes, of=f"{size_bytes} bytes"))
+
+    def free(self, address: int) -> None:
+        """Free what :meth:`allocate` gave. Undefined while another process has it open."""
+        self._call("cuMemFree", address)
+
+    def ipc_handle(self, address: int) -> bytes:
+        """What another process opens this memory with, as long as this one lives."""
+        handle = self._call("cuIpcGetMemHandle", address)
+        return ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
+
+    def ipc_open(self, handle: bytes) -> int:
+        """Address of another process's memory, writable; opened twice, it is closed twice."""
+        if len(handle) != IPC_HANDLE_BYTES:
+            raise DriverFailure(f"an IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
+        opened = self._api.CUipcMemHandle()
+        ctypes.memmove(int(opened.getPtr()), handle, IPC_HANDLE_BYTES)
+        lazily = self._api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(self._call("cuIpcOpenMemHandle", opened, int(lazily)))
+
+    def ipc_close(self, address: int) -> None:
+        """Undo one :meth:`ipc_open`."""
+        self._call("cuIpcCloseMemHandle", address)
+
+    # --- behind all of them -----------------------------------------------------------------------
+
+    def _describe(self, index: int) -> DeviceInfo:
+        device = self._call("cuDeviceGet", index)
+        name = (
+            bytes(self._call("cuDeviceGetName", _NAME_BYTES, device))
+            .split(b"\0")[0]
+            .decode(errors="replace")
+        )
+        return DeviceInfo(
+            index=index,
+            id=_device_id(name, self._uuid(device)),
+            name=name,
+            total_bytes=int(self._call("cuDeviceTotalMem", device)),
+            can_share=self._can_share(device),
+        )
+
+    def _uuid(self, device: Any) -> bytes:
+        # Version 2 names the MIG instance, version 1 the GPU around it. CUDA 13 has only the second
+        # and calls it without the number.
+        has_both = hasattr(self._api, "cuDeviceGetUuid_v2")
+        call = "cuDeviceGetUuid_v2" if has_both else "cuDeviceGetUuid"
+        return bytes(self._call(call, device).bytes)
+
+    def _can_share(self, device: Any) -> bool:
+        attributes = self._api.CUdevice_attribute
+        needed = (
+            attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+            attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+        )
+        return all(self._call("cuDeviceGetAttribute", each, device) for each in needed)
+
+    def _properties(self, index: int) -> Any:
+        properties = self._api.CUmemAllocationProp()
+        properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = index
+        properties.requestedHandleTypes = self._descriptors()
+        return properties
+
+    def _descriptors(self) -> Any:
+        kinds = self._api.CUmemAllocationHandleType
+        return kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _primary(self, index: int) -> Any:
+        with self._lock:
+            if index not in self._contexts:
+                device = self._call("cuDeviceGet", index)
+                self._contexts[index] = self._call("cuDevicePrimaryCtxRetain", device)
+            return self._contexts[index]
+
+    def _call(self, call: str, *arguments: object, of: str = "") -> Any:
+        """The call's value (None where it has none)."""
+        if self._pid != os.getpid():
+            raise DriverFailure(_FORKED)
+        try:
+            result, *values = getattr(self._api, call)(*arguments)
+        except (OverflowError, TypeError) as error:
+            raise DriverFailure(f"{call} cannot be asked for {of or arguments}: {error}") from error
+        except (AttributeError, RuntimeError) as error:
+            # The bindings raise these where there is no libcuda, or one without this function.
+            raise DriverFailure(
+                f"{call} cannot be called: {error}; install NVIDIA's driver, or give the container "
+                "its devices"
+            ) from error
+        if result != self._api.CUresult.CUDA_SUCCESS:
+            raise _failure(call, of, result)
+        return values[0] if values else None
+
+
+def driver() -> Driver:
+    """This process's driver. Raises DriverFailure, every time, where there is none."""
+    if _process.driver is not None:
+        return _process.driver
+    with _process.lock:
+        if _process.is_forked:
+            raise DriverFailure(_FORKED)
+        if _process.driver is None:
+            _process.is_used = True
+            try:
+                _process.driver = Driver(_bindings())
+            except DriverFailure:
+                _process.is_used = False
+                raise
+        return _process.driver
+
+
+def forget() -> None:
+    """Let the next :func:`driver` begin anew, for a test that has changed the machine."""
+    global _process
+    _process = _Process(is_forked=False)
+
+
+def _bindings() -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise DriverFailure(
+            f"cuda-bindings cannot be imported ({error}); "
+            "install trims-shim[cuda12] or trims-shim[cuda13]"
+        ) from error
+
+
+def _device_id(name: str, raw: bytes) -> DeviceId:
+    # The driver says no more of what a device is: "NVIDIA A100-SXM4-40GB MIG 1g.5gb". NVML and
+    # CUDA_VISIBLE_DEVICES know devices by exactly these names since driver 470.
+    kind = "MIG" if " MIG " in name else "GPU"
+    return f"{kind}-{uuid.UUID(bytes=raw)}"
+
+
+def _failure(call: str, of: str, result: Any) -> DriverFailure:
+    name = str(getattr(result, "name", result))
+    what = f"{call} of {of}" if of else call
+    failure = DriverFailure(f"{what} failed: {name}; {_ADVICE.get(name, _OTHERWISE)}")
+    failure.result = name
+    return failure
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+class _Process:
+    """What this process knows of its driver."""
+
+    def __init__(self, *, is_forked: bool) -> None:
+        self.lock = threading.Lock()
+        self.driver: Driver | None = None
+        self.is_used = False
+        self.is_forked = is_forked
+
+
+_process = _Process(is_forked=False)
+_forgotten: list[_Process] = []
+
+
+def _after_fork_in_child() -> None:
+    """Only forget; the old object is kept so that no destructor of its runs here."""
+    global _process
+    _forgotten.append(_process)
+    _process = _Process(is_forked=_process.is_forked or _process.is_used)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,126 @@
+"""What NVML says of a device: free memory and the driver's version, without a CUDA context.
+
+Owns NVML's initialisation in this process. Devices are found by their id, which is NVML's UUID text
+as well: indices differ between NVML and CUDA, and between processes. Every answer is None where
+NVML or the package nvidia-ml-py is absent or does not know: these are figures to show and defaults
+to start from, so nothing may depend on them.
+
+A child forked from a process that has used NVML gets None: NVML's locks may be held in it for ever.
+Blocking: some ms for the first question, far below one for the others. Any thread may ask.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trims_shim.specs import DeviceId
+
+__all__ = ["DeviceUse", "describe", "driver_version", "forget", "free_bytes"]
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """A device and its memory, all processes together."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    used_bytes: int
+
+
+def free_bytes(device: DeviceId) -> int | None:
+    """Memory of a device that nobody has."""
+    use = describe(device)
+    return None if use is None else use.free_bytes
+
+
+def describe(device: DeviceId) -> DeviceUse | None:
+    """Name and memory of a GPU or of a MIG instance."""
+    return _ask(lambda nvml: _describe(nvml, device))
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's kernel driver, ``580.82.07``."""
+    return _ask(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()))
+
+
+def forget() -> None:
+    """Let the next question begin anew, for a test that has changed the machine."""
+    global _process
+    _process = _Process(is_forked=False)
+
+
+def _describe(nvml: Any, device: DeviceId) -> DeviceUse:
+    handle = nvml.nvmlDeviceGetHandleByUUID(device)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return DeviceUse(
+        name=str(nvml.nvmlDeviceGetName(handle)),
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        used_bytes=int(memory.used),
+    )
+
+
+def _ask(question: Callable[[Any], _Answer]) -> _Answer | None:
+    nvml = _process.open()
+    if nvml is None:
+        return None
+    try:
+        return question(nvml)
+    except nvml.NVMLError:
+        # No such device in this container, or one without memory of its own (NotSupported).
+        return None
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+class _Process:
+    """What this process knows of NVML."""
+
+    def __init__(self, *, is_forked: bool) -> None:
+        self.lock = threading.Lock()
+        self.is_used = False
+        self.is_forked = is_forked
+        self.nvml: Any = None
+
+    def open(self) -> Any:
+        """The module pynvml, initialised once; None where that is not possible."""
+        with self.lock:
+            if not self.is_used and not self.is_forked:
+                self.is_used = True
+                self.nvml = _initialised()
+            return self.nvml
+
+
+def _initialised() -> Any:
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+_process = _Process(is_forked=False)
+_forgotten: list[_Process] = []
+
+
+def _after_fork_in_child() -> None:
+    """Only forget; the old object is kept so that no destructor of its runs here."""
+    global _process
+    _forgotten.append(_process)
+    _process = _Process(is_forked=_process.is_forked or _process.is_used)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
