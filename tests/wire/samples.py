@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 import typing
 from typing import Any
 
@@ -23,7 +24,14 @@ def sample(kind: type) -> Any:
     )
 
 
+def is_optional(hint: Any) -> bool:
+    """Whether None is allowed."""
+    return typing.get_origin(hint) is types.UnionType and type(None) in typing.get_args(hint)
+
+
 def _value(hint: Any, number: int) -> Any:
+    if is_optional(hint):
+        return _value(typing.get_args(hint)[0], number)
     if dataclasses.is_dataclass(hint):
         return sample(typing.cast(type, hint))
     if typing.get_origin(hint) is tuple:

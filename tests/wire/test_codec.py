@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import Any
 
 import msgpack
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from trims_shim.errors import MalformedMessage, MessageTooLarge, UnknownMessage, WireError
 from trims_shim.wire import codec, messages
 from trims_shim.wire.codec import Envelope
-from wire.samples import KINDS, sample
+from wire.samples import KINDS, is_optional, sample
 
 VALUES = st.recursive(
     st.none()
@@ -69,8 +70,11 @@ class TestEveryMessage:
                     codec.decode(data)
 
     def test_a_field_of_another_type_is_refused(self, kind: type) -> None:
+        hints = typing.get_type_hints(kind)
         for each in dataclasses.fields(kind):
             for wrong in (None, [[1]], {"a": None}, {1: 2}):
+                if wrong is None and is_optional(hints[each.name]):
+                    continue
                 body = {**as_map(sample(kind)), each.name: wrong}
                 with pytest.raises(MalformedMessage):
                     codec.decode(msgpack.packb(body))
@@ -81,6 +85,33 @@ def test_only_integers_are_integers(value: object) -> None:
     data = msgpack.packb({"verb": "FileOffer", "ticket": value})
     with pytest.raises(MalformedMessage, match=r"FileOffer\.ticket"):
         codec.decode(data)
+
+
+def test_an_image_on_the_host_comes_without_a_device_grant() -> None:
+    body = as_map(sample(messages.OpenImageReply))
+    for nothing in ({"device": None}, {}):
+        reply = {name: value for name, value in body.items() if name != "device"} | nothing
+        assert codec.decode(msgpack.packb(reply)).device is None
+    plain = dataclasses.replace(sample(messages.OpenImageReply), device=None)
+    assert codec.decode(codec.encode(plain)) == plain
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"allocations": [1, "2"]},
+        {"allocations": {}},
+        {"handles": ["text"]},
+        {"layout": 7},
+        {"backend": None},
+    ],
+    ids=str,
+)
+def test_a_damaged_device_grant_is_refused(damage: dict[str, Any]) -> None:
+    body = as_map(sample(messages.OpenImageReply))
+    body["device"] |= damage
+    with pytest.raises(MalformedMessage):
+        codec.decode(msgpack.packb(body))
 
 
 def test_an_integer_is_a_float_where_one_is_expected() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from trims_shim.wire.endpoint import Endpoint
 
 
 @pytest.fixture
-def absent(tmp_path: Path) -> Endpoint:
-    return Endpoint(str(tmp_path / "trims"))
+def absent() -> Iterator[Endpoint]:
+    # Not below tmp_path, whose names can be too long for a socket.
+    with tempfile.TemporaryDirectory(prefix="trims-") as directory:
+        yield Endpoint(os.path.join(directory, "trims"))
 
 
 class TestChoice:

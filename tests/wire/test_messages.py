@@ -53,9 +53,30 @@ def test_messages_of_the_handshake_are_those_of_version_1() -> None:
         assert encoded()[name] == first[name]
 
 
-def test_the_longest_handover_packet_fits() -> None:
-    longest = messages.Goodbye("ü" * 500)
+LARGEST = 1 << 62
+ALLOCATIONS_OF_A_TERABYTE = (4 << 30,) * 256
+LONGEST = (
+    messages.Goodbye("ü" * 500),
+    messages.SegmentGrant(LARGEST, LARGEST, LARGEST),
+    messages.PlanUploadRequest(LARGEST, LARGEST, LARGEST, True, "ü" * 1000),
+    messages.PlanUploadReply(LARGEST, LARGEST, "f" * 60),
+    messages.UploadRequest(LARGEST, ALLOCATIONS_OF_A_TERABYTE),
+    messages.DownloadRequest(LARGEST, LARGEST, ALLOCATIONS_OF_A_TERABYTE),
+    messages.UploadFailed(LARGEST, "UnsupportedFormat", "ü" * 1000),
+)
+
+
+@pytest.mark.parametrize("longest", LONGEST, ids=lambda message: type(message).__name__)
+def test_the_longest_handover_packets_fit(longest: object) -> None:
     assert len(codec.encode(longest)) < messages.HANDOVER_PACKET_LIMIT_BYTES
+
+
+def test_the_longest_grant_of_device_memory_fits() -> None:
+    grant = messages.DeviceGrant("ipc", "f" * 60, ALLOCATIONS_OF_A_TERABYTE, (b"h" * 64,) * 256)
+    reply = messages.OpenImageReply(LARGEST, "d" * 64, LARGEST, "joined", True, grant)
+    data = codec.encode_envelope(codec.Envelope(LARGEST, b"t" * 16, reply))
+    assert len(data) < messages.CONTROL_MESSAGE_LIMIT_BYTES
+    assert codec.decode_envelope(data).message == reply
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ No reader executes, imports or allocates because a file says so; every way a fil
 
 from __future__ import annotations
 
+from trims_shim.formats.device_layout import DeviceLayout, Placed, layout_of
 from trims_shim.formats.safetensors import SafetensorsHeader, read_header
 from trims_shim.formats.torch_recipe import (
     ParameterSpec,
@@ -17,12 +18,15 @@ from trims_shim.formats.torch_recipe import (
 from trims_shim.formats.torch_zip import TorchArchive, read_archive
 
 __all__ = [
+    "DeviceLayout",
     "ParameterSpec",
+    "Placed",
     "Recipe",
     "SafetensorsHeader",
     "StorageSpec",
     "TensorSpec",
     "TorchArchive",
+    "layout_of",
     "read_archive",
     "read_header",
     "read_recipe",

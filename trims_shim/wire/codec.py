@@ -8,6 +8,7 @@ Pure. A message travels as ``{"verb": <class name>, **fields}``; control message
 from __future__ import annotations
 
 import dataclasses
+import types
 import typing
 from typing import Any
 
@@ -128,6 +129,8 @@ def _build(kind: Any, body: dict[str, Any]) -> Any:
 
 def _checked(hint: Any, value: Any, where: str) -> Any:
     origin = typing.get_origin(hint)
+    if origin is types.UnionType:  # of something and None
+        return None if value is None else _checked(typing.get_args(hint)[0], value, where)
     if dataclasses.is_dataclass(hint) and type(value) is dict:
         return _build(hint, value)
     if origin is tuple and type(value) is list:

@@ -19,7 +19,7 @@ from trims_shim.errors import MalformedMessage
 from trims_shim.wire import codec
 from trims_shim.wire.messages import HANDOVER_PACKET_LIMIT_BYTES
 
-__all__ = ["Packet", "Peer", "close_all", "new_socket", "peer_of", "receive", "send"]
+__all__ = ["Packet", "Peer", "clipped", "close_all", "new_socket", "peer_of", "receive", "send"]
 
 _MSG_CMSG_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0x40000000)
 _DESCRIPTORS_PER_PACKET = 1
@@ -90,6 +90,11 @@ def receive(connection: socket.socket) -> Packet | None:
         close_all(descriptors)
         raise
     return Packet(message, descriptors[0] if descriptors else None)
+
+
+def clipped(text: str, *, limit_bytes: int = 1000) -> str:
+    """The begin of a text of any length and origin, so that its packet is not too long."""
+    return text.encode(errors="backslashreplace")[:limit_bytes].decode(errors="ignore")
 
 
 def close_all(descriptors: list[int]) -> None:

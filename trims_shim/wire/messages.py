@@ -20,6 +20,9 @@ __all__ = [
     "HANDOVER_PACKET_LIMIT_BYTES",
     "PROTOCOL_VERSION",
     "ClientStatus",
+    "DeviceGrant",
+    "DeviceStatus",
+    "DownloadRequest",
     "DrainRequest",
     "ErrorReply",
     "EvictImageReply",
@@ -31,23 +34,31 @@ __all__ = [
     "Hello",
     "ImageEvent",
     "ImageStatus",
+    "JobRelease",
     "LeaseRelease",
     "MemoryStatus",
     "OpenImageReply",
     "OpenImageRequest",
     "PinImageReply",
     "PinImageRequest",
+    "PlanUploadReply",
+    "PlanUploadRequest",
     "Progress",
     "SegmentGrant",
     "StatsReport",
     "StopDaemonReply",
     "StopDaemonRequest",
+    "UploadFailed",
+    "UploadPart",
+    "UploadProgress",
+    "UploadReply",
+    "UploadRequest",
     "VerifyImageReply",
     "VerifyImageRequest",
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised by every change that an older peer would misread; tests/wire guards the golden bytes."""
 
 CONTROL_MESSAGE_LIMIT_BYTES = 1 << 20
@@ -118,10 +129,15 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class SegmentGrant:
-    """Carries the read-only descriptor of a segment, just before the OpenImageReply."""
+    """Carries a descriptor of a segment, just before the OpenImageReply.
+
+    On the host tier there is one, read-only. On a device tier part 0 is the outline (see
+    :class:`DeviceGrant`), and the parts from 1 on are the device's allocations in order of address.
+    """
 
     ticket: int
     lease: int
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +152,31 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class OpenImageRequest:
-    """Lease the image of the file offered under ``ticket``; loads it when it is not resident."""
+    """Lease the image of the file offered under ``ticket``; loads it when it is not resident.
+
+    ``tier`` is ``host`` or the id of a device.
+    """
 
     ticket: int
     name: str
+    tier: str = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGrant:
+    """How an image lies in device memory; part of OpenImageReply.
+
+    ``allocations`` are the sizes in bytes of the parts that were granted; they are mapped one after
+    another. ``layout`` is the fingerprint of where each record is
+    (:mod:`trims_shim.formats.device_layout`): both sides work it out from the outline, a file of
+    the image's size with everything but the records' bytes, holes in their place. ``handles``
+    replace descriptors where the backend is ``ipc``.
+    """
+
+    backend: str
+    layout: str
+    allocations: tuple[int, ...]
+    handles: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +192,7 @@ class OpenImageReply:
     size_bytes: int
     outcome: str
     is_settled: bool
+    device: DeviceGrant | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +212,13 @@ class PinImageReply:
 
 @dataclass(frozen=True, slots=True)
 class EvictImageRequest:
-    """Drop an unleased image, or every unleased and unpinned one when ``image`` is empty."""
+    """Drop an unleased image, or every unleased and unpinned one when ``image`` is empty.
+
+    ``tier`` limits it to one tier; empty: all of them.
+    """
 
     image: str = ""
+    tier: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +266,7 @@ class ImageStatus:
     hits: int
     load_ns: int
     names: tuple[str, ...]
+    tier: str = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +294,25 @@ class MemoryStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceStatus:
+    """A device tier's accounting. ``free_bytes``: of the device, by NVML; -1 if unknown.
+
+    ``lingering_bytes``: evicted but still mapped by somebody, as far as can be told; -1 if not.
+    """
+
+    device: str
+    name: str
+    backend: str
+    total_bytes: int
+    free_bytes: int
+    budget_bytes: int
+    headroom_bytes: int
+    resident_bytes: int
+    reserved_bytes: int
+    lingering_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class GetStatusReply:
     """Response for GetStatusRequest."""
 
@@ -265,6 +327,7 @@ class GetStatusReply:
     images: tuple[ImageStatus, ...]
     clients: tuple[ClientStatus, ...]
     counters: dict[str, int] = field(default_factory=dict)
+    devices: tuple[DeviceStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +357,107 @@ class Progress:
 class ErrorReply:
     """Response for a request that was refused. ``error`` names a class of trims_shim.errors."""
 
+    error: str
+    message: str
+
+
+# --- uploader: the daemon and the process that fills device memory --------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanUploadRequest:
+    """Carries the source, a file or host segment of ``size_bytes``; answered by PlanUploadReply.
+
+    ``limit_bytes``: the device memory that may be used. ``is_hashed``: work out the digest.
+    """
+
+    job: int
+    size_bytes: int
+    limit_bytes: int
+    is_hashed: bool
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanUploadReply:
+    """Carries nothing; ``device_bytes`` is what the records need, ``layout`` its fingerprint."""
+
+    job: int
+    device_bytes: int
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRequest:
+    """Go on with a planned job: parts follow as :class:`UploadPart`, the outline first.
+
+    No ``allocations``: the uploader makes them itself (backend ``ipc``), only the outline comes.
+    """
+
+    job: int
+    allocations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UploadPart:
+    """Carries a writable descriptor: part 0 is the empty outline, the others are allocations."""
+
+    job: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class UploadProgress:
+    """Bytes of the source that were read so far."""
+
+    job: int
+    done_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UploadReply:
+    """The records are in device memory and the rest in the outline; all mappings are gone.
+
+    ``digest`` is empty unless it was asked for. ``allocations`` and ``handles`` are of memory that
+    the uploader made and keeps until :class:`JobRelease`.
+    """
+
+    job: int
+    digest: str
+    allocations: tuple[int, ...] = ()
+    handles: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadRequest:
+    """Write a device image back into a host segment of ``size_bytes``.
+
+    Followed by UploadPart packets: part 0 is the outline, the allocations, and last the writable
+    host segment. Answered by UploadReply with the digest of what was written. ``memory`` is the
+    upload that made the allocations, where the uploader did; they do not follow then.
+    """
+
+    job: int
+    size_bytes: int
+    allocations: tuple[int, ...]
+    memory: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobRelease:
+    """Forget a job that was planned and is not gone on with, or free the memory made for it.
+
+    Not answered.
+    """
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class UploadFailed:
+    """A job ended without a result; ``error`` names a class of trims_shim.errors."""
+
+    job: int
     error: str
     message: str
 

@@ -1,0 +1,110 @@
+"""Where each tensor of a model file lies in device memory.
+
+In device memory an image is its tensors only, packed at the alignment that torch's own allocator
+gives; everything else of the file (directory, header, pickle) is the *outline*: a file of the same
+size with holes where the tensors were. Daemon and clients work the same layout out from the same
+outline, and compare fingerprints.
+
+Pure. Source: DESIGN "Device tier"; alignment: ``kMinBlockSize`` of torch's CUDACachingAllocator.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from trims_shim.errors import UnsupportedFormat
+from trims_shim.formats.safetensors import read_header
+from trims_shim.formats.torch_zip import read_archive
+from trims_shim.specs import Span
+
+__all__ = ["ALIGNMENT_BYTES", "DeviceLayout", "Placed", "layout_of"]
+
+ALIGNMENT_BYTES = 512
+_ZIP_MAGIC = b"PK\x03\x04"
+_ZIP_RECORDS = "data/"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One tensor's bytes: where they are in the file, and where in device memory."""
+
+    source: Span
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLayout:
+    """All placed spans, in order of both offsets; ``size_bytes`` of device memory in all."""
+
+    placed: tuple[Placed, ...]
+    size_bytes: int
+    file_bytes: int
+    _starts: list[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        starts = [each.source.offset_bytes for each in self.placed]
+        object.__setattr__(self, "_starts", starts)
+
+    def find(self, offset_bytes: int, size_bytes: int) -> int | None:
+        """Device offset of file bytes ``[offset, offset + size)``; None unless in one tensor."""
+        index = bisect_right(self._starts, offset_bytes) - 1
+        if index < 0:
+            return None
+        each = self.placed[index]
+        if offset_bytes + size_bytes > each.source.end_bytes:
+            return None
+        return each.offset_bytes + offset_bytes - each.source.offset_bytes
+
+    def outline(self) -> list[Span]:
+        """The file's bytes that are no tensor's, in order."""
+        spans = []
+        position = 0
+        for each in self.placed:
+            if each.source.offset_bytes > position:
+                spans.append(Span(position, each.source.offset_bytes - position))
+            position = each.source.end_bytes
+        if position < self.file_bytes:
+            spans.append(Span(position, self.file_bytes - position))
+        return spans
+
+    def fingerprint(self) -> str:
+        """Equal for equal layouts; no protection against malice."""
+        spans = (
+            f"{each.source.offset_bytes},{each.source.size_bytes},{each.offset_bytes}"
+            for each in self.placed
+        )
+        text = ";".join((str(self.file_bytes), *spans))
+        return f"{zlib.crc32(text.encode()):08x}-{len(self.placed)}-{self.size_bytes}"
+
+
+def layout_of(buffer: Any) -> DeviceLayout:
+    """The layout of the model file (or outline) that fills ``buffer``.
+
+    Raises FormatError: UnsupportedFormat for a file that is neither a torch zip archive nor
+    safetensors, or that holds no tensor.
+    """
+    view = memoryview(buffer)
+    if bytes(view[:4]) == _ZIP_MAGIC:
+        records = read_archive(view).records
+        spans = [span for name, span in records.items() if name.startswith(_ZIP_RECORDS)]
+    else:
+        spans = [record.span for record in read_header(view).records]
+    return _packed(spans, len(view))
+
+
+def _packed(spans: Iterable[Span], file_bytes: int) -> DeviceLayout:
+    placed = []
+    end = 0
+    for span in sorted(spans, key=lambda each: each.offset_bytes):
+        if not span.size_bytes:
+            continue
+        offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        placed.append(Placed(span, offset))
+        end = offset + span.size_bytes
+    if not placed:
+        raise UnsupportedFormat("the file holds no tensor")
+    return DeviceLayout(tuple(placed), end, file_bytes)
