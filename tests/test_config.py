@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trims_shim import config
-from trims_shim.config import SETTINGS, Config, load, parse_size
+from trims_shim.config import SETTINGS, Config, DeviceSize, load, parse_size
 from trims_shim.errors import ConfigError
 
 GIB = 1 << 30
@@ -194,6 +194,45 @@ class TestParsers:
         monkeypatch.setattr(config, "memory_limit_bytes", lambda: 1000)
         assert [parse_size(text) for text in ("0%", "40%", "12.5 %", "100%")] == [0, 400, 125, 1000]
 
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [("80%", 800), ("0%", 0), ("12.5 %", 125), ("100%", 1000), ("512", 512), ("2K", 2048)],
+    )
+    def test_sizes_of_a_device(self, text: str, expected: int) -> None:
+        """A share is of what is asked with; a size does not depend on it."""
+        settings = load({"TRIMS_DEVICE_BYTES": text, "TRIMS_DEVICE_HEADROOM_BYTES": text})
+        assert settings.device_bytes.of(1000) == expected
+        assert settings.device_headroom_bytes.of(1000) == expected
+        is_share = text.endswith("%")
+        assert settings.device_bytes.of(2000) == (2 * expected if is_share else expected)
+
+    def test_a_share_of_a_device_is_not_one_of_the_machine(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(config, "memory_limit_bytes", lambda: pytest.fail("looked at RAM"))
+        assert load({}, host_bytes="1G", device_bytes="40%").device_bytes.of(10) == 4
+
+    @pytest.mark.parametrize("text", ["", "%", "101%", "-1%", "nan%", "1X", "-1", "99999999T"])
+    def test_no_size_of_a_device(self, text: str) -> None:
+        with pytest.raises(ConfigError, match=r"TRIMS_DEVICE_BYTES \(argument\)"):
+            load({}, device_bytes=text)
+
+    def test_sizes_of_a_device_are_values(self) -> None:
+        assert DeviceSize(size_bytes=5) == DeviceSize(size_bytes=5)
+        assert hash(DeviceSize(share=0.5)) == hash(DeviceSize(share=0.5))
+        assert DeviceSize(share=0.0) != DeviceSize(size_bytes=0)
+        assert DeviceSize(size_bytes=5) != 5
+
+    def test_backends_of_device_memory(self) -> None:
+        for name in config.DEVICE_BACKENDS:
+            assert load({"TRIMS_DEVICE_BACKEND": name.upper()}).device_backend == name
+        with pytest.raises(ConfigError, match="not one of vmm, ipc, off"):
+            load({"TRIMS_DEVICE_BACKEND": "1"})
+
+    def test_device_memory_can_be_left_alone(self) -> None:
+        assert load({}).device is True
+        assert load({"TRIMS_DEVICE": "0"}).device is False
+
     @pytest.mark.parametrize(("text", "expected"), [("0", 0.0), ("1.5", 1.5), ("1e3", 1000.0)])
     def test_seconds(self, text: str, expected: float) -> None:
         assert load({"TRIMS_IDLE_EXIT": text}).idle_exit == expected
@@ -283,7 +322,13 @@ class TestConfig:
     def test_the_hash_is_of_what_the_daemon_reads(self) -> None:
         before = load({}).daemon_hash()
         for each in SETTINGS:
-            changed = {"group": "x", "memory_kind": "memfd", "eviction": "LRU"}.get(each.name, "1")
+            changed = {
+                "group": "x",
+                "memory_kind": "memfd",
+                "eviction": "LRU",
+                "device_backend": "ipc",
+                "device_access": "private",
+            }.get(each.name, "1")
             texts = {each.name: changed} if each.default != changed else {each.name: "0"}
             if each.name in ("patches", "log"):
                 texts = {each.name: "torch" if each.name == "patches" else "error"}

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 __all__ = [
     "SETTINGS",
     "Config",
+    "DeviceSize",
     "Setting",
     "config_file",
+    "is_setting",
     "load",
     "load_usable",
     "memory_limit_bytes",
@@ -31,6 +33,8 @@ __all__ = [
 PATCHABLE_LIBRARIES = ("torch", "safetensors")
 EVICTION_POLICIES = ("lru",)
 MEMORY_KINDS = ("auto", "memfd-huge", "tmpfs-huge", "tmpfs-huge-userns", "memfd")
+DEVICE_BACKENDS = ("vmm", "ipc", "off")
+DEVICE_ACCESSES = ("shared", "private")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _TRUE = ("1", "true", "yes", "on")
@@ -133,6 +137,35 @@ def parse_size(text: str) -> int:
     return int(size * _UNITS[unit])
 
 
+class DeviceSize:
+    """A size that may be a share of something only the daemon knows: of a device's memory."""
+
+    __slots__ = ("share", "size_bytes")
+
+    def __init__(self, *, size_bytes: int = 0, share: float | None = None) -> None:
+        self.size_bytes = size_bytes
+        self.share = share
+
+    def of(self, total_bytes: int) -> int:
+        """Bytes, out of ``total_bytes`` where it is a share."""
+        return self.size_bytes if self.share is None else int(total_bytes * self.share)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DeviceSize):
+            return NotImplemented
+        return (self.size_bytes, self.share) == (other.size_bytes, other.share)
+
+    def __hash__(self) -> int:
+        return hash((self.size_bytes, self.share))
+
+
+def _device_size(text: str) -> DeviceSize:
+    body = text.strip()
+    if body.endswith("%"):
+        return DeviceSize(share=_share(body[:-1], text))
+    return DeviceSize(size_bytes=parse_size(text))
+
+
 def _share(number: str, text: str) -> float:
     try:
         percent = float(number)
@@ -201,6 +234,18 @@ SETTINGS = (
         "let load_state_dict take shared weights over instead of copying them",
     ),
     Setting("min_bytes", "1M", parse_size, "smaller files go to the framework's own loader"),
+    Setting(
+        "device",
+        "1",
+        _boolean,
+        "serve loads to a CUDA device from shared device memory",
+    ),
+    Setting(
+        "device_access",
+        "shared",
+        _choice(*DEVICE_ACCESSES),
+        "what loads to a device get: shared (read-only) memory, or private copies of it",
+    ),
     Setting("strict", "0", _boolean, "raise when the cache fails instead of falling back (tests)"),
     Setting("autostart", "1", _boolean, "start the daemon when none runs"),
     Setting("socket_dir", "", _any, "directory of the sockets; empty: see docs/daemon.md"),
@@ -237,6 +282,34 @@ SETTINGS = (
         "0",
         _count,
         "threads that read one model file; 0: by the number of cores",
+        is_daemons=True,
+    ),
+    Setting(
+        "device_backend",
+        "vmm",
+        _choice(*DEVICE_BACKENDS),
+        "how device memory is shared: vmm (read-only), ipc (legacy, see docs/gpu.md) or off",
+        is_daemons=True,
+    ),
+    Setting(
+        "device_bytes",
+        "80%",
+        _device_size,
+        "byte budget of each device tier (%: of what is free when it is first used)",
+        is_daemons=True,
+    ),
+    Setting(
+        "device_headroom_bytes",
+        "1GiB",
+        _device_size,
+        "device memory left to activations and other programs (%: of the device)",
+        is_daemons=True,
+    ),
+    Setting(
+        "uploader_idle",
+        "30",
+        _seconds,
+        "seconds without an upload after which a device's uploader process ends",
         is_daemons=True,
     ),
     Setting(
@@ -307,6 +380,11 @@ def config_file(environment: Mapping[str, str]) -> str:
     return os.path.join(base, "trims", "trims.toml")
 
 
+def is_setting(variable: str) -> bool:
+    """Whether an environment variable is taken for a setting, be it one or not."""
+    return variable.startswith("TRIMS_") and not variable.startswith(_RESERVED)
+
+
 def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Config:
     """The settings of this process. Raises ConfigError, naming the variable or key."""
     env = os.environ if environment is None else environment
@@ -316,7 +394,7 @@ def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Conf
     for name, text in _read_file(path).items():
         texts[name], sources[name] = text, path
     for variable, text in env.items():
-        if not variable.startswith("TRIMS_") or variable.startswith(_RESERVED):
+        if not is_setting(variable):
             continue
         name = variable[len("TRIMS_") :].lower()
         _check_known(name, f"environment variable {variable}")
@@ -331,7 +409,7 @@ def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Conf
 def load_usable(environment: Mapping[str, str] | None = None) -> tuple[Config, list[str]]:
     """The settings that can be used, with what is wrong with the others; for diagnosis."""
     env = os.environ if environment is None else environment
-    usable = {name: text for name, text in env.items() if not name.startswith("TRIMS_")}
+    usable = {name: text for name, text in env.items() if not is_setting(name)}
     problems = []
     try:
         load(usable)

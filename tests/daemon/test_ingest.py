@@ -13,6 +13,7 @@ from blake3 import blake3
 from trims_shim.daemon import ingest
 from trims_shim.daemon.ingest import Meter
 from trims_shim.errors import FileChanged, ReadFailed
+from trims_shim.memory import copying
 
 pytestmark = pytest.mark.usefixtures("no_leak")
 
@@ -22,7 +23,7 @@ MakeFile = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(ingest, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(copying, "CHUNK_BYTES", CHUNK)
     before = threading.active_count()
     yield
     assert threading.active_count() == before, "a reader is left"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 import pytest
@@ -343,3 +344,88 @@ class TestNames:
         store.open(opening(inode=1), 3)
         row = store.images()[0]
         assert (row.digest, row.used_ns, row.loaded_ns, row.opens, row.leases) == (A, 3, 1, 2, 2)
+
+
+class TestTiers:
+    """What a store has so that it can be one of several."""
+
+    def test_numbers_are_shared(self) -> None:
+        numbers = itertools.count(1)
+        one, two = (Store(100, policy=LeastRecentlyUsed(), numbers=numbers) for _ in range(2))
+        leases = [load(store, opening(), loaded()) for store in (one, two)]
+        leases.append(granted(one.open(opening(2), 3)).lease)
+        assert len(set(leases)) == 3
+        assert not two.release(1, leases[0], 4)
+        assert one.release(1, leases[0], 4)
+
+    def test_the_hint_names_the_tier_and_its_setting(self) -> None:
+        store = Store(
+            5, policy=LeastRecentlyUsed(), tier="tier of GPU-1", setting="TRIMS_DEVICE_BYTES"
+        )
+        (refused,) = store.open(opening(), 1)
+        assert isinstance(refused, RefuseRequest)
+        assert "do not fit the tier of GPU-1" in str(refused.error)
+        assert "raise TRIMS_DEVICE_BYTES" in str(refused.error)
+
+    def test_what_was_known_of_an_image_goes_with_it(self) -> None:
+        device, host = new_store(), new_store()
+        load(device, opening(user=1, name="/a"), loaded())
+        load(device, opening(2, user=2, inode=2, name="/b"), loaded())
+        device.close_session(1, 2)
+        device.close_session(2, 2)
+        dropped = device.evict(A)[0]
+        assert isinstance(dropped, DropImage)
+        ingest = host.admit(dropped.size_bytes, identities=dropped.identities, names=dropped.names)
+        assert host.totals().reserved_bytes == 10
+        assert host.ingest_done(ingest, loaded(), 3) == [
+            AdoptSegment(ingest, A),
+            Announce("loaded", A, 10),
+        ]
+        assert host.trusted_digest(1, identity(1)) == A
+        assert host.trusted_digest(2, identity(2)) == A
+        assert host.trusted_digest(2, identity(1)) is None
+        assert granted(host.open(opening(3, user=2, inode=2), 4)).outcome == "hit"
+        assert host.images()[0].names == ((1, "/a"), (2, "/b"), (2, "/model"))
+
+    def test_an_unsettled_identity_does_not_become_trusted_by_moving(self) -> None:
+        store = new_store()
+        load(store, opening(), loaded(is_settled=False))
+        store.close_session(1, 2)
+        dropped = store.evict(A)[0]
+        assert isinstance(dropped, DropImage)
+        assert dropped.identities == ()
+
+    def test_what_is_admitted_takes_nobodys_place(self) -> None:
+        store = new_store(30)
+        store.release(1, load(store, opening(size=20), loaded(size=20)), 2)
+        with pytest.raises(NoSpace):
+            store.admit(11)
+        with pytest.raises(NoSpace):
+            store.admit(5, withheld_bytes=6)
+        assert len(store.images()) == 1
+        ingest = store.admit(10)
+        with pytest.raises(NoSpace):
+            store.admit(1)
+        store.ingest_failed(ingest, ReadFailed("no"))
+        assert store.totals().reserved_bytes == 0
+
+    def test_a_file_can_be_opened_while_its_image_is_on_its_way(self) -> None:
+        store = new_store()
+        ingest = store.admit(10, identities=((1000, identity()),))
+        opened = started(store.open(opening(), 1)).ingest
+        store.ingest_done(ingest, loaded(), 2)
+        actions = store.ingest_done(opened, loaded(), 3)
+        assert actions[0] == DiscardSegment(opened)
+        assert granted(actions).outcome == "miss"
+        assert granted(store.open(opening(2), 4)).outcome == "hit"
+
+    def test_lost_memory_is_forgotten_leases_and_all(self) -> None:
+        store = new_store()
+        lease = load(store, opening(), loaded())
+        store.pin(A, is_pinned=True)
+        assert store.forget(A) == [DropImage(A), Announce("evicted", A, 10)]
+        assert store.forget(A) == []
+        assert (store.lease_count(), store.images()) == (0, [])
+        assert not store.release(1, lease, 3)
+        store.close_session(1, 4)
+        assert started(store.open(opening(), 5))

@@ -180,6 +180,39 @@ class StoreMachine(RuleBasedStateMachine):
         self.loading.pop(load)
         self.execute(self.store.ingest_failed(load, ReadFailed("no")))
 
+    @rule(content=FILES, ends_well=st.booleans())
+    def move_in(self, content: int, ends_well: bool) -> None:
+        """An image comes from another tier, at once; its owner there trusted the identity."""
+        self.now += 1
+        key = (0, Identity(1, content, size_of(content), 0, 0))
+        before = set(self.segments)
+        try:
+            load = self.store.admit(
+                size_of(content), identities=(key,), withheld_bytes=self.lingering
+            )
+        except NoSpace:
+            assert self.total() + self.lingering + size_of(content) > BUDGET
+            return
+        assert self.total() + self.lingering + size_of(content) <= BUDGET
+        assert set(self.segments) == before, "nothing makes room for it"
+        if not ends_well:
+            assert self.store.ingest_failed(load, ReadFailed("no")) == []
+            return
+        self.finished_digest, self.finished_size = digest_of(content), size_of(content)
+        result = Ingested(self.finished_digest, self.finished_size, True, 1)
+        self.execute(self.store.ingest_done(load, result, self.now))
+        self.trusted[key] = self.finished_digest
+
+    @rule(content=FILES)
+    def lose(self, content: int) -> None:
+        """The memory of an image is gone, and with it every lease and pin."""
+        self.now += 1
+        digest = digest_of(content)
+        self.held = {lease: held for lease, held in self.held.items() if held[1] != digest}
+        self.pinned.discard(digest)
+        self.execute(self.store.forget(digest))
+        assert digest not in self.segments
+
     @rule(lease=consumes(leases))
     def release(self, lease: int) -> None:
         self.now += 1

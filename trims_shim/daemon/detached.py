@@ -13,6 +13,7 @@ __all__ = ["main"]
 def main(report_descriptor: int) -> None:
     """Run the daemon and exit with its status."""
     os.set_inheritable(report_descriptor, False)
+    _see_all_devices()
     # A program may start us from a thread that blocks signals, and exec keeps the mask.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     logging.basicConfig(
@@ -21,3 +22,12 @@ def main(report_descriptor: int) -> None:
     from trims_shim.daemon.main import run
 
     sys.exit(run(report_descriptor=report_descriptor))
+
+
+def _see_all_devices() -> None:
+    """We serve every client, not only the one that started us and may see some devices only.
+
+    With MIG a process sees one instance at most, the first unless this names another.
+    """
+    if "MIG-" not in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)

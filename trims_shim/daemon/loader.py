@@ -1,19 +1,22 @@
 """Executes loads: worker threads that turn an offered descriptor into a sealed segment.
 
 Owns the segments of resident images and the threads; decides nothing. A finished load is put on a
-queue and the server is woken; the server asks the store, which says adopt or discard.
+queue and the server is woken; the server asks the store, which says adopt or discard. What is the
+same at every tier is :class:`Loads`; the host tier's loads are :class:`Loader`, a device's are in
+:mod:`trims_shim.daemon.device_loader`.
 """
 
 from __future__ import annotations
 
+import abc
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 from trims_shim.daemon import ingest
 from trims_shim.daemon.ingest import Meter
@@ -25,11 +28,11 @@ from trims_shim.daemon.store import (
     Ingested,
     StartIngest,
 )
-from trims_shim.errors import FileChanged, MemoryFailure, NoSpace, ReadFailed, RequestRefused
+from trims_shim.errors import FileChanged, MemoryFailure, NoSpace, ReadFailed, TrimsError
 from trims_shim.memory.host import HostMemory, SealedSegment
 from trims_shim.specs import Digest, Identity
 
-__all__ = ["Finished", "Loader"]
+__all__ = ["Finished", "Loader", "Loads", "Segment", "check_unchanged", "started_pool"]
 
 CONCURRENT_LOADS = 4
 _SETTLED_AFTER_NS = 100_000_000
@@ -40,50 +43,65 @@ _LOCAL_DEVICE_MAJORS = frozenset({8, 65, 66, 67, 68, 69, 70, 71, 202, 252, 253, 
 """SCSI, Xen, virtio, device mapper and NVMe disks (Documentation/admin-guide/devices.txt)."""
 
 
+class Segment(Protocol):
+    """Immutable memory of one image at some tier."""
+
+    size_bytes: int
+
+    def resident_bytes(self) -> int: ...
+    def close(self) -> None: ...
+
+
+_Segment = TypeVar("_Segment", bound=Segment)
+
+
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Generic[_Segment]):
     """A load that ended: with a result (and a segment, unless the image was known) or an error."""
 
     ingest: int
     result: Ingested | None
-    segment: SealedSegment | None
-    error: RequestRefused | None
+    segment: _Segment | None
+    error: TrimsError | None
 
 
-def _started_pool() -> ThreadPoolExecutor:
+def started_pool(threads: int = CONCURRENT_LOADS) -> ThreadPoolExecutor:
     """A pool with all its threads: an executor keeps work whose thread cannot be started later.
 
     Its descriptor would be closed by then, and its number perhaps another file's.
     """
-    pool = ThreadPoolExecutor(CONCURRENT_LOADS, thread_name_prefix="trims-load")
-    together = threading.Barrier(CONCURRENT_LOADS + 1, timeout=10)
-    for _ in range(CONCURRENT_LOADS):
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="trims-load")
+    together = threading.Barrier(threads + 1, timeout=10)
+    for _ in range(threads):
         pool.submit(together.wait)
     together.wait()
     return pool
 
 
-class Loader:
-    """See the module docstring. Methods are called by the server's thread only."""
+class Loads(abc.ABC, Generic[_Segment]):
+    """The loads and segments of one tier. Methods are called by the server's thread only."""
 
     def __init__(
         self,
-        memory: HostMemory,
         *,
-        threads: int,
         wake: Callable[[], None],
         pool: Executor | None = None,
+        trusts_young_files: bool = False,
     ) -> None:
-        """``wake`` is called from a worker after each end; ``pool`` runs the work, ours if None."""
-        self.memory = memory
-        self._threads = threads
+        """``wake`` is called from a worker after each end; ``pool`` runs the work, ours if None.
+
+        ``trusts_young_files``: take every identity for settled; a test's files are never old.
+        """
         self._wake = wake
-        self._pool = pool or _started_pool()
-        self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._trusts_young_files = trusts_young_files
+        self._pool = pool or started_pool()
+        # What is no load neither waits for slow files nor keeps them waiting.
+        self._aside = pool or started_pool(1)
+        self._finished: queue.SimpleQueue[Finished[_Segment]] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._meters: dict[int, Meter] = {}
-        self._pending: dict[int, SealedSegment] = {}
-        self._segments: dict[Digest, SealedSegment] = {}
+        self._pending: dict[int, _Segment] = {}
+        self._segments: dict[Digest, _Segment] = {}
 
     def execute(self, action: Action, *, descriptor: int = -1) -> bool:
         """Execute an action of the store that is about segments; False for any other.
@@ -102,11 +120,19 @@ class Loader:
             return False
         return True
 
-    def start(self, action: StartIngest, descriptor: int) -> None:
-        """Begin a load; owns ``descriptor`` from here on."""
+    def start(self, action: StartIngest, descriptor: int, *, digest: Digest = "") -> None:
+        """Begin a load; owns ``descriptor`` from here on.
+
+        ``digest``: of the content, where the descriptor is not of a file but of an image's segment.
+        """
         meter = Meter(action.opening.identity.size_bytes)
         self._meters[action.ingest] = meter
-        self._pool.submit(self._run, action, descriptor, meter)
+        self._pool.submit(self._run, action, descriptor, digest, meter)
+
+    def deliver(self, finished: Finished[_Segment]) -> None:
+        """A load that was done elsewhere has ended. Any thread may call this."""
+        self._finished.put(finished)
+        self._wake()
 
     def run(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """Do ``work`` in a worker thread; its result (or exception) goes to a :meth:`take_jobs`."""
@@ -120,7 +146,7 @@ class Loader:
             self._jobs.put(lambda: done(result))
             self._wake()
 
-        self._pool.submit(job)
+        self._aside.submit(job)
 
     def take_jobs(self) -> list[Callable[[], None]]:
         """Calls that finish jobs, to be made by the server's thread."""
@@ -129,7 +155,7 @@ class Loader:
             jobs.append(self._jobs.get())
         return jobs
 
-    def take_finished(self) -> list[Finished]:
+    def take_finished(self) -> list[Finished[_Segment]]:
         """Loads that ended since the last call; their segments wait for adopt or discard."""
         finished = []
         while not self._finished.empty():
@@ -148,13 +174,13 @@ class Loader:
         """Free the segment of a load."""
         segment = self._pending.pop(ingest_number, None)
         if segment is not None:
-            segment.close()
+            self._give_up(segment)
 
     def drop(self, digest: Digest) -> None:
         """Give up the segment of an image."""
-        self._segments.pop(digest).close()
+        self._give_up(self._segments.pop(digest))
 
-    def segment(self, digest: Digest) -> SealedSegment:
+    def segment(self, digest: Digest) -> _Segment:
         """The segment of a resident image."""
         return self._segments[digest]
 
@@ -164,48 +190,93 @@ class Loader:
 
     def close(self) -> None:
         """Wait for loads under way, then give up every segment."""
+        self._aside.shutdown(wait=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.take_finished()
         for segment in [*self._segments.values(), *self._pending.values()]:
-            segment.close()
+            self._give_up(segment)
         self._segments.clear()
         self._pending.clear()
-        self.memory.close()
 
-    def _run(self, action: StartIngest, descriptor: int, meter: Meter) -> None:
-        result, segment, error = None, None, None
+    def _give_up(self, segment: _Segment) -> None:
+        segment.close()
+
+    def _run(self, action: StartIngest, descriptor: int, digest: Digest, meter: Meter) -> None:
+        result: Ingested | None = None
+        segment: _Segment | None = None
+        error: TrimsError | None = None
         try:
-            result, segment = self._load(action, descriptor, meter)
-        except RequestRefused as refused:
-            error = refused
+            result, segment = self._load(action, descriptor, digest, meter)
+            if self._trusts_young_files:
+                result = replace(result, is_settled=True)
         except MemoryFailure as failure:
             error = NoSpace(f"{action.opening.name}: {failure}")
+        except TrimsError as refused:
+            error = refused
         # Border: whatever a load dies of, its waiters must be told.
         except Exception as failure:
             error = ReadFailed(f"{action.opening.name}: {type(failure).__name__}: {failure}")
         finally:
             os.close(descriptor)
-        self._finished.put(Finished(action.ingest, result, segment, error))
-        self._wake()
+        self.deliver(Finished(action.ingest, result, segment, error))
+
+    @abc.abstractmethod
+    def _load(
+        self, action: StartIngest, descriptor: int, digest: Digest, meter: Meter
+    ) -> tuple[Ingested, _Segment | None]:
+        """Make the segment; None where an image of this digest is resident already."""
+
+    def _known(
+        self, action: StartIngest, descriptor: int, meter: Meter, started_ns: int
+    ) -> Ingested | None:
+        """The result of a load that only had to be hashed; None where there is no such image."""
+        identity, name = action.opening.identity, action.opening.name
+        digest = ingest.hash_file(descriptor, identity.size_bytes, meter=meter, name=name)
+        if digest in self._segments:
+            settled = check_unchanged(descriptor, identity, started_ns, name)
+            return Ingested(digest, 0, settled, time.time_ns() - started_ns)
+        # All over again: the client sees a meter that goes on, not one that fell back.
+        meter.total_bytes += identity.size_bytes
+        return None
+
+
+class Loader(Loads[SealedSegment]):
+    """The host tier's: a segment is the bytes of the file."""
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        *,
+        threads: int,
+        wake: Callable[[], None],
+        pool: Executor | None = None,
+        trusts_young_files: bool = False,
+    ) -> None:
+        """``threads`` read one file."""
+        super().__init__(wake=wake, pool=pool, trusts_young_files=trusts_young_files)
+        self.memory = memory
+        self._threads = threads
+
+    def close(self) -> None:
+        """See :meth:`Loads.close`."""
+        super().close()
+        self.memory.close()
 
     def _load(
-        self, action: StartIngest, descriptor: int, meter: Meter
+        self, action: StartIngest, descriptor: int, digest: Digest, meter: Meter
     ) -> tuple[Ingested, SealedSegment | None]:
         identity, name = action.opening.identity, action.opening.name
         started_ns = time.time_ns()
         if action.is_likely_known:
-            digest = ingest.hash_file(descriptor, identity.size_bytes, meter=meter, name=name)
-            if digest in self._segments:
-                settled = self._check_unchanged(descriptor, identity, started_ns, name)
-                return Ingested(digest, 0, settled, time.time_ns() - started_ns), None
-            # All over again: the client sees a meter that goes on, not one that fell back.
-            meter.total_bytes += identity.size_bytes
+            known = self._known(action, descriptor, meter, started_ns)
+            if known is not None:
+                return known, None
         writable = self.memory.create(identity.size_bytes)
         try:
             digest = ingest.fill(
                 descriptor, writable.view, threads=self._threads, meter=meter, name=name
             )
-            settled = self._check_unchanged(descriptor, identity, started_ns, name)
+            settled = check_unchanged(descriptor, identity, started_ns, name)
         except BaseException:
             writable.discard()
             raise
@@ -213,11 +284,11 @@ class Loader:
         duration = time.time_ns() - started_ns
         return Ingested(digest, segment.resident_bytes(), settled, duration), segment
 
-    @staticmethod
-    def _check_unchanged(descriptor: int, identity: Identity, started_ns: int, name: str) -> bool:
-        """Whether the identity may be trusted. Raises FileChanged when it is not the same now."""
-        if Identity.from_stat(os.fstat(descriptor)) != identity:
-            raise FileChanged(f"{name} changed while it was being read; load it again")
-        is_local = os.major(identity.device) in _LOCAL_DEVICE_MAJORS
-        quiet_ns = _SETTLED_AFTER_NS if is_local else _SETTLED_AFTER_REMOTE_NS
-        return started_ns - max(identity.mtime_ns, identity.ctime_ns) > quiet_ns
+
+def check_unchanged(descriptor: int, identity: Identity, started_ns: int, name: str) -> bool:
+    """Whether the identity may be trusted. Raises FileChanged when it is not the same now."""
+    if Identity.from_stat(os.fstat(descriptor)) != identity:
+        raise FileChanged(f"{name} changed while it was being read; load it again")
+    is_local = os.major(identity.device) in _LOCAL_DEVICE_MAJORS
+    quiet_ns = _SETTLED_AFTER_NS if is_local else _SETTLED_AFTER_REMOTE_NS
+    return started_ns - max(identity.mtime_ns, identity.ctime_ns) > quiet_ns

@@ -12,6 +12,7 @@ import enum
 import fcntl
 import glob
 import grp
+import itertools
 import logging
 import os
 import secrets
@@ -19,6 +20,7 @@ import signal
 import socket
 import stat
 import time
+from collections.abc import Callable
 from typing import Any
 
 from trims_shim import config as configuration
@@ -29,6 +31,7 @@ from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.server import Server
 from trims_shim.daemon.sessions import Limits, Sessions
 from trims_shim.daemon.store import Store
+from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tiers
 from trims_shim.errors import ConfigError, DaemonStartFailed, TrimsError
 from trims_shim.memory import host
 from trims_shim.specs import SegmentKind
@@ -123,16 +126,6 @@ def _build(endpoint: Endpoint, config: Config) -> Server:
     _remove_stale(endpoint)
     instance = secrets.token_hex(8)
     wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    loader = Loader(
-        memory,
-        threads=config.ingest_threads or default_threads(),
-        wake=lambda: os.eventfd_write(wake, 1),
-    )
-    store = Store(
-        config.host_bytes,
-        policy=policy_named(config.eviction),
-        footprint_bytes=memory.footprint_bytes,
-    )
     gid = _group_id(config.group)
     with _umask(0o177 if gid is None else 0o117):
         listener = _listen(endpoint)
@@ -140,8 +133,7 @@ def _build(endpoint: Endpoint, config: Config) -> Server:
             endpoint,
             instance=instance,
             listener=listener,
-            store=store,
-            loader=loader,
+            tiers=_tiers(config, memory, lambda: os.eventfd_write(wake, 1)),
             sessions=Sessions(Limits()),
             wake_descriptor=wake,
             idle_exit_s=config.idle_exit,
@@ -158,6 +150,18 @@ def _memory(config: Config) -> tuple[host.HostMemory, str]:
         return host.open_best(config.host_bytes)
     kind = SegmentKind(config.memory_kind)
     return host.open_memory(kind, budget_bytes=config.host_bytes), "chosen by TRIMS_MEMORY_KIND"
+
+
+def _tiers(config: Config, memory: host.HostMemory, wake: Callable[[], None]) -> Tiers:
+    numbers = itertools.count(1)
+    store = Store(
+        config.host_bytes,
+        policy=policy_named(config.eviction),
+        footprint_bytes=memory.footprint_bytes,
+        numbers=numbers,
+    )
+    loader = Loader(memory, threads=config.ingest_threads or default_threads(), wake=wake)
+    return Tiers(HostTier(store, loader), DeviceSettings.of(config), numbers=numbers, wake=wake)
 
 
 def _listen(endpoint: Endpoint) -> socket.socket:
@@ -179,7 +183,10 @@ def _serve(server: Server, lock: int, report: _Report) -> int:
         signal.signal(number, lambda *_: server.stop())
     server.on_stop = lambda: _retire(endpoint, ours, lock)
     _logger.info(
-        "daemon %d serves %s from %s", os.getpid(), endpoint.directory, server.loader.memory.kind
+        "daemon %d serves %s from %s",
+        os.getpid(),
+        endpoint.directory,
+        server.tiers.host.loader.memory.kind,
     )
     report.send(Outcome.READY, str(os.getpid()))
     try:

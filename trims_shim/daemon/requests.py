@@ -1,7 +1,8 @@
 """What each control request does, apart from opening images (which may have to wait).
 
-A handler returns (reply, actions); errors of the tree become ErrorReply. Names of images are paths,
-so they are shown, found and pinned only for their own user; the daemon's own user and root see all.
+A handler returns the reply; errors of the tree become ErrorReply. Names of images are paths, so
+they are shown, found and pinned only for their own user; the daemon's own user and root see all. A
+request means an image at every tier where it is, unless it names one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from typing import TYPE_CHECKING, Any
 from trims_shim._version import __version__
 from trims_shim.daemon import ingest
 from trims_shim.daemon.sessions import Session
-from trims_shim.daemon.store import Action, DropImage, ImageRow
-from trims_shim.errors import AccessDenied, MalformedMessage, UnknownMessage
+from trims_shim.daemon.store import DropImage, ImageRow
+from trims_shim.daemon.tiers import DeviceTier, Tier
+from trims_shim.errors import (
+    AccessDenied,
+    MalformedMessage,
+    NoSpace,
+    ReadFailed,
+    UnknownMessage,
+)
+from trims_shim.specs import Digest
 from trims_shim.wire import messages
 
 if TYPE_CHECKING:
@@ -25,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Later", "add_counters", "handle"]
 
-Outcome = tuple[Any, list[Action]]
-"""(reply, actions); the reply may be None (not answered) or :class:`Later`."""
 _COUNTERS_LIMIT = 512
 _COUNTER_LIMIT = 1 << 62
 _IMAGES_IN_STATUS = 1000
@@ -37,13 +44,21 @@ _STATUS_NAMES_LIMIT_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A reply that a worker thread computes, so that the loop goes on meanwhile."""
+    """A reply that a worker thread of a tier computes, so that the loop goes on meanwhile.
 
+    ``finish`` is called by the server's thread when it is there.
+    """
+
+    tier: Tier
     work: Callable[[], Any]
+    finish: Callable[[], None] = lambda: None
 
 
-def handle(server: Server, session: Session, message: Any) -> Outcome:
-    """Execute a request. Raises UnknownMessage, AccessDenied, UnknownImage, NoSpace..."""
+def handle(server: Server, session: Session, message: Any) -> Any:
+    """Execute a request; the reply, or :class:`Later`.
+
+    Raises UnknownMessage, AccessDenied, UnknownImage, NoSpace...
+    """
     handler = _HANDLERS.get(type(message))
     if handler is None:
         raise UnknownMessage(f"{type(message).__name__} is not a request")
@@ -54,27 +69,31 @@ def _is_privileged(session: Session) -> bool:
     return session.peer.uid in (0, os.geteuid())
 
 
-def _find(server: Server, session: Session, text: str) -> str:
+def _find(server: Server, session: Session, text: str, *, tier: str = "") -> Digest:
     user, may_see_all = session.peer.uid, _is_privileged(session)
-    digest = server.store.find(text, user=user, may_see_all=may_see_all)
+    digest = server.tiers.find(text, user=user, may_see_all=may_see_all, tier=tier)
     if not may_see_all:
-        row = next(each for each in server.store.images() if each.digest == digest)
-        if user not in {owner for owner, _ in row.names}:
+        rows = [row for each in server.tiers for row in each.store.images()]
+        owners = {owner for row in rows if row.digest == digest for owner, _ in row.names}
+        if user not in owners:
             raise AccessDenied(f"image {digest[:12]} is not yours")
     return digest
 
 
-def _status(server: Server, session: Session, message: messages.GetStatusRequest) -> Outcome:
-    totals = server.store.totals()
+def _status(
+    server: Server, session: Session, message: messages.GetStatusRequest
+) -> messages.GetStatusReply:
+    host = server.tiers.host
+    totals = host.store.totals()
     memory = messages.MemoryStatus(
-        server.loader.memory.kind.value,
+        host.loader.memory.kind.value,
         server.memory_reason,
         totals.budget_bytes,
         totals.resident_bytes,
         totals.reserved_bytes,
-        server.known_lingering_bytes(),
+        host.lingering_bytes(),
     )
-    reply = messages.GetStatusReply(
+    return messages.GetStatusReply(
         package=__version__,
         protocol=messages.PROTOCOL_VERSION,
         pid=os.getpid(),
@@ -86,16 +105,18 @@ def _status(server: Server, session: Session, message: messages.GetStatusRequest
         images=tuple(_images_status(server, session)),
         clients=tuple(_client_status(server, session)[:_CLIENTS_IN_STATUS]),
         counters=dict(server.counters),
+        devices=tuple(each.status() for each in server.tiers.devices),
     )
-    return reply, []
 
 
 def _images_status(server: Server, session: Session) -> list[messages.ImageStatus]:
     """As many images as fit a reply, most recently used first; names go before images do."""
     found = []
     left = _STATUS_NAMES_LIMIT_BYTES
-    for row in server.store.images()[:_IMAGES_IN_STATUS]:
-        image = _image_status(row, session)
+    rows = [(tier.name, row) for tier in server.tiers for row in tier.store.images()]
+    rows.sort(key=lambda each: -each[1].used_ns)
+    for tier, row in rows[:_IMAGES_IN_STATUS]:
+        image = _image_status(row, session, tier)
         names = []
         for name in image.names:
             left -= len(name.encode(errors="backslashreplace")) + 8
@@ -105,7 +126,7 @@ def _images_status(server: Server, session: Session) -> list[messages.ImageStatu
     return found
 
 
-def _image_status(row: ImageRow, session: Session) -> messages.ImageStatus:
+def _image_status(row: ImageRow, session: Session, tier: str) -> messages.ImageStatus:
     names = tuple(
         path for owner, path in row.names if _is_privileged(session) or owner == session.peer.uid
     )
@@ -120,6 +141,7 @@ def _image_status(row: ImageRow, session: Session) -> messages.ImageStatus:
         hits=max(0, row.opens - 1),
         load_ns=row.load_ns,
         names=names,
+        tier=tier,
     )
 
 
@@ -129,7 +151,7 @@ def _client_status(server: Server, session: Session) -> list[messages.ClientStat
             each.pid or each.peer.pid,
             each.peer.uid,
             each.package,
-            server.store.lease_count(each.number),
+            server.tiers.lease_count(each.number),
             each.requests,
             each.connected_ns,
         )
@@ -138,27 +160,53 @@ def _client_status(server: Server, session: Session) -> list[messages.ClientStat
     ]
 
 
-def _pin(server: Server, session: Session, message: messages.PinImageRequest) -> Outcome:
+def _pin(
+    server: Server, session: Session, message: messages.PinImageRequest
+) -> messages.PinImageReply:
     digest = _find(server, session, message.image)
-    return messages.PinImageReply(digest), server.store.pin(digest, is_pinned=message.is_pinned)
+    for tier in server.tiers.holding(digest):
+        actions = tier.store.pin(digest, is_pinned=message.is_pinned)
+        server.openings.execute(tier, actions)
+    return messages.PinImageReply(digest)
 
 
-def _evict(server: Server, session: Session, message: messages.EvictImageRequest) -> Outcome:
-    sizes = {image.digest: image.resident_bytes for image in server.store.images()}
+def _evict(
+    server: Server, session: Session, message: messages.EvictImageRequest
+) -> messages.EvictImageReply:
+    """From all tiers: it is to be gone. From one tier: its memory is wanted, so it may move."""
     if message.image:
-        actions = server.store.evict(_find(server, session, message.image))
+        digest = _find(server, session, message.image, tier=message.tier)
+        tiers = server.tiers.holding(digest, tier=message.tier)
     elif _is_privileged(session):
-        actions = server.store.evict_all()
+        digest = ""
+        tiers = [server.tiers.named(message.tier)] if message.tier else list(server.tiers)
     else:
         raise AccessDenied("only the daemon's own user may evict everything; name an image")
-    digests = tuple(each.digest for each in actions if isinstance(each, DropImage))
-    freed = sum(sizes[digest] for digest in digests)
-    return messages.EvictImageReply(digests, freed), actions
+    dropped: dict[Digest, int] = {}
+    refusal: NoSpace | None = None
+    for tier in tiers:
+        sizes = {image.digest: image.resident_bytes for image in tier.store.images()}
+        try:
+            actions = tier.store.evict(digest) if digest else tier.store.evict_all()
+        except NoSpace as error:
+            refusal = error
+            continue
+        for each in actions:
+            if isinstance(each, DropImage):
+                dropped[each.digest] = dropped.get(each.digest, 0) + sizes[each.digest]
+        server.openings.execute(tier, actions, may_demote=bool(message.tier))
+    if refusal is not None and not dropped:
+        raise refusal
+    return messages.EvictImageReply(tuple(dropped), sum(dropped.values()))
 
 
-def _verify(server: Server, session: Session, message: messages.VerifyImageRequest) -> Outcome:
+def _verify(server: Server, session: Session, message: messages.VerifyImageRequest) -> Later:
+    """At the first tier that has it; the host's comes before any device's."""
     digest = _find(server, session, message.image)
-    segment = server.loader.segment(digest)
+    tier = server.tiers.holding(digest)[0]
+    if isinstance(tier, DeviceTier):
+        return _verify_on_device(server, tier, digest)
+    segment = server.tiers.host.loader.segment(digest)
     # A hold of its own: the image may be evicted while a worker hashes it.
     descriptor = os.dup(segment.descriptor)
 
@@ -169,7 +217,20 @@ def _verify(server: Server, session: Session, message: messages.VerifyImageReque
             os.close(descriptor)
         return messages.VerifyImageReply(digest, computed)
 
-    return Later(work), []
+    return Later(tier, work)
+
+
+def _verify_on_device(server: Server, tier: DeviceTier, digest: Digest) -> Later:
+    """The image is put together in host memory, for which there has to be room."""
+    host = server.tiers.host
+    size_bytes = tier.loader.segment(digest).size_bytes
+    reserved = host.store.admit(size_bytes, withheld_bytes=host.withheld_bytes())
+    hashing = tier.loader.hashing(digest, to=host.loader.memory)
+
+    def finish() -> None:
+        host.store.ingest_failed(reserved, ReadFailed("it was read to be hashed only"))
+
+    return Later(tier, lambda: messages.VerifyImageReply(digest, hashing()), finish)
 
 
 def add_counters(server: Server, report: messages.StatsReport) -> None:
@@ -184,14 +245,16 @@ def add_counters(server: Server, report: messages.StatsReport) -> None:
             server.counters[name] = min(total, _COUNTER_LIMIT)
 
 
-def _stop(server: Server, session: Session, message: messages.StopDaemonRequest) -> Outcome:
+def _stop(
+    server: Server, session: Session, message: messages.StopDaemonRequest
+) -> messages.StopDaemonReply:
     if not _is_privileged(session):
         raise AccessDenied("only the daemon's own user may stop it")
     server.stop()
-    return messages.StopDaemonReply(os.getpid()), []
+    return messages.StopDaemonReply(os.getpid())
 
 
-_HANDLERS: dict[type, Callable[[Server, Session, Any], Outcome]] = {
+_HANDLERS: dict[type, Callable[[Server, Session, Any], Any]] = {
     messages.GetStatusRequest: _status,
     messages.PinImageRequest: _pin,
     messages.EvictImageRequest: _evict,

@@ -1,11 +1,11 @@
-"""The server: one thread that moves messages between sockets and the store.
+"""The server: one thread that moves messages between sockets and the tiers' stores.
 
 Theory of operation
 -------------------
 An epoll loop watches the listener, every handover connection, the ROUTER's descriptor and a wake-up
-event. Each event is handed to the store or a request handler; the actions that come back are
-executed at once. Loads run in the loader's threads, which only fill memory and wake the loop, so
-the state needs no lock and a slow disk never delays an answer.
+event. Each event is handed to a store (:mod:`trims_shim.daemon.openings`) or a request handler; the
+actions that come back are executed at once. Loads run in the loaders' threads, which only fill
+memory and wake the loop, so the state needs no lock and a slow disk never delays an answer.
 
 Trust: a client is who the kernel says (SO_PEERCRED); what it sends is data. Whatever breaks a limit
 or cannot be decoded is answered with an error, and the connection it came on is closed.
@@ -21,43 +21,18 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from trims_shim._version import __version__
-from trims_shim.config import memory_limit_bytes
 from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
-from trims_shim.daemon.loader import Finished, Loader
+from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.requests import Later, add_counters, handle
-from trims_shim.daemon.sessions import (
-    Session,
-    Sessions,
-    check_readable_file,
-    descriptors_are_scarce,
-)
-from trims_shim.daemon.store import (
-    Action,
-    Announce,
-    GrantLease,
-    Opening,
-    RefuseRequest,
-    StartIngest,
-    Store,
-)
-from trims_shim.errors import (
-    AccessDenied,
-    DaemonUnavailable,
-    FileChanged,
-    MalformedMessage,
-    ReadFailed,
-    TooManyRequests,
-    TrimsError,
-    WireError,
-)
-from trims_shim.memory.host import available_bytes
-from trims_shim.specs import Identity
+from trims_shim.daemon.sessions import Session, Sessions, descriptors_are_scarce
+from trims_shim.daemon.store import Announce
+from trims_shim.daemon.tiers import Tiers
+from trims_shim.errors import AccessDenied, MalformedMessage, TrimsError, WireError
 from trims_shim.wire import codec, handover, messages
 from trims_shim.wire.endpoint import Endpoint
 
@@ -67,21 +42,11 @@ _logger = logging.getLogger("trims_shim.daemon")
 
 _PROGRESS_INTERVAL_S = 0.25
 _HOUSEKEEPING_INTERVAL_S = 1.0
-_MARGIN_FRACTION = 32
-"""One part in this many of the memory is left to others; free images go to keep it."""
 _ACCEPTS_PER_TURN = 64
 _PACKETS_PER_TURN = 64
 _PACKETS_BEFORE_AN_OFFER = 4096
 """More than the kernel queues on one socket (net.core.wmem_default, 212992 bytes)."""
 _WARNING_INTERVAL_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A request that is not answered yet."""
-
-    routing: bytes
-    ticket: int
 
 
 class Server:
@@ -93,8 +58,7 @@ class Server:
         *,
         instance: str,
         listener: socket.socket,
-        store: Store,
-        loader: Loader,
+        tiers: Tiers,
         sessions: Sessions,
         wake_descriptor: int,
         idle_exit_s: float,
@@ -104,8 +68,7 @@ class Server:
         """Take over a bound and listening ``listener``; ``wake_descriptor`` is an eventfd."""
         self.endpoint = endpoint
         self.instance = instance
-        self.store = store
-        self.loader = loader
+        self.tiers = tiers
         self.sessions = sessions
         self.idle_exit_s = idle_exit_s
         self.config_hash = config_hash
@@ -120,10 +83,9 @@ class Server:
         self._events = self._context.socket(zmq.PUB)
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.bind(f"ipc://{endpoint.events(instance)}")
-        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self.openings = Openings(self, tiers)
         self.on_stop: Callable[[], None] = lambda: None
         self._is_stopping = False
-        self._margin_bytes = memory_limit_bytes() // _MARGIN_FRACTION
         self._jobs_open = 0
         self._last_active = time.monotonic()
         self._next_housekeeping = 0.0
@@ -174,31 +136,34 @@ class Server:
         now = time.monotonic()
         if now >= self._next_progress:
             self._next_progress = now + _PROGRESS_INTERVAL_S
-            self._send_progress()
+            self.openings.report_progress()
             self._control.reap()
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + _HOUSEKEEPING_INTERVAL_S
             self._guard_against_bloat()
-            self._relieve_pressure()
+            self.tiers.tend()
+            self.openings.relieve_pressure()
 
     def _timeout(self) -> float:
         if self._control.has_messages():
             return 0.0
-        return _PROGRESS_INTERVAL_S if self.store.ingest_count() else _HOUSEKEEPING_INTERVAL_S
+        return _PROGRESS_INTERVAL_S if self.tiers.ingest_count() else _HOUSEKEEPING_INTERVAL_S
 
     def _is_finished(self) -> bool:
         if self._is_stopping:
-            return not self.store.ingest_count() and not self._jobs_open
-        if self.store.is_needed():
+            is_busy = self.tiers.ingest_count() or self.tiers.is_making() or self._jobs_open
+            return not is_busy
+        if self.tiers.is_needed():
             self._last_active = time.monotonic()
         idle = time.monotonic() - self._last_active
         return 0 < self.idle_exit_s < idle
 
     def _close(self) -> None:
         for session in self.sessions:
-            self._end(session, "the daemon has stopped")
+            self.end_session(session, "the daemon has stopped")
         self._listener.close()
-        self.loader.close()
+        self.openings.close()
+        self.tiers.close()
         self._control.close(linger_ms=200)
         self._events.close()
         self._context.term()
@@ -242,7 +207,7 @@ class Server:
                     return
                 packet = self.sessions.receive(session)
                 if packet is None:
-                    self._end(session, "")
+                    self.end_session(session, "")
                     return
                 self._on_packet(session, packet.message)
                 if self.sessions.get(session.number) is None:
@@ -251,11 +216,11 @@ class Server:
             return
         except (TrimsError, OSError) as error:
             self.counters["rejected_packets"] += 1
-            self._end(session, str(error))
+            self.end_session(session, str(error))
 
     def _on_packet(self, session: Session, message: Any) -> None:
         if isinstance(message, messages.LeaseRelease):
-            self.store.release(session.number, message.lease, time.time_ns())
+            self.tiers.release(session.number, message.lease, time.time_ns())
         elif isinstance(message, messages.Hello):
             self._greet(session, message)
         elif isinstance(message, messages.StatsReport):
@@ -287,16 +252,16 @@ class Server:
         _logger.info("replaced by a client of version %.40s", request.package)
         self.stop()
 
-    def _end(self, session: Session, reason: str) -> None:
+    def end_session(self, session: Session, reason: str) -> None:
+        """Close a connection, and say why unless it is the client that has closed it."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(session.connection)
         if reason:
             with contextlib.suppress(OSError):
                 handover.send(session.connection, messages.Goodbye(reason[:500]))
         self.sessions.close(session)
-        self.store.close_session(session.number, time.time_ns())
-        for key in [key for key in self._waiting if key[0] == session.number]:
-            del self._waiting[key]
+        self.tiers.close_session(session.number, time.time_ns())
+        self.openings.close_session(session.number)
         self._last_active = time.monotonic()
 
     # --- control ----------------------------------------------------------------------------------
@@ -325,10 +290,9 @@ class Server:
         session.requests += 1
         try:
             if isinstance(envelope.message, messages.OpenImageRequest):
-                self._open(session, routing, envelope.request_id, envelope.message)
+                self.openings.open(session, routing, envelope.request_id, envelope.message)
                 return
-            reply, actions = handle(self, session, envelope.message)
-            self._execute(actions)
+            reply = handle(self, session, envelope.message)
             if isinstance(reply, Later):
                 self._run_later(routing, envelope.request_id, reply)
                 return
@@ -344,45 +308,19 @@ class Server:
 
     def _run_later(self, routing: bytes, request: int, later: Later) -> None:
         def done(result: Any) -> None:
+            later.finish()
             if isinstance(result, Exception):
                 result = messages.ErrorReply("ReadFailed", str(result)[:1000])
             self._jobs_open -= 1
             self._control.reply(routing, request, result)
 
         self._jobs_open += 1
-        self.loader.run(later.work, done)
+        later.tier.loader.run(later.work, done)
 
-    def _open(
-        self,
-        session: Session,
-        routing: bytes,
-        request: int,
-        message: messages.OpenImageRequest,
-    ) -> None:
-        descriptor = self._claim(session, message.ticket)
-        try:
-            self._check_limits(session, request)
-            status = check_readable_file(descriptor)
-            if status.st_size == 0:
-                raise ReadFailed(f"{message.name[:200]} is empty")
-            opening = Opening(
-                session.number,
-                request,
-                session.peer.uid,
-                Identity.from_stat(status),
-                message.name[:4096],
-            )
-            self._waiting[(session.number, request)] = _Waiting(routing, message.ticket)
-            withheld_bytes = 0 if self.store.is_hit(opening) else self._withheld_bytes()
-            actions = self.store.open(opening, time.time_ns(), withheld_bytes=withheld_bytes)
-            self._execute(actions, descriptor=descriptor)
-            if any(isinstance(each, StartIngest) for each in actions):
-                descriptor = -1
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+    # --- what openings need (openings.Front) ------------------------------------------------------
 
-    def _claim(self, session: Session, ticket: int) -> int:
+    def take_offer(self, session: Session, ticket: int) -> int:
+        """See :class:`Front`."""
         descriptor = self.sessions.claim_offer(session, ticket)
         if descriptor is None:
             # The offer was sent first but on another socket: it is in that socket's buffer now.
@@ -392,116 +330,27 @@ class Server:
             raise AccessDenied(f"no file was offered under ticket {ticket}")
         return descriptor
 
-    def _check_limits(self, session: Session, request: int) -> None:
-        limits = self.sessions.limits
-        waiting = sum(1 for number, _ in self._waiting if number == session.number)
-        if waiting >= limits.requests or (session.number, request) in self._waiting:
-            raise TooManyRequests(f"more than {limits.requests} open requests")
-        if self.store.lease_count(session.number) >= limits.leases:
-            raise TooManyRequests(f"more than {limits.leases} leases")
-        if self.is_stopping:
-            raise DaemonUnavailable("the daemon is stopping; load again")
+    def hand_over(self, session: Session, message: Any, descriptor: int) -> None:
+        """See :class:`Front`."""
+        handover.send(session.connection, message, descriptor=descriptor)
 
-    # --- actions ----------------------------------------------------------------------------------
+    def reply(self, routing: bytes, request: int, message: Any) -> None:
+        """See :class:`Front`."""
+        self._control.reply(routing, request, message)
 
-    def _execute(self, actions: list[Action], *, descriptor: int = -1) -> None:
-        for action in actions:
-            if self.loader.execute(action, descriptor=descriptor):
-                continue
-            if isinstance(action, GrantLease):
-                self._grant(action)
-            elif isinstance(action, RefuseRequest):
-                error = action.error
-                self.counters["refused"] += 1
-                reply = messages.ErrorReply(type(error).__name__, str(error)[:1000])
-                self._answer(action.opening, reply)
-            elif isinstance(action, Announce):
-                self._publish(action)
-
-    def _grant(self, grant: GrantLease) -> None:
-        session = self.sessions.get(grant.opening.session)
-        if session is None:
-            return
-        self.counters[f"open_{grant.outcome}"] += 1
-        segment = self.loader.segment(grant.digest)
-        waiting = self._waiting.get((session.number, grant.opening.request))
-        if waiting is None:
-            return
-        packet = messages.SegmentGrant(waiting.ticket, grant.lease)
-        try:
-            handover.send(session.connection, packet, descriptor=segment.descriptor)
-        except OSError as error:
-            self._end(session, f"the client does not take its segments: {error}")
-            return
-        reply = messages.OpenImageReply(
-            grant.lease, grant.digest, segment.size_bytes, grant.outcome, grant.is_settled
-        )
-        self._answer(grant.opening, reply)
-
-    def _answer(self, opening: Opening, message: Any) -> None:
-        waiting = self._waiting.pop((opening.session, opening.request), None)
-        if waiting is not None:
-            self._control.reply(waiting.routing, opening.request, message)
-
-    def _publish(self, event: Announce) -> None:
-        self.counters[f"images_{event.event}"] += 1
+    def publish(self, event: Announce) -> None:
+        """See :class:`Front`."""
         body = messages.ImageEvent(event.event, event.digest, event.size_bytes, time.time_ns())
         with contextlib.suppress(zmq.ZMQError):
             topic = f"image.{event.event}".encode()
             self._events.send_multipart([topic, codec.encode(body)], zmq.NOBLOCK)
 
-    # --- loads ------------------------------------------------------------------------------------
-
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_descriptor, 8)
-        for finished in self.loader.take_finished():
-            self._execute(self._after(finished))
-        for finish_job in self.loader.take_jobs():
-            finish_job()
-
-    def _after(self, finished: Finished) -> list[Action]:
-        result, error = finished.result, finished.error
-        is_known = result is not None and finished.segment is None
-        if result is not None and is_known and not self.store.is_resident(result.digest):
-            error = FileChanged("the equal image was evicted meanwhile; load it again")
-        if error is not None or result is None:
-            self.loader.discard(finished.ingest)
-            return self.store.ingest_failed(finished.ingest, error or ReadFailed("no result"))
-        return self.store.ingest_done(finished.ingest, result, time.time_ns())
-
-    def _send_progress(self) -> None:
-        for ingest, meter in self.loader.meters().items():
-            progress = messages.Progress(meter.done_bytes, meter.total_bytes)
-            for opening in self.store.waiters(ingest):
-                waiting = self._waiting.get((opening.session, opening.request))
-                if waiting is not None:
-                    self._control.reply(waiting.routing, opening.request, progress)
-
-    def _withheld_bytes(self) -> int:
-        """The part of the budget that is taken by lingering images, or that the machine has not."""
-        totals = self.store.totals()
-        available = available_bytes() - self._margin_bytes
-        usable = totals.resident_bytes + max(0, available)
-        return max(0, self.known_lingering_bytes(), totals.budget_bytes - usable)
-
-    def known_lingering_bytes(self) -> int:
-        """Bytes of evicted images that somebody still maps; -1 where the kernel does not say."""
-        used = self.loader.memory.used_bytes()
-        if used is None:
-            return -1
-        totals = self.store.totals()
-        return max(0, used - totals.resident_bytes - totals.reserved_bytes)
+        self.openings.finish()
 
     # --- defence ----------------------------------------------------------------------------------
-
-    def _relieve_pressure(self) -> None:
-        """Cached images that nobody uses go before the machine runs out of memory."""
-        missing = self._margin_bytes - available_bytes()
-        if missing > 0:
-            actions = self.store.relieve(missing, time.time_ns())
-            self.counters["evicted_under_pressure"] += len(actions) // 2
-            self._execute(actions)
 
     def _guard_against_bloat(self) -> None:
         if not self._control.is_bloated():
@@ -509,5 +358,5 @@ class Server:
         _logger.warning("control messages pile up without end; all control connections are closed")
         self.counters["control_resets"] += 1
         for session in self.sessions:
-            self._end(session, "the control socket was reset; connect again")
+            self.end_session(session, "the control socket was reset; connect again")
         self._control.reset()

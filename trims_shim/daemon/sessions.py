@@ -78,6 +78,10 @@ class Sessions:
         if mine >= self.limits.sessions_per_user:
             connection.close()
             return None
+        return self.add(connection, peer, now_ns)
+
+    def add(self, connection: socket.socket, peer: Peer, now_ns: int) -> Session:
+        """A new session of a connection that was let in; owns it from here on."""
         session = Session(self._next, connection, peer, now_ns)
         self._next += 1
         self._by_number[session.number] = session

@@ -1,4 +1,4 @@
-"""The store: which images exist, who leases them, what is loading, what must go.
+"""The store of one tier: which images exist, who leases them, what is loading, what must go.
 
 A pure state machine, ``(state, event, now) -> (state, actions)``: no I/O, no clock, no thread. The
 server feeds it events and executes the actions in order.
@@ -17,17 +17,22 @@ Rules
    loads privately.
 5. A closed session leaves no lease and no waiter. A load without waiters runs to its end: somebody
    wanted the model a moment ago, and its first reader may come back.
+6. Lease and load numbers are unique across the tiers of a daemon, which share the counter: a client
+   gives a lease up by its number alone.
+7. An image that comes from another tier (:meth:`Store.admit`) takes free room only, never another
+   image's place; what was known of it there (:class:`DropImage`) is known of it here afterwards.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from trims_shim.daemon.eviction import Candidate, EvictionPolicy
-from trims_shim.errors import NoSpace, RequestRefused, UnknownImage
+from trims_shim.errors import NoSpace, TrimsError, UnknownImage
 from trims_shim.specs import Digest, Identity
 
 __all__ = [
@@ -51,6 +56,8 @@ _NAMES_PER_IMAGE = 16
 
 IdentityKey = tuple[int, Identity]
 """(user, identity)."""
+NameKey = tuple[int, str]
+"""(user, path)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +121,20 @@ class RefuseRequest:
     """Answer with an error."""
 
     opening: Opening
-    error: RequestRefused
+    error: TrimsError
 
 
 @dataclass(frozen=True, slots=True)
 class DropImage:
-    """Give up the segment of this image."""
+    """Give up the segment of this image.
+
+    The rest is what the store knew of it, for a tier that takes it over.
+    """
 
     digest: Digest
+    size_bytes: int = field(default=0, compare=False)
+    identities: tuple[IdentityKey, ...] = field(default=(), compare=False)
+    names: tuple[NameKey, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +162,19 @@ class _Image:
     opens: int = 0
     is_pinned: bool = False
     leases: set[int] = field(default_factory=set)
-    names: OrderedDict[tuple[int, str], None] = field(default_factory=OrderedDict)
+    names: OrderedDict[NameKey, None] = field(default_factory=OrderedDict)
 
 
 @dataclass(slots=True)
 class _Ingest:
-    key: IdentityKey
+    """A load. ``first`` began it; None where the image comes from another tier."""
+
+    keys: tuple[IdentityKey, ...]
+    names: tuple[NameKey, ...]
+    size_bytes: int
     reserved_bytes: int
-    first: Opening
-    waiters: list[Opening]
+    first: Opening | None = None
+    waiters: list[Opening] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +190,7 @@ class ImageRow:
     used_ns: int
     opens: int
     load_ns: int
-    names: tuple[tuple[int, str], ...]
+    names: tuple[NameKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +211,19 @@ class Store:
         *,
         policy: EvictionPolicy,
         footprint_bytes: Callable[[int], int] = lambda size: size,
+        numbers: Iterator[int] | None = None,
+        tier: str = "host tier",
+        setting: str = "TRIMS_HOST_BYTES",
     ) -> None:
-        """``footprint_bytes`` says what a segment for a file of some size will cost."""
+        """``footprint_bytes`` says what a segment for a file of some size will cost.
+
+        ``numbers`` is the counter shared with other tiers; ``tier`` and ``setting`` name this tier
+        and its budget in messages.
+        """
         self._budget_bytes = budget_bytes
+        self._numbers = itertools.count(1) if numbers is None else numbers
+        self._tier = tier
+        self._setting = setting
         self._policy = policy
         self._footprint_bytes = footprint_bytes
         self._images: dict[Digest, _Image] = {}
@@ -206,7 +233,6 @@ class Store:
         self._loading: dict[IdentityKey, int] = {}
         self._leases: dict[int, tuple[int, Digest]] = {}
         self._by_session: dict[int, set[int]] = {}
-        self._next = 1
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -226,6 +252,25 @@ class Store:
             return []
         return self._start(opening, key, now_ns, withheld_bytes)
 
+    def admit(
+        self,
+        size_bytes: int,
+        *,
+        identities: tuple[IdentityKey, ...] = (),
+        names: tuple[NameKey, ...] = (),
+        withheld_bytes: int = 0,
+    ) -> int:
+        """Reserve room for an image of ``size_bytes`` from another tier; the number of its load.
+
+        Raises NoSpace where it does not fit without evicting anything.
+        """
+        needed = self._footprint_bytes(size_bytes)
+        if self._missing_bytes(needed, withheld_bytes) > 0:
+            raise self._no_space("an image of another tier", needed, withheld_bytes)
+        ingest = next(self._numbers)
+        self._ingests[ingest] = _Ingest(identities, names, size_bytes, needed)
+        return ingest
+
     def ingest_done(self, ingest: int, result: Ingested, now_ns: int) -> list[Action]:
         """The segment is filled and sealed, or an equal image was found."""
         load = self._end(ingest)
@@ -234,7 +279,7 @@ class Store:
         if image is None:
             image = _Image(
                 result.digest,
-                load.first.identity.size_bytes,
+                load.size_bytes,
                 result.resident_bytes,
                 loaded_ns=now_ns,
                 used_ns=now_ns,
@@ -245,8 +290,9 @@ class Store:
             actions.append(Announce("loaded", image.digest, image.size_bytes))
         else:
             actions.append(DiscardSegment(ingest))
-        self._remember(load.key, result)
-        self._name(image, load.first)
+        self._remember(load.keys, result)
+        for name in load.names:
+            self._name(image, name)
         for opening in load.waiters:
             outcome = "miss" if opening is load.first else "joined"
             actions.append(
@@ -254,7 +300,7 @@ class Store:
             )
         return actions
 
-    def ingest_failed(self, ingest: int, error: RequestRefused) -> list[Action]:
+    def ingest_failed(self, ingest: int, error: TrimsError) -> list[Action]:
         """The file could not be read; everybody who waits is told why."""
         load = self._end(ingest)
         return [RefuseRequest(opening, error) for opening in load.waiters]
@@ -290,6 +336,16 @@ class Store:
         if image.leases or image.is_pinned:
             why = "is pinned; unpin it first" if image.is_pinned else "is in use"
             raise NoSpace(f"image {digest[:12]} {why} ({len(image.leases)} leases)")
+        return self._drop(image)
+
+    def forget(self, digest: Digest) -> list[Action]:
+        """The memory of an image is lost, and with it all leases; nothing if it is unknown."""
+        image = self._images.get(digest)
+        if image is None:
+            return []
+        for lease in image.leases:
+            session, _ = self._leases.pop(lease)
+            self._by_session[session].discard(lease)
         return self._drop(image)
 
     def relieve(self, wanted_bytes: int, now_ns: int) -> list[Action]:
@@ -332,6 +388,10 @@ class Store:
         """Whether :meth:`open` would need no room: the image is there, or being loaded."""
         key = (opening.user, opening.identity)
         return key in self._identities or key in self._loading
+
+    def trusted_digest(self, user: int, identity: Identity) -> Digest | None:
+        """What the file of this identity holds, if this user has proved it and it is resident."""
+        return self._identities.get((user, identity))
 
     def is_resident(self, digest: Digest) -> bool:
         """Whether there is an image of this digest."""
@@ -391,9 +451,16 @@ class Store:
         needed = self._footprint_bytes(opening.identity.size_bytes)
         actions = self._make_room(needed, now_ns, withheld_bytes)
         if actions is None:
-            return [RefuseRequest(opening, self._no_space(opening, needed, withheld_bytes))]
-        ingest, self._next = self._next, self._next + 1
-        self._ingests[ingest] = _Ingest(key, needed, opening, [opening])
+            return [RefuseRequest(opening, self._no_space(opening.name, needed, withheld_bytes))]
+        ingest = next(self._numbers)
+        self._ingests[ingest] = _Ingest(
+            (key,),
+            ((opening.user, opening.name),),
+            opening.identity.size_bytes,
+            needed,
+            opening,
+            [opening],
+        )
         self._loading[key] = ingest
         known = self._hints.get(opening.identity) in self._images
         return [*actions, StartIngest(ingest, opening, is_likely_known=known)]
@@ -401,14 +468,17 @@ class Store:
     def _make_room(
         self, needed_bytes: int, now_ns: int, withheld_bytes: int
     ) -> list[Action] | None:
-        totals = self.totals()
-        used = totals.resident_bytes + totals.reserved_bytes + withheld_bytes
-        missing = used + needed_bytes - self._budget_bytes
+        missing = self._missing_bytes(needed_bytes, withheld_bytes)
         chosen = self._choose_victims(missing, now_ns)
         # All or nothing: images are not thrown away for a request that is refused all the same.
         if sum(image.resident_bytes for image in chosen) < missing:
             return None
         return [action for image in chosen for action in self._drop(image)]
+
+    def _missing_bytes(self, needed_bytes: int, withheld_bytes: int) -> int:
+        totals = self.totals()
+        used = totals.resident_bytes + totals.reserved_bytes + withheld_bytes
+        return used + needed_bytes - self._budget_bytes
 
     def _choose_victims(self, missing_bytes: int, now_ns: int) -> list[_Image]:
         """Free images in the policy's order, as many as are needed or there are."""
@@ -433,45 +503,48 @@ class Store:
             chosen.append(self._images[digest])
         return chosen
 
-    def _no_space(self, opening: Opening, needed: int, withheld_bytes: int) -> NoSpace:
+    def _no_space(self, name: str, needed: int, withheld_bytes: int) -> NoSpace:
         totals = self.totals()
         return NoSpace(
-            f"{opening.name}: {needed} bytes do not fit the host tier: budget "
+            f"{name}: {needed} bytes do not fit the {self._tier}: budget "
             f"{totals.budget_bytes}, resident {totals.resident_bytes}, loading "
             f"{totals.reserved_bytes}, still mapped elsewhere or not to be had {withheld_bytes}; "
-            f"raise TRIMS_HOST_BYTES, free memory, or `trims evict`"
+            f"raise {self._setting}, free memory, or `trims evict`"
         )
 
     def _grant(
         self, opening: Opening, digest: Digest, outcome: str, now_ns: int, *, is_settled: bool
     ) -> GrantLease:
         image = self._images[digest]
-        lease, self._next = self._next, self._next + 1
+        lease = next(self._numbers)
         self._leases[lease] = (opening.session, digest)
         self._by_session.setdefault(opening.session, set()).add(lease)
         image.leases.add(lease)
         image.used_ns = now_ns
         image.opens += 1
-        self._name(image, opening)
+        self._name(image, (opening.user, opening.name))
         return GrantLease(opening, lease, digest, outcome, is_settled)
 
-    def _name(self, image: _Image, opening: Opening) -> None:
-        image.names[(opening.user, opening.name)] = None
-        image.names.move_to_end((opening.user, opening.name))
+    def _name(self, image: _Image, name: NameKey) -> None:
+        image.names[name] = None
+        image.names.move_to_end(name)
         while len(image.names) > _NAMES_PER_IMAGE:
             image.names.popitem(last=False)
 
-    def _remember(self, key: IdentityKey, result: Ingested) -> None:
-        self._hints[key[1]] = result.digest
-        if result.is_settled:
-            self._identities[key] = result.digest
+    def _remember(self, keys: tuple[IdentityKey, ...], result: Ingested) -> None:
+        for key in keys:
+            self._hints[key[1]] = result.digest
+            if result.is_settled:
+                self._identities[key] = result.digest
         for table in (self._hints, self._identities):
             while len(table) > _IDENTITIES_LIMIT:
                 table.popitem(last=False)
 
     def _end(self, ingest: int) -> _Ingest:
         load = self._ingests.pop(ingest)
-        del self._loading[load.key]
+        for key in load.keys:
+            if self._loading.get(key) == ingest:
+                del self._loading[key]
         return load
 
     def _unlease(self, lease: int, digest: Digest, now_ns: int) -> None:
@@ -481,11 +554,15 @@ class Store:
 
     def _drop(self, image: _Image) -> list[Action]:
         del self._images[image.digest]
-        for key in [key for key, digest in self._identities.items() if digest == image.digest]:
+        keys = tuple(key for key, digest in self._identities.items() if digest == image.digest)
+        for key in keys:
             del self._identities[key]
         for identity in [each for each, digest in self._hints.items() if digest == image.digest]:
             del self._hints[identity]
-        return [DropImage(image.digest), Announce("evicted", image.digest, image.size_bytes)]
+        return [
+            DropImage(image.digest, image.size_bytes, keys, tuple(image.names)),
+            Announce("evicted", image.digest, image.size_bytes),
+        ]
 
     def _image(self, digest: Digest) -> _Image:
         try:

@@ -1,0 +1,396 @@
+"""The tiers together: when a device's is made, what of it may be used, and what holds for all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import emulated_cuda as emulation
+import pytest
+from device_images import MIB, safetensors
+from emulated_cuda import Emulated
+
+from trims_shim import config as configuration
+from trims_shim import testing
+from trims_shim.client import cache as caches
+from trims_shim.daemon import tiers as tiers_module
+from trims_shim.daemon.eviction import LeastRecentlyUsed
+from trims_shim.daemon.loader import Loader
+from trims_shim.daemon.sessions import Limits
+from trims_shim.daemon.store import GrantLease, Ingested, Opening, Store
+from trims_shim.daemon.tiers import DeviceSettings, DeviceTier, HostTier, Tier, Tiers
+from trims_shim.errors import TooManyRequests, TrimsError, UnknownDevice, UnknownImage
+from trims_shim.memory.device import DeviceMemory
+from trims_shim.memory.host import MemfdMemory
+from trims_shim.specs import Identity, SegmentKind
+from trims_shim.wire import messages
+
+PATIENCE_S = 20
+GIB = 1 << 30
+GPU, GPU2 = emulation.device_ids(2)
+A, B = "a" * 64, "b" * 64
+
+
+class Harness:
+    """Tiers, and the loop that takes their jobs."""
+
+    def __init__(self, **settings: str) -> None:
+        config = configuration.load({}, device_headroom_bytes="64M", **settings)
+        self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        numbers = itertools.count(1)
+        host = HostTier(
+            Store(GIB, policy=LeastRecentlyUsed(), numbers=numbers),
+            Loader(MemfdMemory(SegmentKind.MEMFD), threads=1, wake=self.wake),
+        )
+        self.tiers = Tiers(host, DeviceSettings.of(config), numbers=numbers, wake=self.wake)
+
+    def wake(self) -> None:
+        self.woken.put(None)
+
+    def ask(self, name: str) -> list[Tier | TrimsError]:
+        """What ``ready`` is told; filled by and by."""
+        answers: list[Tier | TrimsError] = []
+        self.tiers.when_ready(name, answers.append)
+        return answers
+
+    def turn(self) -> None:
+        """Wait for a job, and finish it."""
+        self.woken.get(timeout=PATIENCE_S)
+        for tier in self.tiers:
+            for finish in tier.loader.take_jobs():
+                finish()
+
+    def device(self, name: str = GPU) -> DeviceTier:
+        answers = self.ask(name)
+        while not answers:
+            self.turn()
+        (tier,) = answers
+        assert isinstance(tier, DeviceTier), tier
+        return tier
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Harness]]:
+    made: list[Harness] = []
+
+    def make(**settings: str) -> Harness:
+        made.append(Harness(**settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.tiers.close()
+
+
+def no_driver() -> Any:
+    raise AssertionError("the driver is not to be touched")
+
+
+class TestMaking:
+    def test_nothing_touches_the_driver_before_somebody_asks(
+        self, make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tiers_module, "driver", no_driver)
+        harness = make()
+        assert harness.ask("host") == [harness.tiers.host]
+        assert [tier.name for tier in harness.tiers] == ["host"]
+        harness.tiers.tend()
+        assert not harness.tiers.is_needed()
+
+    def test_it_is_made_once_and_in_a_thread(
+        self,
+        make: Callable[..., Harness],
+        emulated_cuda: Emulated,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        threads: list[threading.Thread] = []
+        driver = tiers_module.driver
+
+        def watched() -> Any:
+            threads.append(threading.current_thread())
+            return driver()
+
+        monkeypatch.setattr(tiers_module, "driver", watched)
+        harness = make()
+        first, second = harness.ask(GPU), harness.ask(GPU)
+        assert (first, second) == ([], [])
+        assert harness.tiers.is_making()
+        assert harness.tiers.is_needed()
+        harness.turn()
+        assert first == second == harness.ask(GPU) == harness.tiers.devices
+        assert not harness.tiers.is_making()
+        assert threads
+        assert threading.current_thread() not in threads
+
+    def test_off(self, make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tiers_module, "driver", no_driver)
+        (error,) = make(device_backend="off").ask(GPU)
+        assert isinstance(error, UnknownDevice)
+        assert "TRIMS_DEVICE_BACKEND=off" in str(error)
+
+    @pytest.mark.parametrize("name", ["", "cuda:0", "GPU-1", "0", GPU + "\n", "TPU" + GPU[3:]])
+    def test_what_is_no_id(
+        self, make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setattr(tiers_module, "driver", no_driver)
+        (error,) = make().ask(name)
+        assert isinstance(error, UnknownDevice)
+
+    def test_a_reason_is_kept_for_a_while(
+        self,
+        make: Callable[..., Harness],
+        emulated_cuda: Emulated,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        harness = make()
+        answers = harness.ask(GPU2)
+        harness.turn()
+        (error,) = answers
+        assert isinstance(error, UnknownDevice)
+        assert GPU2 in str(error)
+        assert harness.ask(GPU2) == [error]
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 31)
+        assert harness.ask(GPU2) == []
+        harness.turn()
+        assert [record.levelname for record in caplog.records] == ["WARNING"], "one per cause"
+
+    def test_reasons_do_not_pile_up(
+        self, make: Callable[..., Harness], emulated_cuda: Emulated
+    ) -> None:
+        harness = make()
+        for number in range(70):
+            harness.ask(f"GPU-00000000-0000-4000-8000-{number:012x}")
+            harness.turn()
+        assert len(harness.tiers._unavailable) == 64
+
+
+class TestRoom:
+    @pytest.mark.parametrize(
+        ("size", "machine", "budget"),
+        [("25%", {}, GIB // 4), ("100M", {}, 100 * MIB), ("50%", {"nvml": 0}, GIB // 2)],
+    )
+    def test_the_budget(
+        self, make: Callable[..., Harness], request: Any, size: str, machine: Any, budget: int
+    ) -> None:
+        variables = request.getfixturevalue("make_emulated_environment")(**machine)
+        monkeypatch = request.getfixturevalue("monkeypatch")
+        _show(variables, monkeypatch)
+        tier = make(device_bytes=size).device()
+        assert tier.store.totals().budget_bytes == budget
+        assert tier.free_bytes() == (-1 if machine else GIB)
+        assert tier.withheld_bytes() == 0
+
+    def test_a_share_is_of_what_was_free_at_first(
+        self, make: Callable[..., Harness], emulated_cuda: Emulated
+    ) -> None:
+        taken = DeviceMemory(GPU, "vmm").create(GIB // 2)
+        try:
+            tier = make(device_bytes="50%").device()
+        finally:
+            taken.close()
+        tier.measure()
+        assert tier.store.totals().budget_bytes == GIB // 4
+        assert tier.free_bytes() == GIB
+
+    def test_what_others_take_is_withheld(
+        self, make: Callable[..., Harness], emulated_cuda: Emulated
+    ) -> None:
+        tier = make(device_bytes=str(GIB)).device()
+        assert tier.withheld_bytes() == 64 * MIB, "the head-room"
+        assert tier.missing_bytes() < 0
+        taken = DeviceMemory(GPU, "vmm").create(GIB - 32 * MIB)
+        try:
+            tier.measure()
+            assert tier.free_bytes() == 32 * MIB
+            assert tier.withheld_bytes() == GIB + 32 * MIB
+            assert tier.missing_bytes() == 32 * MIB
+        finally:
+            taken.close()
+        tier.measure()
+        assert tier.withheld_bytes() == 64 * MIB
+
+    def test_our_own_images_are_not_withheld(
+        self, make: Callable[..., Harness], emulated_cuda: Emulated
+    ) -> None:
+        """Nor need it be measured again when one of them comes or goes."""
+        tier = make(device_bytes=str(GIB)).device()
+        memory = tier.loader.memory.create(100 * MIB)
+        tier.loader._account.add(100 * MIB)
+        assert tier.free_bytes() == GIB - 100 * MIB
+        assert tier.withheld_bytes() == 64 * MIB
+        tier.measure()
+        assert tier.free_bytes() == GIB - 100 * MIB
+        assert tier.withheld_bytes() == 64 * MIB
+        memory.close()
+        tier.loader._account.add(-100 * MIB)
+        assert tier.free_bytes() == GIB
+
+    def test_what_leaves_need_not_be_evicted_again(
+        self, make: Callable[..., Harness], emulated_cuda: Emulated
+    ) -> None:
+        tier = make(device_bytes=str(GIB)).device()
+        memory = tier.loader.memory.create(GIB - 32 * MIB)
+        tier.loader._account.add(GIB - 32 * MIB)
+        tier.measure()
+        assert tier.missing_bytes() == 32 * MIB
+        tier.loader._account.begin_leaving(30 * MIB)
+        assert tier.missing_bytes() == 2 * MIB
+        tier.loader._account.end_leaving(30 * MIB)
+        tier.loader._account.add(-(GIB - 32 * MIB))
+        memory.close()
+
+    def test_outlines_are_withheld_from_the_host(self, make: Callable[..., Harness]) -> None:
+        host = make().tiers.host
+        before = host.withheld_bytes()
+        host.outline_bytes = lambda: before + 5
+        assert host.withheld_bytes() == before + 5
+
+
+def _show(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated machine, for this process."""
+    from trims_shim.memory import driver, nvml
+
+    emulation.load()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    emulation.reset()
+    driver.forget()
+    nvml.forget()
+
+
+class _Machine:
+    """Tiers with images, by the stores' word alone."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.tiers = harness.tiers
+        self.device = harness.device()
+        self.requests = itertools.count(1)
+
+    def put(self, tier: Tier, digest: str, name: str, *, user: int = 1, session: int = 1) -> int:
+        identity = Identity(1, next(self.requests), 10, 0, 0)
+        opening = Opening(session, next(self.requests), user, identity, name)
+        (start,) = tier.store.open(opening, 1)
+        result = Ingested(digest, 10, True, 1)
+        actions = tier.store.ingest_done(start.ingest, result, 1)  # type: ignore[union-attr]
+        (grant,) = (each for each in actions if isinstance(each, GrantLease))
+        return grant.lease
+
+
+@pytest.fixture
+def machine(make: Callable[..., Harness], emulated_cuda: Emulated) -> _Machine:
+    return _Machine(make())
+
+
+class TestAll:
+    def test_leases_are_counted_and_released_everywhere(self, machine: _Machine) -> None:
+        tiers = machine.tiers
+        leases = [
+            machine.put(tiers.host, A, "/a"),
+            machine.put(machine.device, A, "/a"),
+            machine.put(machine.device, B, "/b", session=2),
+        ]
+        assert len(set(leases)) == 3
+        assert (tiers.lease_count(), tiers.lease_count(1)) == (3, 2)
+        for lease in leases[:2]:
+            tiers.release(2, lease, 2)
+        assert tiers.lease_count() == 3, "not his"
+        tiers.release(1, leases[1], 2)
+        assert [tier.store.lease_count() for tier in tiers] == [1, 1]
+        tiers.close_session(1, 3)
+        tiers.close_session(2, 3)
+        assert not tiers.is_needed()
+
+    def test_find(self, machine: _Machine) -> None:
+        tiers = machine.tiers
+        machine.put(tiers.host, A, "/a")
+        machine.put(machine.device, A, "/a")
+        machine.put(machine.device, "a" * 10 + "c" * 54, "/c")
+        machine.put(machine.device, B, "/b", user=2)
+        find = lambda text, **more: tiers.find(  # noqa: E731
+            text, **{"user": 1, "may_see_all": True, **more}
+        )
+        assert find("/a") == find("a" * 11) == A
+        assert find("/b") == B
+        with pytest.raises(UnknownImage, match="more digits"):
+            find("a" * 8)
+        with pytest.raises(UnknownImage):
+            find("/b", may_see_all=False)
+        with pytest.raises(UnknownImage):
+            find("/b", tier="host")
+        assert find("a" * 8, tier="host") == A
+        with pytest.raises(UnknownDevice, match="trims status"):
+            find("/a", tier=GPU2)
+        assert [tier.name for tier in tiers.holding(A)] == ["host", GPU]
+        assert tiers.holding(A, tier=GPU) == [machine.device]
+        assert tiers.holding("0" * 64) == []
+
+    def test_status(self, machine: _Machine) -> None:
+        machine.put(machine.device, A, "/a")
+        status = machine.device.status()
+        assert status == messages.DeviceStatus(
+            device=GPU,
+            name="Emulated GPU",
+            backend="vmm",
+            total_bytes=GIB,
+            free_bytes=GIB,
+            budget_bytes=int(GIB * 0.8),
+            headroom_bytes=64 * MIB,
+            resident_bytes=10,
+            reserved_bytes=0,
+            lingering_bytes=-1,
+        )
+
+
+def test_limits_count_all_tiers(emulated_cuda: Emulated, make_file: Callable[..., str]) -> None:
+    path = make_file(safetensors((MIB, 5)))
+    with testing.FakeDaemon(device_headroom_bytes="64M", device_bytes="100M") as daemon:
+        server = daemon._server
+        assert server is not None
+        server.sessions.limits = Limits(leases=2)
+        descriptor = os.open(path, os.O_RDONLY)
+        line = caches.cache()._connect(may_start=False)
+        granted = [line.open_image(descriptor, path, tier=tier) for tier in ("host", GPU)]
+        for tier in ("host", GPU):
+            with pytest.raises(TooManyRequests, match="2 leases"):
+                line.open_image(descriptor, path, tier=tier)
+        line.release(granted[0].reply.lease)
+        granted.append(line.open_image(descriptor, path, tier=GPU))
+        for each in granted:
+            for one in (each.descriptor, *each.allocations):
+                os.close(one)
+        os.close(descriptor)
+        line.close()
+
+
+def test_the_fake_daemon_has_them_too(
+    emulated_cuda: Emulated, make_file: Callable[..., str]
+) -> None:
+    content = safetensors((MIB, 5))
+    path = make_file(content)
+    with testing.FakeDaemon(device_headroom_bytes="64M", device_bytes="100M") as daemon:
+        descriptor = os.open(path, os.O_RDONLY)
+        line = caches.cache()._connect(may_start=False)
+        for outcome in ("miss", "hit"):
+            granted = line.open_image(descriptor, path, tier=GPU)
+            assert granted.reply.outcome == outcome
+            assert granted.reply.device is not None
+            for each in (granted.descriptor, *granted.allocations):
+                os.close(each)
+        assert daemon.reads(path) == 1
+        assert [image.resident_bytes for image in daemon.images] == [2 * MIB]
+        assert daemon.leases == 2
+        with pytest.raises(UnknownDevice):
+            line.open_image(descriptor, path, tier=GPU2)
+        status = line.request(messages.GetStatusRequest())
+        assert [image.tier for image in status.images] == [GPU]
+        verified = line.request(messages.VerifyImageRequest(path))
+        assert verified.computed == verified.digest
+        os.close(descriptor)
+        line.close()

@@ -1,0 +1,414 @@
+"""The uploader and the daemon's side of it: what is planned, who is to blame, when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from blake3 import blake3
+from device_images import MIB, safetensors
+from emulated_cuda import Emulated
+from harness import process_state, wait_until
+
+from trims_shim.daemon import uploader as process_module
+from trims_shim.daemon.uploading import Uploader
+from trims_shim.errors import (
+    DriverFailure,
+    FileChanged,
+    FormatError,
+    ReadFailed,
+    TruncatedFile,
+    UnsupportedFormat,
+    WireError,
+)
+from trims_shim.formats.device_layout import layout_of
+from trims_shim.memory import copying
+from trims_shim.memory.device import DeviceAllocation, DeviceMemory, sparse_outline
+from trims_shim.wire import messages
+
+CONTENT = safetensors((3 * MIB, 5, MIB))
+SLOW_HEADER = safetensors([1] * 400_000)
+"""Takes a second to be parsed."""
+
+_HASHING_THREADS = len(os.sched_getaffinity(0))
+"""BLAKE3's, which stay."""
+
+_STREAM_THREADS = 2 if copying.engine() == "native" else 0
+"""The emulated driver's, for the streams that go with the buffers that are kept."""
+
+MakeFile = Callable[..., str]
+
+
+@pytest.fixture
+def source(make_file: MakeFile) -> Iterator[int]:
+    descriptor = os.open(make_file(CONTENT), os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+class TestPlan:
+    """What a file may cost is decided before anything is copied."""
+
+    @staticmethod
+    def plan(descriptor: int, size_bytes: int, limit_bytes: int = 1 << 40) -> object:
+        request = messages.PlanUploadRequest(1, size_bytes, limit_bytes, True, "model")
+        return process_module.plan(descriptor, request)
+
+    def test_a_layout(self, source: int) -> None:
+        assert self.plan(source, len(CONTENT)) == layout_of(CONTENT)
+
+    def test_alignment_has_a_limit(self, source: int) -> None:
+        needed = layout_of(CONTENT).size_bytes
+        self.plan(source, len(CONTENT), needed)
+        with pytest.raises(UnsupportedFormat, match="more than"):
+            self.plan(source, len(CONTENT), needed - 1)
+
+    @pytest.mark.parametrize("tensor_bytes", [64, 3 * MIB])
+    def test_what_is_no_tensor_has_a_limit(self, make_file: MakeFile, tensor_bytes: int) -> None:
+        """As much as the tensors, or a MiB."""
+        content = safetensors([tensor_bytes])
+        header = int.from_bytes(content[:8], "little")
+        limit = max(MIB, tensor_bytes)
+        for size, is_fine in ((limit - 8, True), (limit, False)):
+            text = content[8 : 8 + header] + b" " * (size - header)
+            padded = len(text).to_bytes(8, "little") + text + content[8 + header :]
+            descriptor = os.open(make_file(padded), os.O_RDONLY)
+            try:
+                if is_fine:
+                    self.plan(descriptor, len(padded))
+                else:
+                    with pytest.raises(UnsupportedFormat, match="no tensor"):
+                        self.plan(descriptor, len(padded))
+            finally:
+                os.close(descriptor)
+
+    def test_a_file_that_became_shorter(self, source: int) -> None:
+        with pytest.raises(FileChanged, match="shorter"):
+            self.plan(source, len(CONTENT) + 1)
+
+    def test_what_cannot_be_mapped(self) -> None:
+        descriptor = os.open("/proc/self/stat", os.O_RDONLY)
+        try:
+            with pytest.raises((ReadFailed, FileChanged)):
+                self.plan(descriptor, 100)
+        finally:
+            os.close(descriptor)
+
+
+class Harness:
+    def __init__(self, machine: Emulated, *, backend: str = "vmm", **settings: float) -> None:
+        self.machine = machine
+        self.device = machine.ids[0]
+        self.deaths = 0
+        arguments: dict[str, float] = {"idle_s": 60.0, **settings}
+        self.uploader = Uploader(self.device, backend=backend, on_death=self._on_death, **arguments)
+        self.memory = DeviceMemory(self.device, "vmm")
+
+    def _on_death(self) -> None:
+        self.deaths += 1
+
+    def upload(self, source: int, content: bytes = CONTENT) -> tuple[DeviceAllocation, int, str]:
+        """(memory, outline, digest); the caller closes both."""
+        with self.uploader.job() as job:
+            planned = job.plan(
+                source,
+                size_bytes=len(content),
+                limit_bytes=2 * len(content),
+                is_hashed=True,
+                name="model",
+            )
+            memory = self.memory.create(planned.device_bytes)
+            outline = sparse_outline(len(content))
+            try:
+                digest = job.upload(memory, outline, lambda done: None).digest
+            except BaseException:
+                os.close(outline)
+                memory.close()
+                raise
+        return memory, outline, digest
+
+    @property
+    def pid(self) -> int:
+        pid = self.uploader.pid
+        assert pid is not None
+        return pid
+
+
+@pytest.fixture
+def make(emulated_cuda: Emulated) -> Iterator[Callable[..., Harness]]:
+    made: list[Harness] = []
+
+    def make(**settings: object) -> Harness:
+        made.append(Harness(emulated_cuda, **settings))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.uploader.close()
+        assert each.uploader.pid is None
+
+
+def test_there_and_back(make: Callable[..., Harness], source: int) -> None:
+    harness = make()
+    memory, outline, digest = harness.upload(source)
+    assert digest == blake3(CONTENT).hexdigest()
+    target = os.memfd_create("target")
+    try:
+        with harness.uploader.job() as job:
+            reply = job.download(
+                outline,
+                target,
+                size_bytes=len(CONTENT),
+                allocations=memory.allocations,
+                descriptors=memory.descriptors,
+                memory=0,
+            )
+        assert reply.digest == digest
+        assert os.pread(target, len(CONTENT) + 1, 0) == CONTENT
+        assert os.fstat(outline).st_blocks * 512 < MIB, "tensors are not in the outline"
+    finally:
+        os.close(target)
+        os.close(outline)
+        memory.close()
+
+
+def test_a_failed_job_leaves_the_process_and_nothing_else(
+    make: Callable[..., Harness], source: int, make_file: MakeFile
+) -> None:
+    harness = make()
+    memory, outline, _ = harness.upload(source)
+    pid = harness.pid
+    idle = (1 + _HASHING_THREADS + _STREAM_THREADS, 4)  # Standard streams and the socket.
+    wait_until(lambda: _state(pid) == idle, "the first job is over")
+    broken = os.open(make_file(CONTENT[:-1], "broken"), os.O_RDONLY)
+    for _ in range(3):
+        with pytest.raises(TruncatedFile):
+            harness.upload(broken, CONTENT[:-1])
+    os.close(broken)
+    # Planned, and then given up.
+    for _ in range(3):
+        with harness.uploader.job() as job:
+            job.plan(source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m")
+    wait_until(lambda: _state(pid) == idle, "no thread and no descriptor is left")
+    assert harness.pid == pid
+    os.close(outline)
+    memory.close()
+
+
+def _state(pid: int) -> tuple[int, int]:
+    """(threads, descriptors)."""
+    return len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.parametrize("letter", ["n", "ü", "\N{SNOWMAN}", "\N{GRINNING FACE}", "\udcff"])
+def test_a_name_of_any_length(make: Callable[..., Harness], source: int, letter: str) -> None:
+    """In the request, and in the error, which quotes it."""
+    harness = make()
+    for limit_bytes, error in ((1 << 30, None), (1, UnsupportedFormat)):
+        with harness.uploader.job() as job:
+            settings = {"limit_bytes": limit_bytes, "is_hashed": True, "name": letter * 4096}
+            with pytest.raises(error) if error else contextlib.nullcontext():
+                job.plan(source, size_bytes=len(CONTENT), **settings)  # type: ignore[arg-type]
+
+
+def test_only_one_job_is_parsed_at_a_time_and_that_one_is_to_blame(
+    make: Callable[..., Harness], source: int, make_file: MakeFile
+) -> None:
+    harness = make()
+    slow = os.open(make_file(SLOW_HEADER, "slow"), os.O_RDONLY)
+    outcomes: dict[str, tuple[bool, str]] = {}
+
+    def run(name: str, descriptor: int, size_bytes: int, parsed: threading.Event) -> None:
+        with harness.uploader.job() as job:
+            try:
+                job.plan(
+                    descriptor,
+                    size_bytes=size_bytes,
+                    limit_bytes=1 << 40,
+                    is_hashed=True,
+                    name=name,
+                )
+                parsed.set()
+                # Waits for parts that never come.
+                job._wait(messages.UploadReply, lambda done: None)
+            except DriverFailure as error:
+                outcomes[name] = (job.is_innocent, str(error))
+
+    parsed = threading.Event()
+    innocent = threading.Thread(target=run, args=("planned", source, len(CONTENT), parsed))
+    innocent.start()
+    assert parsed.wait(20)
+    guilty = threading.Thread(target=run, args=("slow", slow, len(SLOW_HEADER), threading.Event()))
+    guilty.start()
+    wait_until(harness.uploader._parsing.locked, "it is parsed")
+    waiting = threading.Thread(target=run, args=("behind", source, len(CONTENT), parsed))
+    waiting.start()
+    wait_until(lambda: len(harness.uploader._process.inboxes) == 3, "all are there")  # type: ignore[union-attr]
+    os.kill(harness.pid, signal.SIGKILL)
+    for thread in (innocent, guilty, waiting):
+        thread.join(20)
+    os.close(slow)
+    assert {name: is_innocent for name, (is_innocent, _) in outcomes.items()} == {
+        "planned": True,
+        "slow": False,
+        "behind": True,
+    }
+    assert all("died" in text or "does not take jobs" in text for _, text in outcomes.values())
+
+
+def test_one_that_hangs_is_killed(make: Callable[..., Harness], source: int) -> None:
+    harness = make(stall_timeout_s=0.5)
+    with harness.uploader.job():
+        pid = harness.pid
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(DriverFailure, match="said nothing"):
+            harness.upload(source)
+    wait_until(lambda: process_state(pid) == "", "it is gone and reaped")
+
+
+def test_one_without_work_ends(make: Callable[..., Harness], source: int) -> None:
+    harness = make(idle_s=0.2)
+    memory, outline, _ = harness.upload(source)
+    os.close(outline)
+    memory.close()
+    first = harness.pid
+    harness.uploader.retire_if_idle()
+    assert harness.uploader.pid == first, "not at once"
+    time.sleep(0.25)
+    with harness.uploader.job():
+        harness.uploader.retire_if_idle()
+        assert harness.uploader.pid == first, "not with a job"
+    time.sleep(0.25)
+    harness.uploader.retire_if_idle()
+    assert harness.uploader.pid is None
+    wait_until(lambda: process_state(first) == "", "it is gone and reaped")
+    memory, outline, _ = harness.upload(source)
+    os.close(outline)
+    memory.close()
+    assert harness.deaths == 0
+
+
+@pytest.mark.parametrize(
+    "emulated_environment", [{"fail": "cuMemMap:1"}], indirect=True, ids=["cuMemMap"]
+)
+def test_one_whose_driver_failed_gets_no_more_jobs(
+    make: Callable[..., Harness], source: int
+) -> None:
+    harness = make()
+    for _ in range(2):  # The first call of each process fails.
+        with pytest.raises(DriverFailure, match="cuMemMap"):
+            harness.upload(source)
+        process = harness.uploader._process
+        assert process is not None
+        process.join()
+        assert process.is_dead
+
+
+def test_it_cannot_be_started(
+    make: Callable[..., Harness], source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make()
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(DriverFailure, match="cannot be started"):
+        harness.upload(source)
+
+
+def test_a_closed_one_starts_nothing(make: Callable[..., Harness], source: int) -> None:
+    harness = make()
+    harness.uploader.close()
+    with pytest.raises(DriverFailure, match="stopping"):
+        harness.upload(source)
+
+
+def test_closing_ends_jobs_under_way(make: Callable[..., Harness], source: int) -> None:
+    harness = make()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with harness.uploader.job() as job:
+                job._wait(messages.UploadReply, lambda done: None)
+        except DriverFailure as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until(lambda: harness.uploader.pid, "it runs")
+    harness.uploader.close()
+    thread.join(20)
+    assert len(errors) == 1
+
+
+def test_an_implausible_plan_is_not_believed(
+    make: Callable[..., Harness], source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make()
+    with harness.uploader.job() as job:
+        reply = messages.PlanUploadReply(job.number, 1 << 50, "x")
+        monkeypatch.setattr(job, "_wait", lambda kind, on_progress: reply)
+        with pytest.raises(WireError, match="plans"):
+            job.plan(source, size_bytes=10, limit_bytes=100, is_hashed=True, name="m")
+
+
+class TestLegacy:
+    """Memory of the backend ipc is the process's own."""
+
+    @staticmethod
+    def upload(harness: Harness, source: int) -> tuple[int, messages.UploadReply]:
+        outline = sparse_outline(len(CONTENT))
+        try:
+            with harness.uploader.job() as job:
+                job.plan(
+                    source,
+                    size_bytes=len(CONTENT),
+                    limit_bytes=1 << 30,
+                    is_hashed=True,
+                    name="model",
+                )
+                return job.number, job.upload(None, outline, lambda done: None)
+        finally:
+            os.close(outline)
+
+    def test_it_stays_until_the_memory_is_freed(
+        self, make: Callable[..., Harness], source: int
+    ) -> None:
+        harness = make(backend="ipc", idle_s=0.0)
+        number, reply = self.upload(harness, source)
+        assert len(reply.handles) == 1
+        assert reply.allocations == (6 * MIB,)
+        harness.uploader.retire_if_idle()
+        pid = harness.pid
+        assert harness.uploader.keeps(number)
+        assert self._linear(harness) == 6 * MIB
+        harness.uploader.free(number)
+        harness.uploader.free(number)
+        assert not harness.uploader.keeps(number)
+        wait_until(lambda: self._linear(harness) == 0, "it is freed")
+        harness.uploader.retire_if_idle()
+        wait_until(lambda: process_state(pid) == "", "it is gone")
+        assert harness.deaths == 0
+
+    def test_its_death_is_told(self, make: Callable[..., Harness], source: int) -> None:
+        harness = make(backend="ipc")
+        number, _ = self.upload(harness, source)
+        os.kill(harness.pid, signal.SIGKILL)
+        wait_until(lambda: harness.deaths == 1, "it is told")
+        assert not harness.uploader.keeps(number)
+        assert self.upload(harness, source)[0] > number
+
+    def test_a_failed_job_keeps_nothing(self, make: Callable[..., Harness], source: int) -> None:
+        harness = make(backend="ipc")
+        with pytest.raises(FormatError), harness.uploader.job() as job:
+            job.plan(source, size_bytes=100, limit_bytes=1 << 30, is_hashed=True, name="m")
+        assert self._linear(harness) == 0
+
+    @staticmethod
+    def _linear(harness: Harness) -> int:
+        allocations = harness.machine.allocations()
+        return sum(each.size_bytes for each in allocations if each.kind == "linear")

@@ -1,0 +1,323 @@
+"""Opening images: who waits for what, and the execution of what the stores decide.
+
+Owns the table of requests that are not answered yet. An opening waits for its tier to exist, then
+for the load that its store starts or joins; a grant is the segment's descriptors over the handover
+socket, then the reply. Images that leave a device are copied to the host tier where there is room.
+Used by the server's thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trims_shim.daemon.loader import Finished
+from trims_shim.daemon.sessions import Session, Sessions, check_readable_file
+from trims_shim.daemon.store import (
+    Action,
+    Announce,
+    DropImage,
+    GrantLease,
+    Opening,
+    RefuseRequest,
+    StartIngest,
+)
+from trims_shim.daemon.tiers import DeviceTier, Tier, Tiers
+from trims_shim.errors import (
+    DaemonError,
+    DaemonUnavailable,
+    FileChanged,
+    NoSpace,
+    ReadFailed,
+    TooManyRequests,
+    TrimsError,
+)
+from trims_shim.memory.device import DeviceSegment
+from trims_shim.specs import Identity
+from trims_shim.wire import messages
+
+__all__ = ["Front", "Openings"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+_NAME_LIMIT = 4096
+_MESSAGE_LIMIT = 1000
+
+
+class Front(Protocol):
+    """Who talks with the clients."""
+
+    sessions: Sessions
+    counters: Counter[str]
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether no new opening is let in."""
+
+    def take_offer(self, session: Session, ticket: int) -> int:
+        """The descriptor that was offered under a ticket, owned by the caller.
+
+        Raises AccessDenied.
+        """
+
+    def hand_over(self, session: Session, message: Any, descriptor: int) -> None:
+        """Send a descriptor. Raises OSError."""
+
+    def reply(self, routing: bytes, request: int, message: Any) -> None:
+        """Answer a request."""
+
+    def end_session(self, session: Session, reason: str) -> None:
+        """Close a connection."""
+
+    def publish(self, event: Announce) -> None:
+        """Tell who listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request that is not answered yet."""
+
+    routing: bytes
+    ticket: int
+
+
+class Openings:
+    """See the module docstring."""
+
+    def __init__(self, front: Front, tiers: Tiers) -> None:
+        self._front = front
+        self._tiers = tiers
+        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._unopened: dict[tuple[int, int], int] = {}
+        """Descriptors of requests whose tier is being made."""
+
+    def open(
+        self, session: Session, routing: bytes, request: int, message: messages.OpenImageRequest
+    ) -> None:
+        """Take a request; it is answered now or later. Raises TrimsError instead of answering."""
+        descriptor = self._front.take_offer(session, message.ticket)
+        try:
+            self._check_limits(session, request)
+            opening = _opening(session, request, message.name, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        key = (session.number, request)
+        self._waiting[key] = _Waiting(routing, message.ticket)
+        self._unopened[key] = descriptor
+        self._tiers.when_ready(message.tier, lambda tier: self._begin(opening, tier))
+
+    def execute(self, tier: Tier, actions: list[Action], *, may_demote: bool = True) -> None:
+        """Execute what the store of a tier decided, in order."""
+        for action in actions:
+            if isinstance(action, DropImage):
+                self._drop(tier, action, may_demote=may_demote)
+            elif tier.loader.execute(action):
+                continue
+            elif isinstance(action, GrantLease):
+                self._grant(tier, action)
+            elif isinstance(action, RefuseRequest):
+                self._refuse(action.opening, action.error)
+            elif isinstance(action, Announce):
+                self._front.counters[f"images_{action.event}"] += 1
+                self._front.publish(action)
+
+    def finish(self) -> None:
+        """Go on with what worker threads have ended."""
+        for tier in self._tiers:
+            for finished in tier.loader.take_finished():
+                self.execute(tier, _after(tier, finished))
+            for finish_job in tier.loader.take_jobs():
+                finish_job()
+        for device in self._tiers.devices:
+            for digest in device.loader.lost():
+                self.execute(device, device.store.forget(digest), may_demote=False)
+
+    def report_progress(self) -> None:
+        """Tell those who wait how far their loads are."""
+        for tier in self._tiers:
+            for ingest, meter in tier.loader.meters().items():
+                progress = messages.Progress(meter.done_bytes, meter.total_bytes)
+                for opening in tier.store.waiters(ingest):
+                    waiting = self._waiting.get((opening.session, opening.request))
+                    if waiting is not None:
+                        self._front.reply(waiting.routing, opening.request, progress)
+
+    def relieve_pressure(self) -> None:
+        """Images that nobody uses go before a machine, or a device, runs out of memory."""
+        for tier in self._tiers:
+            missing = tier.missing_bytes()
+            if missing > 0:
+                actions = tier.store.relieve(missing, time.time_ns())
+                self._front.counters["evicted_under_pressure"] += len(actions) // 2
+                self.execute(tier, actions)
+
+    def close_session(self, session: int) -> None:
+        """Nobody waits for the answers of a connection any more."""
+        for key in [key for key in self._waiting if key[0] == session]:
+            del self._waiting[key]
+
+    def close(self) -> None:
+        """Close what was offered and not opened."""
+        for descriptor in self._unopened.values():
+            os.close(descriptor)
+        self._unopened.clear()
+
+    # --- opening ----------------------------------------------------------------------------------
+
+    def _check_limits(self, session: Session, request: int) -> None:
+        limits = self._front.sessions.limits
+        waiting = sum(1 for number, _ in self._waiting if number == session.number)
+        if waiting >= limits.requests or (session.number, request) in self._waiting:
+            raise TooManyRequests(f"more than {limits.requests} open requests")
+        if self._tiers.lease_count(session.number) >= limits.leases:
+            raise TooManyRequests(f"more than {limits.leases} leases")
+        if self._front.is_stopping:
+            raise DaemonUnavailable("the daemon is stopping; load again")
+
+    def _begin(self, opening: Opening, tier: Tier | TrimsError) -> None:
+        """The tier is there, or will not be."""
+        key = (opening.session, opening.request)
+        descriptor = self._unopened.pop(key)
+        try:
+            if key not in self._waiting:
+                return
+            if isinstance(tier, TrimsError):
+                self._refuse(opening, tier)
+                return
+            withheld = 0 if tier.store.is_hit(opening) else tier.withheld_bytes()
+            for action in tier.store.open(opening, time.time_ns(), withheld_bytes=withheld):
+                if isinstance(action, StartIngest):
+                    self._start(tier, action, descriptor)
+                    descriptor = -1
+                else:
+                    self.execute(tier, [action])
+        # Border: a bug costs one request, also one that is taken up later, not the daemon.
+        except Exception:
+            _logger.exception("image %s cannot be opened", opening.name[:200])
+            self._front.counters["internal_errors"] += 1
+            self._refuse(opening, DaemonError("internal error; see the daemon's log"))
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _start(self, tier: Tier, action: StartIngest, descriptor: int) -> None:
+        """Begin a load; on a device it takes the host tier's image where there is one."""
+        digest = None
+        if isinstance(tier, DeviceTier):
+            opening = action.opening
+            digest = self._tiers.host.store.trusted_digest(opening.user, opening.identity)
+        if digest is None:
+            tier.loader.start(action, descriptor)
+            return
+        self._front.counters["images_promoted"] += 1
+        segment = self._tiers.host.loader.segment(digest)
+        # In the place of the file: this cannot fail for want of a descriptor.
+        os.dup2(segment.descriptor, descriptor, inheritable=False)
+        tier.loader.start(action, descriptor, digest=digest)
+
+    # --- actions ----------------------------------------------------------------------------------
+
+    def _drop(self, tier: Tier, action: DropImage, *, may_demote: bool) -> None:
+        host = self._tiers.host
+        is_wanted = (
+            may_demote
+            and isinstance(tier, DeviceTier)
+            and not host.store.is_resident(action.digest)
+            and not self._front.is_stopping
+        )
+        ingest = self._room_for(action) if is_wanted else None
+        if ingest is None or not isinstance(tier, DeviceTier):
+            tier.loader.execute(action)
+            return
+        self._front.counters["images_demoted"] += 1
+        tier.loader.demote(
+            action.digest, ingest, to=host.loader.memory, deliver=host.loader.deliver
+        )
+
+    def _room_for(self, action: DropImage) -> int | None:
+        """The load at the host tier that takes an image over; None where it does not fit."""
+        host = self._tiers.host
+        try:
+            return host.store.admit(
+                action.size_bytes,
+                identities=action.identities,
+                names=action.names,
+                withheld_bytes=host.withheld_bytes(),
+            )
+        except NoSpace:
+            return None
+
+    def _grant(self, tier: Tier, grant: GrantLease) -> None:
+        session = self._front.sessions.get(grant.opening.session)
+        if session is None:
+            return
+        self._front.counters[f"open_{grant.outcome}"] += 1
+        segment = tier.loader.segment(grant.digest)
+        waiting = self._waiting.get((session.number, grant.opening.request))
+        if waiting is None:
+            return
+        try:
+            for part, descriptor in enumerate(_parts(segment)):
+                packet = messages.SegmentGrant(waiting.ticket, grant.lease, part)
+                self._front.hand_over(session, packet, descriptor)
+        except OSError as error:
+            self._front.end_session(session, f"the client does not take its segments: {error}")
+            return
+        reply = messages.OpenImageReply(
+            grant.lease,
+            grant.digest,
+            segment.size_bytes,
+            grant.outcome,
+            grant.is_settled,
+            _device_grant(segment),
+        )
+        self._answer(grant.opening, reply)
+
+    def _refuse(self, opening: Opening, error: TrimsError) -> None:
+        self._front.counters["refused"] += 1
+        reply = messages.ErrorReply(type(error).__name__, str(error)[:_MESSAGE_LIMIT])
+        self._answer(opening, reply)
+
+    def _answer(self, opening: Opening, message: Any) -> None:
+        waiting = self._waiting.pop((opening.session, opening.request), None)
+        if waiting is not None:
+            self._front.reply(waiting.routing, opening.request, message)
+
+
+def _opening(session: Session, request: int, name: str, descriptor: int) -> Opening:
+    status = check_readable_file(descriptor)
+    if status.st_size == 0:
+        raise ReadFailed(f"{name[:200]} is empty")
+    identity = Identity.from_stat(status)
+    return Opening(session.number, request, session.peer.uid, identity, name[:_NAME_LIMIT])
+
+
+def _after(tier: Tier, finished: Finished[Any]) -> list[Action]:
+    result, error = finished.result, finished.error
+    is_known = result is not None and finished.segment is None
+    if result is not None and is_known and not tier.store.is_resident(result.digest):
+        error = FileChanged("the equal image was evicted meanwhile; load it again")
+    if error is not None or result is None:
+        tier.loader.discard(finished.ingest)
+        return tier.store.ingest_failed(finished.ingest, error or ReadFailed("no result"))
+    return tier.store.ingest_done(finished.ingest, result, time.time_ns())
+
+
+def _parts(segment: Any) -> tuple[int, ...]:
+    """The descriptors that a client gets, in order."""
+    if isinstance(segment, DeviceSegment):
+        return (segment.outline, *segment.descriptors)
+    return (segment.descriptor,)
+
+
+def _device_grant(segment: Any) -> messages.DeviceGrant | None:
+    if not isinstance(segment, DeviceSegment):
+        return None
+    return messages.DeviceGrant(
+        segment.backend, segment.layout, segment.allocations, segment.handles
+    )

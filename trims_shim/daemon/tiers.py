@@ -1,0 +1,388 @@
+"""The tiers of a daemon: host memory, and one for each device that a client has asked for.
+
+A tier is a store that decides and a loader that executes. Device tiers are made on first use, in a
+worker thread, because nothing here touches the driver before a client wants a device, and the event
+loop never does. Used by the server's thread only, but for what says otherwise.
+
+How much of a tier's budget cannot be had is also decided here: the rest of the machine and of a
+device belongs to others, who come and go.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from trims_shim.config import Config, DeviceSize, memory_limit_bytes
+from trims_shim.daemon.device_loader import DeviceLoader
+from trims_shim.daemon.eviction import EvictionPolicy, policy_named
+from trims_shim.daemon.loader import Loader, Loads
+from trims_shim.daemon.store import Store
+from trims_shim.daemon.uploading import Uploader
+from trims_shim.errors import DriverFailure, TrimsError, UnknownDevice, UnknownImage
+from trims_shim.memory import nvml
+from trims_shim.memory.device import DeviceMemory
+from trims_shim.memory.driver import driver
+from trims_shim.memory.host import available_bytes
+from trims_shim.specs import HOST_TIER, DeviceId, Digest
+from trims_shim.wire import messages
+
+__all__ = ["DeviceSettings", "DeviceTier", "HostTier", "Tier", "Tiers"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+_MARGIN_FRACTION = 32
+"""One part in this many of the memory is left to others; free images go to keep it."""
+_TRY_AGAIN_S = 30.0
+"""A device that could not be shared is looked at again: drivers come up after daemons."""
+_DEVICE_ID = re.compile(r"(GPU|MIG)-[0-9a-f-]{36}")
+_UNAVAILABLE_LIMIT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSettings:
+    """What is configured of device tiers; ``backend`` is ``vmm``, ``ipc`` or ``off``."""
+
+    backend: str
+    budget: DeviceSize
+    headroom: DeviceSize
+    uploader_idle_s: float
+    policy: EvictionPolicy
+
+    @classmethod
+    def of(cls, config: Config) -> DeviceSettings:
+        """What the daemon's settings say."""
+        return cls(
+            backend=config.device_backend,
+            budget=config.device_bytes,
+            headroom=config.device_headroom_bytes,
+            uploader_idle_s=config.uploader_idle,
+            policy=policy_named(config.eviction),
+        )
+
+
+class Tier(abc.ABC):
+    """One tier. ``name`` is ``host`` or a device's id."""
+
+    def __init__(self, name: str, store: Store, loader: Loads[Any]) -> None:
+        self.name = name
+        self.store = store
+        self.loader = loader
+
+    @abc.abstractmethod
+    def withheld_bytes(self) -> int:
+        """The part of the budget that is taken by lingering images, or is not to be had."""
+
+    @abc.abstractmethod
+    def missing_bytes(self) -> int:
+        """How much has to be given back now, so that others have what is left to them."""
+
+
+class HostTier(Tier):
+    """Host memory."""
+
+    loader: Loader
+
+    def __init__(self, store: Store, loader: Loader) -> None:
+        super().__init__(HOST_TIER, store, loader)
+        self.outline_bytes: Callable[[], int] = lambda: 0
+        """What images of device tiers take of host memory."""
+        self._margin_bytes = memory_limit_bytes() // _MARGIN_FRACTION
+
+    def withheld_bytes(self) -> int:
+        """See :class:`Tier`."""
+        totals = self.store.totals()
+        usable = totals.resident_bytes + max(0, available_bytes() - self._margin_bytes)
+        taken = max(0, self.lingering_bytes()) + self.outline_bytes()
+        return max(taken, totals.budget_bytes - usable)
+
+    def missing_bytes(self) -> int:
+        """See :class:`Tier`."""
+        return self._margin_bytes - available_bytes()
+
+    def lingering_bytes(self) -> int:
+        """Bytes of evicted images that somebody still maps; -1 where the kernel does not say."""
+        used = self.loader.memory.used_bytes()
+        if used is None:
+            return -1
+        totals = self.store.totals()
+        return max(0, used - totals.resident_bytes - totals.reserved_bytes)
+
+
+class DeviceTier(Tier):
+    """The memory of one device."""
+
+    loader: DeviceLoader
+
+    def __init__(
+        self,
+        device: DeviceId,
+        store: Store,
+        loader: DeviceLoader,
+        *,
+        label: str,
+        total_bytes: int,
+        headroom_bytes: int,
+    ) -> None:
+        """``label`` is what people call the device."""
+        super().__init__(device, store, loader)
+        self.label = label
+        self.total_bytes = total_bytes
+        self.headroom_bytes = headroom_bytes
+        self._reachable_bytes: int | None = None
+        self._is_measuring = False
+
+    def measure(self) -> None:
+        """Ask how much of the device we have or could have. Blocks: NVML may hang with a device."""
+        while True:
+            ours = self.loader.allocated_bytes()
+            free = nvml.free_bytes(self.name)
+            if ours == self.loader.allocated_bytes():
+                # Only the sum is kept: what we make or give back later does not change it.
+                self._reachable_bytes = None if free is None else free + ours
+                return
+
+    def measure_soon(self) -> None:
+        """The same in a thread, unless one is at it."""
+        if self._is_measuring:
+            return
+        self._is_measuring = True
+
+        def done(result: object) -> None:
+            self._is_measuring = False
+            if isinstance(result, Exception):
+                _logger.warning("%s cannot be measured: %s", self.name, result)
+
+        self.loader.run(self.measure, done)
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody has, a moment ago; -1 where NVML does not say."""
+        if self._reachable_bytes is None:
+            return -1
+        return max(0, self._reachable_bytes - self.loader.allocated_bytes())
+
+    def withheld_bytes(self) -> int:
+        """See :class:`Tier`."""
+        if self._reachable_bytes is None:
+            return 0
+        usable = self._reachable_bytes - self.headroom_bytes
+        return max(0, self.store.totals().budget_bytes - usable)
+
+    def missing_bytes(self) -> int:
+        """See :class:`Tier`."""
+        if self._reachable_bytes is None:
+            return 0
+        return self.headroom_bytes - self.free_bytes() - self.loader.leaving_bytes()
+
+    def status(self) -> messages.DeviceStatus:
+        """What ``trims status`` shows."""
+        totals = self.store.totals()
+        return messages.DeviceStatus(
+            device=self.name,
+            name=self.label,
+            backend=self.loader.memory.backend,
+            total_bytes=self.total_bytes,
+            free_bytes=self.free_bytes(),
+            budget_bytes=totals.budget_bytes,
+            headroom_bytes=self.headroom_bytes,
+            resident_bytes=totals.resident_bytes,
+            reserved_bytes=totals.reserved_bytes,
+            # The driver does not say who maps what we have given up.
+            lingering_bytes=-1,
+        )
+
+
+Ready = Callable[[Tier | TrimsError], None]
+"""Told the tier that was asked for, or why there is none."""
+
+
+class Tiers:
+    """All tiers, the host's first."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        settings: DeviceSettings,
+        *,
+        numbers: Iterator[int],
+        wake: Callable[[], None],
+        pool: Executor | None = None,
+        trusts_young_files: bool = False,
+    ) -> None:
+        """``numbers`` is the counter that the host's store has too; the rest is for the loaders."""
+        self.host = host
+        self.settings = settings
+        self._numbers = numbers
+        self._wake = wake
+        self._pool = pool
+        self._trusts_young_files = trusts_young_files
+        self._devices: dict[DeviceId, DeviceTier] = {}
+        self._making: dict[DeviceId, list[Ready]] = {}
+        self._unavailable: dict[DeviceId, tuple[float, UnknownDevice]] = {}
+        host.outline_bytes = lambda: sum(each.loader.outline_bytes() for each in self.devices)
+
+    def __iter__(self) -> Iterator[Tier]:
+        return iter([self.host, *self._devices.values()])
+
+    @property
+    def devices(self) -> list[DeviceTier]:
+        """Device tiers, in the order in which they were first asked for."""
+        return list(self._devices.values())
+
+    def named(self, name: str) -> Tier:
+        """The tier of this name. Raises UnknownDevice where it was not asked for yet."""
+        for tier in self:
+            if tier.name == name:
+                return tier
+        raise UnknownDevice(f"no images on {name[:80]!r}; `trims status` shows the devices")
+
+    def when_ready(self, name: str, ready: Ready) -> None:
+        """Call ``ready`` with the tier, at once where that is possible."""
+        if name == HOST_TIER:
+            ready(self.host)
+        elif name in self._devices:
+            ready(self._devices[name])
+        elif name in self._making:
+            self._making[name].append(ready)
+        else:
+            refusal = self._refusal(name)
+            if refusal is not None:
+                ready(refusal)
+                return
+            self._making[name] = [ready]
+            self.host.loader.run(lambda: self._make(name), lambda made: self._made(name, made))
+
+    def is_making(self) -> bool:
+        """Whether somebody waits for a tier that is being made."""
+        return bool(self._making)
+
+    def find(self, text: str, *, user: int, may_see_all: bool, tier: str = "") -> Digest:
+        """As :meth:`Store.find`, in one tier or in all of them."""
+        tiers = [self.named(tier)] if tier else list(self)
+        digests = {image.digest for each in tiers for image in each.store.images()}
+        matches = {digest for digest in digests if digest.startswith(text.lower())}
+        if len(text) >= 6 and len(matches) > 1:
+            raise UnknownImage(f"{text} means {len(matches)} images; write more digits")
+        refusal = UnknownImage(f"no resident image {text!r}; `trims ls` shows them")
+        for each in tiers:
+            try:
+                return each.store.find(text, user=user, may_see_all=may_see_all)
+            except UnknownImage as error:
+                refusal = error
+        raise refusal
+
+    def holding(self, digest: Digest, *, tier: str = "") -> list[Tier]:
+        """Tiers where an image is resident; all of them, or the one of a name."""
+        tiers = [self.named(tier)] if tier else list(self)
+        return [each for each in tiers if each.store.is_resident(digest)]
+
+    def lease_count(self, session: int | None = None) -> int:
+        """Leases of one session, or of all."""
+        return sum(each.store.lease_count(session) for each in self)
+
+    def ingest_count(self) -> int:
+        """Loads under way."""
+        return sum(each.store.ingest_count() for each in self)
+
+    def is_needed(self) -> bool:
+        """Whether anybody leases, waits for or has pinned anything."""
+        return self.is_making() or any(each.store.is_needed() for each in self)
+
+    def release(self, session: int, lease: int, now_ns: int) -> None:
+        """The client gave a lease up, at whichever tier."""
+        for each in self:
+            if each.store.release(session, lease, now_ns):
+                return
+
+    def close_session(self, session: int, now_ns: int) -> None:
+        """The connection is gone, and with it what it held at every tier."""
+        for each in self:
+            each.store.close_session(session, now_ns)
+
+    def tend(self) -> None:
+        """What is to be done about every second."""
+        for each in self.devices:
+            each.measure_soon()
+            each.loader.uploader.retire_if_idle()
+
+    def close(self) -> None:
+        """Wait for loads under way, then give everything up."""
+        # The host's last: images that leave a device go there.
+        for each in reversed(list(self)):
+            each.loader.close()
+
+    # --- making a device's tier -------------------------------------------------------------------
+
+    def _refusal(self, name: str) -> UnknownDevice | None:
+        """Why a device need not even be looked for."""
+        if self.settings.backend == "off":
+            return UnknownDevice("device memory is not shared here: TRIMS_DEVICE_BACKEND=off")
+        if not _DEVICE_ID.fullmatch(name):
+            return UnknownDevice(f"{name[:80]!r} is not the id of a device (GPU-... or MIG-...)")
+        moment, error = self._unavailable.get(name, (0.0, None))
+        return error if time.monotonic() < moment + _TRY_AGAIN_S else None
+
+    def _make(self, device: DeviceId) -> DeviceTier:
+        """In a worker thread. Raises UnknownDevice."""
+        settings = self.settings
+        try:
+            info = driver().devices()[driver().index_of(device)]
+            memory = DeviceMemory(device, settings.backend)
+        except DriverFailure as error:
+            raise UnknownDevice(f"{device} cannot be shared: {error}") from error
+        free = nvml.free_bytes(device)
+        store = Store(
+            settings.budget.of(info.total_bytes if free is None else free),
+            policy=settings.policy,
+            footprint_bytes=memory.footprint_bytes,
+            numbers=self._numbers,
+            tier=f"tier of {device}",
+            setting="TRIMS_DEVICE_BYTES or lower TRIMS_DEVICE_HEADROOM_BYTES",
+        )
+        uploader = Uploader(
+            device,
+            backend=settings.backend,
+            idle_s=settings.uploader_idle_s,
+            on_death=self._wake,
+        )
+        loader = DeviceLoader(
+            memory,
+            uploader,
+            wake=self._wake,
+            pool=self._pool,
+            trusts_young_files=self._trusts_young_files,
+        )
+        tier = DeviceTier(
+            device,
+            store,
+            loader,
+            label=info.name,
+            total_bytes=info.total_bytes,
+            headroom_bytes=settings.headroom.of(info.total_bytes),
+        )
+        tier.measure()
+        return tier
+
+    def _made(self, device: DeviceId, made: DeviceTier | Exception) -> None:
+        answer: Tier | TrimsError
+        if isinstance(made, DeviceTier):
+            answer = self._devices[device] = made
+            _logger.info("device tier %s (%s)", device, made.label)
+        else:
+            answer = made if isinstance(made, UnknownDevice) else UnknownDevice(f"{device}: {made}")
+            self._note_refusal(device, answer)
+        for ready in self._making.pop(device):
+            ready(answer)
+
+    def _note_refusal(self, device: DeviceId, error: UnknownDevice) -> None:
+        if device not in self._unavailable:
+            _logger.warning("%s", error)
+        while len(self._unavailable) >= _UNAVAILABLE_LIMIT:
+            del self._unavailable[next(iter(self._unavailable))]
+        self._unavailable[device] = (time.monotonic(), error)

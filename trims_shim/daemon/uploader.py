@@ -1,0 +1,286 @@
+"""The uploader: the process that has a CUDA context, so that the daemon needs none.
+
+Owns the parsing of files that anybody may have written, and every mapping of device memory on the
+daemon's behalf. It speaks the uploader messages of :mod:`trims_shim.wire.messages` over the socket
+it was started with, sees one device, keeps nothing between jobs (but the memory itself where the
+backend is ``ipc``), and ends when the daemon's end of the socket closes, however that came about.
+
+A job is a thread. The main thread only receives, so that the daemon's packets never pile up. A
+source that becomes shorter while it is parsed is SIGBUS, and the end of this process; the daemon
+lets one job at a time come that far (:mod:`trims_shim.daemon.uploading`). Once parsed, a source is
+only read with pread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trims_shim.errors import (
+    DriverFailure,
+    FileChanged,
+    ReadFailed,
+    TrimsError,
+    UnsupportedFormat,
+    WireError,
+)
+from trims_shim.formats.device_layout import DeviceLayout, layout_of
+from trims_shim.memory import copying
+from trims_shim.memory.device import DeviceAllocation, DeviceMemory, map_allocations
+from trims_shim.memory.driver import driver
+from trims_shim.specs import DeviceId
+from trims_shim.wire import handover, messages
+from trims_shim.wire.handover import Packet
+
+if TYPE_CHECKING:
+    Inbox = queue.SimpleQueue[Packet | None]
+
+__all__ = ["Uploader", "main", "plan"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+_OUTLINE_FLOOR_BYTES = 1 << 20
+"""An outline is host memory that the device's budget pays for: it may be as large as the tensors,
+or this, half of the least that an image takes of a device."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve the socket whose descriptor is the first argument; device and backend follow."""
+    descriptor, device, backend = arguments
+    # A daemon in a terminal finishes its loads after Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s"
+    )
+    connection = socket.socket(fileno=int(descriptor))
+    connection.set_inheritable(False)
+    status = 0
+    with copying.kept_buffers():
+        try:
+            Uploader(connection, device, backend).run()
+        # Border: nothing else would write it down, see below.
+        except Exception:
+            _logger.exception("uploader of %s", device)
+            status = 1
+        # Not by way of the interpreter's end, nor of the block's: jobs under way are in the driver
+        # or in a read, and use the buffers.
+        os._exit(status)
+
+
+def plan(source: int, request: messages.PlanUploadRequest) -> DeviceLayout:
+    """Where the tensors of a source will be.
+
+    Raises FormatError for what is no model file, or one that takes more than it is worth;
+    FileChanged when it has become shorter.
+    """
+    layout = _layout(source, request.size_bytes, request.name)
+    outline_bytes = sum(span.size_bytes for span in layout.outline())
+    if layout.size_bytes > request.limit_bytes:
+        raise UnsupportedFormat(
+            f"{request.name}: its tensors are so small that they would take {layout.size_bytes} "
+            f"bytes of the device, more than the {request.limit_bytes} of a file of its size"
+        )
+    if outline_bytes > max(layout.size_bytes, _OUTLINE_FLOOR_BYTES):
+        raise UnsupportedFormat(f"{request.name}: most of it ({outline_bytes} bytes) is no tensor")
+    return layout
+
+
+def _layout(descriptor: int, size_bytes: int, name: str) -> DeviceLayout:
+    try:
+        mapping = mmap.mmap(descriptor, size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
+    except ValueError as error:
+        raise FileChanged(f"{name} became shorter before it was read; load it again") from error
+    except OSError as error:
+        raise ReadFailed(f"{name}: {error}") from error
+    # Unmapped with its last reference: an error's traceback still looks at it.
+    return layout_of(mapping)
+
+
+class Uploader:
+    """See the module docstring."""
+
+    def __init__(self, connection: socket.socket, device: DeviceId, backend: str) -> None:
+        """``connection`` blocks and stays the caller's."""
+        self._device = device
+        self._backend = backend
+        self._connection = connection
+        self._inboxes: dict[int, Inbox] = {}
+        self._memory: dict[int, DeviceAllocation] = {}
+
+    def run(self) -> None:
+        """Serve until the other end closes."""
+        while True:
+            try:
+                packet = handover.receive(self._connection)
+            except (WireError, OSError) as error:
+                _logger.error("uploader of %s: %s", self._device, error)
+                return
+            if packet is None:
+                return
+            self._route(packet)
+
+    def _route(self, packet: Packet) -> None:
+        message = packet.message
+        if isinstance(message, messages.PlanUploadRequest | messages.DownloadRequest):
+            inbox: Inbox = queue.SimpleQueue()
+            self._inboxes[message.job] = inbox
+            threading.Thread(target=self._serve, args=(packet, inbox), daemon=True).start()
+            return
+        known = self._inboxes.get(message.job)
+        if isinstance(message, messages.JobRelease):
+            self._release(message.job, known)
+        elif known is not None:
+            known.put(packet)
+        elif packet.descriptor is not None:
+            os.close(packet.descriptor)  # A part of a job that has failed.
+
+    def _release(self, job: int, inbox: Inbox | None) -> None:
+        if inbox is not None:
+            inbox.put(None)
+        memory = self._memory.pop(job, None)
+        if memory is not None:
+            memory.close()
+
+    def _serve(self, packet: Packet, inbox: Inbox) -> None:
+        request = packet.message
+        held = [] if packet.descriptor is None else [packet.descriptor]
+        reply: Any
+        try:
+            if isinstance(request, messages.PlanUploadRequest):
+                reply = self._upload(request, held, inbox)
+            else:
+                reply = self._download(request, held, inbox)
+        except TrimsError as error:
+            reply = _failed(request.job, error)
+        # Border: the daemon waits for an answer, whatever a file has done to the parser.
+        except Exception as error:
+            _logger.exception("job %d failed", request.job)
+            reply = _failed(request.job, ReadFailed(f"{type(error).__name__}: {error}"))
+        del self._inboxes[request.job]
+        handover.close_all(held)
+        if reply is not None:
+            self._send(reply)
+
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # The daemon is gone, and the main thread sees it too.
+            handover.send(self._connection, message)
+
+    # --- jobs -------------------------------------------------------------------------------------
+
+    def _upload(
+        self, request: messages.PlanUploadRequest, held: list[int], inbox: Inbox
+    ) -> messages.UploadReply | None:
+        """``held``: descriptors to be closed afterwards. None: the daemon gave the job up."""
+        (source,) = held
+        layout = plan(source, request)
+        fingerprint = layout.fingerprint()
+        self._send(messages.PlanUploadReply(request.job, layout.size_bytes, fingerprint))
+        begin = inbox.get()
+        if begin is None:
+            return None
+        allocations = begin.message.allocations
+        outline, *parts = _collect(1 + len(allocations), held, inbox)
+        index = driver().index_of(self._device)
+        with self._placed(request.job, layout, parts, allocations) as address:
+            digest = copying.upload(
+                source,
+                layout,
+                address,
+                outline,
+                device_index=index,
+                is_hashed=request.is_hashed,
+                on_progress=lambda done: self._report(request.job, done),
+                name=request.name,
+            )
+            driver().synchronize(index)
+            # What was read has to be what was planned: clients work the layout out once more.
+            if _layout(outline, layout.file_bytes, request.name).fingerprint() != fingerprint:
+                raise FileChanged(f"{request.name} changed while it was being read; load it again")
+        made = self._memory.get(request.job)
+        if made is None:
+            return messages.UploadReply(request.job, digest)
+        return messages.UploadReply(request.job, digest, made.allocations, made.handles)
+
+    @contextlib.contextmanager
+    def _placed(
+        self, job: int, layout: DeviceLayout, parts: Sequence[int], allocations: Sequence[int]
+    ) -> Iterator[int]:
+        """The address of writable memory for a layout, which stays when the block ends well."""
+        if self._backend == "vmm":
+            mapping = map_allocations(self._device, parts, allocations, is_writable=True)
+            try:
+                yield mapping.address
+            finally:
+                mapping.unmap()
+            return
+        memory = DeviceMemory(self._device, self._backend).create(layout.size_bytes)
+        try:
+            yield memory.address
+        except BaseException:
+            memory.close()
+            raise
+        self._memory[job] = memory
+
+    def _download(
+        self, request: messages.DownloadRequest, held: list[int], inbox: Inbox
+    ) -> messages.UploadReply:
+        count = len(request.allocations) if self._backend == "vmm" else 0
+        outline, *parts, target = _collect(2 + count, held, inbox)
+        layout = _layout(outline, request.size_bytes, "the image's outline")
+        with self._readable(request, parts) as address:
+            digest = copying.download(
+                outline,
+                layout,
+                address,
+                target,
+                device_index=driver().index_of(self._device),
+                on_progress=lambda done: self._report(request.job, done),
+            )
+        return messages.UploadReply(request.job, digest)
+
+    @contextlib.contextmanager
+    def _readable(self, request: messages.DownloadRequest, parts: Sequence[int]) -> Iterator[int]:
+        if self._backend == "vmm":
+            mapping = map_allocations(self._device, parts, request.allocations, is_writable=False)
+            try:
+                yield mapping.address
+            finally:
+                mapping.unmap()
+            return
+        memory = self._memory.get(request.memory)
+        if memory is None:
+            raise DriverFailure(f"job {request.memory} has no memory here; load the model again")
+        yield memory.address
+
+    def _report(self, job: int, done_bytes: int) -> None:
+        self._send(messages.UploadProgress(job, done_bytes))
+
+
+def _collect(count: int, held: list[int], inbox: Inbox) -> list[int]:
+    """The descriptors of the parts 0 to ``count - 1`` of a job."""
+    found = []
+    for number in range(count):
+        packet = inbox.get()
+        if packet is None or packet.descriptor is None or packet.message.part != number:
+            raise WireError(f"part {number} of {count} did not come")
+        found.append(packet.descriptor)
+        held.append(packet.descriptor)
+    return found
+
+
+def _failed(job: int, error: TrimsError) -> messages.UploadFailed:
+    return messages.UploadFailed(job, type(error).__name__, handover.clipped(str(error)))
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])

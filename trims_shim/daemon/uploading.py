@@ -1,0 +1,389 @@
+"""The daemon's side of an uploader: starts the process, gives it jobs, survives its death.
+
+Owns the process, its socket and the table of jobs under way; knows nothing of images. A process is
+started on first need and retired when it had nothing to do for a while; a new one follows on the
+next need, also after a death. The death of a process fails its jobs, each with a clear error, and
+nothing else.
+
+Jobs are methods that block, for worker threads. Anybody's file may kill the process while it is
+parsed, so only one job at a time is in that state: whoever is when the process dies is to blame,
+and the others may be repeated (:attr:`Job.is_innocent`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from trims_shim.client.session import error_from
+from trims_shim.errors import DriverFailure, TrimsError, WireError
+from trims_shim.memory.device import DeviceAllocation
+from trims_shim.specs import DeviceId
+from trims_shim.wire import codec, handover, messages
+
+__all__ = ["Job", "Uploader"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+STALL_TIMEOUT_S = 60.0
+"""Longest silence of a job. A context on a machine of many GPUs takes up to some ten seconds."""
+_SEND_TIMEOUT_S = 10
+_END_PATIENCE_S = 5.0
+_BOOT = (
+    "import os, sys; "
+    "sys.path[:] = sys.argv[1].split(os.pathsep); "
+    "from trims_shim.daemon.uploader import main; "
+    "main(sys.argv[2:])"
+)
+
+_Reply = TypeVar("_Reply")
+
+
+class Uploader:
+    """The uploader of one device, whichever process that is at the moment."""
+
+    def __init__(
+        self,
+        device: DeviceId,
+        *,
+        backend: str,
+        idle_s: float,
+        on_death: Callable[[], None] = lambda: None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
+        """``on_death`` is called when a process that keeps memory has died, from another thread."""
+        self.device = device
+        self.backend = backend
+        self._idle_s = idle_s
+        self._on_death = on_death
+        self._stall_timeout_s = stall_timeout_s
+        self._lock = threading.Lock()
+        self._parsing = threading.Lock()
+        self._process: _Process | None = None
+        self._next_job = 1
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def job(self) -> Iterator[Job]:
+        """A job in the running process, or in a new one. Raises DriverFailure."""
+        with self._lock:
+            process = self._usable()
+            number, self._next_job = self._next_job, self._next_job + 1
+            process.inboxes[number] = queue.SimpleQueue()
+        job = Job(number, process, parsing=self._parsing, stall_timeout_s=self._stall_timeout_s)
+        try:
+            yield job
+        finally:
+            job.end()
+            with self._lock:
+                process.inboxes.pop(number, None)
+                process.idle_since_s = time.monotonic()
+                if process.is_condemned and not process.inboxes:
+                    process.end()
+
+    def free(self, job: int) -> None:
+        """Free the memory that a job made; its process may be gone, and the memory with it."""
+        with self._lock:
+            process = self._process
+            if process is not None and job in process.memory:
+                process.memory.discard(job)
+                process.idle_since_s = time.monotonic()
+                process.tell(messages.JobRelease(job))
+
+    def keeps(self, job: int) -> bool:
+        """Whether the memory that a job made exists."""
+        process = self._process
+        return process is not None and not process.is_dead and job in process.memory
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        process = self._process
+        return None if process is None or process.is_dead else process.pid
+
+    def retire_if_idle(self) -> None:
+        """End a process without work. Never blocks; call it now and then."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            process = self._process
+            if process is None or process.inboxes or process.memory:
+                return
+            if time.monotonic() - process.idle_since_s >= self._idle_s:
+                self._process = None
+                process.end()
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """End the process, jobs and memory included; returns when it is gone."""
+        with self._lock:
+            self._is_closed = True
+            process, self._process = self._process, None
+        if process is not None:
+            process.end()
+            process.join()
+
+    def _usable(self) -> _Process:
+        if self._is_closed:
+            raise DriverFailure("the daemon is stopping; load again")
+        process = self._process
+        if process is None or process.is_dead or process.is_condemned:
+            try:
+                process = self._process = _Process(self.device, self.backend, self._on_death)
+            except (OSError, RuntimeError) as error:
+                raise DriverFailure(
+                    f"the uploader of {self.device} cannot be started: {error}; see `trims info`"
+                ) from error
+        return process
+
+
+class Job:
+    """One upload or download. Used by one thread; blocks until the process answers."""
+
+    def __init__(
+        self, number: int, process: _Process, *, parsing: threading.Lock, stall_timeout_s: float
+    ) -> None:
+        self.number = number
+        self.is_innocent = False
+        """The process died, and not of this job: it may be repeated."""
+        self._process = process
+        self._inbox = process.inboxes[number]
+        self._parsing = parsing
+        self._stall_timeout_s = stall_timeout_s
+        self._is_planned = False
+        self._is_blamed = False
+
+    def plan(
+        self, source: int, *, size_bytes: int, limit_bytes: int, is_hashed: bool, name: str
+    ) -> messages.PlanUploadReply:
+        """Have a source parsed. Raises FormatError, FileChanged, DriverFailure..."""
+        request = messages.PlanUploadRequest(
+            self.number, size_bytes, limit_bytes, is_hashed, handover.clipped(name)
+        )
+        with self._parsing:
+            self._send(request, source)
+            self._is_planned = self._is_blamed = True
+            planned = self._wait(messages.PlanUploadReply, _ignore)
+            self._is_blamed = False
+        if not 0 < planned.device_bytes <= limit_bytes:
+            raise WireError(f"the uploader plans {planned.device_bytes} bytes of {limit_bytes}")
+        return planned
+
+    def upload(
+        self,
+        memory: DeviceAllocation | None,
+        outline: int,
+        on_progress: Callable[[int], None],
+    ) -> messages.UploadReply:
+        """Go on with what was planned; ``memory`` None: made by the process, until it is freed."""
+        allocations = () if memory is None else memory.allocations
+        self._send(messages.UploadRequest(self.number, allocations))
+        self._is_planned = False
+        self._send_parts(outline, *(() if memory is None else memory.descriptors))
+        if memory is None:
+            self._process.memory.add(self.number)
+        try:
+            return self._wait(messages.UploadReply, on_progress)
+        except TrimsError:
+            self._process.memory.discard(self.number)
+            raise
+
+    def download(
+        self,
+        outline: int,
+        target: int,
+        *,
+        size_bytes: int,
+        allocations: tuple[int, ...],
+        descriptors: tuple[int, ...],
+        memory: int,
+    ) -> messages.UploadReply:
+        """Write an image back to ``target``; ``memory`` is the job that made it, where one did."""
+        request = messages.DownloadRequest(self.number, size_bytes, allocations, memory)
+        self._send(request)
+        self._send_parts(outline, *descriptors, target)
+        return self._wait(messages.UploadReply, _ignore)
+
+    def end(self) -> None:
+        """Nobody goes on with the job."""
+        if self._is_planned:
+            self._process.tell(messages.JobRelease(self.number))
+
+    def _send_parts(self, *descriptors: int) -> None:
+        for part, descriptor in enumerate(descriptors):
+            self._send(messages.UploadPart(self.number, part), descriptor)
+
+    def _send(self, message: Any, descriptor: int | None = None) -> None:
+        try:
+            self._process.send(message, descriptor)
+        except OSError as error:
+            # Its death arrives by the inbox; one that is alive and does not read has to go.
+            self._process.kill()
+            raise self._death(f"does not take jobs ({error})") from error
+
+    def _wait(self, kind: type[_Reply], on_progress: Callable[[int], None]) -> _Reply:
+        while True:
+            try:
+                message = self._inbox.get(timeout=self._stall_timeout_s)
+            except queue.Empty:
+                self._is_blamed = True
+                self._process.kill()
+                raise self._death(f"said nothing for {self._stall_timeout_s:g} s") from None
+            if message is None:
+                raise self._death("died")
+            if isinstance(message, messages.UploadProgress):
+                on_progress(message.done_bytes)
+            elif isinstance(message, messages.UploadFailed):
+                self._is_planned = False
+                raise self._failure(message)
+            elif isinstance(message, kind):
+                return message
+            else:
+                raise WireError(f"the uploader answered with {type(message).__name__}")
+
+    def _death(self, what: str) -> DriverFailure:
+        self._is_planned = False
+        self.is_innocent = not self._is_blamed
+        return DriverFailure(
+            f"the uploader of {self._process.device} {what}; see the daemon's log, and load again"
+        )
+
+    def _failure(self, message: messages.UploadFailed) -> TrimsError:
+        error = error_from(messages.ErrorReply(message.error, message.message))
+        if isinstance(error, DriverFailure) and self._process.memory <= {self.number}:
+            # Its context may be broken for good; memory of images has to stay there all the same.
+            self._process.is_condemned = True
+        return error
+
+
+def _ignore(done_bytes: int) -> None:
+    """Nobody watches this part of a job."""
+
+
+class _Process:
+    """One uploader process, with the thread that listens to it and reaps it."""
+
+    def __init__(self, device: DeviceId, backend: str, on_death: Callable[[], None]) -> None:
+        """Start it. Raises OSError, RuntimeError (no thread, or in a subinterpreter)."""
+        self.device = device
+        self.inboxes: dict[int, queue.SimpleQueue[Any]] = {}
+        self.memory: set[int] = set()
+        self.idle_since_s = time.monotonic()
+        self.is_dead = False
+        self.is_condemned = False
+        self._is_ended = False
+        self._on_death = on_death
+        self._sending = threading.Lock()
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._connection.close)
+            with theirs:
+                self._child = _launch(theirs.fileno(), device, backend)
+            undo.callback(self._child.wait)
+            undo.callback(self._child.kill)
+            timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+            self._listener = threading.Thread(target=self._listen, daemon=True)
+            self._listener.start()
+            undo.pop_all()
+        self.pid = self._child.pid
+
+    def send(self, message: Any, descriptor: int | None) -> None:
+        """Send a packet; waits a little for one that does not read. Raises OSError."""
+        with self._sending:
+            handover.send(self._connection, message, descriptor=descriptor)
+
+    def tell(self, message: Any) -> None:
+        """Send what is not answered: one that is gone, or hangs, need not hear it. Never waits."""
+        with contextlib.suppress(OSError):
+            flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+            self._connection.send(codec.encode(message), flags)
+
+    def end(self) -> None:
+        """Let it end: it does when this side of the socket closes."""
+        self._is_ended = True
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def kill(self) -> None:
+        """End it now."""
+        with contextlib.suppress(OSError):
+            self._child.kill()
+
+    def join(self) -> None:
+        """Wait until it is gone."""
+        self._listener.join(2 * _END_PATIENCE_S)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                packet = handover.receive(self._connection)
+            except (WireError, OSError) as error:
+                _logger.error("uploader %d of %s: %s", self.pid, self.device, error)
+                break
+            if packet is None:
+                break
+            if packet.descriptor is not None:
+                os.close(packet.descriptor)
+            inbox = self.inboxes.get(packet.message.job)
+            if inbox is not None:
+                inbox.put(packet.message)
+        self._bury()
+
+    def _bury(self) -> None:
+        self.is_dead = True
+        status = self._reap()
+        if not self._is_ended:
+            _logger.warning("uploader %d of %s died: %s", self.pid, self.device, status)
+        for inbox in list(self.inboxes.values()):
+            inbox.put(None)
+        with self._sending:
+            self._connection.close()
+        if self.memory and not self._is_ended:
+            self._on_death()
+
+    def _reap(self) -> str:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        try:
+            status = self._child.wait(_END_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            status = self._child.wait()
+        return f"signal {-status}" if status < 0 else f"status {status}"
+
+
+def _launch(descriptor: int, device: DeviceId, backend: str) -> subprocess.Popen[bytes]:
+    paths = [path for path in sys.path if os.path.isabs(path)]
+    package_parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = dict(os.environ)
+    environment.update(TRIMS_ENABLED="0", CUDA_VISIBLE_DEVICES=device)
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-I",
+            "-c",
+            _BOOT,
+            os.pathsep.join([package_parent, *paths]),
+            str(descriptor),
+            device,
+            backend,
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        cwd="/",
+        env=environment,
+        pass_fds=(descriptor,),
+        start_new_session=True,
+    )
