@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import emulated_cuda as emulation
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -26,6 +29,7 @@ os.environ["XDG_CONFIG_HOME"] = os.devnull
 @pytest.fixture
 def no_leak() -> Iterator[None]:
     """The test leaves no descriptor open."""
+    gc.collect()  # what tests before left to the collector goes now, not during this one
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert len(os.listdir("/proc/self/fd")) == before
@@ -41,3 +45,74 @@ def make_file(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return make
+
+
+# --- the GPU tier without a GPU -------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_emulated_environment() -> Iterator[Callable[..., dict[str, str]]]:
+    """Emulated machines with settings of their own (``emulated_cuda.environment``).
+
+    What they return is added to the environment of child processes. At the end every one of these
+    must be gone and no device memory be held, also not by this process.
+    """
+    machines: list[emulation.Emulated] = []
+
+    def make(**settings: object) -> dict[str, str]:
+        base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        directory = tempfile.mkdtemp(prefix="trims-emulated-", dir=base)
+        machines.append(emulation.Emulated(directory))
+        try:
+            return emulation.environment(directory, **settings)  # type: ignore[arg-type]
+        except emulation.NoCompiler as error:
+            pytest.skip(str(error))
+
+    yield make
+    problems = []
+    for machine in machines:
+        try:
+            machine.assert_empty()
+        except AssertionError as error:
+            problems.append(str(error))
+        shutil.rmtree(machine.directory)
+    assert not problems, problems
+
+
+@pytest.fixture
+def emulated_environment(
+    make_emulated_environment: Callable[..., dict[str, str]], request: pytest.FixtureRequest
+) -> dict[str, str]:
+    """The variables that show a child process an emulated machine with one GPU of 1 GiB.
+
+    Other settings by ``parametrize("emulated_environment", [{"devices": 2}], indirect=True)``.
+    """
+    return make_emulated_environment(**getattr(request, "param", {}))
+
+
+@pytest.fixture
+def emulated_cuda(
+    emulated_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[emulation.Emulated]:
+    """An emulated machine for this process, and for the children it starts meanwhile.
+
+    Settings as for ``emulated_environment``.
+    """
+    try:
+        emulation.load()
+    except emulation.RealDriver as error:
+        pytest.skip(str(error))
+    for name, value in emulated_environment.items():
+        monkeypatch.setenv(name, value)
+    _forget_devices()
+    yield emulation.Emulated.of(emulated_environment)
+    _forget_devices()
+
+
+def _forget_devices() -> None:
+    """What this process knows of the machine, on both sides of the bindings."""
+    from trims_shim.memory import driver, nvml
+
+    driver.forget()
+    nvml.forget()
+    emulation.reset()

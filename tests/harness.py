@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = [
     "Child",
     "InProcessDaemon",
     "World",
+    "close_worlds",
     "content",
     "process_state",
     "wait_until",
@@ -180,6 +181,8 @@ class World:
             "ingest_threads": "1",
             **settings,
         }
+        self.variables: dict[str, str] = {}
+        """Further ones of every process, for example those of ``emulated_environment``."""
         self.children: list[Child] = []
         self.caches: list[Cache] = []
         self._files = 0
@@ -207,6 +210,7 @@ class World:
         environment = {
             key: value for key, value in os.environ.items() if not key.startswith("TRIMS_")
         }
+        environment.update(self.variables)
         environment["TRIMS_SOCKET_DIR"] = self.sockets
         for name, value in {**self.settings, **settings}.items():
             environment[f"TRIMS_{name.upper()}"] = value
@@ -461,3 +465,14 @@ def raw_connection(world: World, *, hello: bool = True) -> Iterator[socket.socke
             greeting = messages.Hello(messages.PROTOCOL_VERSION, "1.0.0", os.getpid())
             connection.send(codec.encode(greeting))
         yield connection
+
+
+def close_worlds(worlds: Iterable[World]) -> None:
+    """Close all of them; then fail when any left something behind."""
+    problems = []
+    for world in worlds:
+        try:
+            world.close()
+        except AssertionError as error:
+            problems.append(str(error))
+    assert not problems, problems

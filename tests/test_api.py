@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
+import math
 import os
+import subprocess
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +19,17 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
+from emulated_cuda import Emulated
+from granting import Grantor
+from harness import wait_until
 
 import trims_shim
-from trims_shim.errors import FormatError, UnsupportedFormat
+from trims_shim import api
+from trims_shim.client import cache as caches
+from trims_shim.client import device_arenas
+from trims_shim.errors import DriverFailure, FormatError, UnsupportedFormat
+from trims_shim.memory.driver import forget
+from trims_shim.patches import torch_device
 from trims_shim.testing import FakeDaemon
 
 ARRAYS = {
@@ -124,6 +138,210 @@ class TestHandle:
         with pytest.raises(FileNotFoundError):
             trims_shim.open("/no/such/file")
         assert daemon.counters == {}
+
+
+class EmulatedRuntime(torch_device.CudaRuntime):
+    """Emulated device memory, which torch takes for the CPU's."""
+
+    def ready(self, index: int) -> None: ...
+
+    def storage(self, address: int, size_bytes: int, index: int) -> torch.UntypedStorage:
+        return torch_device._storage_over(address, torch.device("cpu"), size_bytes)
+
+
+class FakeCupy(types.ModuleType):
+    """CuPy's way to memory that is not its own, over addresses the CPU can read."""
+
+    def __init__(self) -> None:
+        super().__init__("cupy")
+        self.cuda = self
+
+    class UnownedMemory:
+        def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
+            self.ptr, self.size, self.owner, self.device_id = ptr, size, owner, device_id
+
+    class MemoryPointer:
+        def __init__(self, memory: FakeCupy.UnownedMemory, offset: int) -> None:
+            self.memory, self.offset = memory, offset
+
+    class ndarray:
+        def __init__(
+            self, shape: tuple[int, ...], dtype: numpy.dtype[Any], memptr: FakeCupy.MemoryPointer
+        ) -> None:
+            self.memory = memptr.memory
+            self.is_copy = False
+            assert memptr.offset == 0
+            assert self.memory.size == dtype.itemsize * math.prod(shape)
+            content = ctypes.string_at(self.memory.ptr, self.memory.size)
+            self.values = numpy.frombuffer(content, dtype).reshape(shape)
+
+        def copy(self) -> FakeCupy.ndarray:
+            other: FakeCupy.ndarray = object.__new__(type(self))
+            other.values, other.is_copy = self.values, True
+            return other
+
+
+class TestDeviceHandle:
+    """Over the emulated driver, with images that the test puts there."""
+
+    @pytest.fixture
+    def grantor(
+        self, emulated_cuda: Emulated, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Grantor]:
+        forget()
+        monkeypatch.setattr(device_arenas, "_process", device_arenas._Process())
+        monkeypatch.setattr(torch_device, "runtime", EmulatedRuntime())
+        grantor = Grantor(emulated_cuda.ids[0])
+        before = caches.exchange(grantor.cache())
+        yield grantor
+        caches.exchange(before)
+        gc.collect()
+        device_arenas.reap()
+        assert grantor.leases == {}
+        grantor.close()
+        forget()
+
+    @pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, torch.device("cuda", 0), "its id"])
+    def test_describes_its_file(self, grantor: Grantor, tensors: str, device: Any) -> None:
+        device = grantor.memory.device if device == "its id" else device
+        with trims_shim.open(tensors, device=device) as handle:
+            assert isinstance(handle, trims_shim.DeviceHandle)
+            assert (handle.name, handle.device) == (tensors, grantor.memory.device)
+            assert handle.size_bytes == os.path.getsize(tensors)
+            assert handle.digest in grantor.images
+            assert tensors in repr(handle)
+            assert handle.device in repr(handle)
+            assert set(handle.records) == set(ARRAYS)
+            assert handle.records is handle.records
+
+    @pytest.mark.parametrize("name", ARRAYS)
+    def test_tensors(self, grantor: Grantor, tensors: str, name: str) -> None:
+        with trims_shim.open(tensors, device="cuda") as handle:
+            tensor = handle.torch(name)
+        assert tuple(tensor.shape) == ARRAYS[name].shape
+        assert numpy.array_equal(tensor.numpy(), ARRAYS[name])
+        if tensor.numel():
+            found = device_arenas.find(tensor.data_ptr(), tensor.nbytes)
+            assert found is not None
+            assert found[0].digest == handle.digest
+            assert numpy.array_equal(torch.from_dlpack(tensor).numpy(), ARRAYS[name])
+
+    def test_a_torch_archive_has_its_storages(self, grantor: Grantor, tmp_path: Path) -> None:
+        path = str(tmp_path / "m.pt")
+        values = torch.arange(6, dtype=torch.int32)
+        torch.save({"x": values, "y": torch.ones(3)}, path)
+        with trims_shim.open(path, device="cuda") as handle:
+            assert set(handle.records) == {"data/0", "data/1"}
+            assert handle.torch("data/0").view(torch.int32).tolist() == values.tolist()
+
+    def test_private_access(self, grantor: Grantor, tensors: str) -> None:
+        with trims_shim.open(tensors, device="cuda", access="private") as handle:
+            first, second = handle.torch("weight"), handle.torch("weight")
+        first[0, 0] = 99
+        assert second[0, 0] == 0
+        assert device_arenas.find(first.data_ptr(), 1) is None
+        wait_until(lambda: not grantor.leases, "nothing shared is left")
+
+    def test_views_outlive_it(self, grantor: Grantor, tensors: str) -> None:
+        handle = trims_shim.open(tensors, device="cuda")
+        tensor, part = handle.torch("weight"), handle.torch("weight")[1:]
+        handle.close()
+        with pytest.raises(ValueError, match="is closed"):
+            handle.torch("weight")
+        del tensor
+        device_arenas.reap()
+        assert len(grantor.leases) == 1
+        assert part[1, 3] == 11
+        del part
+        wait_until(lambda: not grantor.leases, "the lease released")
+
+    def test_cupy(self, grantor: Grantor, tensors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
+        with trims_shim.open(tensors, device="cuda") as handle:
+            assert isinstance(handle, trims_shim.DeviceHandle)
+            arrays = {name: handle.as_cupy(name) for name in ARRAYS}
+        for name, array in arrays.items():
+            assert array.values.dtype == ARRAYS[name].dtype
+            assert numpy.array_equal(array.values, ARRAYS[name])
+            assert (array.memory.device_id, array.is_copy) == (0, False)
+        device_arenas.reap()
+        assert len(grantor.leases) == 1
+        del array
+        arrays.clear()
+        wait_until(lambda: not grantor.leases, "the lease released")
+        with trims_shim.open(tensors, device="cuda", access="private") as handle:
+            assert isinstance(handle, trims_shim.DeviceHandle)
+            assert handle.as_cupy("weight").is_copy
+
+    def test_what_cupy_cannot(
+        self, grantor: Grantor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = str(tmp_path / "b.safetensors")
+        safetensors.torch.save_file({"x": torch.ones(4, dtype=torch.bfloat16)}, path)
+        with trims_shim.open(path, device="cuda") as handle:
+            assert isinstance(handle, trims_shim.DeviceHandle)
+            monkeypatch.setitem(sys.modules, "cupy", None)
+            with pytest.raises(ImportError, match="pip install cupy"):
+                handle.as_cupy("x")
+            monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
+            with pytest.raises(UnsupportedFormat, match=r"CuPy has no dtype BF16; use torch\(\)"):
+                handle.as_cupy("x")
+            assert handle.torch("x").dtype == torch.bfloat16
+
+    def test_numpy_cannot(self, grantor: Grantor, tensors: str) -> None:
+        wanted = r"torch\(\) or as_cupy\(\)"
+        with (
+            trims_shim.open(tensors, device="cuda") as handle,
+            pytest.raises(UnsupportedFormat, match=wanted),
+        ):
+            handle.numpy("weight")
+
+    def test_an_unknown_record(self, grantor: Grantor, tensors: str) -> None:
+        with trims_shim.open(tensors, device="cuda") as handle, pytest.raises(KeyError):
+            handle.torch("nothing")
+
+    def test_warm(self, grantor: Grantor, tensors: str) -> None:
+        digest = trims_shim.warm(tensors, device="cuda")
+        assert digest in grantor.images
+        wait_until(lambda: not grantor.leases, "the lease released")
+
+    @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
+    def test_the_host(self, daemon: FakeDaemon, tensors: str, device: Any) -> None:
+        with trims_shim.open(tensors, device=device) as handle:
+            assert isinstance(handle, trims_shim.Handle)
+
+    @pytest.mark.parametrize("device", ["cuda:x", "cuda:-1", "gpu", "", "mps", "cuda:0:1"])
+    def test_what_is_no_device(self, grantor: Grantor, tensors: str, device: str) -> None:
+        with pytest.raises(ValueError, match="is no device"):
+            trims_shim.open(tensors, device=device)
+        with pytest.raises(ValueError, match="'shared' or 'private'"):
+            trims_shim.open(tensors, device="cuda", access="mine")  # type: ignore[call-overload]
+
+    def test_a_device_that_is_not_there(self, grantor: Grantor, tensors: str) -> None:
+        for device in (7, "cuda:7"):
+            with pytest.raises(DriverFailure, match="no CUDA device 7"):
+                trims_shim.open(tensors, device=device)
+
+    @pytest.mark.parametrize(
+        "emulated_environment", [{"devices": 2}], indirect=True, ids=["two devices"]
+    )
+    def test_the_current_device(
+        self, grantor: Grantor, emulated_cuda: Emulated, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert api._device_id("cuda") == emulated_cuda.ids[0]
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        assert api._device_id("cuda") == emulated_cuda.ids[1]
+        assert api._device_id("cuda:0") == emulated_cuda.ids[0]
+
+    def test_torch_is_not_imported_for_it(self, emulated_cuda: Emulated) -> None:
+        code = (
+            "import sys, trims_shim.api as api\n"
+            "assert api._device_id('cuda') == sys.argv[1]\n"
+            "assert 'torch' not in sys.modules and 'cupy' not in sys.modules\n"
+        )
+        command = [sys.executable, "-c", code, emulated_cuda.ids[0]]
+        subprocess.run(command, check=True, timeout=60)
 
 
 def test_warm(daemon: FakeDaemon, tensors: str) -> None:

@@ -19,7 +19,7 @@ OPTIONAL = {"torch", "safetensors", "rich", "numpy", "cupy", "cuda", "onnxruntim
 def modules() -> list[str]:
     found = ["trims_shim"]
     for each in pkgutil.walk_packages([str(ROOT)], "trims_shim."):
-        if not each.name.endswith("__main__") and "_bootstrap" not in each.name:
+        if not each.name.endswith(("__main__", "_native")) and "_bootstrap" not in each.name:
             found.append(each.name)
     return found
 

@@ -20,9 +20,11 @@ LAYERS = (
     ("_version", "errors", "specs", "config"),
     ("diagnostics", "wire.messages", "wire.codec", "formats", "daemon.store", "daemon.eviction"),
     ("memory", "wire.endpoint", "wire.handover", "daemon.ingest", "client.session"),
-    ("client.arenas", "client.connection", "client.spawn"),
+    ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
+    ("client.device_arenas",),
     ("daemon.control", "daemon.sessions", "daemon.loader"),
-    ("client.cache", "daemon.requests", "daemon.server"),
+    ("daemon.uploader", "daemon.uploading", "daemon.device_loader", "daemon.tiers"),
+    ("client.cache", "daemon.openings", "daemon.requests", "daemon.server"),
     ("daemon.main", "daemon.detached"),
     ("patches", "testing"),
     ("inspection", "api", "_activate"),
@@ -59,11 +61,14 @@ MAY_IMPORT_HEAVY = {
     "daemon.control": {"zmq"},
     "daemon.server": {"zmq"},
     "daemon.ingest": {"blake3"},
+    "memory.copying": {"blake3"},
 }
 MAY_PRINT = ("cli", "__main__", "_bootstrap")
 MAY_READ_ENVIRONMENT = {
     "config": "the one place that reads it",
     "client.spawn": "hands it on to the daemon",
+    "daemon.detached": "does not look through its starter's CUDA_VISIBLE_DEVICES",
+    "daemon.uploading": "hands it on to the uploader",
     "inspection": "says where the configuration file is, and hands it on to a child",
 }
 

@@ -16,6 +16,7 @@ from trims_shim._version import __version__
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from trims_shim.api import (
+        DeviceHandle,
         Handle,
         disable,
         disabled,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConfigError",
+    "DeviceHandle",
     "Handle",
     "TrimsError",
     "__version__",

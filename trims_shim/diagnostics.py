@@ -30,6 +30,7 @@ EXPECTED_REASONS = frozenset(
         "fake_mode",
         "skip_data",
         "device",
+        "device_off",
         "daemon_unavailable",
         "write_only",
         "partial_file",

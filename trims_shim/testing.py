@@ -4,7 +4,8 @@
 be. Everything above it is what production runs (patches, cache, leases, arenas), and so are the
 daemon's store, its loader, its request handlers and the message codec: every message is encoded and
 decoded, every segment is a sealed memfd that is really mapped. What is left out is what makes tests
-slow and flaky: start-up, sockets, the wait for a young file's time stamp to settle.
+slow and flaky: start-up, sockets, the wait for a young file's time stamp to settle. Where there is
+a CUDA device it has a tier too, filled by an uploader process as in production.
 
     def test_the_second_request_finds_the_model():
         with trims_shim.testing.FakeDaemon() as daemon:
@@ -25,7 +26,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import count
 from typing import Any, cast
 
 from trims_shim import config as configuration
@@ -36,21 +38,14 @@ from trims_shim.client.session import Conversation
 from trims_shim.config import Config
 from trims_shim.daemon.eviction import policy_named
 from trims_shim.daemon.loader import Loader
+from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.requests import Later, add_counters, handle
-from trims_shim.daemon.sessions import Session, check_readable_file
-from trims_shim.daemon.store import (
-    Action,
-    Announce,
-    GrantLease,
-    ImageRow,
-    Opening,
-    RefuseRequest,
-    StartIngest,
-    Store,
-)
-from trims_shim.errors import DaemonUnavailable, ReadFailed, RequestRefused, TrimsError, WireError
+from trims_shim.daemon.sessions import Limits, Session, Sessions
+from trims_shim.daemon.store import Announce, ImageRow, Store
+from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tiers
+from trims_shim.errors import DaemonUnavailable, RequestRefused, TrimsError, WireError
 from trims_shim.memory.host import open_memory
-from trims_shim.specs import Identity, SegmentKind
+from trims_shim.specs import HOST_TIER, SegmentKind
 from trims_shim.wire import codec, messages
 from trims_shim.wire.handover import Peer
 
@@ -188,84 +183,104 @@ class _Deferred(Executor):
             work()
 
 
+class _HostTier(HostTier):
+    """What else the machine does must not decide a test."""
+
+    def withheld_bytes(self) -> int:
+        return 0
+
+
 class _Server:
     """The daemon's half: what :class:`trims_shim.daemon.server.Server` does with its sockets.
 
-    One lock stands for the server's single thread. Public names are those the request handlers use.
+    One lock stands for the server's single thread. Public names are those that the request handlers
+    and :class:`trims_shim.daemon.openings.Front` use.
     """
 
     memory_reason = "a fake daemon for tests"
     idle_exit_s = 0.0
+    is_stopping = False
 
     def __init__(self, config: Config, faults: _Faults, opened: list[Opened]) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.counters: Counter[str] = Counter()
         self.started_ns = time.time_ns()
         self.config_hash = config.daemon_hash()
-        self.sessions: list[Session] = []
-        memory = open_memory(SegmentKind.MEMFD, budget_bytes=config.host_bytes)
+        self.sessions = Sessions(Limits())
         self._pool = _Deferred()
-        self.loader = Loader(memory, threads=1, wake=self._finish_loads, pool=self._pool)
-        self.store = Store(
-            config.host_bytes,
-            policy=policy_named(config.eviction),
-            footprint_bytes=memory.footprint_bytes,
-        )
+        self.tiers = self._make_tiers(config)
+        self.openings = Openings(self, self.tiers)
         self._faults = faults
         self._opened = opened
         self._lines: dict[int, _Line] = {}
-        self._waiting: dict[tuple[int, int], int] = {}
+        self._names: dict[tuple[int, int], str] = {}
         self._released: deque[tuple[int, int]] = deque()
 
-    def known_lingering_bytes(self) -> int:
-        return -1
+    def _make_tiers(self, config: Config) -> Tiers:
+        memory = open_memory(SegmentKind.MEMFD, budget_bytes=config.host_bytes)
+        numbers = count(1)
+        store = Store(
+            config.host_bytes,
+            policy=policy_named(config.eviction),
+            footprint_bytes=memory.footprint_bytes,
+            numbers=numbers,
+        )
+        loader = Loader(
+            memory, threads=1, wake=self._woken, pool=self._pool, trusts_young_files=True
+        )
+        return Tiers(
+            _HostTier(store, loader),
+            DeviceSettings.of(config),
+            numbers=numbers,
+            wake=self._woken,
+            pool=self._pool,
+            trusts_young_files=True,
+        )
 
     def stop(self) -> None:
         """StopDaemonRequest: as :meth:`close`, but its answer still arrives."""
-        for session in list(self.sessions):
+        for session in self.sessions:
             self.leave(session)
 
     def close(self) -> None:
         with self.changed:
             self.stop()
-            self.loader.close()
+            self.openings.close()
+            self.tiers.close()
             self.changed.notify_all()
 
     def images(self) -> list[ImageRow]:
         with self.changed:
             self._take_released()
-            return self.store.images()
+            rows = [row for tier in self.tiers for row in tier.store.images()]
+            return sorted(rows, key=lambda row: -row.used_ns)
 
     def lease_count(self) -> int:
         with self.changed:
             self._take_released()
-            return self.store.lease_count()
+            return self.tiers.lease_count()
 
     # --- sessions ---------------------------------------------------------------------------------
 
     def join(self, line: _Line, hello: messages.Hello) -> tuple[Session, messages.Welcome]:
         peer = Peer(os.getpid(), os.geteuid(), os.getegid())
         with self.changed:
-            number = len(self._lines) + 1
-            session = Session(number, cast(Any, None), peer, time.time_ns(), os.urandom(16))
-            session.package, session.pid = hello.package, hello.pid
-            self.sessions.append(session)
-            self._lines[number] = line
+            session = self.sessions.add(cast(Any, _NoSocket()), peer, time.time_ns())
+            token = self.sessions.greet(session, hello.package, hello.pid)
+            self._lines[session.number] = line
         welcome = messages.Welcome(
-            messages.PROTOCOL_VERSION, __version__, os.getpid(), "fake", session.token
+            messages.PROTOCOL_VERSION, __version__, os.getpid(), "fake", token
         )
         return session, welcome
 
     def leave(self, session: Session) -> None:
         with self.changed:
-            if session not in self.sessions:
+            if self.sessions.get(session.number) is None:
                 return
             self._take_released()
-            self.sessions.remove(session)
-            self.store.close_session(session.number, time.time_ns())
-            for descriptor in session.offers.values():
-                os.close(descriptor)
-            session.offers.clear()
+            self.tiers.close_session(session.number, time.time_ns())
+            self.openings.close_session(session.number)
+            self.sessions.close(session)
             self.changed.notify_all()
 
     def release(self, session: Session, lease: int) -> None:
@@ -295,75 +310,31 @@ class _Server:
                 else:
                     self._handle(session, envelope.request_id, envelope.message)
             except TrimsError as error:
-                self._answer(session.number, envelope.request_id, _error_reply(error))
+                reply = messages.ErrorReply(type(error).__name__, str(error)[:1000])
+                self._answer(session.number, envelope.request_id, reply)
         self._pool.run()
         return True
 
     def _handle(self, session: Session, request: int, message: Any) -> None:
         # The handlers ask no more of a server than this class has.
-        reply, actions = handle(cast(Any, self), session, message)
-        self._execute(actions)
+        reply = handle(cast(Any, self), session, message)
         if isinstance(reply, Later):
-            reply = reply.work()
+            later = reply
+            reply = later.work()
+            later.finish()
         self._answer(session.number, request, reply)
 
     def _open(self, session: Session, request: int, message: messages.OpenImageRequest) -> None:
-        descriptor = session.offers.pop(message.ticket)
-        try:
-            if self._faults.refusals:
-                self.counters["refused"] += 1
-                raise self._faults.refusals.popleft()
-            status = check_readable_file(descriptor)
-            if status.st_size == 0:
-                raise ReadFailed(f"{message.name} is empty")
-            identity = Identity.from_stat(status)
-            opening = Opening(session.number, request, session.peer.uid, identity, message.name)
-            self._waiting[(session.number, request)] = message.ticket
-            actions = self.store.open(opening, time.time_ns())
-            self._execute(actions, descriptor=descriptor)
-            if any(isinstance(each, StartIngest) for each in actions):
-                descriptor = -1  # the loader's now
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+        if self._faults.refusals:
+            self.counters["refused"] += 1
+            os.close(session.offers.pop(message.ticket))
+            raise self._faults.refusals.popleft()
+        self._names[(session.number, request)] = message.name
+        self.openings.open(session, _routing(session.number), request, message)
 
-    def _finish_loads(self) -> None:
+    def _woken(self) -> None:
         with self.changed:
-            for finished in self.loader.take_finished():
-                if finished.result is None:
-                    error = finished.error or ReadFailed("no result")
-                    self._execute(self.store.ingest_failed(finished.ingest, error))
-                    continue
-                # A test's files are younger than any time stamp that could be trusted.
-                result = replace(finished.result, is_settled=True)
-                self._execute(self.store.ingest_done(finished.ingest, result, time.time_ns()))
-
-    def _execute(self, actions: list[Action], *, descriptor: int = -1) -> None:
-        for action in actions:
-            if self.loader.execute(action, descriptor=descriptor):
-                continue
-            if isinstance(action, GrantLease):
-                self._grant(action)
-            elif isinstance(action, RefuseRequest):
-                self.counters["refused"] += 1
-                self._waiting.pop((action.opening.session, action.opening.request), None)
-                self._answer(
-                    action.opening.session, action.opening.request, _error_reply(action.error)
-                )
-            elif isinstance(action, Announce):
-                self.counters[f"images_{action.event}"] += 1
-
-    def _grant(self, grant: GrantLease) -> None:
-        number, request = grant.opening.session, grant.opening.request
-        ticket = self._waiting.pop((number, request))
-        self.counters[f"open_{grant.outcome}"] += 1
-        self._opened.append(Opened(grant.opening.name, grant.outcome, grant.digest))
-        segment = self.loader.segment(grant.digest)
-        self._lines[number].grants[ticket] = os.dup(segment.descriptor)
-        reply = messages.OpenImageReply(
-            grant.lease, grant.digest, segment.size_bytes, grant.outcome, grant.is_settled
-        )
-        self._answer(number, request, reply)
+            self.openings.finish()
 
     def _answer(self, number: int, request: int, message: Any) -> None:
         data = codec.encode_envelope(codec.Envelope(request, b"", message))
@@ -373,14 +344,48 @@ class _Server:
     def _take_released(self) -> None:
         while self._released:
             session, lease = self._released.popleft()
-            self.store.release(session, lease, time.time_ns())
+            self.tiers.release(session, lease, time.time_ns())
+
+    # --- what openings need -----------------------------------------------------------------------
+
+    def take_offer(self, session: Session, ticket: int) -> int:
+        return session.offers.pop(ticket)
+
+    def hand_over(self, session: Session, message: Any, descriptor: int) -> None:
+        self._lines[session.number].grants[(message.ticket, message.part)] = os.dup(descriptor)
+
+    def reply(self, routing: bytes, request: int, message: Any) -> None:
+        number = int.from_bytes(routing, "big")
+        if not isinstance(message, messages.Progress):
+            name = self._names.pop((number, request))
+            if isinstance(message, messages.OpenImageReply):
+                self._opened.append(Opened(name, message.outcome, message.digest))
+        self._answer(number, request, message)
+
+    def end_session(self, session: Session, reason: str) -> None:
+        self.leave(session)
+
+    def publish(self, event: Announce) -> None:
+        """Nobody listens."""
+
+
+class _NoSocket:
+    """In the place of a session's connection."""
+
+    def close(self) -> None:
+        """There is none."""
+
+
+def _routing(number: int) -> bytes:
+    """Where replies to a session go."""
+    return number.to_bytes(8, "big")
 
 
 class _Line:
     """The client's half, in the place of :class:`trims_shim.client.connection.Connection`."""
 
     def __init__(self, server: _Server, config: Config) -> None:
-        self.grants: dict[int, int] = {}
+        self.grants: dict[tuple[int, int], int] = {}
         self.answers: deque[bytes] = deque()
         self._pid = os.getpid()
         self._server = server
@@ -393,14 +398,16 @@ class _Line:
             token=self.welcome.token, stall_timeout_s=self._stall_timeout_s
         )
 
-    def open_image(self, descriptor: int, name: str) -> Granted:
+    def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted:
         self._ticket += 1
         offer = _through_codec(messages.FileOffer(self._ticket))
         self._session.offers[offer.ticket] = os.dup(descriptor)
-        reply = self.request(messages.OpenImageRequest(self._ticket, name))
+        reply = self.request(messages.OpenImageRequest(self._ticket, name, tier))
         if not isinstance(reply, messages.OpenImageReply):
             raise WireError(f"{type(reply).__name__} answers OpenImageRequest")
-        return Granted(reply, self.grants.pop(self._ticket))
+        parts = sorted(part for ticket, part in self.grants if ticket == self._ticket)
+        granted = [self.grants.pop((self._ticket, part)) for part in parts]
+        return Granted(reply, granted[0], tuple(granted[1:]))
 
     def request(self, message: Any) -> Any:
         self._check_open()
@@ -428,7 +435,8 @@ class _Line:
         """Nobody is newer."""
 
     def is_alive(self) -> bool:
-        return self._pid == os.getpid() and self._session in self._server.sessions
+        session = self._server.sessions.get(self._session.number)
+        return self._pid == os.getpid() and session is self._session
 
     def quiesce(self) -> None:
         """There is no thread to end."""
@@ -454,7 +462,3 @@ class _Line:
 
 def _through_codec(message: Any) -> Any:
     return codec.decode(codec.encode(message))
-
-
-def _error_reply(error: TrimsError) -> messages.ErrorReply:
-    return messages.ErrorReply(type(error).__name__, str(error)[:1000])

@@ -35,7 +35,7 @@ class StubLine:
         self.is_quiet = False
         self.reported: dict[str, int] = {}
 
-    def open_image(self, descriptor: int, name: str) -> Granted:
+    def open_image(self, descriptor: int, name: str, *, tier: str = "host") -> Granted:
         granted: Granted = self.answer(name)
         return granted
 

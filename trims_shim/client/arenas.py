@@ -14,14 +14,13 @@ lease.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import ctypes
-import itertools
 import os
 import weakref
 from collections.abc import Callable
 
+from trims_shim.client.addresses import AddressIndex
 from trims_shim.memory.mapping import map_private, unmap
 
 __all__ = ["Arena", "Image", "find"]
@@ -68,7 +67,8 @@ class Arena:
         self.size_bytes = image.size_bytes
         self.address = map_private(image.descriptor, image.size_bytes)
         self.buffer = (ctypes.c_char * self.size_bytes).from_address(self.address)
-        _index.add(self)
+        is_alive = weakref.ref(self.buffer)
+        _index.add(self.address, self.size_bytes, lambda: None if is_alive() is None else image)
         finalizer = weakref.finalize(self.buffer, _release_mapping, self.address, image)
         finalizer.atexit = False
 
@@ -77,48 +77,7 @@ class Arena:
         return self.image.map()
 
 
-class _Index:
-    """Live arenas by address.
-
-    The sorted list of addresses is a cache, valid for one stamp; a reader that loses a race with a
-    finalizer sees an address without an entry, which means "unknown", never a wrong image.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[int, weakref.ref[ctypes.Array[ctypes.c_char]], Image]] = {}
-        self._stamps = itertools.count()
-        self._stamp = next(self._stamps)
-        self._sorted: tuple[int, list[int]] = (self._stamp, [])
-
-    def add(self, arena: Arena) -> None:
-        self._entries[arena.address] = (arena.size_bytes, weakref.ref(arena.buffer), arena.image)
-        self._stamp = next(self._stamps)
-
-    def remove(self, address: int) -> None:
-        self._entries.pop(address, None)
-        self._stamp = next(self._stamps)
-
-    def find(self, address: int, size_bytes: int) -> tuple[Image, int] | None:
-        starts = self._starts()
-        index = bisect.bisect_right(starts, address) - 1
-        if index < 0:
-            return None
-        start = starts[index]
-        entry = self._entries.get(start)
-        if entry is None or address - start + size_bytes > entry[0] or entry[1]() is None:
-            return None
-        return entry[2], address - start
-
-    def _starts(self) -> list[int]:
-        stamp = self._stamp
-        cached_stamp, starts = self._sorted
-        if cached_stamp != stamp:
-            starts = sorted(self._entries)
-            self._sorted = (stamp, starts)
-        return starts
-
-
-_index = _Index()
+_index: AddressIndex[Image] = AddressIndex()
 
 
 def find(address: int, size_bytes: int) -> tuple[Image, int] | None:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from trims_shim import config as configuration
 from trims_shim import diagnostics
@@ -26,20 +26,27 @@ from trims_shim.client.connection import Connection, Granted
 from trims_shim.config import Config
 from trims_shim.errors import (
     DaemonUnavailable,
+    FormatError,
     IncompatibleDaemon,
+    NoSpace,
     NotServed,
     RequestRefused,
     TooManyRequests,
 )
-from trims_shim.specs import Identity
+from trims_shim.specs import HOST_TIER, DeviceId, Digest, Identity
 from trims_shim.wire import endpoint as endpoints
 from trims_shim.wire import messages
+
+if TYPE_CHECKING:
+    from trims_shim.client.device_arenas import DeviceArena
 
 __all__ = ["Cache", "Line", "cache", "configure", "exchange"]
 
 _CONNECTIONS_LIMIT = 16
 _IDENTITIES_LIMIT = 4096
 _DRAIN_PATIENCE_S = 5.0
+_REAP_PATIENCE_S = 1.0
+"""For what this process has just let go of, when a device is full; the device may be busy."""
 _Result = TypeVar("_Result")
 
 
@@ -48,7 +55,7 @@ class Line(Protocol):
 
     welcome: messages.Welcome
 
-    def open_image(self, descriptor: int, name: str) -> Granted: ...
+    def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted: ...
     def request(self, message: Any) -> Any: ...
     def report(self, counters: dict[str, int]) -> None: ...
     def release(self, lease: int) -> None: ...
@@ -89,6 +96,28 @@ class Cache:
         diagnostics.count("bytes_shared", amount=image.size_bytes)
         return arena
 
+    def open_device(
+        self, descriptor: int, *, name: str, device: DeviceId, min_bytes: int | None = None
+    ) -> DeviceArena:
+        """The image of an open file in memory of a device; blocks while it is loaded.
+
+        One arena for all loads of this process: it is read-only. The descriptor stays the caller's.
+        Raises NotServed where the cache gains nothing, any other TrimsError when it cannot help.
+        """
+        if not self.config.device:
+            raise NotServed("device_off", f"{name}: device memory is not shared (TRIMS_DEVICE=0)")
+        # Not at the top: most programs have no device, and it is a tenth of what this file imports.
+        from trims_shim.client import device_arenas
+
+        identity = self._check(descriptor, name, min_bytes)
+        arena = device_arenas.held(self._digests.get(identity, ""), device)
+        if arena is None:
+            arena = self._lease_device(descriptor, identity, name, device)
+        else:
+            diagnostics.count("open", "local")
+        diagnostics.count("bytes_shared", amount=arena.size_bytes)
+        return arena
+
     def _check(self, descriptor: int, name: str, min_bytes: int | None) -> Identity:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -117,16 +146,41 @@ class Cache:
                 release=lambda: connection.release(reply.lease),
             )
             if reply.is_settled:
-                self._remember(identity, image)
+                self._settle(identity, image.digest)
+                self._images[image.digest] = image
             return image
 
         return self._with_connection(ask)
 
-    def _remember(self, identity: Identity, image: Image) -> None:
+    def _lease_device(
+        self, descriptor: int, identity: Identity, name: str, device: DeviceId
+    ) -> DeviceArena:
+        from trims_shim.client import device_arenas
+
+        def ask(connection: Line) -> tuple[Granted, Callable[[], None]]:
+            granted = connection.open_image(descriptor, name, tier=device)
+            lease = granted.reply.lease
+            return granted, lambda: connection.release(lease)
+
+        dropped_before = device_arenas.dropped()
+        try:
+            granted, release = self._with_connection(ask)
+        except NoSpace:
+            # The model before this one may have been let go of, but not unmapped yet.
+            device_arenas.reap(_REAP_PATIENCE_S)
+            if device_arenas.dropped() == dropped_before:
+                raise
+            granted, release = self._with_connection(ask)
+        diagnostics.count("open", granted.reply.outcome)
+        arena = device_arenas.adopt(granted, device=device, name=name, release=release)
+        if granted.reply.is_settled:
+            self._settle(identity, arena.digest)
+        return arena
+
+    def _settle(self, identity: Identity, digest: Digest) -> None:
         if len(self._digests) >= _IDENTITIES_LIMIT:
             self._digests.clear()
-        self._digests[identity] = image.digest
-        self._images[image.digest] = image
+        self._digests[identity] = digest
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -185,7 +239,7 @@ class Cache:
             connection = self._take_idle() or self._connect(may_start)
             yield connection
             is_usable = True
-        except RequestRefused:
+        except (FormatError, RequestRefused):
             is_usable = True
             raise
         finally:

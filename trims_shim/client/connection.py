@@ -16,7 +16,7 @@ import select
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -24,6 +24,7 @@ import zmq
 from trims_shim._version import __version__
 from trims_shim.client.session import Conversation
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
+from trims_shim.specs import HOST_TIER
 from trims_shim.wire import codec, handover, messages
 from trims_shim.wire.endpoint import Endpoint
 
@@ -39,10 +40,24 @@ _DESCRIPTORS_NEEDED = 16
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """An opened image. The receiver owns ``descriptor``."""
+    """An opened image. The receiver owns the descriptors.
+
+    ``descriptor`` is the segment, on a device tier the outline. ``allocations`` are device memory,
+    in order of address; none on the host tier, and none where the reply has handles instead.
+    """
 
     reply: messages.OpenImageReply
     descriptor: int
+    allocations: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What has come for the request under way: descriptors by part, and their lease."""
+
+    ticket: int
+    descriptors: dict[int, int] = field(default_factory=dict)
+    leases: set[int] = field(default_factory=set)
 
 
 class Connection:
@@ -56,8 +71,8 @@ class Connection:
         self._control: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._unsent: deque[int] = deque()
-        self._grants: dict[int, tuple[int, int]] = {}
         self._ticket = 0
+        self._parts: _Parts | None = None
         try:
             self.welcome = self._greet(config_hash)
         except BaseException:
@@ -67,25 +82,40 @@ class Connection:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def open_image(self, descriptor: int, name: str) -> Granted:
-        """Lease the image of an open file. Blocks while the daemon reads it.
+    def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted:
+        """Lease the image of an open file at a tier. Blocks while the daemon reads it.
 
         Raises RequestRefused, DaemonError, WireError.
         """
         self._flush_releases()
         self._ticket += 1
-        ticket = self._ticket
-        self._send_handover(messages.FileOffer(ticket), descriptor)
-        reply = self.request(messages.OpenImageRequest(ticket, name))
-        if not isinstance(reply, messages.OpenImageReply):
-            raise WireError(f"{type(reply).__name__} answers OpenImageRequest")
-        while ticket not in self._grants:
-            self._receive_handover()
-        segment, _ = self._grants.pop(ticket)
-        if os.fstat(segment).st_size < reply.size_bytes:
-            os.close(segment)
-            raise WireError(f"segment of {name} is shorter than its image")
-        return Granted(reply, segment)
+        parts = self._parts = _Parts(self._ticket)
+        try:
+            self._send_handover(messages.FileOffer(parts.ticket), descriptor)
+            reply = self.request(messages.OpenImageRequest(parts.ticket, name, tier))
+            descriptors = self._receive_parts(parts, _part_count(reply, tier), name)
+            if os.fstat(descriptors[0]).st_size < reply.size_bytes:
+                raise WireError(f"segment of {name} is shorter than its image")
+        except BaseException:
+            handover.close_all(list(parts.descriptors.values()))
+            for lease in parts.leases:
+                self.release(lease)
+            raise
+        finally:
+            self._parts = None
+        return Granted(reply, descriptors[0], descriptors[1:])
+
+    def _receive_parts(self, parts: _Parts, count: int, name: str) -> tuple[int, ...]:
+        """Wait for the parts ``0 .. count - 1`` of the request under way."""
+        came = parts.descriptors
+        while len(came) < count:
+            try:
+                self._receive_handover()
+            except DaemonTimeout as error:
+                raise WireError(f"{len(came)} of {count} parts of {name} came") from error
+        if sorted(came) != list(range(count)):
+            raise WireError(f"parts {sorted(came)} of {name} came, not the first {count}")
+        return tuple(came[part] for part in range(count))
 
     def request(self, message: Any) -> Any:
         """Send a control request and wait for its reply. Raises as :meth:`open_image`."""
@@ -167,9 +197,6 @@ class Connection:
     def close(self) -> None:
         """Close everything; the daemon releases the leases."""
         self.quiesce()
-        for segment, _ in self._grants.values():
-            os.close(segment)
-        self._grants.clear()
         self._handover.close()
 
     # --- inside -----------------------------------------------------------------------------------
@@ -220,16 +247,25 @@ class Connection:
     def _receive_handover(self) -> None:
         packet = self._receive_packet()
         message = packet.message
-        if isinstance(message, messages.SegmentGrant) and packet.descriptor is not None:
-            if message.ticket == self._ticket:
-                self._grants[message.ticket] = (packet.descriptor, message.lease)
-                return
-            # Of a request that was given up.
-            self.release(message.lease)
+        if isinstance(message, messages.SegmentGrant) and self._takes(message, packet.descriptor):
+            return
         if packet.descriptor is not None:
             os.close(packet.descriptor)
         if isinstance(message, messages.Goodbye):
             raise DaemonUnavailable(f"the daemon closes the connection: {message.reason}")
+
+    def _takes(self, grant: messages.SegmentGrant, descriptor: int | None) -> bool:
+        """Whether the descriptor is a part that the request under way still lacks."""
+        parts = self._parts
+        if parts is None or grant.ticket != parts.ticket:
+            # Of a request that was given up.
+            self.release(grant.lease)
+            return False
+        parts.leases.add(grant.lease)
+        if descriptor is None or grant.part in parts.descriptors:
+            return False
+        parts.descriptors[grant.part] = descriptor
+        return True
 
     def _receive_packet(self) -> handover.Packet:
         try:
@@ -245,6 +281,24 @@ class Connection:
     def _flush_releases(self) -> None:
         while self._unsent:
             self._send_handover(messages.LeaseRelease(self._unsent.popleft()), None)
+
+
+def _part_count(reply: Any, tier: str) -> int:
+    """How many descriptors come with a reply. Raises WireError for one that makes no sense."""
+    if not isinstance(reply, messages.OpenImageReply):
+        raise WireError(f"{type(reply).__name__} answers OpenImageRequest")
+    grant = reply.device
+    if (grant is None) != (tier == HOST_TIER):
+        raise WireError(f"an image at another tier than {tier} was granted")
+    if grant is None:
+        return 1
+    if not grant.allocations or min(grant.allocations) <= 0:
+        raise WireError(f"allocations of {grant.allocations} bytes were granted")
+    if not grant.handles:
+        return 1 + len(grant.allocations)
+    if len(grant.handles) != len(grant.allocations):
+        raise WireError(f"{len(grant.handles)} handles of {len(grant.allocations)} allocations")
+    return 1
 
 
 def _connect(endpoint: Endpoint) -> socket.socket:

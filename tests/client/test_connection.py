@@ -1,0 +1,298 @@
+"""What a connection makes of a daemon's packets; nothing it was handed is ever lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from trims_shim.client import connection as connections
+from trims_shim.client.connection import Connection
+from trims_shim.errors import DaemonTimeout, NoSpace, UnknownImage, WireError
+from trims_shim.wire import codec, handover, messages
+from trims_shim.wire.endpoint import Endpoint
+
+SIZE = 4096
+DEVICE = "GPU-00000000-0000-0000-0000-000000000001"
+INSTANCE = "0123456789abcdef"
+
+
+class Daemon:
+    """The other end: says what a test tells it to, in the order it tells it to."""
+
+    def __init__(self, directory: Path) -> None:
+        self.endpoint = Endpoint(str(directory))
+        self.listener = handover.new_socket()
+        self.listener.bind(self.endpoint.handover)
+        self.listener.listen()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.control = self.context.socket(zmq.ROUTER)
+        self.control.bind(f"ipc://{self.endpoint.control(INSTANCE)}")
+        self.control.setsockopt(zmq.RCVTIMEO, 10_000)
+        self.control.setsockopt(zmq.LINGER, 0)
+        self.requests: list[messages.OpenImageRequest] = []
+        self.files: list[tuple[int, int]] = []
+
+    def serve(self, *turns: Callable[[int], None]) -> threading.Thread:
+        """Greet one client, then answer its requests, one turn (which is told the ticket) each."""
+        thread = threading.Thread(target=self._serve, args=(turns,))
+        thread.start()
+        return thread
+
+    def _serve(self, turns: tuple[Callable[[int], None], ...]) -> None:
+        self.peer, _ = self.listener.accept()
+        self.hear()
+        welcome = messages.Welcome(messages.PROTOCOL_VERSION, "1.0", 1, INSTANCE, b"token")
+        handover.send(self.peer, welcome)
+        for turn in turns:
+            offer = self.hear()
+            while not isinstance(offer.message, messages.FileOffer):
+                offer = self.hear()
+            assert offer.descriptor is not None
+            os.close(offer.descriptor)
+            self.routing, body = self.control.recv_multipart()
+            self.envelope = codec.decode_envelope(body)
+            self.requests.append(self.envelope.message)
+            turn(offer.message.ticket)
+
+    def hear(self) -> handover.Packet:
+        self.peer.settimeout(10)
+        packet = handover.receive(self.peer)
+        assert packet is not None
+        return packet
+
+    def grant(self, ticket: int, part: int = 0, *, size: int = SIZE, lease: int = 7) -> None:
+        descriptor = os.memfd_create("part")
+        os.truncate(descriptor, size)
+        status = os.fstat(descriptor)
+        self.files.append((status.st_dev, status.st_ino))
+        packet = messages.SegmentGrant(ticket, lease, part)
+        handover.send(self.peer, packet, descriptor=descriptor)
+        os.close(descriptor)
+
+    def reply(self, message: object) -> None:
+        body = codec.encode_envelope(codec.Envelope(self.envelope.request_id, b"", message))
+        self.control.send_multipart([self.routing, body])
+
+    def open_parts(self) -> list[int]:
+        """Descriptors of parts that this process (which is both ends) has open."""
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                status = os.stat(f"/proc/self/fd/{name}")
+            except OSError:
+                continue
+            if (status.st_dev, status.st_ino) in self.files:
+                found.append(int(name))
+        return found
+
+    def close(self) -> None:
+        self.peer.close()
+        self.listener.close()
+        self.control.close()
+        self.context.term()
+
+
+def reply(
+    *allocations: int, handles: tuple[bytes, ...] = (), size: int = SIZE
+) -> messages.OpenImageReply:
+    """Of a device tier when there are allocations."""
+    grant = messages.DeviceGrant("vmm", "layout", allocations, handles) if allocations else None
+    return messages.OpenImageReply(7, "digest", size, "hit", True, grant)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, no_leak: None) -> Iterator[Daemon]:
+    os.chmod(tmp_path, 0o700)
+    daemon = Daemon(tmp_path)
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_ANSWER_TIMEOUT_S", 0.2)
+
+
+class Opening:
+    """A client that opens ``/dev/null`` at a tier, against the turns of a daemon."""
+
+    def __init__(self, daemon: Daemon, *turns: Callable[[int], None], stall: float = 5) -> None:
+        self.thread = daemon.serve(*turns)
+        self.connection = Connection(daemon.endpoint, config_hash="", stall_timeout_s=stall)
+
+    def open(self, tier: str = DEVICE) -> connections.Granted:
+        descriptor = os.open(os.devnull, os.O_RDONLY)
+        try:
+            return self.connection.open_image(descriptor, "m", tier=tier)
+        finally:
+            os.close(descriptor)
+
+    def __enter__(self) -> Opening:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        self.connection.close()
+
+
+ORDERS = {
+    "as a daemon sends it": ("0", "1", "2", "reply"),
+    "reply first": ("reply", "0", "1", "2"),
+    "backwards": ("2", "1", "reply", "0"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_parts_in_any_order(daemon: Daemon, order: str) -> None:
+    def turn(ticket: int) -> None:
+        for each in ORDERS[order]:
+            if each == "reply":
+                daemon.reply(reply(1000, 2000))
+            else:
+                daemon.grant(ticket, int(each), size=SIZE + int(each))
+
+    with Opening(daemon, turn) as opening:
+        granted = opening.open()
+        assert granted.reply.device == messages.DeviceGrant("vmm", "layout", (1000, 2000))
+        assert daemon.requests[0].tier == DEVICE
+        descriptors = [granted.descriptor, *granted.allocations]
+        assert [os.fstat(each).st_size - SIZE for each in descriptors] == [0, 1, 2]
+        assert sorted(daemon.open_parts()) == sorted(descriptors)
+        handover.close_all(descriptors)
+
+
+def test_the_host_tier_has_one_part(daemon: Daemon) -> None:
+    def turn(ticket: int) -> None:
+        daemon.grant(ticket)
+        daemon.reply(reply())
+
+    with Opening(daemon, turn) as opening:
+        granted = opening.open("host")
+        assert (granted.allocations, daemon.requests[0].tier) == ((), "host")
+        os.close(granted.descriptor)
+
+
+def test_handles_come_in_the_reply(daemon: Daemon) -> None:
+    def turn(ticket: int) -> None:
+        daemon.grant(ticket)
+        daemon.reply(reply(1000, handles=(b"h" * 64,)))
+
+    with Opening(daemon, turn) as opening:
+        granted = opening.open()
+        assert granted.reply.device is not None
+        assert (granted.allocations, granted.reply.device.handles) == ((), (b"h" * 64,))
+        os.close(granted.descriptor)
+
+
+BROKEN: dict[str, tuple[tuple[int, ...], messages.OpenImageReply, str]] = {
+    "a part is missing": ((0, 1), reply(1000, 2000), "2 of 3 parts"),
+    "all are missing": ((), reply(1000), "0 of 2 parts"),
+    "a part of another number": ((0, 1, 5), reply(1000, 2000), r"\[0, 1, 5\]"),
+    "one part twice": ((0, 1, 1), reply(1000, 2000), "2 of 3 parts"),
+    "an outline that is too short": ((0, 1), reply(1000, size=SIZE + 1), "shorter"),
+    "no allocation": ((0,), reply(), "another tier"),
+    "an empty allocation": ((0, 1), reply(0), "0,"),
+    "a negative one": ((0, 1), reply(-5), "-5"),
+    "handles of something else": ((0,), reply(1000, 1000, handles=(b"h",)), "1 handles of 2"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.usefixtures("impatient")
+def test_a_grant_that_does_not_fit(daemon: Daemon, name: str) -> None:
+    parts, answer, message = BROKEN[name]
+
+    def turn(ticket: int) -> None:
+        for part in parts:
+            daemon.grant(ticket, part)
+        daemon.reply(answer)
+
+    with Opening(daemon, turn) as opening, pytest.raises(WireError, match=message):
+        opening.open()
+    assert daemon.open_parts() == []
+
+
+def test_device_memory_for_a_host_request(daemon: Daemon) -> None:
+    def turn(ticket: int) -> None:
+        daemon.grant(ticket)
+        daemon.reply(reply(1000))
+
+    with (
+        Opening(daemon, turn) as opening,
+        pytest.raises(WireError, match="another tier than host"),
+    ):
+        opening.open("host")
+    assert daemon.open_parts() == []
+
+
+def test_parts_of_a_refused_request(daemon: Daemon) -> None:
+    def turn(ticket: int) -> None:
+        daemon.grant(ticket)
+        daemon.grant(ticket, 1)
+        # Ours to receive before the refusal is; the control socket would win otherwise.
+        threading.Timer(0.2, daemon.reply, [messages.ErrorReply("NoSpace", "full")]).start()
+
+    with Opening(daemon, turn) as opening:
+        with pytest.raises(NoSpace, match="full"):
+            opening.open()
+        assert daemon.open_parts() == []
+        assert daemon.hear().message == messages.LeaseRelease(7)
+
+
+def test_parts_of_a_request_that_was_given_up(daemon: Daemon) -> None:
+    """They come while the next request waits; its own are told apart, and their lease ends."""
+
+    def late(ticket: int) -> None:
+        daemon.reply(messages.ErrorReply("UnknownImage", "not now"))
+
+    def second(ticket: int) -> None:
+        for part in range(3):
+            daemon.grant(ticket - 1, part, lease=6)
+        for part in range(2):
+            daemon.grant(ticket, part)
+        daemon.reply(reply(1000))
+        assert daemon.hear().message == messages.LeaseRelease(6)
+
+    with Opening(daemon, late, second) as opening:
+        with pytest.raises(UnknownImage):
+            opening.open()
+        granted = opening.open()
+        descriptors = [granted.descriptor, *granted.allocations]
+        assert sorted(daemon.open_parts()) == sorted(descriptors)
+        handover.close_all(descriptors)
+
+
+def test_parts_that_come_between_requests(daemon: Daemon) -> None:
+    """The pool looks at an idle connection; what lies there is of no use to anybody."""
+
+    def turn(ticket: int) -> None:
+        daemon.reply(messages.ErrorReply("UnknownImage", "not now"))
+        assert given_up.wait(10)
+        daemon.grant(ticket)
+
+    given_up = threading.Event()
+    with Opening(daemon, turn) as opening:
+        with pytest.raises(UnknownImage):
+            opening.open()
+        given_up.set()
+        opening.thread.join(10)
+        assert opening.connection.is_alive()
+        assert daemon.open_parts() == []
+        assert daemon.hear().message == messages.LeaseRelease(7)
+
+
+def test_parts_of_a_load_that_stalls(daemon: Daemon) -> None:
+    def turn(ticket: int) -> None:
+        for part in range(3):
+            daemon.grant(ticket, part)
+
+    with Opening(daemon, turn, stall=0.3) as opening:
+        with pytest.raises(DaemonTimeout, match="no progress"):
+            opening.open()
+        assert daemon.open_parts() == []

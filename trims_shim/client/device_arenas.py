@@ -1,0 +1,300 @@
+"""Device arenas: images in device memory as this process sees them.
+
+Owns the mappings, the index from a device address back to its arena, and the way from a granted
+image to a mapping. Device memory is mapped read-only, so one mapping serves every load of the
+process: there is one :class:`DeviceArena` for an image and a device, and who uses its memory keeps
+it alive:
+
+    tensor -> storage -> DeviceArena.hold -> (finalizer) DeviceArena gone -> DeviceImage retired
+        -> (reaper: device synchronised) unmapped -> lease released
+
+Invariants: as in :mod:`trims_shim.client.arenas`, finalizers take no lock and do no blocking I/O.
+A forked child only forgets: device memory is not usable there. Nothing is unmapped at interpreter
+exit; the driver does that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from trims_shim import diagnostics
+from trims_shim.client.addresses import AddressIndex
+from trims_shim.client.arenas import Arena, Image
+from trims_shim.client.connection import Granted
+from trims_shim.client.reaper import Reaper
+from trims_shim.errors import DriverFailure, FormatError, WireError
+from trims_shim.formats import DeviceLayout, layout_of
+from trims_shim.memory.device import DeviceMapping, map_allocations, open_handles
+from trims_shim.memory.driver import driver
+from trims_shim.specs import DeviceId, Digest
+from trims_shim.wire.handover import close_all
+
+__all__ = [
+    "DeviceArena",
+    "DeviceImage",
+    "adopt",
+    "begin_capture",
+    "device_id",
+    "dropped",
+    "end_capture",
+    "find",
+    "held",
+    "reap",
+]
+
+_logger = logging.getLogger(__name__)
+
+_CAPTURE = "STREAM_CAPTURE"
+"""In the name of every result that says that a capture is in the way."""
+_LONGEST_CAPTURE_S = 300.0
+"""Far longer than any capture takes: one whose end we never hear of must not keep memory."""
+
+
+class DeviceImage:
+    """One leased image in device memory, mapped until the reaper drops it."""
+
+    __slots__ = ("_mapping", "_release", "device", "digest", "index", "layout", "outline", "pid")
+
+    def __init__(
+        self,
+        mapping: DeviceMapping,
+        outline: Arena,
+        layout: DeviceLayout,
+        *,
+        device: DeviceId,
+        index: int,
+        release: Callable[[], None],
+    ) -> None:
+        """Take over the mapping and, with ``release``, the lease."""
+        self._mapping = mapping
+        self._release = release
+        self.outline = outline
+        self.layout = layout
+        self.digest: Digest = outline.image.digest
+        self.device = device
+        self.index = index
+        self.pid = os.getpid()
+
+    @property
+    def address(self) -> int:
+        """Where the mapping begins, in this process."""
+        return self._mapping.address
+
+    def drop(self) -> None:
+        """Unmap, then give the lease up. For the reaper."""
+        # Out of the index first: the driver may hand the address out again right after.
+        _process.index.remove(self.address)
+        try:
+            self._mapping.unmap()
+        except DriverFailure as error:
+            # A context that died of a fault can only be ended; the driver unmaps with the process.
+            _note("unmap_failed", error)
+        self._release()
+
+
+class DeviceArena:
+    """The read-only memory of an image on a device; a write is fatal to the writer's context.
+
+    Tensors are at ``address`` + ``layout.find(...)``; the rest of the file is in ``outline``. Keep
+    the arena, or an object it is told to :meth:`hold` for, alive for as long as the memory is used.
+    """
+
+    __slots__ = ("__weakref__", "address", "device", "image", "index", "layout", "size_bytes")
+
+    def __init__(self, image: DeviceImage) -> None:
+        self.image = image
+        self.device = image.device
+        self.index = image.index
+        self.address = image.address
+        self.layout = image.layout
+        self.size_bytes = image.layout.size_bytes
+        finalizer = weakref.finalize(self, _retire, image)
+        finalizer.atexit = False
+
+    @property
+    def outline(self) -> Arena:
+        """The file with holes where its tensors are; shared by all users, so not to be written."""
+        return self.image.outline
+
+    @property
+    def digest(self) -> Digest:
+        """The image's content."""
+        return self.image.digest
+
+    def hold(self, owner: object) -> None:
+        """Stay mapped at least until ``owner`` is gone."""
+        finalizer = weakref.finalize(owner, _let_go, self)
+        finalizer.atexit = False
+
+
+class _Process:
+    """What this process has mapped."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.arenas: weakref.WeakValueDictionary[tuple[Digest, DeviceId], DeviceArena]
+        self.arenas = weakref.WeakValueDictionary()
+        self.index: AddressIndex[DeviceArena] = AddressIndex()
+        self.reaper: Reaper[DeviceImage] = Reaper(_synchronize)
+        self.captures: dict[int, float] = {}
+
+    def held(self, digest: Digest, device: DeviceId) -> DeviceArena | None:
+        """The live arena, or one made of the retired image; the lock is held."""
+        arena = self.arenas.get((digest, device))
+        if arena is not None:
+            return arena
+        image = self.reaper.revive(lambda each: (each.digest, each.device) == (digest, device))
+        return None if image is None else self.serve(image)
+
+    def serve(self, image: DeviceImage) -> DeviceArena:
+        """A new arena of an image that has none; the lock is held."""
+        arena = DeviceArena(image)
+        self.index.add(arena.address, arena.size_bytes, weakref.ref(arena))
+        self.arenas[image.digest, image.device] = arena
+        return arena
+
+
+def held(digest: Digest, device: DeviceId) -> DeviceArena | None:
+    """The arena of an image that this process has mapped already; revives a retired one."""
+    arena = _process.arenas.get((digest, device))
+    if arena is not None:
+        return arena
+    with _process.lock:
+        return _process.held(digest, device)
+
+
+def adopt(
+    granted: Granted, *, device: DeviceId, name: str, release: Callable[[], None]
+) -> DeviceArena:
+    """The arena of an image that was granted: the one there is, else a mapping of its memory.
+
+    Takes over the descriptors and the lease (``release``), whatever happens. Raises WireError for a
+    grant that does not fit its outline, DriverFailure, MemoryFailure.
+    """
+    is_leased = False
+    try:
+        outline = Image(granted.descriptor, granted.reply.size_bytes, digest=granted.reply.digest)
+        with _process.lock:
+            arena = _process.held(outline.digest, device)
+            if arena is None:
+                arena = _process.serve(_map(granted, outline, device, name, release))
+                is_leased = True
+        return arena
+    finally:
+        # An import keeps the memory; the descriptor would only take up a place.
+        close_all(list(granted.allocations))
+        if not is_leased:
+            release()
+
+
+def find(address: int, size_bytes: int) -> tuple[DeviceArena, int] | None:
+    """(arena, offset in bytes) of the live arena that holds ``[address, address + size_bytes)``."""
+    return _process.index.find(address, size_bytes)
+
+
+def device_id(index: int) -> DeviceId:
+    """The device that CUDA gives this number in this process. Raises DriverFailure."""
+    for each in driver().devices():
+        if each.index == index:
+            return each.id
+    raise DriverFailure(f"this process sees no CUDA device {index}; see `trims info`")
+
+
+def dropped() -> int:
+    """How many images this process has unmapped so far."""
+    return _process.reaper.dropped
+
+
+def reap(timeout_s: float = 10.0) -> bool:
+    """Wait until what nobody uses is unmapped and its leases are given up; False: not in time."""
+    return _process.reaper.settle(timeout_s)
+
+
+def begin_capture(graph: int) -> None:
+    """A CUDA graph is being captured, under any number: nothing is waited for until it ends."""
+    _process.captures[graph] = time.monotonic()
+
+
+def end_capture(graph: int) -> None:
+    """The capture has ended, in whatever way."""
+    _process.captures.pop(graph, None)
+
+
+def _map(
+    granted: Granted, outline: Image, device: DeviceId, name: str, release: Callable[[], None]
+) -> DeviceImage:
+    grant = granted.reply.device
+    if grant is None:
+        raise WireError(f"no device memory was granted for {name}")
+    mapped_outline = outline.map()
+    layout = _read_layout(mapped_outline, name)
+    if layout.fingerprint() != grant.layout or layout.size_bytes > sum(grant.allocations):
+        raise WireError(
+            f"the daemon lays {name} out as {grant.layout} in {sum(grant.allocations)} bytes, this "
+            f"process as {layout.fingerprint()}; run `trims stop` if the versions differ"
+        )
+    index = driver().index_of(device)
+    if grant.handles:
+        mapping = open_handles(device, grant.handles, grant.allocations)
+    else:
+        mapping = map_allocations(device, granted.allocations, grant.allocations, is_writable=False)
+    return DeviceImage(mapping, mapped_outline, layout, device=device, index=index, release=release)
+
+
+def _read_layout(outline: Arena, name: str) -> DeviceLayout:
+    try:
+        return layout_of(memoryview(outline.buffer).cast("B"))
+    except FormatError as error:
+        raise WireError(f"the outline of {name} is not that of a model: {error}") from error
+
+
+def _synchronize(index: int) -> bool:
+    """Wait for all work on a device; False while a CUDA graph is being captured."""
+    # To wait is refused then, and may spoil the capture: it is tried only where nobody told us.
+    earliest = time.monotonic() - _LONGEST_CAPTURE_S
+    if any(began > earliest for began in _process.captures.copy().values()):
+        return False
+    try:
+        driver().synchronize(index)
+    except DriverFailure as error:
+        if _CAPTURE in error.result:
+            return False
+        # All work ends with the context that died; nothing is left to wait for.
+        _note("synchronize_failed", error)
+    return True
+
+
+def _note(reason: str, error: DriverFailure) -> None:
+    # No warning: where this happens, the program's own next call on the device fails.
+    diagnostics.count("device", reason)
+    _logger.debug("%s: %s", reason, error)
+
+
+def _retire(image: DeviceImage) -> None:
+    if image.pid == os.getpid():
+        _process.reaper.retire(image)
+
+
+def _let_go(arena: DeviceArena) -> None:
+    """Nothing to do: that it was held here is what kept the arena alive."""
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+_process = _Process()
+_forgotten: list[_Process] = []
+
+
+def _after_fork_in_child() -> None:
+    """Only forget; the old object is kept so that no destructor of its runs here."""
+    global _process
+    _forgotten.append(_process)
+    _process = _Process()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

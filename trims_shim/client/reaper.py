@@ -1,0 +1,114 @@
+"""Device images that nobody uses any more, until they can be unmapped.
+
+The last user of an image is often a kernel that is still running, so the device is synchronised
+before anything is unmapped. That blocks and a finalizer must not, so a thread does it: the first
+retirement starts it, and it ends when nothing is left to do. Until the moment it is unmapped, an
+image can be revived.
+
+Invariants: :meth:`Reaper.retire` is called by finalizers, anywhere and in any thread; it does one
+dictionary operation and tries a lock without waiting. Each retirement has a number of its own, and
+whoever pops the number owns the image: one that is revived and retired again while the device is
+being synchronised waits for the next time, because work may have been queued in between.
+"""
+
+from __future__ import annotations
+
+import _thread
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+__all__ = ["Reaper", "Retired"]
+
+_FIRST_PAUSE_S = 0.005
+_LONGEST_PAUSE_S = 0.25
+_POLL_S = 0.002
+
+
+class Retired(Protocol):
+    """What the reaper needs of an image."""
+
+    @property
+    def index(self) -> int:
+        """The device's number in this process."""
+
+    def drop(self) -> None:
+        """Unmap and give the lease up; called once, when the device has nothing left to do."""
+
+
+_Image = TypeVar("_Image", bound=Retired)
+
+
+class Reaper(Generic[_Image]):
+    """See the module docstring. Not for use across a fork: the child makes a new one."""
+
+    def __init__(self, synchronize: Callable[[int], bool]) -> None:
+        """``synchronize`` waits for all work on a device; False: it cannot be waited for now."""
+        self.dropped = 0
+        self._synchronize = synchronize
+        self._retired: dict[int, _Image] = {}
+        self._numbers = itertools.count()
+        self._is_running = threading.Lock()
+
+    def retire(self, image: _Image) -> None:
+        """Drop the image as soon as may be. Never blocks; safe in a finalizer."""
+        self._retired[next(self._numbers)] = image
+        self._wake()
+
+    def revive(self, is_wanted: Callable[[_Image], bool]) -> _Image | None:
+        """A retired image that is still mapped; the caller's again."""
+        # A copy, because it is made in one piece: the collector may run between the steps of an
+        # iteration and retire more.
+        for number, image in self._retired.copy().items():
+            if is_wanted(image) and self._retired.pop(number, None) is not None:
+                return image
+        return None
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until everything retired is dropped; False when that takes longer.
+
+        Leaves the work to the thread: a device may be busy for ever, and a caller must not be.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._retired or self._is_running.locked():
+            if time.monotonic() > deadline:
+                return False
+            self._wake()
+            time.sleep(_POLL_S)
+        return True
+
+    def _reap(self) -> bool:
+        """Drop what is retired, after synchronising; blocks. False when some has to wait."""
+        due = self._retired.copy()
+        indices = {image.index for image in due.values()}
+        idle = {index for index in indices if self._synchronize(index)}
+        for number, image in due.items():
+            if image.index in idle and self._retired.pop(number, None) is not None:
+                image.drop()
+                self.dropped += 1
+        return idle == indices
+
+    def _wake(self) -> None:
+        if not self._retired or not self._is_running.acquire(blocking=False):
+            return
+        try:
+            # Not threading.Thread, whose start takes locks that the interrupted code may hold.
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError:
+            # No thread can be had; the next retirement tries again and takes this one along.
+            self._is_running.release()
+
+    def _run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        try:
+            while self._retired:
+                if self._reap():
+                    continue
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            self._is_running.release()
+        # Whoever retired after the last look and before the release started no thread.
+        self._wake()
