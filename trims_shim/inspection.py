@@ -1,8 +1,10 @@
 """What ``trims info`` and :func:`trims_shim.info` show: this process, this machine, the daemon.
 
 Only looks: starts no daemon, imports no framework (unless asked to probe), changes nothing, and
-works with settings that cannot be used. Memory kinds are tried in a child interpreter, because
-trying one of them forks, which the caller's program may not like.
+works with settings that cannot be used. Memory kinds and the CUDA driver are tried in a child
+interpreter: trying one of the kinds forks, and a process that has initialised the driver cannot
+give CUDA to those it forks, neither of which the caller's program may like. No CUDA context is made
+there either.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from trims_shim.wire.endpoint import Endpoint
 __all__ = [
     "DaemonStatus",
     "Description",
+    "DeviceFound",
+    "DeviceSupport",
     "LimitStatus",
     "MemoryKind",
     "PatchStatus",
@@ -44,7 +48,17 @@ __all__ = [
     "look",
 ]
 
-_DISTRIBUTIONS = ("torch", "safetensors", "numpy", "pyzmq", "msgpack", "blake3", "rich")
+_DISTRIBUTIONS = (
+    "torch",
+    "safetensors",
+    "numpy",
+    "pyzmq",
+    "msgpack",
+    "blake3",
+    "rich",
+    "cuda-bindings",
+    "nvidia-ml-py",
+)
 _COMMONLY_WRAPPED = (
     "torch:load",
     "torch.nn.modules.module:Module.load_state_dict",
@@ -58,6 +72,22 @@ import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from trims_shim.memory.host import probe
 print(json.dumps([[each.kind.value, each.is_available, each.reason] for each in probe()]))
+"""
+_DEVICE_PROBE = """\
+import json, sys
+from dataclasses import astuple
+sys.path[:] = json.loads(sys.argv[1])
+from trims_shim.errors import DriverFailure
+from trims_shim.memory import nvml
+from trims_shim.memory.driver import driver
+devices, problem = (), ""
+try:
+    devices = driver().devices()
+except DriverFailure as error:
+    problem = str(error)
+free = [nvml.free_bytes(each.id) for each in devices]
+rows = [[*astuple(each), -1 if n is None else n] for each, n in zip(devices, free)]
+print(json.dumps([problem, nvml.driver_version() or "", rows]))
 """
 
 
@@ -88,6 +118,36 @@ class MemoryKind:
     kind: str
     is_available: bool
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFound:
+    """A device that this process may use; ``index`` as CUDA numbers it here.
+
+    ``can_export``: its memory can be shared read-only. ``free_bytes``: by NVML; -1 if unknown.
+    """
+
+    index: int
+    id: str
+    name: str
+    total_bytes: int
+    can_export: bool
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSupport:
+    """Whether weights can be shared in device memory here; ``problem`` is why not.
+
+    ``driver``: NVIDIA's version, as far as NVML answers; else ``nvml`` says why it does not.
+    """
+
+    is_available: bool
+    problem: str
+    backend: str
+    driver: str
+    nvml: str
+    devices: tuple[DeviceFound, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +205,7 @@ class Description:
     patches: tuple[PatchStatus, ...]
     wrappers: tuple[WrapperChain, ...]
     memory: tuple[MemoryKind, ...]
+    device: DeviceSupport
     socket: SocketStatus
     daemon: DaemonStatus
     limits: LimitStatus
@@ -176,6 +237,7 @@ def _look(the_cache: Cache, problems: tuple[str, ...]) -> Description:
         patches=tuple(_patches(settings, problems)),
         wrappers=tuple(_wrappers()),
         memory=_memory(),
+        device=_device(settings),
         socket=_socket(the_cache.endpoint),
         daemon=_daemon(the_cache),
         limits=_limits(),
@@ -185,7 +247,10 @@ def _look(the_cache: Cache, problems: tuple[str, ...]) -> Description:
 
 
 def _import_libraries() -> None:
-    for module in dict.fromkeys(module for _, module, _ in patches.PATCH_FILES):
+    names = dict.fromkeys(name for _, modules, _ in patches.PATCH_FILES for name in modules)
+    for module in names:
+        if module.startswith(("transformers", "peft")):  # longer than all the others together
+            continue
         # What is missing or broken shows as "waiting".
         with contextlib.suppress(Exception):
             importlib.import_module(module)
@@ -220,7 +285,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatus]:
-    for wanted_by, module, patch_file in patches.PATCH_FILES:
+    for wanted_by, modules, patch_file in patches.PATCH_FILES:
         done = patches.applied().get(patch_file)
         if done is not None:
             for each in done:
@@ -235,7 +300,8 @@ def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatu
                 )
             continue
         if patch_file in patches.requested():
-            state, reason = "waiting", f"applies when {module} is imported"
+            verb = "is" if len(modules) == 1 else "are"
+            state, reason = "waiting", f"applies when {' and '.join(modules)} {verb} imported"
         else:
             state, reason = "off", _why_off(settings, wanted_by, problems)
         for declared in _declared(patch_file):
@@ -293,13 +359,78 @@ def _origin(function: object) -> str:
 
 
 def _memory() -> tuple[MemoryKind, ...]:
+    try:
+        return tuple(MemoryKind(*row) for row in _ask_child(_PROBE))
+    except _NoAnswer as error:
+        return (MemoryKind("unknown", False, f"not tried: {error}"),)
+
+
+def _device(settings: Config) -> DeviceSupport:
+    """Without cuda-bindings nothing is tried."""
+    problem, driver, nvml = "", "", "not asked"
+    devices: tuple[DeviceFound, ...] = ()
+    if _is_installed("cuda-bindings"):
+        try:
+            problem, driver, rows = _ask_child(_DEVICE_PROBE)
+            devices = tuple(DeviceFound(*row) for row in rows)
+            nvml = "" if driver else _why_no_nvml()
+        except _NoAnswer as error:
+            problem = f"not tried: {error}"
+    else:
+        problem = "cuda-bindings is not installed; install trims-shim[cuda12] or trims-shim[cuda13]"
+    problem = _device_off(settings) or problem or _unfit(devices, settings)
+    return DeviceSupport(
+        is_available=not problem,
+        problem=problem,
+        backend=settings.device_backend,
+        driver=driver,
+        nvml=nvml,
+        devices=devices,
+    )
+
+
+def _device_off(settings: Config) -> str:
+    if not settings.device:
+        return f"TRIMS_DEVICE=0 ({settings.source('device')})"
+    if settings.device_backend == "off":
+        return f"TRIMS_DEVICE_BACKEND=off ({settings.source('device_backend')})"
+    return ""
+
+
+def _unfit(devices: tuple[DeviceFound, ...], settings: Config) -> str:
+    if not devices:
+        return "this process sees no CUDA device; look at CUDA_VISIBLE_DEVICES and `nvidia-smi -L`"
+    if settings.device_backend == "vmm" and not any(each.can_export for each in devices):
+        return "no device can export its memory as a descriptor; set TRIMS_DEVICE_BACKEND=ipc"
+    return ""
+
+
+def _why_no_nvml() -> str:
+    if not _is_installed("nvidia-ml-py"):
+        return "nvidia-ml-py is not installed"
+    return "it does not answer"
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+class _NoAnswer(Exception):
+    """A child interpreter could not say what was asked."""
+
+
+def _ask_child(code: str) -> Any:
     # The settings of this process do not matter for it, and may be the unusable ones.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRIMS_")}
+    environment = {k: v for k, v in os.environ.items() if not configuration.is_setting(k)}
     paths = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
     paths += [path for path in sys.path if os.path.isabs(path)]
     try:
         answer = subprocess.run(
-            [sys.executable or "python3", "-I", "-c", _PROBE, json.dumps(paths)],
+            [sys.executable or "python3", "-I", "-c", code, json.dumps(paths)],
             env=environment,
             cwd="/",
             stdin=subprocess.DEVNULL,
@@ -307,10 +438,15 @@ def _memory() -> tuple[MemoryKind, ...]:
             timeout=_PROBE_TIMEOUT_S,
             check=True,
         )
-        return tuple(MemoryKind(*row) for row in json.loads(answer.stdout))
+        return json.loads(answer.stdout)
+    except subprocess.TimeoutExpired as error:
+        raise _NoAnswer(f"no answer within {_PROBE_TIMEOUT_S} s") from error
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise _NoAnswer(last or f"status {error.returncode}") from error
     # The interpreter may be an embedded one, the machine out of processes...
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return (MemoryKind("unknown", False, f"not tried: {error}"),)
+        raise _NoAnswer(str(error)) from error
 
 
 def _socket(endpoint: Endpoint) -> SocketStatus:

@@ -161,3 +161,16 @@ def test_one_finder_however_many_hooks(module: MakeModule) -> None:
     for number in range(3):
         call_when_imported(module(f"waited_j{number}", ""), lambda: None)
     assert sum(isinstance(each, importing._Finder) for each in sys.meta_path) == 1
+
+
+def test_hooks_that_wait_for_several_modules(module: MakeModule) -> None:
+    from trims_shim import patches
+
+    names = tuple(module(f"waited_{letter}", "") for letter in "abc")
+    called: list[int] = []
+    patches._when_imported(names, lambda: called.append(1))
+    for name in ("waited_c", "waited_a"):
+        importlib.import_module(name)
+        assert called == []
+    importlib.import_module("waited_b")
+    assert called == [1]

@@ -23,13 +23,14 @@ from typing import Any
 
 import pytest
 import torch
+from devices import BOTH_WAYS, let_swap
 from torch import nn
 
 from trims_shim import diagnostics, patches
 from trims_shim.client.arenas import Image, find
 from trims_shim.errors import MemoryFailure
 from trims_shim.memory import reclaim
-from trims_shim.patches import points, torch_copies, torch_elision, torch_module
+from trims_shim.patches import points, torch_copies, torch_elision, torch_module, torch_repoint
 from trims_shim.patches.torch_storage import storage_of
 
 ROWS, COLUMNS = 128, 256  # 128 KiB in float32
@@ -38,9 +39,10 @@ MODULE = "torch.nn.modules.module"
 torchs_own = inspect.unwrap(nn.Module.load_state_dict)  # an installed shim may have patched it
 
 
-@pytest.fixture(autouse=True)
-def _patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, params=BOTH_WAYS)
+def _patched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """The patch alone, with no daemon behind it."""
+    let_swap(monkeypatch, request.param)
     monkeypatch.setattr(patches, "active", lambda: True)
     monkeypatch.setattr(nn.Module, "load_state_dict", torchs_own)
     monkeypatch.setattr(reclaim, "GRACE_S", 0.0)
@@ -152,7 +154,8 @@ def test_large_entries_are_elided_and_all_are_right(prepare: Callable[..., None]
     assert image_of(net.first.weight) is image_of(state["first.weight"])
     assert net.first.weight.data_ptr() != state["first.weight"].data_ptr()
     assert {key: id(value) for key, value in net.named_parameters()} == identities
-    assert net.first.weight.untyped_storage()._cdata == storage
+    if torch_repoint.has_swap():
+        assert net.first.weight.untyped_storage()._cdata == storage
     assert net.first.weight.untyped_storage().nbytes() == net.first.weight.nbytes
     assert net.first.weight.requires_grad
     assert net.first.weight.is_leaf
@@ -1285,8 +1288,9 @@ def test_a_torch_without_the_private_parts_is_left_alone(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.delattr(torch._C, "_storage_Use_Count")
         assert "_storage_Use_Count" in str(torch_copies.missing_capability())
+    sole = torch_copies._sole()
     with monkeypatch.context() as patch:
-        patch.setattr(torch_copies._Owners, "of", classmethod(lambda *_: torch_copies._SOLE))
+        patch.setattr(torch_copies._Owners, "of", classmethod(lambda *_: sole))
         assert "cannot be noticed" in str(torch_copies.missing_capability())
 
 

@@ -16,18 +16,37 @@ from trims_shim.patches.importing import call_when_imported
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trims_shim.patches.points import AppliedPatch
 
 __all__ = ["active", "applied", "disable", "enable", "overridden", "requested"]
 
 _ELIDING = "trims_shim.patches.torch_module"
+_UNSHARING = "trims_shim.patches.torch_unshare"
+_INITIALIZING = "trims_shim.patches.torch_initializers"
+_MERGING = "trims_shim.patches.peft_merge"
 PATCH_FILES = (
-    # (settings that ask for it, module whose import completes the library, patch file)
-    (("torch", "safetensors"), "torch", "trims_shim.patches.torch_from_file"),
-    (("torch",), "torch", "trims_shim.patches.torch_load"),
-    (("torch",), "torch", _ELIDING),
-    (("safetensors",), "safetensors.numpy", "trims_shim.patches.safetensors_numpy"),
+    # (settings that ask for it, modules whose import completes the library, patch file)
+    (("torch", "safetensors"), ("torch",), "trims_shim.patches.torch_from_file"),
+    (("torch",), ("torch",), "trims_shim.patches.torch_load"),
+    (("torch",), ("torch",), _ELIDING),
+    (("torch", "safetensors"), ("torch",), _UNSHARING),
+    (("torch", "safetensors"), ("torch",), _INITIALIZING),
+    (("torch",), ("torch",), "trims_shim.patches.torch_module_move"),
+    (("safetensors",), ("safetensors.numpy",), "trims_shim.patches.safetensors_numpy"),
+    (("safetensors",), ("safetensors", "torch"), "trims_shim.patches.safetensors_device"),
+    (("safetensors",), ("safetensors.torch",), "trims_shim.patches.safetensors_model"),
+    (
+        ("safetensors",),
+        ("transformers.core_model_loading", "transformers.modeling_utils"),
+        "trims_shim.patches.transformers_load",
+    ),
+    (("torch", "safetensors"), ("peft.tuners.tuners_utils",), _MERGING),
 )
+_GUARDS = (_ELIDING, _UNSHARING, _INITIALIZING, _MERGING)
+"""What keeps programs from writing to shared device memory, which is fatal; so it stays in place
+while there is any."""
 
 overridden: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
     "trims_shim_override", default=None
@@ -54,13 +73,20 @@ def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
     global _is_enabled
     with _lock:
         _is_enabled = True
-        for wanted_by, module, patch_file in PATCH_FILES:
+        for wanted_by, modules, patch_file in PATCH_FILES:
             if not set(wanted_by) & set(libraries) or patch_file in _requested:
                 continue
             if patch_file == _ELIDING and not elide_copies:
                 continue
             _requested.add(patch_file)
-            call_when_imported(module, functools.partial(_apply, patch_file))
+            _when_imported(modules, functools.partial(_apply, patch_file))
+
+
+def _when_imported(modules: tuple[str, ...], hook: Callable[[], None]) -> None:
+    """Call ``hook`` when all of ``modules`` have been imported."""
+    for module in reversed(modules):
+        hook = functools.partial(call_when_imported, module, hook)
+    hook()
 
 
 def disable() -> None:
@@ -70,11 +96,16 @@ def disable() -> None:
 
     with _lock:
         _is_enabled = False
-        _requested.clear()
-        for patches in _applied.values():
-            for patch in reversed(patches):
+        kept = _GUARDS if _is_any_shared() else ()
+        for patch_file in [each for each in _applied if each not in kept]:
+            for patch in reversed(_applied.pop(patch_file)):
                 undo(patch)
-        _applied.clear()
+        _requested.intersection_update(_applied)
+
+
+def _is_any_shared() -> bool:
+    devices = sys.modules.get("trims_shim.patches.torch_device")
+    return devices is not None and bool(devices.is_any_shared())
 
 
 def applied() -> dict[str, list[AppliedPatch]]:

@@ -51,16 +51,12 @@ def _serve(filename: Any) -> dict[str, Any] | None:
     if not isinstance(filename, (str, os.PathLike)):
         return None
     from trims_shim.formats import read_header
-    from trims_shim.patches.torch_storage import arena_of_file
+    from trims_shim.patches.torch_storage import arena_of_file, opened
 
-    try:
-        descriptor = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None  # The original has its own words for it.
-    try:
+    with opened(filename) as descriptor:
+        if descriptor is None:
+            return None
         arena = arena_of_file(descriptor, os.fspath(filename))
-    finally:
-        os.close(descriptor)
     if arena is None:
         return None
     try:

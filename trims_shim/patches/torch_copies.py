@@ -7,21 +7,31 @@ them errs towards the copy.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch.fx import _symbolic_trace
+
+from trims_shim.patches import torch_repoint
 
 __all__ = [
     "PLAIN_TYPES",
     "is_byte_copy",
     "is_exclusive",
+    "is_fx_tracing",
+    "is_sole_owner",
     "is_stock_copy",
     "is_watched",
     "missing_capability",
 ]
 
+_FX_TRACING = next(
+    name for name in ("is_fx_symbolic_tracing", "is_fx_tracing") if hasattr(_symbolic_trace, name)
+)
+"""The older name also says so of an export, and warns where torch has the newer one."""
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _REAL = frozenset(
@@ -58,13 +68,15 @@ class _Owners(NamedTuple):
         )
 
 
-_SOLE = _Owners.of(torch.zeros(4))
+@functools.lru_cache(maxsize=1)
+def _sole() -> _Owners:
+    """Those of a tensor that nobody else holds."""
+    return _Owners.of(torch.zeros(4, device="cpu"))
 
 
 def missing_capability() -> str | None:
     """Why this torch cannot elide copies, or None: tries the private parts on tiny tensors."""
     needed = (
-        (torch.UntypedStorage, "_swap_data_ptr_"),
         (torch.Tensor, "_use_count"),
         (torch._C, "_storage_Use_Count"),
         (torch._C, "_is_cow_tensor"),
@@ -74,12 +86,12 @@ def missing_capability() -> str | None:
     for holder, name in needed:
         if not hasattr(holder, name):
             return f"torch {torch.__version__} has no {name}"
-    if not _swap_keeps_identity():
-        return "swapping storages does not behave as expected"
+    if reason := torch_repoint.missing_capability():
+        return reason
     for what, export in _exports():
         tensor = torch.zeros(4)
         keep = export(tensor)
-        if _Owners.of(tensor) == _SOLE:
+        if _Owners.of(tensor) == _sole():
             return f"{what} cannot be noticed"
         del keep
     return None
@@ -96,23 +108,27 @@ def _exports() -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
         yield "a numpy array", lambda tensor: tensor.numpy()
 
 
-def _swap_keeps_identity() -> bool:
-    tensor, other = torch.zeros(4), torch.ones(4)
-    version, address = tensor._version, other.data_ptr()
-    tensor.untyped_storage()._swap_data_ptr_(other.untyped_storage())  # type: ignore[attr-defined]
-    return (tensor._version, tensor.data_ptr()) == (version, address)
+def _has_mode() -> bool:
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
-def is_watched() -> bool:
-    """Whether something besides the program can see or change what ``copy_`` does right now."""
+def is_fx_tracing() -> bool:
+    """Whether torch.fx is tracing a module."""
+    return bool(getattr(_symbolic_trace, _FX_TRACING)())
+
+
+def is_watched(has_mode: Callable[[], bool] = _has_mode) -> bool:
+    """Whether something besides the program can see or change what ``copy_`` does right now.
+
+    ``has_mode`` says whether a function or dispatch mode does.
+    """
     return bool(
         torch.compiler.is_compiling()
-        or torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
+        or has_mode()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or torch.is_inference_mode_enabled()
-        or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+        or is_fx_tracing()
         or torch.autograd.forward_ad._current_level >= 0
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         or torch.are_deterministic_algorithms_enabled()
@@ -121,12 +137,12 @@ def is_watched() -> bool:
 
 
 def is_stock_copy(dst: torch.Tensor, src: torch.Tensor) -> bool:
-    """Whether ``dst.copy_(src)`` is an ordinary copy on the CPU that neither fails nor warns."""
+    """Whether ``dst.copy_(src)`` is an ordinary copy on one device that neither fails nor warns."""
     return (
         type(dst) in PLAIN_TYPES
         and type(src) in PLAIN_TYPES
-        and dst.is_cpu
-        and src.is_cpu
+        and (dst.is_cpu or dst.is_cuda)
+        and src.device == dst.device
         and dst.layout is torch.strided
         and src.layout is torch.strided
         and dst.shape == src.shape
@@ -152,11 +168,13 @@ def is_byte_copy(dst: torch.Tensor, src: torch.Tensor) -> bool:
 
 def is_exclusive(dst: torch.Tensor, size: int) -> bool:
     """Whether ``dst`` is all of its storage, in ordinary memory that nothing else can reach."""
-    if _Owners.of(dst) != _SOLE:
-        return False
-    storage = dst.untyped_storage()
     return (
-        storage.nbytes() == size  # so it begins where the storage does
-        and not storage.is_shared()
-        and not dst.is_pinned()
+        is_sole_owner(dst, size) and not dst.untyped_storage().is_shared() and not dst.is_pinned()
     )
+
+
+def is_sole_owner(dst: torch.Tensor, size: int, *, aliases: int = 0) -> bool:
+    """Whether ``dst`` is all of its storage, which nothing but ``aliases`` tensors can reach."""
+    expected = _sole()._replace(storage_uses=_sole().storage_uses + aliases)
+    # As long as its storage: so it begins where the storage does.
+    return _Owners.of(dst) == expected and dst.untyped_storage().nbytes() == size

@@ -17,6 +17,8 @@ A copy is elided only where it cannot be told from one:
   allocator or an earlier elision made, and which nothing else can reach (:func:`is_exclusive`);
 - the source: at least 64 KiB inside a live arena, on a 64-byte border, and pristine.
 
+Copies within a device, and onto one, are :mod:`.torch_device_elision`'s, which is asked first.
+
 What can be told apart afterwards: the parameter's memory is elsewhere, so an address that somebody
 kept as a number (``data_ptr()``, ctypes, registered I/O) is stale where a copy would have kept it
 valid; a storage that lies in an image cannot be resized (``UntypedStorage.resize_``), as with
@@ -30,7 +32,7 @@ import enum
 import logging
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,13 +44,17 @@ from trims_shim import diagnostics
 from trims_shim.client import arenas
 from trims_shim.memory.pages import PageScanner
 from trims_shim.memory.reclaim import RetiredBlock, retire
+from trims_shim.patches import torch_device, torch_repoint, torch_unshare
 from trims_shim.patches.torch_copies import (
     PLAIN_TYPES,
     is_byte_copy,
     is_exclusive,
+    is_sole_owner,
     is_stock_copy,
     is_watched,
 )
+from trims_shim.patches.torch_device import has_foreign_mode
+from trims_shim.patches.torch_device_elision import Adopter, adopter_for
 from trims_shim.patches.torch_stock_load import (
     PLAIN_DICTS,
     is_torchs_own,
@@ -93,9 +99,9 @@ def load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if way is _Way.DONE:
             return torch_module._IncompatibleKeys([], [])
         if way is _Way.TORCHS_OWN:
-            return original(*args, **kwargs)
+            return torch_unshare.guarded_load(original, args, kwargs)
         with _CopyMode(call):
-            return original(*args, **kwargs)
+            return torch_unshare.guarded_load(original, args, kwargs)
     finally:
         call.end()
 
@@ -105,6 +111,7 @@ class _Call:
 
     def __init__(self) -> None:
         self.destinations: dict[int, torch.Tensor] = {}
+        self._adopter: Adopter | None = None
         self._scanner: PageScanner | None = None
         self._targets: dict[arenas.Image, _Target] = {}
         self._replaced: list[RetiredBlock] = []
@@ -114,7 +121,10 @@ class _Call:
     def begin(self, original: Callable[..., Any], module: Any, state_dict: Any) -> _Way:
         """Do what can be done before, or instead of, torch's own code."""
         try:
-            if is_watched() or not _holds_cached_bytes(state_dict):
+            if is_watched(has_foreign_mode):  # and would see us look
+                return _Way.TORCHS_OWN
+            self._adopter = adopter_for(module, state_dict)
+            if self.is_watched() or not (self._adopter or _holds_cached_bytes(state_dict)):
                 return _Way.TORCHS_OWN
             self._scanner = PageScanner()
             if is_torchs_own(original) and (pairs := stock_pairs(module, state_dict)):
@@ -128,8 +138,14 @@ class _Call:
             return _Way.TORCHS_OWN
         return _Way.TORCHS_OWN_WITH_MODE
 
+    def is_watched(self) -> bool:
+        """Whether somebody else sees the copies; on a device, the default device does not count."""
+        return is_watched() if self._adopter is None else is_watched(has_foreign_mode)
+
     def end(self) -> None:
         """Close, count, and have the replaced memory freed."""
+        if self._adopter is not None:
+            self._adopter.close()
         if self._scanner is None:
             return
         self._scanner.close()
@@ -140,10 +156,13 @@ class _Call:
         retire(self._replaced)
 
     def elide(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
-        """Give ``dst`` the bytes of ``src`` as ``dst.copy_(src)`` would; False: nothing was done.
+        """Give ``dst`` the bytes of ``src`` as ``dst.copy_(src)`` would; False: nothing is done."""
+        if self._adopter is not None and self._adopter.adopt(dst, src):
+            self._count(src.nbytes)
+            return True
+        return is_stock_copy(dst, src) and self._elide_in_host(dst, src)
 
-        The pair must satisfy :func:`is_stock_copy`.
-        """
+    def _elide_in_host(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         size = src.nbytes
         if size < MIN_SIZE_BYTES or not is_byte_copy(dst, src) or self._scanner is None:
             return False
@@ -162,9 +181,12 @@ class _Call:
                 return False
             self._swap(dst, target.storage[offset : offset + size], size)
         torch.autograd.graph.increment_version(dst)
+        self._count(size)
+        return True
+
+    def _count(self, size: int) -> None:
         self._elided_copies += 1
         self._elided_bytes += size
-        return True
 
     def _is_there_already(
         self, dst: torch.Tensor, image: arenas.Image, offset: int, size: int
@@ -176,14 +198,28 @@ class _Call:
         return self._scanner.is_pristine(address, size)
 
     def _swap(self, dst: torch.Tensor, fresh: torch.UntypedStorage, size: int) -> None:
-        dst.untyped_storage()._swap_data_ptr_(fresh)  # type: ignore[attr-defined]
-        self._replaced.append(RetiredBlock(fresh, fresh.data_ptr(), size))
+        old = torch_repoint.replace(dst, fresh)
+        self._replaced.append(RetiredBlock(old, old.data_ptr(), size))
 
     def _copy_all(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with torch.no_grad():
-            for dst, src in pairs:
+            for index, (dst, src) in enumerate(pairs):
                 if not self.elide(dst, src):
+                    if torch_unshare.is_shared(dst):
+                        torch_unshare.unshare(_to_be_copied(pairs[index:]), "load_state_dict")
                     dst.copy_(src)
+
+
+def _to_be_copied(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """The first destination, and the others that are sure not to take shared memory over."""
+    yield pairs[0][0]
+    for dst, src in pairs[1:]:
+        if torch_unshare.is_shared(dst):
+            found = torch_device.find(src)
+            if found is None or (
+                found != torch_device.find(dst) and not is_sole_owner(dst, src.nbytes)
+            ):
+                yield dst
 
 
 @dataclass(slots=True)
@@ -228,7 +264,7 @@ class _CopyMode(TorchFunctionMode):
         if id(dst) not in self._call.destinations:  # kept alive there: no id is used twice
             return False
         try:
-            return not is_watched() and is_stock_copy(dst, src) and self._call.elide(dst, src)
+            return not self._call.is_watched() and self._call.elide(dst, src)
         # Border: the caller copies, also over a replacement that was half made.
         except Exception as error:
             _count_error(error)

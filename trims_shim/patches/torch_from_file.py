@@ -55,13 +55,11 @@ def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if shared:
         diagnostics.fallback("shared_mapping", what=filename)
         return None
-    from trims_shim.patches.torch_storage import arena_of_file, storage_of
+    from trims_shim.patches.torch_storage import arena_of_file, opened, storage_of
 
-    try:
-        descriptor = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None  # The original has its own words for it.
-    try:
+    with opened(filename) as descriptor:
+        if descriptor is None:
+            return None
         if os.fstat(descriptor).st_size != size_bytes:
             diagnostics.fallback("partial_file", what=filename)
             return None
@@ -69,8 +67,6 @@ def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             diagnostics.fallback("not_a_model", what=filename)
             return None
         arena = arena_of_file(descriptor, filename)
-    finally:
-        os.close(descriptor)
     if arena is None:
         return None
     diagnostics.count("served", "from_file")

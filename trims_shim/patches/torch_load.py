@@ -4,8 +4,8 @@
    first, so every check, message and file position is torch's, and overrides only where a record's
    bytes come from: a slice of the arena instead of a fresh allocation that is read into.
 2. ``_load``, which unpickles. For a plain state dict the pickle is read as a recipe, without
-   executing it, and the tensors are built from that; everything else goes to torch's ``_load``,
-   which then meets the reader of seam 1.
+   executing it, and the tensors are built from that, on the CPU or (:mod:`.torch_device_load`) on a
+   CUDA device; everything else goes to torch's ``_load``, which then meets the reader of seam 1.
 
 Because both are module globals that ``torch.load`` looks up when called, programs that imported
 ``load`` by name are covered. Any condition that is not met leaves the real reader in charge.
@@ -20,7 +20,6 @@ import io
 import os
 import pickle
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +30,9 @@ from trims_shim import diagnostics, patches
 from trims_shim.client import arenas
 from trims_shim.errors import FormatError
 from trims_shim.formats import TorchArchive, read_archive, read_recipe
+from trims_shim.patches import torch_device, torch_device_load, torch_rebuild
 from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_rebuild import Built
 from trims_shim.patches.torch_storage import arena_of_file, bytes_over, storage_of
 
 __all__ = ["POINTS"]
@@ -104,6 +105,21 @@ class _Reader(_FileReader):  # type: ignore[misc]
         """Put the program's file where torch's reader would have left it."""
         if self._file is not None:
             self._file.seek(end_bytes)
+
+    def build_on_device(self, map_location: Any) -> Built | None:
+        """The result on the device that it goes to; None where the load has to go on otherwise."""
+        if self._file is None:
+            return None
+        built = torch_device_load.build(self, map_location, file=self._file)
+        if built is not None:
+            self.log_load()
+        return built
+
+    def log_load(self) -> None:
+        """What torch logs after a load."""
+        torch._C._log_api_usage_metadata(
+            "torch.load.metadata", {"serialization_id": self.serialization_id()}
+        )
 
     def _ask(self) -> _Served | None:
         file = self._file
@@ -180,11 +196,11 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         if (
             isinstance(zip_file, _Reader)
             and patches.active()
-            and _is_plain_call(map_location, pickle_module, pickle_file, pickle_load_args)
-            and _is_plain_state()
+            and _is_plain_call(pickle_module, pickle_file, pickle_load_args)
+            and _is_plain_torch()
         ):
             with _collector_paused():
-                built = _build(zip_file, map_location, overall_storage)
+                built = _build_anywhere(zip_file, map_location, overall_storage)
             if built is not None:
                 return built.result
         return original(
@@ -216,21 +232,19 @@ def _collector_paused() -> Iterator[None]:
         gc.enable()
 
 
-class _Built:
-    """A result that may itself be None."""
+def _build_anywhere(reader: _Reader, map_location: Any, overall_storage: Any) -> Built | None:
+    if torch_device_load.may_apply(map_location) and not torch_device.has_foreign_mode():
+        built = reader.build_on_device(map_location)
+        if built is not None:
+            return built
+    if (map_location is None or _is_cpu(map_location)) and _has_no_mode():
+        return _build(reader, map_location, overall_storage)
+    return None
 
-    __slots__ = ("result",)
 
-    def __init__(self, result: Any) -> None:
-        self.result = result
-
-
-def _is_plain_call(
-    map_location: Any, pickle_module: Any, pickle_file: str, arguments: dict[str, Any]
-) -> bool:
+def _is_plain_call(pickle_module: Any, pickle_file: str, arguments: dict[str, Any]) -> bool:
     return (
-        (map_location is None or _is_cpu(map_location))
-        and pickle_module in (pickle, serialization._weights_only_unpickler)
+        pickle_module in (pickle, serialization._weights_only_unpickler)
         and pickle_file == "data.pkl"
         and arguments == {"encoding": "utf-8"}
     )
@@ -241,12 +255,14 @@ def _is_cpu(location: Any) -> bool:
     return type(location) in (str, torch.device) and str(location) == "cpu"
 
 
-def _is_plain_state() -> bool:
-    """No mode, registry or replacement that would see or change how torch builds tensors."""
+def _has_no_mode() -> bool:
+    return torch._C._len_torch_function_stack() == 0 and torch._C._len_torch_dispatch_stack() == 0
+
+
+def _is_plain_torch() -> bool:
+    """No setting, registry or replacement that would see or change how torch builds tensors."""
     return (
-        torch._C._len_torch_function_stack() == 0
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.is_inference_mode_enabled()
+        not torch.is_inference_mode_enabled()
         and not serialization._serialization_tls.skip_data
         and list(serialization._package_registry) == _STOCK_REGISTRY
         and tuple(_rebuilders()) == _STOCK_REBUILDERS
@@ -270,10 +286,10 @@ _STOCK_REGISTRY = list(serialization._package_registry)
 _STOCK_REBUILDERS = _rebuilders()
 
 
-def _build(reader: _Reader, map_location: Any, overall_storage: Any) -> _Built | None:
+def _build(reader: _Reader, map_location: Any, overall_storage: Any) -> Built | None:
     try:
         served = _served_by(reader, overall_storage)
-        if served is None or not _is_little_endian(served.archive):
+        if served is None or not torch_rebuild.is_little_endian(served.archive):
             return None
         span = served.archive.records.get("data.pkl")
         if span is None:
@@ -295,16 +311,14 @@ def _build(reader: _Reader, map_location: Any, overall_storage: Any) -> _Built |
             return None
         storages.append(storage)
         last = f"data/{spec.key}" if spec.size_bytes else last
-    tensors = [_tensor(spec, storages[spec.storage]) for spec in recipe.tensors]
-    parameters = [_parameter(spec, tensors[spec.tensor]) for spec in recipe.parameters]
+    tensors = [torch_rebuild.tensor(spec, storages[spec.storage]) for spec in recipe.tensors]
+    parameters = [torch_rebuild.parameter(spec, tensors[spec.tensor]) for spec in recipe.parameters]
     result = recipe.assemble(tensors, parameters)
     if last and overall_storage is None:
         reader.leave_file_after(served.end_of(last))
-    torch._C._log_api_usage_metadata(
-        "torch.load.metadata", {"serialization_id": reader.serialization_id()}
-    )
+    reader.log_load()
     diagnostics.count("built", "recipe")
-    return _Built(result)
+    return Built(result)
 
 
 def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
@@ -327,39 +341,11 @@ def _torch_computes_offsets() -> bool:
     return bool(_config.load.calculate_storage_offsets) if _config is not None else False
 
 
-def _is_little_endian(archive: TorchArchive) -> bool:
-    if sys.byteorder != "little":
-        return False
-    if archive.byteorder:
-        return archive.byteorder == "little"
-    return serialization.get_default_load_endianness() in (
-        None,
-        serialization.LoadEndianness.LITTLE,
-    )
-
-
 def _empty(reader: Any, key: str) -> Any:
     if not reader.has_record(f"data/{key}"):
         return None
     record = reader.get_storage_from_record(f"data/{key}", 0, torch.UntypedStorage)
     return record._typed_storage()._untyped_storage
-
-
-def _tensor(spec: Any, storage: torch.UntypedStorage) -> torch.Tensor:
-    """As torch._utils._rebuild_tensor_v2 with an empty dictionary of hooks."""
-    tensor = torch.empty((0,), dtype=getattr(torch, spec.dtype))
-    tensor.set_(storage, spec.offset, spec.size, spec.stride)
-    if spec.requires_grad:
-        tensor.requires_grad = True
-    tensor._backward_hooks = OrderedDict()
-    return tensor
-
-
-def _parameter(spec: Any, tensor: torch.Tensor) -> torch.nn.Parameter:
-    """As torch._utils._rebuild_parameter with an empty dictionary of hooks."""
-    parameter = torch.nn.Parameter(tensor, spec.requires_grad)
-    parameter._backward_hooks = OrderedDict()
-    return parameter
 
 
 def _probe_load() -> str | None:

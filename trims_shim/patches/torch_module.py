@@ -8,6 +8,9 @@ Ways, first that applies:
    for each entry and nothing else, so that is done here, each copy elided where it can be.
 3. torch's own under a mode that sees the copies: hooks, overrides, messages stay torch's.
 
+Parameters on shared device memory become private before torch's code copies into them, also while
+patches are off (:mod:`.torch_unshare`).
+
 An error of ours at any point leaves torch's own code to do the work; see :mod:`.torch_elision` for
 when a copy is elided and what can be told apart afterwards.
 """
@@ -31,12 +34,12 @@ def _probe() -> str | None:
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    from trims_shim.patches import torch_elision
+    from trims_shim.patches import torch_elision, torch_unshare
 
     @functools.wraps(original)
     def load_state_dict(*args: Any, **kwargs: Any) -> Any:
         if not patches.active() or not _is_plain_call(args, kwargs):
-            return original(*args, **kwargs)
+            return torch_unshare.guarded_load(original, args, kwargs)
         return torch_elision.load(original, args, kwargs)
 
     return load_state_dict
@@ -57,7 +60,7 @@ POINTS: tuple[PatchPoint, ...] = (
         name="torch.nn.Module.load_state_dict",
         library="torch",
         targets=("torch.nn.modules.module:Module.load_state_dict",),
-        supported="2.12 and newer",
+        supported="2.4 and newer",
         probe=_probe,
         wrap=_wrap,
     ),

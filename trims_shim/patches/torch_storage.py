@@ -7,6 +7,8 @@ that keep the whole alive, so that a record is saved, pickled and shared by itse
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trims_shim import diagnostics
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from trims_shim.client.arenas import Arena
 
-__all__ = ["arena_of_file", "bytes_over", "storage_of", "torch_dtype", "unseen"]
+__all__ = ["arena_of_file", "bytes_over", "opened", "storage_of", "torch_dtype", "unseen"]
 
 _TORCH_DTYPES = {
     "F64": "float64",
@@ -82,6 +84,23 @@ def unseen() -> contextlib.AbstractContextManager[object]:
     stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(_python_dispatch._disable_current_modes())
     return stack
+
+
+@contextlib.contextmanager
+def opened(filename: str | os.PathLike[str]) -> Iterator[int | None]:
+    """A descriptor of a file, closed after the block; None where it cannot be opened.
+
+    Whoever opens it next, the original loader, has its own words for that.
+    """
+    try:
+        descriptor = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def arena_of_file(descriptor: int, name: str) -> Arena | None:

@@ -1,0 +1,382 @@
+"""safetensors onto an emulated device: what safe_open, load_file and load_model return is the same.
+
+Results are compared with those of the compiled class on the CPU; what cannot be served, and every
+error, is the compiled class's.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import devices as emulation
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from devices import DEVICES, LARGE, Devices, reasons, shared
+from torch import nn
+
+from trims_shim import patches
+from trims_shim.errors import UnknownDevice
+from trims_shim.patches import safetensors_device, safetensors_model, torch_module
+
+SIDE = 256
+
+
+class Theirs:
+    """Where nobody looks for names to rebind."""
+
+    safe_open = safetensors._safetensors_rust.safe_open
+
+
+@pytest.fixture(params=emulation.BOTH_WAYS)
+def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
+    emulation.let_swap(monkeypatch, request.param)
+    devices = Devices()
+    emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
+    undo = emulation.apply(
+        *torch_module.POINTS, *safetensors_device.POINTS, *safetensors_model.POINTS
+    )
+    yield devices
+    undo()
+    assert safetensors.safe_open is safetensors.torch.safe_open is Theirs.safe_open
+    devices.assert_untouched()
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {
+        "a.weight": torch.randn(SIDE, SIDE),
+        "b.half": torch.randn(2, LARGE).half(),
+        "c.brain": torch.randn(4, LARGE).bfloat16(),
+        "d.flags": torch.arange(LARGE) % 3 == 0,
+        "e.float8": torch.randn(LARGE).to(torch.float8_e4m3fn),
+        "f.small": torch.randn(3, 5),
+        "g.scalar": torch.tensor(3),
+        "h.empty": torch.empty(0, 4),
+        "i.long": torch.arange(LARGE),
+    }
+
+
+SMALL = {"f.small", "g.scalar", "h.empty"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    safetensors.torch.save_file(state(), tmp_path / "m.safetensors", metadata={"format": "pt"})
+    return str(tmp_path / "m.safetensors")
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert type(actual) is type(expected) is torch.Tensor
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert actual.stride() == expected.stride()
+    assert actual.storage_offset() == 0
+    assert actual.untyped_storage().nbytes() == actual.nbytes
+    assert torch.equal(actual.contiguous().view(-1).view(torch.uint8),
+                       expected.contiguous().view(-1).view(torch.uint8))  # fmt: skip
+
+
+def expected_of(path: str) -> dict[str, torch.Tensor]:
+    with Theirs.safe_open(path, "pt") as file:
+        return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+
+
+# --- it is served ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", 0], ids=str)
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_load_file(devices: Devices, path: str, device: Any, backend: str) -> None:
+    devices.runtime.current = 1  # safetensors' "cuda" is device 0 all the same
+    expected = expected_of(path)
+    actual = safetensors.torch.load_file(path, device=device, backend=backend)
+    with Theirs.safe_open(path, "pt") as file:
+        assert list(actual) == file.offset_keys()
+    for key, value in expected.items():
+        assert_same(actual[key], value)
+        assert shared(actual[key]) == (key not in SMALL), key
+    assert [each for _, each in devices.opened] == ["GPU-0"]
+
+
+def test_another_device_and_pathlib(devices: Devices, path: str) -> None:
+    actual = safetensors.torch.load_file(Path(path), device="cuda:1")
+    assert shared(actual["a.weight"])
+    assert [each for _, each in devices.opened] == ["GPU-1"]
+
+
+def test_every_way_to_call_safe_open(devices: Devices, path: str) -> None:
+    safe_open = safetensors.safe_open
+    for file in (
+        safe_open(path, "pt", "cuda"),
+        safe_open(path, framework="torch", device="cuda:0"),
+        safe_open(filename=path, framework="pytorch", device=0),
+    ):
+        assert isinstance(file, safe_open)
+        assert not isinstance(file, Theirs.safe_open)
+        assert shared(file.get_tensor("a.weight"))
+    assert len(devices.opened) == 3
+    assert len(devices.mappings) == 1
+
+
+def test_the_rest_of_safe_open(devices: Devices, path: str) -> None:
+    with (
+        Theirs.safe_open(path, "pt") as theirs,
+        safetensors.safe_open(path, "pt", device="cuda") as ours,
+    ):
+        assert ours.keys() == theirs.keys()
+        assert ours.offset_keys() == theirs.offset_keys()
+        assert ours.metadata() == theirs.metadata() == {"format": "pt"}
+        assert list(ours.get_tensors()) == theirs.offset_keys()
+        for key in theirs.keys():  # noqa: SIM118
+            assert ours.get_slice(key).get_shape() == theirs.get_slice(key).get_shape()
+            assert ours.get_slice(key).get_dtype() == theirs.get_slice(key).get_dtype()
+
+
+SLICES: dict[str, tuple[Any, bool]] = {
+    # index, whether it is a view of the shared image
+    "all": (..., True),
+    "all by slice": (slice(None), True),
+    "two slices": ((slice(None), slice(None)), True),
+    "upper rows": (slice(0, 128), True),
+    "lower rows": (slice(128, None), True),
+    "a block of rows": (slice(64, 192), True),
+    "few rows": (slice(3, 5), False),
+    "a row": (7, False),
+    "last row": (-1, False),
+    "an element": ((3, 4), False),
+    "columns": ((slice(None), slice(0, 8)), False),
+    "every other column": ((slice(None), slice(None, None, 2)), False),
+    "a column": ((slice(None), 3), False),
+    "ellipsis and slice": ((..., slice(0, 16)), False),
+    "nothing": (slice(5, 5), False),
+}
+
+
+@pytest.mark.parametrize(("index", "is_view"), SLICES.values(), ids=SLICES)
+def test_slices(devices: Devices, path: str, index: Any, is_view: bool) -> None:
+    with (
+        Theirs.safe_open(path, "pt") as theirs,
+        safetensors.safe_open(path, "pt", device="cuda") as ours,
+    ):
+        expected = theirs.get_slice("a.weight")[index].clone()  # as to(device) has it
+        part = ours.get_slice("a.weight")[index]
+    assert_same(part, expected)
+    assert shared(part) == is_view
+
+
+def test_slices_of_small_tensors(devices: Devices, path: str) -> None:
+    with safetensors.safe_open(path, "pt", device="cuda") as file:
+        part = file.get_slice("f.small")[:, 1:3]
+    assert torch.equal(part, expected_of(path)["f.small"][:, 1:3])
+    part.zero_()
+
+
+def test_tensors_and_slices_outlive_the_file(devices: Devices, path: str) -> None:
+    with safetensors.safe_open(path, "pt", device="cuda") as file:
+        tensor, view = file.get_tensor("a.weight"), file.get_slice("i.long")
+    assert torch.equal(tensor, expected_of(path)["a.weight"])
+    assert torch.equal(view[...], expected_of(path)["i.long"])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(SIDE, SIDE)
+        self.norm = nn.BatchNorm1d(SIDE)
+
+
+def test_load_model(devices: Devices, tmp_path: Path) -> None:
+    theirs, ours = Net(), Net()
+    safetensors.torch.save_model(theirs, tmp_path / "net.safetensors")
+    missing = safetensors.torch.load_model(ours, tmp_path / "net.safetensors", device="cuda")
+    assert missing == (set(), [])
+    assert shared(ours.first.weight)
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], value)
+
+
+def test_load_model_with_ties(devices: Devices, tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Embedding(SIDE, SIDE)
+            self.decoder = nn.Linear(SIDE, SIDE, bias=False)
+            self.decoder.weight = self.encoder.weight
+
+    theirs, ours = Tied(), Tied()
+    safetensors.torch.save_model(theirs, tmp_path / "net.safetensors")
+    missing = safetensors.torch.load_model(ours, tmp_path / "net.safetensors", device="cuda")
+    assert missing == (set(), [])
+    assert shared(ours.decoder.weight)
+    assert torch.equal(ours.encoder.weight, theirs.encoder.weight)
+
+
+def test_load_model_while_somebody_else_holds_the_memory(devices: Devices, tmp_path: Path) -> None:
+    theirs, ours = Net(), Net()
+    safetensors.torch.save_model(theirs, tmp_path / "net.safetensors")
+    alias = ours.first.weight.detach()
+    safetensors.torch.load_model(ours, tmp_path / "net.safetensors", device="cuda")
+    assert not shared(ours.first.weight)
+    assert torch.equal(alias, theirs.first.weight)
+
+
+def test_load_model_says_what_is_missing(devices: Devices, tmp_path: Path) -> None:
+    safetensors.torch.save_model(nn.Linear(SIDE, SIDE), tmp_path / "other.safetensors")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        safetensors.torch.load_model(Net(), tmp_path / "other.safetensors", device="cuda")
+
+
+def test_saving_what_is_shared(devices: Devices, path: str, tmp_path: Path) -> None:
+    actual = safetensors.torch.load_file(path, device="cuda")
+    safetensors.torch.save_file(actual, tmp_path / "again.safetensors", metadata={"format": "pt"})
+    with open(path, "rb") as one, open(tmp_path / "again.safetensors", "rb") as other:
+        assert one.read() == other.read()
+
+
+def test_torch_load_of_safetensors(devices: Devices, path: str) -> None:
+    if "safetensors" not in inspect.getsource(torch.load):
+        pytest.skip("this torch does not read safetensors")
+    actual = torch.load(path, map_location="cuda")
+    assert shared(actual["a.weight"])
+
+
+def test_private_access(devices: Devices, path: str) -> None:
+    token = torch_device_access("private")
+    actual = safetensors.torch.load_file(path, device="cuda")
+    token()
+    assert not any(map(shared, actual.values()))
+    actual["a.weight"].zero_()
+
+
+def torch_device_access(value: str) -> Callable[[], None]:
+    from trims_shim.patches import torch_device
+
+    token = torch_device.access.set(value)
+    return lambda: torch_device.access.reset(token)
+
+
+# --- it is the compiled one's ---------------------------------------------------------------------
+
+
+def outcome(function: Callable[[], Any]) -> tuple[str, str]:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  compared with the other one's
+        function()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_the_cpu_gets_the_compiled_class(devices: Devices, path: str) -> None:
+    safe_open = safetensors.safe_open
+    for file in (safe_open(path, "pt"), safe_open(path, framework="pt", device="cpu")):
+        assert type(file) is Theirs.safe_open
+        assert isinstance(file, safe_open)
+    assert type(safe_open(path, "np")) is Theirs.safe_open
+    assert issubclass(Theirs.safe_open, safe_open)
+    assert safe_open.__name__ == Theirs.safe_open.__name__
+    assert safe_open.__doc__ == Theirs.safe_open.__doc__
+    assert safe_open.get_tensor is Theirs.safe_open.get_tensor
+    assert inspect.signature(safe_open) == inspect.signature(Theirs.safe_open)
+    assert devices.opened == []
+
+
+CALLS: dict[str, Callable[[Any, str], Any]] = {
+    "no such file": lambda open, path: open(path + "x", "pt", device="cuda"),
+    "no arguments": lambda open, path: open(),
+    "too many": lambda open, path: open(path, "pt", "cuda", "mmap"),
+    "unknown argument": lambda open, path: open(path, "pt", "cuda", color=1),
+    "unknown framework": lambda open, path: open(path, "xx", "cuda"),
+    "numpy on a device": lambda open, path: open(path, "np", "cuda"),
+    "unknown backend": lambda open, path: open(path, "pt", "cuda", backend="xx"),
+    "odd device": lambda open, path: open(path, "pt", "cuda:x"),
+    "device object": lambda open, path: open(path, "pt", torch.device("cuda")),
+    "bytes": lambda open, path: open(path.encode(), "pt", device="cuda"),
+    "unknown tensor": lambda open, path: open(path, "pt", "cuda").get_tensor("x"),
+    "unknown slice": lambda open, path: open(path, "pt", "cuda").get_slice("x"),
+    "number as a name": lambda open, path: open(path, "pt", "cuda").get_tensor(3),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_errors(devices: Devices, path: str, call: Callable[[Any, str], Any]) -> None:
+    assert outcome(lambda: call(safetensors.safe_open, path)) == outcome(
+        lambda: call(Theirs.safe_open, path)
+    )
+
+
+@pytest.mark.parametrize("index", [(300,), slice(None, None, -1), (0, 0, 0), "x"], ids=str)
+def test_errors_of_slices(devices: Devices, path: str, index: Any) -> None:
+    with (
+        Theirs.safe_open(path, "pt") as theirs,
+        safetensors.safe_open(path, "pt", device="cuda") as ours,
+    ):
+        expected = outcome(lambda: theirs.get_slice("a.weight")[index])
+        assert outcome(lambda: ours.get_slice("a.weight")[index]) == expected
+
+
+def test_a_closed_file(devices: Devices, path: str) -> None:
+    with safetensors.safe_open(path, "pt", device="cuda") as file:
+        pass
+    for use in (
+        file.keys,
+        file.metadata,
+        lambda: file.get_tensor("a.weight"),
+        file.get_tensors,
+        lambda: file.get_slice("a.weight"),
+    ):
+        assert outcome(use) == ("SafetensorError", "File is closed")
+
+
+def test_damaged_files(devices: Devices, path: str) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(5000)
+    expected = outcome(lambda: Theirs.safe_open(path, "pt"))
+    devices.refusal = UnknownDevice("the daemon refuses what it cannot read")
+    relax()
+    assert outcome(lambda: safetensors.safe_open(path, "pt", device="cuda")) == expected
+
+
+def relax() -> None:
+    from trims_shim.client.cache import cache
+
+    cache().config._values["strict"] = False
+
+
+def test_a_refusal_ends_in_the_host_tier(devices: Devices, path: str) -> None:
+    devices.refusal = UnknownDevice("no")
+    relax()
+    file = safetensors.safe_open(path, "pt", device="cuda")
+    assert type(file) is Theirs.safe_open
+    assert reasons() == {"unknown_device": 1}
+
+
+def test_absent_devices(devices: Devices, path: str) -> None:
+    assert type(safetensors.safe_open(path, "pt", device=f"cuda:{DEVICES}")) is Theirs.safe_open
+    assert reasons() == {"no_such_device": 1}
+
+
+def test_while_inactive(devices: Devices, path: str) -> None:
+    token = patches.overridden.set(False)
+    assert type(safetensors.safe_open(path, "pt", device="cuda")) is Theirs.safe_open
+    patches.overridden.reset(token)
+    assert devices.opened == []
+
+
+def test_four_bit_tensors_are_the_compiled_ones(devices: Devices, tmp_path: Path) -> None:
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this torch has no four-bit type")
+    packed = torch.zeros(2, LARGE, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    path = str(tmp_path / "four.safetensors")
+    safetensors.torch.save_file({"four": packed, "w": torch.randn(SIDE, SIDE)}, path)
+    file = safetensors.safe_open(path, "pt", device="cuda")
+    assert shared(file.get_tensor("w"))
+    assert "CUDA" in outcome(lambda: file.get_tensor("four"))[1]  # it got as far as the copy
+
+
+def test_state_dicts_can_be_copied(devices: Devices, path: str) -> None:
+    actual = safetensors.torch.load_file(path, device="cuda")
+    duplicate = copy.deepcopy(actual)
+    assert not any(map(shared, duplicate.values()))
+    assert torch.equal(duplicate["a.weight"], actual["a.weight"])

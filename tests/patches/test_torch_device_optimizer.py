@@ -1,0 +1,454 @@
+"""What programs are about to write becomes private first: training, initialisation, other writers.
+
+The shared memory of the emulated devices is writable, so a write that slips through is found at the
+end of each test, where a GPU would have ended the process.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import devices as emulation
+import pytest
+import torch
+from devices import Devices, events, shared
+from torch import nn
+
+from trims_shim import patches
+from trims_shim.client import device_arenas
+from trims_shim.patches import (
+    points,
+    torch_device,
+    torch_initializers,
+    torch_load,
+    torch_module,
+    torch_repoint,
+    torch_unshare,
+)
+
+SIDE = 256
+
+
+@pytest.fixture(params=emulation.BOTH_WAYS)
+def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
+    emulation.let_swap(monkeypatch, request.param)
+    devices = Devices()
+    emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
+    undo = emulation.apply(
+        *torch_load.POINTS[:2],
+        *torch_module.POINTS,
+        *torch_unshare.POINTS[:-1],
+        *torch_initializers.POINTS,
+    )
+    yield devices
+    undo()
+    devices.assert_untouched()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(SIDE, SIDE)
+        self.second = nn.Linear(SIDE, SIDE, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    torch.save(Net().state_dict(), tmp_path / "model.pt")
+    return str(tmp_path / "model.pt")
+
+
+@pytest.fixture
+def sharing(devices: Devices, path: str) -> Net:
+    """A module on shared memory."""
+    net = Net()
+    net.load_state_dict(torch.load(path, map_location="cuda"))
+    assert shared(net.first.weight)
+    assert shared(net.second.weight)
+    return net
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(4, SIDE)).square().mean().backward()
+        optimizer.step()
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("make", list(OPTIMIZERS.values())[:3], ids=list(OPTIMIZERS)[:3])
+def test_training_is_what_it_is_without_the_shim(
+    sharing: Net, path: str, make: Callable[..., Any]
+) -> None:
+    plain = Net()
+    plain.load_state_dict(torch.load(path))
+    identities = [id(each) for each in sharing.parameters()]
+    train(plain, make(plain.parameters()))
+    train(sharing, make(sharing.parameters()))
+    for ours, theirs in zip(sharing.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert not shared(ours)
+    assert [id(each) for each in sharing.parameters()] == identities
+    assert events("unshared:optimizer") == 2
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_optimizer_takes_its_parameters_through_the_seam(
+    sharing: Net, make: Callable[..., Any]
+) -> None:
+    make(sharing.parameters())
+    assert not any(shared(each) for each in sharing.parameters())
+
+
+def test_frozen_parameters_stay_shared(sharing: Net) -> None:
+    sharing.first.requires_grad_(False)
+    train(sharing, torch.optim.SGD(sharing.second.parameters(), lr=0.1))
+    assert shared(sharing.first.weight)
+    assert not shared(sharing.second.weight)
+
+
+def test_groups_that_are_added_later(sharing: Net) -> None:
+    optimizer = torch.optim.SGD([{"params": sharing.first.parameters()}], lr=0.1)
+    assert shared(sharing.second.weight)
+    optimizer.add_param_group({"params": sharing.second.weight, "lr": 0.2})
+    assert not shared(sharing.second.weight)
+    train(sharing, optimizer)
+
+
+def test_errors_are_torchs(sharing: Net) -> None:
+    with pytest.raises(ValueError, match="can't optimize a non-leaf"):
+        torch.optim.SGD([sharing.first.weight * 2], lr=0.1)
+    with pytest.raises(TypeError, match="can only optimize Tensors"):
+        torch.optim.SGD([3], lr=0.1)  # type: ignore[list-item]
+    assert shared(sharing.first.weight)
+
+
+def test_aliases_and_ties_follow(sharing: Net) -> None:
+    alias, view = sharing.first.weight.data, sharing.first.weight[3]
+    tied = nn.Linear(SIDE, SIDE, bias=False)
+    tied.weight = sharing.first.weight
+    train(sharing, torch.optim.SGD(sharing.parameters(), lr=0.1))
+    assert torch.equal(alias, sharing.first.weight)
+    assert torch.equal(view, sharing.first.weight[3])
+    assert torch.equal(tied.weight, sharing.first.weight)
+    assert not shared(alias)
+
+
+def _saved(net: Net) -> Any:
+    """A transpose that only autograd has."""
+    return net(torch.randn(2, SIDE)).sum()
+
+
+def _storage(net: Net) -> Any:
+    return net.first.weight.untyped_storage()
+
+
+@pytest.mark.parametrize("keep", [_saved, _storage])
+def test_what_cannot_follow_is_told(
+    sharing: Net, keep: Callable[[Net], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch_unshare._warn_of_aliases.cache_clear()
+    kept = keep(sharing)
+    expected = sharing.first.weight.detach().clone()
+    torch.optim.SGD(sharing.parameters(), lr=0.1)
+    assert not any(shared(each) for each in sharing.parameters())
+    assert torch.equal(sharing.first.weight, expected)
+    if torch_repoint.has_swap():
+        assert events("alias_left:optimizer") == 0
+    else:
+        assert events("alias_left:optimizer") >= 1
+        assert [each.levelname for each in caplog.records if "saved for" in each.message] == [
+            "WARNING"
+        ]
+    if keep is _saved:
+        kept.backward()
+        assert sharing.second.weight.grad is not None
+    if keep is _storage:
+        assert bytes(kept) == expected.numpy().tobytes()
+
+
+def test_a_write_after_what_was_saved_is_torchs_error(sharing: Net) -> None:
+    loss = _saved(sharing)
+    torch_unshare.unshare(sharing.parameters(), "test")
+    with torch.no_grad():
+        sharing.second.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_memory_is_let_go_of(devices: Devices, sharing: Net) -> None:
+    optimizer = torch.optim.SGD(sharing.parameters(), lr=0.1)
+    gc.collect()
+    device_arenas.reap()
+    assert len(devices.released) == 1
+    assert not torch_device.is_any_shared()
+    train(sharing, optimizer)
+
+
+def test_an_optimizer_before_the_load(devices: Devices, path: str) -> None:
+    """The usual way to resume: the load may not put what is trained on shared memory."""
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    net.load_state_dict(torch.load(path, map_location="cuda"))
+    assert not any(shared(each) for each in net.parameters())
+    train(net, optimizer)
+
+
+def test_the_state_of_an_optimizer(sharing: Net, tmp_path: Path) -> None:
+    """Saved by itself and by hand, so that its file does not look like an optimizer's."""
+    optimizer = torch.optim.Adam(sharing.parameters(), lr=0.1)
+    train(sharing, optimizer)
+    state = optimizer.state_dict()
+    torch.save(state["state"], tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", map_location="cuda")
+    assert shared(loaded[0]["exp_avg"])
+    optimizer.load_state_dict({**state, "state": loaded})
+    assert not shared(optimizer.state[sharing.first.weight]["exp_avg"])
+    train(sharing, optimizer)
+
+
+def test_the_state_is_looked_for_once(
+    sharing: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = torch.optim.Adam(sharing.parameters(), lr=0.1)
+    train(sharing, optimizer)
+    state = optimizer.state_dict()
+    torch.save(state["state"], tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", map_location="cuda")
+    views = [each["exp_avg"][1:] for each in loaded.values() if shared(each["exp_avg"])]
+    assert len(views) == 2
+    scans: list[int] = []
+    get_objects = gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda: scans.append(1) or get_objects())
+    optimizer.load_state_dict({**state, "state": loaded})
+    assert len(scans) == (0 if torch_repoint.has_swap() else 1)
+    assert not any(shared(each) for each in views)
+
+
+def test_optimizers_can_be_copied_and_saved(sharing: Net) -> None:
+    optimizer = torch.optim.Adam(sharing.parameters(), lr=0.1)
+    train(sharing, optimizer)
+    duplicate = copy.deepcopy(optimizer)
+    duplicate.load_state_dict(optimizer.state_dict())
+    net = copy.deepcopy(sharing)
+    train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+# --- other writers --------------------------------------------------------------------------------
+
+INITIALIZERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "uniform_": lambda tensor: nn.init.uniform_(tensor),
+    "normal_": lambda tensor: nn.init.normal_(tensor),
+    "trunc_normal_": lambda tensor: nn.init.trunc_normal_(tensor),
+    "constant_": lambda tensor: nn.init.constant_(tensor, 3.0),
+    "ones_": lambda tensor: nn.init.ones_(tensor),
+    "zeros_": lambda tensor: nn.init.zeros_(tensor),
+    "xavier_uniform_": lambda tensor: nn.init.xavier_uniform_(tensor),
+    "xavier_normal_": lambda tensor: nn.init.xavier_normal_(tensor),
+    "kaiming_uniform_": lambda tensor: nn.init.kaiming_uniform_(tensor),
+    "kaiming_normal_": lambda tensor: nn.init.kaiming_normal_(tensor=tensor),
+    "orthogonal_": lambda tensor: nn.init.orthogonal_(tensor),
+}
+
+
+@pytest.mark.parametrize("fill", INITIALIZERS.values(), ids=INITIALIZERS)
+@pytest.mark.parametrize("by", ["parameter", "data"])
+def test_initialisation(sharing: Net, fill: Callable[[torch.Tensor], Any], by: str) -> None:
+    plain = torch.empty(SIDE, SIDE)
+    torch.manual_seed(1)
+    fill(plain)
+    torch.manual_seed(1)
+    fill(sharing.first.weight if by == "parameter" else sharing.first.weight.data)
+    assert torch.equal(sharing.first.weight, plain)
+    assert not shared(sharing.first.weight)
+    assert shared(sharing.second.weight)
+
+
+def test_reset_parameters(sharing: Net) -> None:
+    before = sharing.first.weight.clone()
+    sharing.first.reset_parameters()
+    assert not torch.equal(sharing.first.weight, before)
+
+
+def test_averaging(sharing: Net) -> None:
+    average = torch.optim.swa_utils.AveragedModel(sharing)
+    average.update_parameters(sharing)
+    average.update_parameters(sharing)
+    assert not any(shared(each) for each in average.parameters())
+    assert shared(sharing.first.weight)
+
+
+def test_averaging_that_is_resumed(sharing: Net) -> None:
+    average = torch.optim.swa_utils.AveragedModel(Net())
+    average.module.load_state_dict(sharing.state_dict())
+    assert shared(average.module.first.weight)
+    average.n_averaged.fill_(1)
+    average.update_parameters(sharing)
+    assert not shared(average.module.first.weight)
+    assert shared(sharing.first.weight)
+
+
+def test_distributed_data_parallel(sharing: Net) -> None:
+    """Its constructor broadcasts into the module; here it only gets as far as the seam."""
+    with pytest.raises((RuntimeError, ValueError), match="process group"):
+        torch.nn.parallel.DistributedDataParallel(sharing)
+    assert not any(shared(each) for each in sharing.parameters())
+
+
+def test_sending_to_another_process(sharing: Net) -> None:
+    sent = []
+
+    def original(storage: torch.UntypedStorage, *args: Any) -> str:
+        sent.append(storage)
+        return "handles"
+
+    send = torch_unshare.POINTS[2].wrap(original)
+    storage = sharing.first.weight.untyped_storage()
+    assert send(storage) == "handles"
+    assert not torch_device.lies_in_arena(sent[0])
+    assert bytes(sent[0]) == bytes(storage)
+    assert shared(sharing.first.weight), "what stays here stays shared"
+    own = torch.ones(3).untyped_storage()
+    send(own)
+    assert sent[1] is own
+
+
+class Graph:
+    """A CUDA graph as far as the seams see it."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.seen: list[Any] = []
+
+    def capture_begin(self, pool: Any = None) -> str:
+        self.seen += [pool, dict(device_arenas._process.captures)]
+        if self.fails:
+            raise RuntimeError("a capture is under way")
+        return "begun"
+
+    def capture_end(self) -> str:
+        self.seen.append(dict(device_arenas._process.captures))
+        if self.fails:
+            raise RuntimeError("the capture failed")
+        return "ended"
+
+
+begin = torch_unshare.POINTS[3].wrap(Graph.capture_begin)
+end = torch_unshare.POINTS[4].wrap(Graph.capture_end)
+
+
+def test_nothing_is_unmapped_during_a_capture(devices: Devices, sharing: Net, path: str) -> None:
+    graph = Graph()
+    assert begin(graph, pool=3) == "begun"
+    assert graph.seen[0] == 3
+    assert list(graph.seen[1]) == [id(graph)]
+    captures = device_arenas._process.captures
+    assert list(captures) == [id(graph)]
+    assert not device_arenas._synchronize(0)
+    assert end(graph) == "ended"
+    assert list(graph.seen[2]) == [id(graph)]
+    assert not captures
+
+
+def test_a_capture_that_fails_is_over(devices: Devices, sharing: Net) -> None:
+    graph = Graph(fails=True)
+    with pytest.raises(RuntimeError, match="under way"):
+        begin(graph)
+    assert graph.seen[1]
+    assert not device_arenas._process.captures
+    graph.fails = False
+    begin(graph)
+    graph.fails = True
+    with pytest.raises(RuntimeError, match="the capture failed"):
+        end(graph)
+    assert not device_arenas._process.captures
+
+
+def test_captures_of_programs_that_share_nothing(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "trims_shim.client.device_arenas")
+    graph = Graph()
+    assert (begin(graph), end(graph)) == ("begun", "ended")
+    assert graph.seen == [None, {}, {}]
+    assert "trims_shim.client.device_arenas" not in sys.modules
+
+
+def test_both_ends_of_a_capture_are_seams() -> None:
+    names = ("torch.cuda.CUDAGraph.capture_begin", "torch.cuda.CUDAGraph.capture_end")
+    assert tuple(each.name for each in torch_unshare.POINTS[3:5]) == names
+    for each in torch_unshare.POINTS[3:5]:
+        assert callable(points.resolve(each.targets[0])[2])
+
+
+def test_a_captured_graph_keeps_its_memory(
+    devices: Devices, sharing: Net, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    graph = Graph()
+    begin(graph, pool=3)
+    end(graph)
+    torch_unshare._has_warned = False
+    torch.optim.SGD(sharing.parameters(), lr=0.1)
+    gc.collect()
+    device_arenas.reap()
+    assert devices.released == []
+    assert [each.levelname for each in caplog.records if "CUDA graph" in each.message] == [
+        "WARNING"
+    ]
+    net = Net()
+    address = net.first.weight.data_ptr()
+    net.load_state_dict(torch.load(path, map_location="cuda"))
+    assert net.first.weight.data_ptr() == address
+
+
+# --- the guards stay ------------------------------------------------------------------------------
+
+
+def test_disabling_leaves_the_guards_while_they_are_needed(
+    devices: Devices, sharing: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, other_name = "trims_shim.patches.torch_unshare", "trims_shim.patches.torch_load"
+    applied = points.apply(torch_unshare.POINTS[0])
+    other = points.apply(torch_initializers.POINTS[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(patches, "_applied", {name: [applied], other_name: [other]})
+        patched.setattr(patches, "_requested", {name, other_name})
+        patches.disable()
+        assert applied.state is points.PatchState.APPLIED
+        assert other.state is points.PatchState.UNDONE
+        assert set(patches.applied()) == set(patches.requested()) == {name}
+        patched.setattr(torch_device, "_holds", {})
+        patches.disable()
+        assert applied.state is points.PatchState.UNDONE
+        assert set(patches.applied()) == set(patches.requested()) == set()
+
+
+def test_without_cuda_no_seam_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_device, "runtime", torch_device.CudaRuntime())
+    monkeypatch.setattr(torch.version, "cuda", None)
+    for point in (*torch_unshare.POINTS, *torch_initializers.POINTS):
+        assert point.probe() in ("this torch is built without CUDA", "torch_module does it")
+
+
+def test_tensors_without_storage_are_passed_by(sharing: Net) -> None:
+    odd = [torch.ones(2, 2).to_sparse(), torch.empty(3, device="meta"), None, 3, torch.empty(0)]
+    torch_unshare.unshare(odd, "test")
+    assert events("unshared:test") == 0

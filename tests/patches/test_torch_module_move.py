@@ -1,0 +1,367 @@
+"""Module.to a device: parameters in host memory of the shim end on the device image of their bytes.
+
+torch's own copies to the device are emulated by a mode below everything, so that modules are moved
+whole: what is not served is copied, as with a GPU. The outcome is compared with that of a module
+whose tensors are not the shim's.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import devices as emulation
+import pytest
+import torch
+from devices import LARGE, Devices, ToCuda, events, reasons, shared
+from torch import nn
+
+from trims_shim.client import arenas
+from trims_shim.errors import NoSpace
+from trims_shim.patches import torch_device, torch_load, torch_module, torch_module_move
+from trims_shim.patches.torch_module_move import Sources
+
+SIDE = 256  # SIDE * SIDE float32 are four times what is shared at least
+
+
+@pytest.fixture(params=emulation.BOTH_WAYS)
+def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
+    emulation.let_swap(monkeypatch, request.param)
+    devices = Devices()
+    emulation.prepare(monkeypatch, devices)
+    undo = emulation.apply(*torch_load.POINTS[:2], *torch_module.POINTS, *torch_module_move.POINTS)
+    with ToCuda():
+        yield devices
+    undo()
+    devices.assert_untouched()
+    assert "internal_error" not in reasons()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(SIDE, SIDE)
+        self.norm = nn.BatchNorm1d(SIDE)
+        self.second = nn.Linear(SIDE, SIDE, bias=False)
+        self.register_buffer("table", torch.randn(SIDE, SIDE))
+        self.second.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)))
+
+
+LARGE_PARAMETERS = ("first.weight", "second.weight")
+
+
+@pytest.fixture
+def loaded(devices: Devices, tmp_path: Path) -> Callable[..., Any]:
+    """A module that was loaded from the cache into host memory, and the one it was saved from."""
+
+    def make(kind: Callable[[], nn.Module] = Net, *, assign: bool = False) -> Any:
+        theirs, ours = kind(), kind()
+        path = tmp_path / "model.pt"
+        torch.save(theirs.state_dict(), path)
+        with ExitToCpu():
+            ours.load_state_dict(torch.load(path), assign=assign)
+        return ours, theirs
+
+    return make
+
+
+class ExitToCpu(ToCuda):
+    """The mode that stands below everything is out of the way of loading."""
+
+    def __enter__(self) -> ExitToCpu:
+        self.mode = torch.overrides._pop_mode()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.overrides._push_mode(self.mode)
+
+
+def are_shared(module: nn.Module) -> dict[str, bool]:
+    return {name: shared(value) for name, value in module.named_parameters()}
+
+
+def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
+    actual, expected = ours.state_dict(), theirs.state_dict()
+    assert list(actual) == list(expected)
+    for key, value in expected.items():
+        assert torch.equal(actual[key], value), key
+        assert actual[key].dtype == value.dtype
+        assert actual[key].stride() == value.stride()
+
+
+MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "to string": lambda module: module.to("cuda"),
+    "to index": lambda module: module.to("cuda:0"),
+    "to device": lambda module: module.to(torch.device("cuda", 0)),
+    "to keyword": lambda module: module.to(device="cuda"),
+    "to non-blocking": lambda module: module.to("cuda", non_blocking=True),
+    "to its own dtype": lambda module: module.to("cuda", torch.float32),
+    "cuda": lambda module: module.cuda(),
+    "cuda number": lambda module: module.cuda(0),
+    "cuda device": lambda module: module.cuda(torch.device("cuda:0")),
+    "by hand": lambda module: module._apply(lambda tensor: tensor.to("cuda")),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_large_parameters_are_shared(
+    devices: Devices, loaded: Callable[..., Any], move: Callable[[nn.Module], nn.Module]
+) -> None:
+    ours, theirs = loaded()
+    before = {name: id(value) for name, value in ours.named_parameters()}
+    assert move(ours) is ours
+    assert {name for name, is_shared in are_shared(ours).items() if is_shared} == {
+        *LARGE_PARAMETERS
+    }
+    assert_equal(ours, theirs)
+    assert {name: id(value) for name, value in ours.named_parameters()} == before
+    assert not ours.second.weight.requires_grad
+    assert ours.first.weight.requires_grad
+    assert ours.first.weight.is_leaf
+    assert ours.first.weight.untyped_storage().nbytes() == ours.first.weight.nbytes
+    assert not any(shared(buffer) for buffer in ours.buffers())
+    assert events("moved:shared") == len(LARGE_PARAMETERS)
+    assert len(devices.mappings) == 1
+    x = torch.randn(4, SIDE)
+    assert torch.equal(ours.eval()(x), theirs.eval()(x))
+
+
+def test_host_memory_is_given_up(devices: Devices, loaded: Callable[..., Any]) -> None:
+    ours, _ = loaded()
+    weight = ours.first.weight
+    assert arenas.find(weight.data_ptr(), weight.nbytes) is not None
+    ours.to("cuda")
+    assert arenas.find(weight.data_ptr(), weight.nbytes) is None
+
+
+def test_assigned_state_dicts(devices: Devices, loaded: Callable[..., Any]) -> None:
+    ours, theirs = loaded(assign=True)
+    ours.to("cuda")
+    assert sum(are_shared(ours).values()) == len(LARGE_PARAMETERS)
+    assert_equal(ours, theirs)
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "another dtype": lambda module: module.to("cuda", torch.float16),
+    "another dtype by name": lambda module: module.to("cuda", dtype=torch.float16),
+    "a forced copy": lambda module: module._apply(lambda each: each.to("cuda", copy=True)),
+    "another tensor": lambda module: module._apply(lambda each: each.to(torch.empty(0))),
+    "half": lambda module: module.half(),
+    "the cpu": lambda module: module.to("cpu"),
+    "no device": lambda module: module.to(torch.float32),
+    "an absent device": lambda module: module._apply(lambda each: each.to("cuda:9")),
+}
+
+
+@pytest.mark.parametrize("move", COPIES.values(), ids=COPIES)
+def test_other_moves_are_torchs(
+    devices: Devices, loaded: Callable[..., Any], move: Callable[[nn.Module], nn.Module]
+) -> None:
+    ours, theirs = loaded()
+    move(ours)
+    assert not any(are_shared(ours).values())
+    assert_equal(ours, move(theirs))
+    assert devices.opened == []
+
+
+def test_channels_last_is_torchs(devices: Devices, loaded: Callable[..., Any]) -> None:
+    ours, theirs = loaded(lambda: nn.Conv2d(64, 64, 3))
+    moved = [module.to("cuda", memory_format=torch.channels_last) for module in (ours, theirs)]
+    assert_equal(*moved)
+    assert not any(are_shared(ours).values())
+
+
+def test_what_was_written_is_copied(devices: Devices, loaded: Callable[..., Any]) -> None:
+    ours, theirs = loaded()
+    for module in (ours, theirs):
+        with torch.no_grad():
+            module.first.weight[0, 0] = 3.0
+    ours.to("cuda")
+    assert are_shared(ours)["first.weight"] is False
+    assert are_shared(ours)["second.weight"] is True
+    assert_equal(ours, theirs)
+    assert reasons() == {"written": 1}
+
+
+def test_a_parameter_with_a_gradient_is_copied(
+    devices: Devices, loaded: Callable[..., Any]
+) -> None:
+    ours, theirs = loaded()
+    ours(torch.randn(4, SIDE)).sum().backward()
+    gradient = ours.first.weight.grad.clone()
+    running_mean = ours.norm.running_mean.clone()
+    ours.to("cuda")
+    assert are_shared(ours)["first.weight"] is False
+    assert torch.equal(ours.first.weight.grad, gradient)
+    assert torch.equal(ours.norm.running_mean, running_mean)
+    assert torch.equal(ours.first.weight, theirs.first.weight)
+
+
+def test_tied_parameters_stay_tied(devices: Devices, loaded: Callable[..., Any]) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Embedding(SIDE, SIDE)
+            self.decoder = nn.Linear(SIDE, SIDE, bias=False)
+            self.decoder.weight = self.encoder.weight
+
+    ours, theirs = loaded(Tied)
+    ours.to("cuda")
+    assert ours.decoder.weight is ours.encoder.weight
+    assert shared(ours.decoder.weight)
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("setting", ["overwrite", "swap"])
+def test_future_settings(
+    devices: Devices, loaded: Callable[..., Any], setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"set_{setting}_module_params_on_conversion"
+    ours, theirs = loaded()
+    identity = id(ours.first.weight)
+    getattr(torch.__future__, name)(True)
+    try:
+        ours.to("cuda")
+    finally:
+        getattr(torch.__future__, name)(False)
+    assert sum(are_shared(ours).values()) == len(LARGE_PARAMETERS)
+    assert_equal(ours, theirs)
+    assert (id(ours.first.weight) == identity) == (setting == "swap")
+    assert type(ours.first.weight) is nn.Parameter
+    assert not ours.second.weight.requires_grad
+
+
+def test_embeddings_that_renormalise_are_copied(
+    devices: Devices, loaded: Callable[..., Any]
+) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(SIDE, SIDE, max_norm=1.0)
+            self.rest = nn.Linear(SIDE, SIDE, bias=False)
+
+    ours, _ = loaded(Words)
+    ours.to("cuda")
+    assert are_shared(ours) == {"words.weight": False, "rest.weight": True}
+    ours.words(torch.tensor([3]))
+    alone, _ = loaded(lambda: nn.Embedding(SIDE, SIDE, max_norm=1.0))
+    assert not shared(alone.to("cuda").weight)
+
+
+def test_overridden_apply_and_hooks(devices: Devices, loaded: Callable[..., Any]) -> None:
+    calls = []
+
+    class Custom(Net):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            result = super()._apply(fn, recurse)
+            self.extra = fn(torch.ones(3))
+            calls.append(fn)
+            return result
+
+    ours, _ = loaded(Custom)
+    handle = ours.first.register_forward_hook(lambda *_: None)
+    ours.to("cuda")
+    assert sum(are_shared(ours).values()) == len(LARGE_PARAMETERS)
+    assert torch.equal(ours.extra, torch.ones(3))
+    assert len(ours.first._forward_hooks) == 1
+    handle.remove()
+
+
+def test_recurse_off(devices: Devices, loaded: Callable[..., Any]) -> None:
+    ours, _ = loaded()
+    ours._apply(lambda tensor: tensor.to("cuda"), recurse=False)
+    assert not any(are_shared(ours).values())
+
+
+def test_modules_that_are_not_the_shims(devices: Devices) -> None:
+    theirs = Net()
+    expected = copy.deepcopy(theirs)
+    assert_equal(theirs.to("cuda"), expected)
+    assert devices.opened == []
+
+
+def test_a_refusal_is_copied(devices: Devices, loaded: Callable[..., Any]) -> None:
+    ours, theirs = loaded()
+    devices.refusal = NoSpace("full")
+    emulation_cache_strictness("0")
+    ours.to("cuda")
+    assert not any(are_shared(ours).values())
+    assert_equal(ours, theirs)
+    assert len(devices.opened) == 1, "asked once for a module, not for each parameter"
+
+
+def emulation_cache_strictness(value: str) -> None:
+    from trims_shim.client.cache import cache
+
+    cache().config._values["strict"] = value == "1"
+
+
+def test_an_error_of_ours_is_a_copy(
+    devices: Devices, loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = loaded()
+    emulation_cache_strictness("0")
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("?")
+
+    monkeypatch.setattr(Sources, "find", fail)
+    ours.to("cuda")
+    assert_equal(ours, theirs)
+    assert reasons() == {"internal_error": len(LARGE_PARAMETERS)}
+    torch_device.diagnostics.reset_after_fork()
+
+
+def test_private_access(devices: Devices, loaded: Callable[..., Any]) -> None:
+    ours, theirs = loaded()
+    token = torch_device.access.set("private")
+    ours.to("cuda")
+    torch_device.access.reset(token)
+    assert not any(are_shared(ours).values())
+    assert_equal(ours, theirs)
+
+
+class Watching(torch.overrides.TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_sees_the_copies(devices: Devices, loaded: Callable[..., Any]) -> None:
+    ours, theirs = loaded()
+    with Watching():
+        ours.to("cuda")
+    assert not any(are_shared(ours).values())
+    assert_equal(ours, theirs)
+
+
+def test_a_default_device_does_not_watch(devices: Devices, loaded: Callable[..., Any]) -> None:
+    ours, theirs = loaded()
+    with torch.device("cpu"):
+        ours.to("cuda")
+    assert sum(are_shared(ours).values()) == len(LARGE_PARAMETERS)
+    assert_equal(ours, theirs)
+
+
+def test_small_modules_ask_nobody(devices: Devices, loaded: Callable[..., Any]) -> None:
+    ours, theirs = loaded(lambda: nn.Linear(LARGE // 4 - 1, 1))
+    ours.to("cuda")
+    assert devices.opened == []
+    assert_equal(ours, theirs)
+
+
+def test_other_tensors_pay_one_call(devices: Devices) -> None:
+    """A tensor that is not the shim's costs a call, of which 2 us were measured."""
+    function = torch_module_move._Mover(lambda tensor: tensor, Sources())
+    parameter = nn.Parameter(torch.randn(SIDE, SIDE))
+    begin = time.perf_counter()
+    for _ in range(2000):
+        function(parameter)
+    assert (time.perf_counter() - begin) / 2000 < 2e-5  # on a busy machine

@@ -1,0 +1,286 @@
+"""transformers' from_pretrained onto an emulated device, and what of it is patched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import devices as emulation
+import pytest
+import torch
+from devices import Devices, ToCuda, events, shared
+from torch import nn
+
+from trims_shim.errors import UnknownDevice
+from trims_shim.patches import (
+    safetensors_device,
+    torch_device,
+    torch_from_file,
+    transformers_load,
+)
+
+transformers = pytest.importorskip("transformers", minversion="5")
+core = pytest.importorskip("transformers.core_model_loading")
+modeling = pytest.importorskip("transformers.modeling_utils")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+SIDE = 256
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
+    devices = Devices()
+    emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
+    undo = emulation.apply(
+        *torch_from_file.POINTS, *safetensors_device.POINTS, *transformers_load.POINTS
+    )
+    yield devices
+    undo()
+    devices.assert_untouched()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    configuration = transformers.GPT2Config(
+        vocab_size=512,
+        n_positions=64,
+        n_embd=SIDE,
+        n_layer=2,
+        n_head=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(1)
+    transformers.GPT2LMHeadModel(configuration).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def _can_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate is asked for, but needed only for maps of several devices."""
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: 1)
+    # Function modes, and so torch's emulated copies, are those of one thread.
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+
+
+@pytest.mark.usefixtures("_can_dispatch")
+def test_from_pretrained(devices: Devices, folder: Path) -> None:
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    devices.opened_on_host.clear()
+    with ToCuda(), ZerosOnCuda():
+        ours = transformers.GPT2LMHeadModel.from_pretrained(folder, device_map={"": "cuda:0"})
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+        assert shared(parameter) == (parameter.nbytes >= emulation.LARGE), name
+        assert parameter.requires_grad == expected[name].requires_grad
+    assert ours.lm_head.weight is ours.transformer.wte.weight
+    assert not any(shared(each) for each in ours.buffers())
+    assert len(devices.mappings) == 1
+    assert devices.opened_on_host == [], "no host image was needed"
+    assert events("skipped:caching_allocator_warmup") == 1
+    tokens = torch.tensor([[1, 5, 9]])
+    with torch.no_grad():
+        assert torch.equal(ours.eval()(tokens).logits, theirs.eval()(tokens).logits)
+
+
+@pytest.mark.usefixtures("_can_dispatch")
+def test_from_pretrained_in_another_dtype(devices: Devices, folder: Path) -> None:
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float16)
+    with ToCuda(), ZerosOnCuda():
+        ours = transformers.GPT2LMHeadModel.from_pretrained(
+            folder, device_map={"": "cuda:0"}, dtype=torch.float16
+        )
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+        assert parameter.dtype is torch.float16
+        assert not shared(parameter)
+
+
+@pytest.mark.usefixtures("_can_dispatch")
+def test_from_pretrained_that_is_refused(devices: Devices, folder: Path) -> None:
+    from trims_shim.client.cache import cache
+
+    cache().config._values["strict"] = False
+    devices.refusal = UnknownDevice("no")
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    devices.opened_on_host.clear()
+    with ToCuda(), ZerosOnCuda():
+        ours = transformers.GPT2LMHeadModel.from_pretrained(folder, device_map={"": "cuda:0"})
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter), name
+        assert not shared(ours.get_parameter(name))
+    assert len(devices.opened_on_host) == 1, "the host tier serves it"
+
+
+class ZerosOnCuda(torch.overrides.TorchFunctionMode):
+    """Tensors that are made on the device are made here."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def entry(devices: Devices, tmp_path: Path) -> Any:
+    """A slice as from_pretrained has it: of a file that is open on the CPU."""
+    import safetensors
+
+    path = tmp_path / "m.safetensors"
+    tensors = {"w": torch.randn(SIDE, SIDE), "small": torch.randn(3)}
+    safetensors_torch.save_file(tensors, path)
+    return safetensors.safe_open(str(path), "pt")
+
+
+def materialize(*args: Any) -> Any:
+    with ToCuda():
+        return core._materialize_copy(*args)
+
+
+@pytest.mark.parametrize(
+    "device", ["cuda", "cuda:0", 0, torch.device("cuda"), torch.device("cuda:0")], ids=str
+)
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
+def test_devices_and_the_same_dtype(entry: Any, device: Any, dtype: Any) -> None:
+    moved = materialize(entry.get_slice("w"), device, dtype)
+    assert shared(moved)
+    assert torch.equal(moved, entry.get_tensor("w"))
+    assert type(moved) is torch.Tensor
+
+
+def test_what_is_copied(devices: Devices, entry: Any) -> None:
+    weight, small = entry.get_slice("w"), entry.get_slice("small")
+    for args in (
+        (weight, "cuda", torch.float16),
+        (small, "cuda", None),
+        (weight, "cpu", None),
+        (weight, None, None),
+        (torch.randn(SIDE, SIDE), "cuda", None),
+    ):
+        expected = args[0][...].to(args[2])
+        assert torch.equal(materialize(*args), expected)
+        assert not shared(materialize(*args))
+    assert devices.opened == []
+
+
+def test_a_tensor_that_was_written(entry: Any) -> None:
+    tensor = entry.get_tensor("w")
+    tensor[0, 0] = 7.0
+    moved = materialize(tensor, "cuda", None)
+    assert not shared(moved)
+    assert moved[0, 0] == 7.0
+
+
+def test_a_refusal_is_a_copy(devices: Devices, entry: Any) -> None:
+    from trims_shim.client.cache import cache
+
+    cache().config._values["strict"] = False
+    devices.refusal = UnknownDevice("no")
+    assert torch.equal(materialize(entry.get_slice("w"), "cuda", None), entry.get_tensor("w"))
+
+
+def test_private_access(devices: Devices, entry: Any) -> None:
+    token = torch_device.access.set("private")
+    assert not shared(materialize(entry.get_slice("w"), "cuda", None))
+    torch_device.access.reset(token)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "is_left_out"),
+    [
+        ({"": torch.device("cuda", 0)}, True),
+        ({"a": 0, "b": "cpu"}, True),
+        ({"a": "cuda:1"}, True),
+        ({"a": "cuda:9"}, False),
+        ({"a": "xpu:0"}, False),
+        ("auto", False),
+    ],
+    ids=str,
+)
+def test_reserving_memory(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch, device_map: Any, is_left_out: bool
+) -> None:
+    calls: list[Any] = []
+    warmup = transformers_load.POINTS[2].wrap(lambda *args: calls.append(args))
+    warmup("model", device_map, None)
+    assert (calls == []) == is_left_out
+    warmup("model", device_map, "a quantizer")
+    assert len(calls) == 1 + (not is_left_out)
+
+
+def test_large_buffers_become_private(entry: Any) -> None:
+    class Masked(nn.Module):
+        base_model_prefix = ""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.zeros(SIDE, SIDE))
+            self.weight = nn.Parameter(torch.zeros(SIDE, SIDE))
+
+    outer = nn.Module()
+    outer.inner = Masked()
+    moved = materialize(entry.get_slice("w"), "cuda", None)
+    information = core.LoadStateDictInfo(
+        missing_keys=set(),
+        unexpected_keys=set(),
+        mismatched_keys=set(),
+        conversion_errors={},
+        error_msgs=[],
+        skipped_pp_keys=set(),
+    )
+    core.set_param_for_module(outer, "inner.weight", moved, information, None)
+    assert shared(outer.inner.weight)
+    moved = materialize(entry.get_slice("w"), "cuda", None)
+    core.set_param_for_module(outer, "inner.mask", moved, information, None)
+    assert not shared(outer.inner.mask)
+    assert shared(outer.inner.weight)
+    assert torch.equal(outer.inner.mask, outer.inner.weight)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "quantizer", "index"),
+    [
+        ({"": "cuda:1"}, None, 1),
+        ({"a": 0, "b": torch.device("cuda:0")}, None, 0),
+        ({"a": "cuda:0", "b": "cuda:1"}, None, None),
+        ({"a": "cuda:0", "b": "cpu"}, None, None),
+        ({"": "cpu"}, None, None),
+        ({}, None, None),
+        (None, None, None),
+        ({"": "cuda:0"}, "quantizer", None),
+    ],
+    ids=str,
+)
+def test_when_files_are_opened_for_a_device(
+    devices: Devices, device_map: Any, quantizer: Any, index: int | None
+) -> None:
+    configuration = modeling.LoadStateDictConfig(device_map=device_map, hf_quantizer=quantizer)
+    assert transformers_load._sole_device(configuration) == index
+
+
+def test_files_that_are_opened_for_a_device(devices: Devices, entry: Any) -> None:
+    """What is done with them on the CPU is the compiled class's."""
+    import safetensors
+
+    path = devices.opened_on_host[-1]
+    token = safetensors_device.destination.set(1)
+    file = safetensors.safe_open(path, "pt")
+    safetensors_device.destination.reset(token)
+    assert [device for _, device in devices.opened] == ["GPU-1"]
+    weight = file.get_slice("w")
+    assert weight.get_shape() == [SIDE, SIDE]
+    assert not shared(weight[3:5])
+    assert torch.equal(weight[3:5], entry.get_tensor("w")[3:5])
+    assert not shared(file.get_tensor("w"))
+    assert not any(map(shared, file.get_tensors().values()))
+    assert shared(materialize(weight, "cuda:1", None))
+    assert not shared(materialize(weight, "cuda:0", None))
+    assert materialize(weight, "cuda:1", torch.float16).dtype is torch.float16
+    assert weight.on_device(0, None) is None

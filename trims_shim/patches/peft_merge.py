@@ -1,0 +1,64 @@
+"""peft: merging adapters writes the base weights in place, so they become private first.
+
+Merging through a single layer's ``merge`` is not seen; see :mod:`.torch_unshare`. Sources: peft
+0.21, ``BaseTuner`` in peft/tuners/tuners_utils.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_device import missing_capability
+from trims_shim.patches.torch_unshare import unshare_module
+
+__all__ = ["POINTS"]
+
+
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def merging(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unshare_module(self, "merge")
+        return original(self, *args, **kwargs)
+
+    return merging
+
+
+def _wrap_unload(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def unloading(self: Any, merge: Any = True, *args: Any, **kwargs: Any) -> Any:
+        if merge:
+            unshare_module(self, "merge")
+        return original(self, merge, *args, **kwargs)
+
+    return unloading
+
+
+POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        name="peft: merge_adapter",
+        library="peft",
+        targets=("peft.tuners.tuners_utils:BaseTuner.merge_adapter",),
+        supported="0.21",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
+    PatchPoint(
+        name="peft: unmerge_adapter",
+        library="peft",
+        targets=("peft.tuners.tuners_utils:BaseTuner.unmerge_adapter",),
+        supported="0.21",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
+    PatchPoint(
+        name="peft: merge_and_unload",
+        library="peft",
+        targets=("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge",),
+        supported="0.21",
+        probe=missing_capability,
+        wrap=_wrap_unload,
+    ),
+)

@@ -1,0 +1,435 @@
+"""Torch storages over shared device memory, and the one way to them for all torch patches.
+
+Owns which device a load may be served on (:func:`place_of`), the way from an open file or a host
+image to its :class:`DeviceArena`, and the storages over it. There is one storage for each tensor of
+a file, so that it is saved, copied and given up by itself. A storage that lies in an arena holds
+it; :func:`lend` and :func:`take_back` move tensors that exist in and out of shared memory, with all
+views and aliases (:mod:`.torch_repoint`).
+
+The memory is mapped read-only and a write to it is fatal to the writing process, so what programs
+are known to write is private from the start: tensors below :data:`MIN_SHARED_BYTES` (running
+statistics, counters, biases: hundreds of them are a few megabytes) and, with ``access`` set to
+``private``, everything; :mod:`.torch_unshare` has the rest.
+
+What differs from memory of torch's allocator: such a storage cannot be resized, is not counted by
+``torch.cuda.memory_allocated``, and ``record_stream`` does nothing for it (its memory is unmapped
+only after the device has been synchronised).
+
+Where CUDA is absent, importing this module costs an import of torch, which is there already.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils._device import DeviceContext
+
+from trims_shim import diagnostics
+from trims_shim.client.cache import cache
+from trims_shim.errors import NotServed, TrimsError
+from trims_shim.patches import torch_repoint
+from trims_shim.patches.torch_storage import unseen
+from trims_shim.specs import DeviceId
+
+if TYPE_CHECKING:
+    from trims_shim.client.arenas import Image
+    from trims_shim.client.device_arenas import DeviceArena
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "MIN_SHARED_BYTES",
+    "CudaRuntime",
+    "Place",
+    "Runtime",
+    "access",
+    "are_addresses_kept",
+    "arena_of_file",
+    "arena_of_image",
+    "find",
+    "has_foreign_mode",
+    "is_any_shared",
+    "is_private",
+    "keep_addresses",
+    "lend",
+    "lies_in_arena",
+    "missing_capability",
+    "place_of",
+    "record_of",
+    "runtime",
+    "shared_storage",
+    "skip",
+    "storage_at",
+    "take_back",
+    "tensor_at",
+]
+
+MIN_SHARED_BYTES = 64 << 10
+"""Smaller tensors are private copies. What modules write in passing is smaller (the running
+statistics of 16384 channels just are), and a copy on the device takes some microseconds."""
+ALIGNMENT_BYTES = 512
+"""What torch's allocator gives; kernels choose their loops by alignment."""
+_EXPECTED = diagnostics.EXPECTED_REASONS | {"device_off", "capturing", "forked", "no_such_device"}
+_ACCESS_PRIVATE = "private"
+_logger = logging.getLogger("trims_shim")
+
+access: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "trims_shim_device_access", default=None
+)
+"""``shared`` or ``private``: wins over the setting ``device_access`` for this context."""
+
+passive_modes: set[type] = {DeviceContext}
+"""Function modes that see what we do and change none of it: the default device."""
+
+
+class Runtime(Protocol):
+    """The few things that need CUDA; tests put an emulated one into :data:`runtime`."""
+
+    def is_built(self) -> bool:
+        """Whether this process could ever have tensors on a device. Cheap."""
+
+    def index(self, device: torch.device) -> int:
+        """The number of a device in this process; of the current one where ``device`` has none.
+
+        Raises NotServed for a device on which torch has to raise its own error, or which must be
+        left alone just now.
+        """
+
+    def device(self, index: int) -> torch.device:
+        """The device that tensors on it have."""
+
+    def device_id(self, index: int) -> DeviceId:
+        """What the driver calls it. Raises DriverFailure."""
+
+    def ready(self, index: int) -> None:
+        """Make sure that torch has set the device up."""
+
+    def storage(self, address: int, size_bytes: int, index: int) -> torch.UntypedStorage:
+        """A storage over memory that somebody else keeps alive."""
+
+    def settle(self, device: torch.device) -> None:
+        """Return when what was copied on a device just now can be read from every stream."""
+
+
+class CudaRuntime:
+    """torch.cuda of this process."""
+
+    def is_built(self) -> bool:
+        return torch.version.cuda is not None
+
+    def index(self, device: torch.device) -> int:
+        if device.type != "cuda":
+            raise NotServed("device", f"{device} is not a CUDA device")
+        if torch.cuda._is_in_bad_fork():
+            raise NotServed("forked", "CUDA cannot be used in a forked child")
+        if not torch.cuda.is_available():
+            raise NotServed("no_such_device", "torch.cuda is not available")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise NotServed("no_such_device", f"there is no {device}")
+        is_set_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if is_set_up and torch.cuda.is_current_stream_capturing():
+            raise NotServed("capturing", "a CUDA graph is being captured")
+        return index
+
+    def device(self, index: int) -> torch.device:
+        return torch.device("cuda", index)
+
+    def device_id(self, index: int) -> DeviceId:
+        device: DeviceId = _arenas().device_id(index)
+        return device
+
+    def ready(self, index: int) -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+
+    def storage(self, address: int, size_bytes: int, index: int) -> torch.UntypedStorage:
+        return _storage_over(address, torch.device("cuda", index), size_bytes)
+
+    def settle(self, device: torch.device) -> None:
+        torch.cuda.current_stream(device).synchronize()
+
+
+runtime: Runtime = CudaRuntime()
+"""Replaced by tests."""
+
+
+def _storage_over(address: int, device: torch.device, size_bytes: int) -> torch.UntypedStorage:
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    storage: torch.UntypedStorage = construct(address, device, size_bytes)
+    return storage
+
+
+# --- where --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device that shared memory can be had on."""
+
+    index: int
+    id: DeviceId
+    device: torch.device
+
+
+def place_of(device: torch.device) -> Place | None:
+    """Where tensors for ``device`` are shared; None (counted) where torch goes its own way."""
+    if not runtime.is_built():
+        return None
+    try:
+        if not cache().config.device:
+            raise NotServed("device_off", "TRIMS_DEVICE=0")
+        index = runtime.index(device)
+        runtime.ready(index)
+        return Place(index, runtime.device_id(index), runtime.device(index))
+    except TrimsError as error:
+        skip(error.reason, error, what=str(device))
+    # Border: whatever torch or the driver says here, torch's own code will meet and raise.
+    except Exception as error:
+        skip("internal_error", error, what=str(device))
+    return None
+
+
+def is_private() -> bool:
+    """Whether loads get private copies of what is shared."""
+    return (access.get() or cache().config.device_access) == _ACCESS_PRIVATE
+
+
+def has_foreign_mode() -> bool:
+    """Whether a function or dispatch mode other than the default device's sees torch's calls."""
+    return torch._C._len_torch_dispatch_stack() > 0 or any(
+        type(torch._C._get_function_stack_at(level)) not in passive_modes
+        for level in range(torch._C._len_torch_function_stack())
+    )
+
+
+def skip(reason: str, error: BaseException | None = None, *, what: str) -> None:
+    """Count something that does not end on shared device memory; warn once if that is a fault."""
+    diagnostics.count("not_on_device", reason)
+    if error is None or reason in _EXPECTED:
+        _logger.debug("%s: not on shared device memory (%s)", what, reason)
+        return
+    if cache().config.strict:
+        raise error
+    if reason not in _warned:
+        _warned.add(reason)
+        _logger.warning(
+            "%s: not shared on the device (%s): %s. Run `trims info` for details.",
+            what,
+            reason,
+            error,
+        )
+
+
+_warned: set[str] = set()
+
+
+# --- arenas ---------------------------------------------------------------------------------------
+
+
+def arena_of_file(descriptor: int, name: str, place: Place) -> DeviceArena | None:
+    """The device memory of an open file; None (counted) where it has to be loaded otherwise."""
+    try:
+        return cache().open_device(descriptor, name=name, device=place.id)
+    except TrimsError as error:
+        skip(error.reason, error, what=name)
+    # Border: the shim never makes a load fail; whatever it was, the host tier or torch goes on.
+    except Exception as error:
+        skip("internal_error", error, what=name)
+    return None
+
+
+def arena_of_image(image: Image, place: Place) -> DeviceArena | None:
+    """The device memory of an image that is in host memory; None (counted) as above."""
+    arena: DeviceArena | None = _arenas().held(image.digest, place.id)
+    if arena is not None:
+        return arena
+    return arena_of_file(image.descriptor, f"image {image.digest[:12]}", place)
+
+
+def record_of(arena: DeviceArena, offset_bytes: int, size_bytes: int) -> int | None:
+    """Where in ``arena`` bytes of the file lie; None unless inside one tensor and aligned."""
+    found = arena.layout.find(offset_bytes, size_bytes)
+    return found if found is not None and found % ALIGNMENT_BYTES == 0 else None
+
+
+def find(tensor: torch.Tensor) -> tuple[DeviceArena, int] | None:
+    """(arena, offset in bytes) of a tensor in shared device memory."""
+    if not _holds:
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        found = _arenas().find(storage.data_ptr(), storage.nbytes())
+    # Sparse, quantized, fake, lazy: tensors without a storage, or with one without an address.
+    except (RuntimeError, NotImplementedError, ValueError):
+        return None
+    if found is None:
+        return None
+    return found[0], found[1] + tensor.storage_offset() * tensor.element_size()
+
+
+def lies_in_arena(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is over shared device memory."""
+    return is_any_shared() and _arenas().find(storage.data_ptr(), storage.nbytes()) is not None
+
+
+def is_any_shared() -> bool:
+    """Whether this process has any tensor in shared device memory; cheap."""
+    return bool(_holds)
+
+
+def _arenas() -> Any:
+    # Not imported before the first arena is there: it brings the driver's binding with it.
+    from trims_shim.client import device_arenas
+
+    return device_arenas
+
+
+# --- storages -------------------------------------------------------------------------------------
+
+_holds: dict[int, Callable[[], object]] = {}
+"""What ends the hold of a storage on its arena, by the address of torch's storage object."""
+
+
+def shared_storage(arena: DeviceArena, offset_bytes: int, size_bytes: int) -> torch.UntypedStorage:
+    """A storage over a part of an arena, which it holds."""
+    storage = runtime.storage(arena.address + offset_bytes, size_bytes, arena.index)
+    _hold(storage, arena)
+    return storage
+
+
+def storage_at(arena: DeviceArena, offset_bytes: int, size_bytes: int) -> torch.UntypedStorage:
+    """A storage over a part of an arena, or a private copy of it; see the module docstring."""
+    shared = shared_storage(arena, offset_bytes, size_bytes)
+    if size_bytes >= MIN_SHARED_BYTES and not is_private():
+        return shared
+    return _copy_of(shared)
+
+
+def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    with unseen():
+        copy: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
+    # As after torch's own copy from host memory: programs go on with it on any stream.
+    runtime.settle(copy.device)
+    return copy
+
+
+def tensor_at(
+    arena: DeviceArena,
+    offset_bytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """A contiguous tensor that is all of its storage, over (or copied from) a part of an arena."""
+    size_bytes = dtype.itemsize
+    for length in shape:
+        size_bytes *= length
+    storage = storage_at(arena, offset_bytes, size_bytes)
+    with unseen():
+        empty = torch.empty((0,), dtype=dtype, device=runtime.device(arena.index))
+        return empty.set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+
+
+def lend(tensor: torch.Tensor, arena: DeviceArena, offset_bytes: int) -> None:
+    """Put a tensor, whose memory nothing else reads, on a part of an arena of the same size."""
+    before = tensor.untyped_storage()
+    shared = runtime.storage(arena.address + offset_bytes, before.nbytes(), arena.index)
+    torch_repoint.replace(tensor, shared)
+    storage = tensor.untyped_storage()
+    end = _holds.pop(before._cdata, None) if storage._cdata == before._cdata else None
+    _hold(storage, arena)
+    if end is not None:
+        end()
+
+
+def take_back(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Give tensors on shared memory, and all over the same storages, private memory.
+
+    Returns how many storages those were, and over how many something is left that could not follow:
+    it keeps the shared memory.
+    """
+    tensors = list({id(each): each for each in tensors}.values())
+    shared = list({each._cdata: each for each in map(_storage_of, tensors)}.values())
+    arenas = {each._cdata: _arenas().find(each.data_ptr(), each.nbytes())[0] for each in shared}
+    was_on = [each.untyped_storage()._cdata for each in tensors]
+    left = torch_repoint.move(shared, [_copy_of(each) for each in shared], tensors)
+    for tensor, address in zip(tensors, was_on, strict=True):
+        _end_hold(tensor.untyped_storage(), arenas[address])
+    return len(shared), left
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def _end_hold(storage: torch.UntypedStorage, arena: DeviceArena) -> None:
+    """A storage was made private; one that could not be still needs its arena."""
+    if lies_in_arena(storage):
+        return
+    end = _holds.pop(storage._cdata, None)
+    if _is_address_kept:  # the graph goes on reading the shared memory
+        _hold(storage, arena)
+    if end is not None:
+        end()
+
+
+_is_address_kept = False
+
+
+def keep_addresses() -> None:
+    """From now on something that torch cannot see, a CUDA graph, may use tensors by address."""
+    global _is_address_kept
+    _is_address_kept = True
+
+
+def are_addresses_kept() -> bool:
+    """Whether moving a tensor to other memory could be noticed by more than its users."""
+    return _is_address_kept
+
+
+def _hold(storage: torch.UntypedStorage, arena: DeviceArena) -> None:
+    """Keep the arena until torch's storage object is gone: the last tensor over it, that is."""
+    key = storage._cdata
+    finalizer = weakref.finalize(storage, _let_go, key, arena)
+    finalizer.atexit = False
+    _holds[key] = finalizer.detach
+
+
+def _let_go(key: int, arena: DeviceArena) -> None:
+    """Runs in the garbage collector; what it was given kept the arena alive until now."""
+    _holds.pop(key, None)
+
+
+# --- what torch must be able to do ----------------------------------------------------------------
+
+
+def missing_capability() -> str | None:
+    """Why this torch cannot have tensors on shared device memory, or None."""
+    if not runtime.is_built():
+        return "this torch is built without CUDA"
+    for name in ("_construct_storage_from_data_pointer", "_get_function_stack_at"):
+        if not hasattr(torch._C, name):
+            return f"torch {torch.__version__} has no {name}"
+    with unseen():
+        return torch_repoint.missing_capability() or _broken_promise()
+
+
+@functools.lru_cache(maxsize=1)
+def _broken_promise() -> str | None:
+    """What does not hold of storages here; tried in host memory."""
+    memory = (ctypes.c_char * 64)()
+    storage = _storage_over(ctypes.addressof(memory), torch.device("cpu"), 64)
+    gone: list[int] = []
+    weakref.finalize(storage, gone.append, 1).atexit = False
+    tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    del storage
+    if gone:
+        return "a storage is taken for dead while a tensor lies on it"
+    del tensor
+    return None if gone else "a storage outlives the last tensor on it"

@@ -1,0 +1,128 @@
+"""load_state_dict into a module on a device: parameters take shared memory over instead of copying.
+
+``parameter.copy_(entry)`` becomes: the parameter is put on the device image that the
+entry lies in (or, for an entry in host memory of the shim, on the device image of the same bytes).
+Both are the same read-only memory, so there is nothing to keep apart; who is about to write gets
+private memory first (:mod:`.torch_unshare`). Buffers are always copied, because modules write them.
+
+A copy is elided where it moves bytes in order and leaves no other trace, as in host memory
+(:mod:`.torch_elision`), and besides only while
+
+- the parameter has no gradient, is in no optimizer, and its module does not write it in passing;
+- no CUDA graph has been captured in this process: graphs know weights by address, and a load
+  into the same memory is how a captured graph gets new ones.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections import Counter
+from typing import Any
+
+import torch
+
+from trims_shim.client import arenas
+from trims_shim.client.device_arenas import DeviceArena
+from trims_shim.patches import torch_device, torch_unshare
+from trims_shim.patches.torch_copies import PLAIN_TYPES, is_byte_copy, is_sole_owner
+from trims_shim.patches.torch_device import ALIGNMENT_BYTES, MIN_SHARED_BYTES, Place
+from trims_shim.patches.torch_module_move import Sources
+from trims_shim.patches.torch_stock_load import PLAIN_DICTS
+
+__all__ = ["Adopter", "adopter_for", "holds_state_dict"]
+
+holds_state_dict: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "trims_shim_holds_state_dict", default=False
+)
+"""Whether who calls load_state_dict in this context holds ``module.state_dict()`` meanwhile, which
+is one alias for each name of a parameter."""
+
+
+def adopter_for(module: Any, state_dict: Any) -> Adopter | None:
+    """What elides the copies of this load onto a device; None where there is nothing to elide."""
+    if torch_device.missing_capability() is not None or torch_device.is_private():
+        return None
+    if not isinstance(module, torch.nn.Module) or type(state_dict) not in PLAIN_DICTS:
+        return None
+    if torch_device.are_addresses_kept():
+        return None
+    is_on_device = any(map(_is_on_device, module.parameters()))
+    if not any(_is_cached(value, is_on_device) for value in state_dict.values()):
+        return None
+    return Adopter(module)
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _is_cached(value: Any, is_on_device: bool) -> bool:
+    if type(value) not in PLAIN_TYPES or value.layout is not torch.strided:
+        return False
+    if value.nbytes < MIN_SHARED_BYTES:
+        return False
+    if torch_device.find(value) is not None:
+        return True
+    return is_on_device and arenas.find(value.data_ptr(), value.nbytes) is not None
+
+
+class Adopter:
+    """The copies of one load_state_dict."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._sources = Sources()
+        self._places: dict[torch.device, Place | None] = {}
+        self._aliases: Counter[int] = Counter()
+        if holds_state_dict.get():
+            for each in module.modules():
+                self._aliases.update(id(parameter) for parameter in each._parameters.values())
+        self._written = torch_unshare.trained() | {
+            id(parameter)
+            for each in module.modules()
+            if torch_unshare.writes_own_parameters(each)
+            for parameter in each._parameters.values()
+        }
+
+    def close(self) -> None:
+        """Forget what was looked at."""
+        self._sources.__exit__()
+
+    def adopt(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
+        """Give ``dst`` the bytes of ``src`` as ``dst.copy_(src)`` would; False: nothing is done."""
+        if not self._may_adopt(dst, src):
+            return False
+        found = self._find(dst, src)
+        if found is None or found[1] % ALIGNMENT_BYTES:
+            return False
+        if torch_device.find(dst) != found:
+            if not is_sole_owner(dst, src.nbytes, aliases=self._aliases.get(id(dst), 0)):
+                return False
+            torch_device.lend(dst, *found)
+        torch.autograd.graph.increment_version(dst)
+        return True
+
+    def _may_adopt(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
+        return (
+            type(dst) is torch.nn.Parameter
+            and type(src) in PLAIN_TYPES
+            and dst.layout is torch.strided
+            and src.layout is torch.strided
+            and src.nbytes >= MIN_SHARED_BYTES
+            and dst.shape == src.shape
+            and not dst.is_inference()
+            and id(dst) not in self._written
+            and is_byte_copy(dst, src)
+            and dst.grad is None
+        )
+
+    def _find(self, dst: torch.Tensor, src: torch.Tensor) -> tuple[DeviceArena, int] | None:
+        found = torch_device.find(src)
+        if found is not None:
+            is_there = torch_device.runtime.device(found[0].index) == dst.device
+            return found if is_there else None
+        if dst.device not in self._places:
+            self._places[dst.device] = (
+                torch_device.place_of(dst.device) if _is_on_device(dst) else None
+            )
+        place = self._places[dst.device]
+        return None if place is None else self._sources.find(src, place)

@@ -1,0 +1,191 @@
+"""torch.load straight onto a device: a plain state dict whose tensors all go to one CUDA device.
+
+The pickle is read from the program's file with torch's own reader, so no host image is needed; what
+it says decides (``map_location`` as a string, device or dictionary; None where the checkpoint was
+saved on CUDA). The device image is opened, and the tensors are built over it from the recipe, as
+:mod:`.torch_load` does over host memory: ties, views, ``requires_grad`` and parameters are torch's.
+
+A checkpoint that holds the state of an optimizer is about to be trained on, averaged, resumed: all
+of it becomes private copies, made on the device.
+
+Everything else goes on as before, through the host tier and torch's own copies: a pickle that is
+more than a state dict, a callable ``map_location``, tensors for several devices, a device that is
+absent (torch then raises its own error, from where it always did).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from trims_shim import diagnostics
+from trims_shim.errors import FormatError, UnsupportedFormat
+from trims_shim.formats import Recipe, StorageSpec, TorchArchive, read_archive, read_recipe
+from trims_shim.patches import torch_device, torch_rebuild
+from trims_shim.patches.torch_device import Place
+from trims_shim.patches.torch_rebuild import Built
+from trims_shim.patches.torch_storage import unseen
+
+if TYPE_CHECKING:
+    from trims_shim.client.device_arenas import DeviceArena
+
+__all__ = ["build", "may_apply"]
+
+_CUDA = re.compile("cuda(:|[0-9]+)")
+"""As torch.serialization._deserialize tells whose location it is."""
+_PICKLE = "data.pkl"
+_OF_OPTIMIZERS = b"param_groups"
+"""In what every optimizer's ``state_dict`` returns."""
+
+
+def may_apply(map_location: Any) -> bool:
+    """Whether a load with this argument could end on a device: cheap, asked for every load."""
+    if torch_device.missing_capability() is not None:
+        return False
+    if map_location is None or type(map_location) is dict:
+        return True
+    return type(map_location) in (str, torch.device) and _names_cuda(str(map_location))
+
+
+def build(reader: Any, map_location: Any, *, file: Any) -> Built | None:
+    """The state dict on its device, or None where the load has to go on otherwise.
+
+    ``reader`` is torch's reader of the archive, ``file`` the program's file that it reads.
+    """
+    planned = _plan(reader, map_location)
+    if planned is None:
+        return None
+    data, recipe, device = planned
+    place = torch_device.place_of(device)
+    if place is None:
+        return None
+    name = str(file.name)
+    arena = torch_device.arena_of_file(file.fileno(), name, place)
+    if arena is None:
+        return None
+    try:
+        image = _Image(arena, place)
+        with unseen(), _access(data):
+            result = image.assemble(recipe, data)
+    except FormatError as error:
+        torch_device.skip(error.reason, what=f"{name}: {error}")
+        return None
+    # Border: what fails here, allocating for small tensors above all, torch meets as well.
+    except Exception as error:
+        torch_device.skip("internal_error", error, what=name)
+        return None
+    if image.end_bytes:
+        file.seek(image.end_bytes)
+    diagnostics.count("served", "torch_zip_device")
+    diagnostics.count("built", "recipe")
+    return Built(result)
+
+
+def _names_cuda(location: str) -> bool:
+    return location == "cuda" or _CUDA.match(location) is not None
+
+
+def _plan(reader: Any, map_location: Any) -> tuple[bytes, Recipe, torch.device] | None:
+    """The pickle, what it says, and the one device that all of its storages go to."""
+    if not reader.has_record(_PICKLE):
+        return None
+    data: bytes = reader.get_record(_PICKLE)
+    if map_location is None and b"cuda" not in data:
+        return None
+    try:
+        recipe = read_recipe(data)
+    except FormatError as error:
+        torch_device.skip(error.reason, what="torch.load")
+        return None
+    locate = _locator(map_location)
+    locations = {locate(spec.location) for spec in recipe.storages}
+    device = _device(locations)
+    return None if device is None else (data, recipe, device)
+
+
+def _locator(map_location: Any) -> Callable[[str], Any]:
+    """As torch.serialization._get_restore_location, for the forms that :func:`may_apply` takes."""
+    if map_location is None:
+        return lambda location: location
+    if type(map_location) is dict:
+        return lambda location: map_location.get(location, location)
+    return lambda location: str(map_location)
+
+
+def _device(locations: set[Any]) -> torch.device | None:
+    """The device that all locations name, or None."""
+    if not locations or not all(type(each) is str and _names_cuda(each) for each in locations):
+        if any(type(each) is str and _names_cuda(each) for each in locations):
+            torch_device.skip("several_devices", what="torch.load")
+        return None
+    try:
+        devices = {torch.device(each) for each in locations}
+    except RuntimeError:  # torch has its own words for it
+        return None
+    if len(devices) > 1:
+        torch_device.skip("several_devices", what="torch.load")
+        return None
+    return devices.pop()
+
+
+@contextlib.contextmanager
+def _access(pickle: bytes) -> Iterator[None]:
+    """Private copies for a checkpoint to train on, else what the program asked for."""
+    if _OF_OPTIMIZERS not in pickle:
+        yield
+        return
+    torch_device.skip("checkpoint_of_training", what="torch.load")
+    token = torch_device.access.set("private")
+    try:
+        yield
+    finally:
+        torch_device.access.reset(token)
+
+
+class _Image:
+    """A device image, and where the records of its archive are in it."""
+
+    def __init__(self, arena: DeviceArena, place: Place) -> None:
+        """Raises FormatError where this package reads the archive differently from torch."""
+        self._arena = arena
+        self._place = place
+        self._view = memoryview(arena.outline.buffer).cast("B")
+        self._archive: TorchArchive = read_archive(self._view)
+        self.end_bytes = 0
+        """Where torch's reader would have left the program's file; 0 if where it is."""
+
+    def assemble(self, recipe: Recipe, pickle: bytes) -> Any:
+        """Raises FormatError: UnsupportedFormat where torch has to build the result."""
+        records = self._archive.records
+        span = records.get(_PICKLE)
+        if span is None or bytes(self._view[span.offset_bytes : span.end_bytes]) != pickle:
+            raise UnsupportedFormat("the file's pickle is not the image's")
+        if not torch_rebuild.is_little_endian(self._archive):
+            raise UnsupportedFormat("the records' bytes would have to be swapped")
+        device = self._place.device
+        storages = [self._storage(spec) for spec in recipe.storages]
+        tensors = [
+            torch_rebuild.tensor(spec, storages[spec.storage], device) for spec in recipe.tensors
+        ]
+        parameters = [
+            torch_rebuild.parameter(spec, tensors[spec.tensor]) for spec in recipe.parameters
+        ]
+        return recipe.assemble(tensors, parameters)
+
+    def _storage(self, spec: StorageSpec) -> torch.UntypedStorage:
+        name = f"data/{spec.key}"
+        span = self._archive.records.get(name)
+        if span is None or span.size_bytes != spec.size_bytes:
+            raise UnsupportedFormat(f"record {name} is not of {spec.size_bytes} bytes")
+        if not spec.size_bytes:
+            empty: Any = torch.UntypedStorage
+            return cast(torch.UntypedStorage, empty(0, device=self._place.device))
+        offset = torch_device.record_of(self._arena, span.offset_bytes, span.size_bytes)
+        if offset is None:
+            raise UnsupportedFormat(f"record {name} is not in device memory")
+        self.end_bytes = span.end_bytes
+        return torch_device.storage_at(self._arena, offset, span.size_bytes)

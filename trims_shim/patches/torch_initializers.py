@@ -1,0 +1,98 @@
+"""torch.nn.init: tensors on shared device memory become private before they are filled.
+
+Where it can be, the target is the function that several public ones end in, so that names which
+somebody imported before are covered. What a program fills by hand, ``weight.data.normal_()``, is
+not seen here; see :mod:`.torch_unshare`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_device import missing_capability
+from trims_shim.patches.torch_unshare import unshare
+
+__all__ = ["POINTS"]
+
+
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            unshare((args[0] if args else kwargs.get("tensor"),), "init")
+        return original(*args, **kwargs)
+
+    return initialize
+
+
+POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        name="torch.nn.init._no_grad_fill_",
+        library="torch",
+        targets=("torch.nn.init:_no_grad_fill_",),
+        supported="2.4 and newer",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
+    PatchPoint(
+        name="torch.nn.init._no_grad_zero_",
+        library="torch",
+        targets=("torch.nn.init:_no_grad_zero_",),
+        supported="2.4 and newer",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
+    PatchPoint(
+        name="torch.nn.init._no_grad_uniform_",
+        library="torch",
+        targets=("torch.nn.init:_no_grad_uniform_",),
+        supported="2.4 and newer",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
+    PatchPoint(
+        name="torch.nn.init._no_grad_normal_",
+        library="torch",
+        targets=("torch.nn.init:_no_grad_normal_",),
+        supported="2.4 and newer",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
+    PatchPoint(
+        name="torch.nn.init._no_grad_trunc_normal_",
+        library="torch",
+        targets=("torch.nn.init:_no_grad_trunc_normal_",),
+        supported="2.4 and newer",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
+    PatchPoint(
+        name="torch.nn.init.kaiming_uniform_",
+        library="torch",
+        targets=("torch.nn.init:kaiming_uniform_",),
+        supported="2.4 and newer",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
+    PatchPoint(
+        name="torch.nn.init.kaiming_normal_",
+        library="torch",
+        targets=("torch.nn.init:kaiming_normal_",),
+        supported="2.4 and newer",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
+    PatchPoint(
+        name="torch.nn.init.orthogonal_",
+        library="torch",
+        targets=("torch.nn.init:orthogonal_",),
+        supported="2.4 and newer",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
+)

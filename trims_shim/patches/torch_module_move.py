@@ -1,0 +1,252 @@
+"""torch.nn.Module.to, cuda and whatever else goes through ``_apply``: parameters that lie in host
+memory of the shim, unwritten, get the device image of the same bytes instead of a copy.
+
+``Module._apply(fn)`` calls ``fn`` for each parameter, gradient and buffer and does the rest itself:
+identity, ``requires_grad``, hooks, gradients, ``torch.__future__`` settings and ties stay torch's.
+Ours hands ``_apply`` a function that calls ``fn`` under a function mode, for parameters that could
+be served only, and answers the ``Tensor.to`` or ``Tensor.cuda`` that ``fn`` makes of it when that
+
+- names a CUDA device, no other dtype, no memory format, no forced copy;
+- is for a plain leaf parameter, contiguous, of at least 64 KiB, in no optimizer and without
+  gradient, not written by its module (:func:`torch_unshare.writes_own_parameters`);
+- has a source that nobody wrote: pristine pages of one host arena.
+
+Buffers are copied by torch and so are private. Dtype conversions go torch's way.
+
+``Tensor.to`` on a single tensor is left alone: the method of a built-in type can only be replaced
+by a Python function in front of it, which every ``to`` of every tensor would pay (some 0.5 us where
+the call itself takes 1 us), and which torch.compile and ``__torch_function__`` handlers would see.
+:func:`device_tensor` is for callers that know better, such as the patch of transformers.
+
+Cost for a module without such parameters: one Python call for each tensor, see
+tests/patches/test_torch_module_move.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from trims_shim import diagnostics, patches
+from trims_shim.client import arenas
+from trims_shim.client.arenas import Image
+from trims_shim.client.device_arenas import DeviceArena
+from trims_shim.memory.pages import PageScanner
+from trims_shim.patches import torch_device, torch_unshare
+from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_copies import is_fx_tracing
+from trims_shim.patches.torch_device import MIN_SHARED_BYTES, Place
+
+__all__ = ["POINTS", "Sources", "device_tensor", "is_movable"]
+
+_TO = torch.Tensor.to
+_CUDA = torch.Tensor.cuda
+_FORMATS = (None, torch.preserve_format)
+
+
+class Sources:
+    """Where tensors in host memory of the shim are on devices; for one piece of work.
+
+    A context manager; not for sharing between threads.
+    """
+
+    def __init__(self) -> None:
+        self._scanner: PageScanner | None = None
+        self._arenas: dict[tuple[Image, str], DeviceArena | None] = {}
+
+    def __enter__(self) -> Sources:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._scanner is not None:
+            self._scanner.close()
+        self._arenas.clear()
+
+    def find(self, tensor: torch.Tensor, place: Place) -> tuple[DeviceArena, int] | None:
+        """(arena, offset) of the bytes of a contiguous tensor that nobody wrote; loads them."""
+        address, size_bytes = tensor.data_ptr(), tensor.nbytes
+        found = arenas.find(address, size_bytes)
+        if found is None:
+            return None
+        if self._scanner is None:
+            self._scanner = PageScanner()
+        if not self._scanner.is_pristine(address, size_bytes):
+            torch_device.skip("written", what="a tensor that is moved")
+            return None
+        image, offset_bytes = found
+        arena = self._arena(image, place)
+        if arena is None:
+            return None
+        offset = torch_device.record_of(arena, offset_bytes, size_bytes)
+        return None if offset is None else (arena, offset)
+
+    def _arena(self, image: Image, place: Place) -> DeviceArena | None:
+        key = (image, place.id)
+        if key not in self._arenas:
+            self._arenas[key] = torch_device.arena_of_image(image, place)
+        return self._arenas[key]
+
+
+def is_movable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes in order are all there is to it, and worth sharing. Cheap."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.nbytes >= MIN_SHARED_BYTES
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj() or tensor.is_inference())
+        and arenas.find(tensor.data_ptr(), tensor.nbytes) is not None
+    )
+
+
+def device_tensor(tensor: torch.Tensor, place: Place, sources: Sources) -> torch.Tensor | None:
+    """What ``tensor.to(place.device)`` returns, over shared memory; None: it has to be copied."""
+    found = sources.find(tensor, place)
+    if found is None:
+        return None
+    diagnostics.count("moved", "shared")
+    return torch_device.tensor_at(*found, tensor.dtype, tuple(tensor.shape))
+
+
+class _Mover:
+    """The function that ``_apply`` is given in the place of the program's."""
+
+    def __init__(self, function: Callable[[Any], Any], sources: Sources) -> None:
+        self.function = function
+        self._sources = sources
+        self._trained: frozenset[int] | None = None
+        self._places: dict[torch.device, Place | None] = {}
+        self._is_watched = _is_watched()
+
+    def __call__(self, tensor: Any) -> Any:
+        if self._is_watched or not self._may_share(tensor):
+            return self.function(tensor)
+        with _ToMode(tensor, self.move):
+            return self.function(tensor)
+
+    def _may_share(self, tensor: Any) -> bool:
+        return (
+            type(tensor) is torch.nn.Parameter
+            and tensor.is_leaf
+            and tensor.grad is None
+            and is_movable(tensor)
+            and not self._is_trained(tensor)
+        )
+
+    def _is_trained(self, tensor: torch.Tensor) -> bool:
+        if self._trained is None:
+            self._trained = torch_unshare.trained()
+        return id(tensor) in self._trained
+
+    def move(
+        self, tensor: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """The result of ``func(tensor, *args, **kwargs)`` on shared memory, or None."""
+        device = _target(tensor, func, args, kwargs)
+        if device is None:
+            return None
+        try:
+            if device not in self._places:
+                self._places[device] = torch_device.place_of(device)
+            place = self._places[device]
+            return None if place is None else device_tensor(tensor, place, self._sources)
+        # Border: torch copies instead.
+        except Exception as error:
+            torch_device.skip("internal_error", error, what="torch.nn.Module.to")
+            return None
+
+
+class _ToMode(TorchFunctionMode):
+    """Sees the calls that the program's function makes of one tensor."""
+
+    def __init__(self, tensor: torch.Tensor, move: Callable[..., torch.Tensor | None]) -> None:
+        super().__init__()
+        self._tensor = tensor
+        self._move = move
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (func is _TO or func is _CUDA) and args and args[0] is self._tensor:
+            moved = self._move(self._tensor, func, args[1:], kwargs)
+            if moved is not None:
+                return moved
+        return func(*args, **kwargs)
+
+
+def _is_watched() -> bool:
+    """Whether something besides the program can see or change what ``to`` does right now."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch_device.has_foreign_mode()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.is_inference_mode_enabled()
+        or is_fx_tracing()
+    )
+
+
+def _target(
+    tensor: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.device | None:
+    """The CUDA device that a call of ``to`` or ``cuda`` moves to, when it does nothing else."""
+    names = ("device", "non_blocking") if func is _CUDA else ("device", "dtype", "non_blocking")
+    if len(args) > len(names) or set(names[: len(args)]) & kwargs.keys():
+        return None
+    call = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not call.keys() <= {"device", "dtype", "non_blocking", "copy", "memory_format"}:
+        return None
+    if call.get("copy") or call.get("memory_format") not in _FORMATS:
+        return None
+    if call.get("dtype") not in (None, tensor.dtype):
+        return None
+    return _cuda_device(call.get("device"), is_default=func is _CUDA)
+
+
+def _cuda_device(device: Any, *, is_default: bool = False) -> torch.device | None:
+    if type(device) is int or (device is None and is_default):
+        return torch.device("cuda") if device is None else torch.device("cuda", device)
+    if type(device) is str:
+        try:
+            device = torch.device(device)
+        except RuntimeError:  # torch has its own words for it
+            return None
+    return device if type(device) is torch.device and device.type == "cuda" else None
+
+
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _apply(self: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(fn, _Mover):
+            inner = fn.function if torch_unshare.writes_own_parameters(self) else fn
+            return original(self, inner, *args, **kwargs)
+        if not _may_apply(self):
+            return original(self, fn, *args, **kwargs)
+        with Sources() as sources:
+            return original(self, _Mover(fn, sources), *args, **kwargs)
+
+    return _apply
+
+
+def _may_apply(module: torch.nn.Module) -> bool:
+    return (
+        patches.active()
+        and not torch_unshare.writes_own_parameters(module)
+        and not torch_device.is_private()
+    )
+
+
+POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        name="torch.nn.Module._apply",
+        library="torch",
+        targets=("torch.nn.modules.module:Module._apply",),
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap,
+    ),
+)

@@ -1,0 +1,59 @@
+"""Tensors as torch's unpickling makes them, from the plain data of a recipe.
+
+What torch does for the functions that a plain state dict's pickle calls, without the pickle.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.serialization
+
+from trims_shim.formats import ParameterSpec, TensorSpec, TorchArchive
+
+__all__ = ["Built", "is_little_endian", "parameter", "tensor"]
+
+_serialization: Any = torch.serialization  # Private names, probed before use.
+
+
+class Built:
+    """A result that may itself be None."""
+
+    __slots__ = ("result",)
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+
+def is_little_endian(archive: TorchArchive) -> bool:
+    """Whether torch would use the records' bytes as they are."""
+    if sys.byteorder != "little":
+        return False
+    if archive.byteorder:
+        return archive.byteorder == "little"
+    return _serialization.get_default_load_endianness() in (
+        None,
+        _serialization.LoadEndianness.LITTLE,
+    )
+
+
+def tensor(
+    spec: TensorSpec, storage: torch.UntypedStorage, device: torch.device | None = None
+) -> torch.Tensor:
+    """As torch._utils._rebuild_tensor_v2 with an empty dictionary of hooks."""
+    result = torch.empty((0,), dtype=getattr(torch, spec.dtype), device=device)
+    result.set_(storage, spec.offset, spec.size, spec.stride)
+    if spec.requires_grad:
+        result.requires_grad = True
+    result._backward_hooks = OrderedDict()
+    return result
+
+
+def parameter(spec: ParameterSpec, data: torch.Tensor) -> torch.nn.Parameter:
+    """As torch._utils._rebuild_parameter with an empty dictionary of hooks."""
+    result = torch.nn.Parameter(data, spec.requires_grad)
+    result._backward_hooks = OrderedDict()
+    return result

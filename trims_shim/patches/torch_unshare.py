@@ -1,0 +1,319 @@
+"""Private memory for tensors on shared device memory that a program is about to write.
+
+A write to shared device memory is fatal to the process that makes it. Owns the seams in front of
+the usual writers; each costs tensors elsewhere one look into an empty index, or nothing:
+
+- an optimizer gets a parameter (``add_param_group``, which every constructor goes through), or its
+  state (``load_state_dict``, which keeps tensors that are on the device already);
+- ``load_state_dict`` copies into a module (here when :mod:`.torch_module` is not applied, which
+  does it on its way), and leaves buffers with ``assign=True``;
+- ``torch.nn.init`` fills a tensor (:mod:`.torch_initializers`);
+- ``DistributedDataParallel`` synchronises its module, ``AveragedModel`` updates its own;
+- ``torch.multiprocessing`` sends a tensor: memory that is not torch's cannot be sent, a copy can;
+- peft merges adapters (:mod:`.peft_merge`).
+
+Every parameter, view, alias and ``.data`` over the same storage goes along
+(:mod:`.torch_repoint`). Modules that write their own parameters in passing
+(:func:`writes_own_parameters`) and parameters that an optimizer has (:func:`trained`) are not put
+on shared memory in the first place.
+
+What slips through, and needs ``TRIMS_DEVICE_ACCESS=private``: ``parameter.data += delta`` (merging
+adapters by hand, manual update steps, evolution strategies), collectives and kernels that are
+given a parameter to write, consumers of DLPack and ``__cuda_array_interface__`` that write. A CUDA
+graph that was captured before a tensor became private goes on reading the shared bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from trims_shim import diagnostics, patches
+from trims_shim.patches import torch_device
+from trims_shim.patches.points import PatchPoint, PatchState
+
+__all__ = [
+    "POINTS",
+    "guarded_load",
+    "is_shared",
+    "trained",
+    "unshare",
+    "unshare_buffers",
+    "unshare_module",
+    "writes_own_parameters",
+]
+
+_ELIDING = "trims_shim.patches.torch_module"
+_logger = logging.getLogger("trims_shim")
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+_has_warned = False
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in shared device memory."""
+    return torch_device.find(tensor) is not None
+
+
+def unshare(tensors: Iterable[Any], why: str) -> None:
+    """Give those of ``tensors`` that lie in shared device memory private memory.
+
+    To look for aliases of many costs as much as of one: so this is better called once for all.
+    """
+    shared = [each for each in tensors if isinstance(each, torch.Tensor) and is_shared(each)]
+    if not shared:
+        return
+    moved, left = torch_device.take_back(shared)
+    diagnostics.count("unshared", why, moved)
+    if left:
+        diagnostics.count("alias_left", why, left)
+        _warn_of_aliases()
+    _warn_of_graphs()
+
+
+@functools.lru_cache(maxsize=1)
+def _warn_of_aliases() -> None:
+    _logger.warning(
+        "a tensor became private while something that this torch has no way to move (an expression "
+        "saved for backward, a storage object) reads its shared memory: it will not see the writes "
+        "to the tensor. Load with TRIMS_DEVICE_ACCESS=private if it has to."
+    )
+
+
+def _warn_of_graphs() -> None:
+    global _has_warned
+    if torch_device.are_addresses_kept() and not _has_warned:
+        _has_warned = True
+        _logger.warning(
+            "a parameter became private after a CUDA graph was captured; the graph goes on reading "
+            "the shared weights. Set TRIMS_DEVICE_ACCESS=private to update weights under graphs."
+        )
+
+
+def unshare_module(module: torch.nn.Module, why: str) -> None:
+    """Make every parameter and buffer of a module tree private."""
+    if torch_device.is_any_shared():
+        unshare(_tensors(module), why)
+
+
+def unshare_buffers(module: torch.nn.Module, why: str) -> None:
+    """Make every buffer of a module tree private."""
+    unshare((buffer for each in module.modules() for buffer in each._buffers.values()), why)
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[Any]:
+    for each in module.modules():
+        yield from each._parameters.values()
+        yield from each._buffers.values()
+
+
+def trained() -> frozenset[int]:
+    """Identities of the parameters that live optimizers have."""
+    return frozenset(
+        id(parameter)
+        for optimizer in list(_optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+
+
+def writes_own_parameters(module: torch.nn.Module) -> bool:
+    """Whether a module's forward writes its parameters: embeddings that are renormalised."""
+    return module.__dict__.get("max_norm") is not None
+
+
+# --- seams ----------------------------------------------------------------------------------------
+
+
+def _wrap_add_param_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_param_group(self: Any, param_group: Any) -> Any:
+        result = original(self, param_group)
+        _optimizers.add(self)
+        unshare(param_group["params"], "optimizer")
+        return result
+
+    return add_param_group
+
+
+def _wrap_optimizer_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if torch_device.is_any_shared():
+            unshare(_state_of(self), "optimizer")
+        return result
+
+    return load_state_dict
+
+
+def _state_of(optimizer: Any) -> Iterator[Any]:
+    for state in optimizer.state.values():
+        yield from state.values() if isinstance(state, dict) else (state,)
+
+
+def _wrap_average(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unshare_module(self, "average")
+        return original(self, *args, **kwargs)
+
+    return update_parameters
+
+
+def _wrap_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, torch.nn.Module):
+            unshare_module(module, "distributed")
+        original(self, module, *args, **kwargs)
+
+    return __init__
+
+
+def _wrap_share(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _share_cuda_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch_device.lies_in_arena(self):
+            diagnostics.count("unshared", "multiprocessing")
+            # torch keeps what it has sent alive until the receivers are done with it.
+            return original(self.clone(), *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return _share_cuda_
+
+
+def _wrap_capture(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        torch_device.keep_addresses()
+        # No arena is unmapped meanwhile: that would wait for the device, which a capture forbids.
+        arenas = _arenas()
+        if arenas is None:
+            return original(self, *args, **kwargs)
+        arenas.begin_capture(id(self))
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            arenas.end_capture(id(self))
+            raise
+
+    return capture_begin
+
+
+def _wrap_capture_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            arenas = _arenas()
+            if arenas is not None:
+                arenas.end_capture(id(self))
+
+    return capture_end
+
+
+def _arenas() -> Any:
+    """The module that unmaps, where this process has ever mapped anything."""
+    return sys.modules.get("trims_shim.client.device_arenas")
+
+
+def _wrap_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return guarded_load(original, (self, *args), kwargs)
+
+    return load_state_dict
+
+
+def guarded_load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Call a load_state_dict that writes to a module, or puts tensors into it."""
+    if not torch_device.is_any_shared() or not args or not isinstance(args[0], torch.nn.Module):
+        return original(*args, **kwargs)
+    if not (kwargs.get("assign") or args[3:4] not in ((), (False,))):
+        unshare_module(args[0], "load_state_dict")
+    result = original(*args, **kwargs)
+    # What was assigned, now or by a state dict that says so, is the state dict's own tensor.
+    unshare_buffers(args[0], "buffer")
+    return result
+
+
+def _probe_load_state_dict() -> str | None:
+    eliding = patches.applied().get(_ELIDING, [])
+    if any(each.state is PatchState.APPLIED for each in eliding):
+        return "torch_module does it"
+    return torch_device.missing_capability()
+
+
+POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        name="torch.optim.Optimizer.add_param_group",
+        library="torch",
+        targets=("torch.optim.optimizer:Optimizer.add_param_group",),
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_add_param_group,
+    ),
+    PatchPoint(
+        name="torch.nn.parallel.DistributedDataParallel",
+        library="torch",
+        targets=("torch.nn.parallel.distributed:DistributedDataParallel.__init__",),
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_parallel,
+    ),
+    PatchPoint(
+        name="torch.UntypedStorage._share_cuda_",
+        library="torch",
+        targets=("torch.storage:UntypedStorage._share_cuda_",),
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_share,
+    ),
+    PatchPoint(
+        name="torch.cuda.CUDAGraph.capture_begin",
+        library="torch",
+        targets=("torch.cuda.graphs:CUDAGraph.capture_begin",),
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_capture,
+    ),
+    PatchPoint(
+        name="torch.cuda.CUDAGraph.capture_end",
+        library="torch",
+        targets=("torch.cuda.graphs:CUDAGraph.capture_end",),
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_capture_end,
+    ),
+    PatchPoint(
+        name="torch.optim.Optimizer.load_state_dict",
+        library="torch",
+        targets=("torch.optim.optimizer:Optimizer.load_state_dict",),
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_optimizer_load,
+    ),
+    PatchPoint(
+        name="torch.optim.swa_utils.AveragedModel.update_parameters",
+        library="torch",
+        targets=("torch.optim.swa_utils:AveragedModel.update_parameters",),
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_average,
+    ),
+    PatchPoint(
+        name="torch.nn.Module.load_state_dict (guard)",
+        library="torch",
+        targets=("torch.nn.modules.module:Module.load_state_dict",),
+        supported="2.4 and newer",
+        probe=_probe_load_state_dict,
+        wrap=_wrap_load_state_dict,
+    ),
+)

@@ -1,0 +1,162 @@
+"""transformers' from_pretrained onto a CUDA device: parameters over the shared image.
+
+transformers opens safetensors files on the CPU and moves each tensor in ``_materialize_copy``.
+There the device image of the same bytes is taken instead; a dtype that differs, a tensor that was
+computed, and anything else goes its own way. When all of a model goes to one device, files are
+opened for it (:data:`.safetensors_device.destination`) and are not loaded into host memory.
+
+``caching_allocator_warmup`` would first reserve as much device memory for the process as the model
+has, and keep it: it is left out where tensors come from shared memory. Large buffers become private
+when they are put into the model, since modules write buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trims_shim import diagnostics, patches
+from trims_shim.patches import torch_device, torch_unshare
+from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.safetensors_device import DeferredSlice, destination
+from trims_shim.patches.torch_device import Place
+from trims_shim.patches.torch_module_move import Sources, device_tensor, is_movable
+
+__all__ = ["POINTS"]
+
+
+def _wrap_materialize(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _materialize_copy(tensor: Any, device: Any = None, dtype: Any = None) -> Any:
+        place = _place(device) if patches.active() and not torch_device.is_private() else None
+        moved = None if place is None else _on_device(tensor, dtype, place)
+        return original(tensor, device, dtype) if moved is None else moved
+
+    return _materialize_copy
+
+
+def _place(device: Any) -> Place | None:
+    if type(device) is int:
+        device = torch.device("cuda", device)
+    try:
+        device = torch.device(device) if type(device) is str else device
+    except RuntimeError:
+        return None
+    if type(device) is not torch.device or device.type != "cuda":
+        return None
+    return torch_device.place_of(device)
+
+
+def _on_device(source: Any, dtype: Any, place: Place) -> torch.Tensor | None:
+    try:
+        if isinstance(source, DeferredSlice):
+            return source.on_device(place.index, dtype)
+        tensor = source[...]
+        if type(tensor) is not torch.Tensor or dtype not in (None, tensor.dtype):
+            return None
+        if not is_movable(tensor):
+            return None
+        with Sources() as sources:
+            return device_tensor(tensor, place, sources)
+    # Border: transformers loads it itself, and meets what is to be met.
+    except Exception as error:
+        torch_device.skip("internal_error", error, what="transformers")
+        return None
+
+
+def _wrap_load(original: Any) -> Any:
+    inner: Callable[..., Any] = original.__func__ if hasattr(original, "__func__") else original
+
+    @functools.wraps(inner)
+    def _load_pretrained_model(*args: Any, **kwargs: Any) -> Any:
+        load_config = args[3] if len(args) > 3 else kwargs.get("load_config")
+        token = destination.set(_sole_device(load_config) if patches.active() else None)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            destination.reset(token)
+
+    return staticmethod(_load_pretrained_model)
+
+
+def _sole_device(load_config: Any) -> int | None:
+    """The number of the CUDA device that all of a model goes to, unchanged."""
+    device_map = getattr(load_config, "device_map", None)
+    if type(device_map) is not dict or not device_map or torch_device.is_private():
+        return None
+    if getattr(load_config, "hf_quantizer", 0) is not None:
+        return None
+    places = [_place(device) for device in device_map.values()]
+    first = places[0]
+    return first.index if first is not None and all(each == first for each in places) else None
+
+
+def _wrap_warmup(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
+        if patches.active() and len(args) == 3 and args[2] is None and _is_served(args[1]):
+            diagnostics.count("skipped", "caching_allocator_warmup")
+            return None
+        return original(*args, **kwargs)
+
+    return caching_allocator_warmup
+
+
+def _is_served(device_map: Any) -> bool:
+    """Whether every accelerator of a device map is one that shared memory can be had on."""
+    if type(device_map) is not dict or torch_device.is_private():
+        return False
+    devices = {str(each) for each in device_map.values()} - {"cpu", "disk", "meta"}
+    return all(_place(int(each) if each.isdecimal() else each) is not None for each in devices)
+
+
+def _wrap_set_param(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def set_param_for_module(model: Any, target_name: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, target_name, *args, **kwargs)
+        if torch_device.is_any_shared():
+            path, _, name = target_name.rpartition(".")
+            module = model.get_submodule(path) if path else model
+            torch_unshare.unshare((module._buffers.get(name),), "buffer")
+        return result
+
+    return set_param_for_module
+
+
+POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        name="transformers: tensors to a device",
+        library="transformers",
+        targets=("transformers.core_model_loading:_materialize_copy",),
+        supported="5.0 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_materialize,
+    ),
+    PatchPoint(
+        name="transformers: files for a device",
+        library="transformers",
+        targets=("transformers.modeling_utils:PreTrainedModel._load_pretrained_model",),
+        supported="5.0 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_load,
+    ),
+    PatchPoint(
+        name="transformers: reserving device memory",
+        library="transformers",
+        targets=("transformers.modeling_utils:caching_allocator_warmup",),
+        supported="5.0 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_warmup,
+    ),
+    PatchPoint(
+        name="transformers: buffers",
+        library="transformers",
+        targets=("transformers.core_model_loading:set_param_for_module",),
+        supported="5.0 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_set_param,
+    ),
+)
