@@ -60,6 +60,7 @@ def test_ls(warmed: Trims, model: Path) -> None:
     assert titles.split() == [
         "DIGEST",
         "SIZE",
+        "TIER",
         "RESIDENT",
         "LEASES",
         "PINNED",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from harness import World
+from harness import World, close_worlds
 
 
 @pytest.fixture
@@ -18,13 +18,7 @@ def make_world() -> Iterator[Callable[..., World]]:
         return worlds[-1]
 
     yield make
-    problems = []
-    for world in worlds:
-        try:
-            world.close()
-        except AssertionError as error:
-            problems.append(str(error))
-    assert not problems, problems
+    close_worlds(worlds)
 
 
 @pytest.fixture
@@ -52,3 +46,21 @@ def torch_file() -> Iterator[str]:
     )
     yield path
     world.close()
+
+
+@pytest.fixture
+def make_device_world(
+    make_emulated_environment: Callable[..., dict[str, str]], make_world: Callable[..., World]
+) -> Callable[..., World]:
+    """Worlds on an emulated machine, whose settings are ``machine``; it has to be empty at the end.
+
+    No head-room is kept unless a test asks for it.
+    """
+
+    def make(machine: dict[str, object] | None = None, **settings: str) -> World:
+        variables = make_emulated_environment(**(machine or {}))
+        world = make_world(**{"device_headroom_bytes": "0", "device_bytes": "100%", **settings})
+        world.variables = variables
+        return world
+
+    return make

@@ -17,10 +17,10 @@ from harness import CONTENT_BYTES, InProcessDaemon, World, content
 
 from trims_shim.client.arenas import Arena
 from trims_shim.client.cache import Cache
-from trims_shim.daemon import ingest
 from trims_shim.errors import FileChanged, RequestRefused, TrimsError
+from trims_shim.memory import copying, copying_python
 
-SIZE_BYTES = 3 * ingest.CHUNK_BYTES
+SIZE_BYTES = 3 * copying.CHUNK_BYTES
 
 
 class Gate:
@@ -30,10 +30,10 @@ class Gate:
         self.is_armed = False
         self.reached = threading.Event()
         self.opened = threading.Event()
-        self._read = ingest._read_fully
+        self._read = copying_python.read_fully
 
     def read_fully(self, descriptor: int, part: memoryview, offset: int, name: str) -> None:
-        if self.is_armed and offset == ingest.CHUNK_BYTES:
+        if self.is_armed and offset == copying.CHUNK_BYTES:
             self.reached.set()
             assert self.opened.wait(20)
         self._read(descriptor, part, offset, name)
@@ -42,7 +42,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     gate = Gate()
-    monkeypatch.setattr(ingest, "_read_fully", gate.read_fully)
+    monkeypatch.setattr(copying_python, "read_fully", gate.read_fully)
     return gate
 
 
@@ -70,7 +70,7 @@ def bytes_of(arena: Arena) -> bytes:
 
 
 def truncate(path: str) -> None:
-    os.truncate(path, ingest.CHUNK_BYTES + 100)
+    os.truncate(path, copying.CHUNK_BYTES + 100)
 
 
 def shorten_slightly(path: str) -> None:

@@ -14,7 +14,7 @@ from harness import World, content, wait_until
 
 from trims_shim.errors import DaemonUnavailable, TrimsError
 
-LARGE_BYTES = 384 << 20
+LARGE_BYTES = 896 << 20
 
 
 def open_path(cache: Any, path: str) -> Any:

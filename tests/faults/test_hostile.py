@@ -188,31 +188,49 @@ def test_packets_without_hello(watch: Watch) -> None:
         watch.honest()
 
 
-def test_a_flood_of_packets_by_one_that_never_reads(watch: Watch) -> None:
-    """The honest client is answered while the flood goes on."""
+Attacker = Callable[[], contextlib.AbstractContextManager[Callable[[], bool]]]
+
+
+@contextlib.contextmanager
+def flood(attacker: Attacker) -> Iterator[None]:
+    """Two threads send while the block runs, over a new connection when theirs is closed.
+
+    ``attacker`` connects; what it gives sends one message and says whether that was possible.
+    """
     stop = threading.Event()
     sent = [0]
 
-    def flood() -> None:
-        packet = codec.encode(messages.LeaseRelease(1))
+    def attack() -> None:
         while not stop.is_set():
-            with raw_connection(watch.world) as connection, contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), attacker() as send:
                 while not stop.is_set():
-                    connection.send(packet)
-                    sent[0] += 1
+                    sent[0] += send()
 
-    threads = [threading.Thread(target=flood) for _ in range(2)]
+    threads = [threading.Thread(target=attack) for _ in range(2)]
     for thread in threads:
         thread.start()
     try:
-        for _ in range(5):
-            time.sleep(0.1)
-            watch.honest(5)
+        yield
     finally:
         stop.set()
         for thread in threads:
             thread.join(20)
     assert sent[0] > 1000
+
+
+def test_a_flood_of_packets_by_one_that_never_reads(watch: Watch) -> None:
+    """The honest client is answered while the flood goes on."""
+    packet = codec.encode(messages.LeaseRelease(1))
+
+    @contextlib.contextmanager
+    def attacker() -> Iterator[Callable[[], bool]]:
+        with raw_connection(watch.world) as connection:
+            yield lambda: connection.send(packet) > 0
+
+    with flood(attacker):
+        for _ in range(5):
+            time.sleep(0.1)
+            watch.honest(5)
 
 
 def test_hellos_without_reading_the_answers(watch: Watch) -> None:
@@ -370,31 +388,27 @@ def test_wrong_tokens_without_end(watch: Watch) -> None:
 
 def test_requests_without_end_and_no_answer_read(watch: Watch) -> None:
     """A greeted client floods status requests; others are answered meanwhile."""
-    stop = threading.Event()
-    sent = [0]
 
-    def flood() -> None:
+    @contextlib.contextmanager
+    def attacker() -> Iterator[Callable[[], bool]]:
         with raw_connection(watch.world) as connection:
             welcome = codec.decode(connection.recv(4096))
             data = envelope(messages.GetStatusRequest(), welcome.token)
             with dealer(watch.world) as control:
-                while not stop.is_set():
-                    with contextlib.suppress(zmq.ZMQError):
-                        control.send(data)
-                        sent[0] += 1
 
-    threads = [threading.Thread(target=flood) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
+                def send() -> bool:
+                    try:
+                        control.send(data)
+                    except zmq.ZMQError:
+                        return False
+                    return True
+
+                yield send
+
+    with flood(attacker):
         for _ in range(5):
             time.sleep(0.3)
             watch.honest(8)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(20)
-    assert sent[0] > 1000
 
 
 def test_opens_without_end(watch: Watch) -> None:

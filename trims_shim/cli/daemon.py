@@ -137,9 +137,12 @@ def _describe(stopped: Stopped) -> Iterator[str]:
     last = stopped.last_status
     if last is not None:
         counters = last.counters
+        images = {image.digest for image in last.images}
+        resident_bytes = last.memory.resident_bytes
+        resident_bytes += sum(device.resident_bytes for device in last.devices)
         yield (
             f"it ran for {duration((last.now_ns - last.started_ns) / 1e9)}, held "
-            f"{len(last.images)} images ({size(last.memory.resident_bytes)}), and answered "
+            f"{len(images)} images ({size(resident_bytes)}), and answered "
             f"{counters.get('open_hit', 0)} hits, {counters.get('open_miss', 0)} misses, "
             f"{counters.get('open_joined', 0)} joined loads, {counters.get('refused', 0)} refusals"
         )

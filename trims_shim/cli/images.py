@@ -13,12 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from trims_shim import api
+from trims_shim.cli.devices import device_named, tier_named
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import Progress
 from trims_shim.cli.status import ask
 from trims_shim.cli.text import print_json, size
 from trims_shim.client.cache import cache
-from trims_shim.errors import ConfigError, DaemonUnavailable, TrimsError, UnknownImage
+from trims_shim.errors import (
+    ConfigError,
+    DaemonUnavailable,
+    DriverFailure,
+    TrimsError,
+    UnknownDevice,
+    UnknownImage,
+)
+from trims_shim.specs import HOST_TIER
 from trims_shim.wire import messages
 
 __all__ = ["evict", "pin", "unpin", "verify", "warm"]
@@ -39,6 +48,7 @@ class _Warmed:
     size_bytes: int = 0
     seconds: float = 0.0
     outcome: str = ""
+    tier: str = HOST_TIER
     error: str = ""
 
 
@@ -48,11 +58,12 @@ def warm(arguments: argparse.Namespace) -> Exit:
     if not paths:
         print(f"trims warm: no model file in {', '.join(arguments.paths)}", file=sys.stderr)
         return Exit.FAILED
+    tier = HOST_TIER if arguments.device is None else device_named(arguments.device, _devices())
     done = []
     with Progress([_size_of(path) for path in paths], is_quiet=arguments.json) as progress:
         for path in paths:
             progress.begin(path)
-            warmed = _warm(path, is_pinned=arguments.pin)
+            warmed = _warm(path, tier, is_pinned=arguments.pin)
             done.append(warmed)
             progress.end(warmed.outcome, error=warmed.error)
     if arguments.json:
@@ -84,20 +95,20 @@ def _size_of(path: str) -> int:
         return 0
 
 
-def _warm(path: str, *, is_pinned: bool) -> _Warmed:
+def _warm(path: str, tier: str, *, is_pinned: bool) -> _Warmed:
     start = time.monotonic()
     before = _hits()
     try:
-        with api.open(path) as handle:
+        with api.open(path, device=None if tier == HOST_TIER else tier) as handle:
             if is_pinned:
                 cache().request(messages.PinImageRequest(handle.digest, is_pinned=True))
             seconds = time.monotonic() - start
             outcome = "in the cache already" if _hits() > before else "loaded"
-            return _Warmed(path, handle.digest, handle.size_bytes, seconds, outcome)
-    except (ConfigError, DaemonUnavailable):
+            return _Warmed(path, handle.digest, handle.size_bytes, seconds, outcome, tier)
+    except (ConfigError, DaemonUnavailable, DriverFailure, UnknownDevice):
         raise  # True of every file.
     except (TrimsError, OSError) as error:
-        return _Warmed(path, error=str(error))
+        return _Warmed(path, tier=tier, error=str(error))
 
 
 def _hits() -> int:
@@ -130,7 +141,10 @@ def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
 def evict(arguments: argparse.Namespace) -> Exit:
     """Drop one image, or all that are neither leased nor pinned."""
     image = "" if arguments.all else _name_of(arguments.image)
-    reply: messages.EvictImageReply = _request(messages.EvictImageRequest(image))
+    word = arguments.device or arguments.tier
+    named = device_named if arguments.device else tier_named
+    tier = named(word, _devices()) if word else ""
+    reply: messages.EvictImageReply = _request(messages.EvictImageRequest(image, tier))
     if arguments.json:
         print_json(dataclasses.asdict(reply))
     else:
@@ -141,7 +155,7 @@ def evict(arguments: argparse.Namespace) -> Exit:
 def verify(arguments: argparse.Namespace) -> Exit:
     """Hash images again; a different digest means damaged memory."""
     if arguments.all:
-        images = [image.digest for image in ask().images]
+        images = list(dict.fromkeys(image.digest for image in ask().images))
     else:
         images = [_name_of(arguments.image)]
     checked = []
@@ -172,6 +186,14 @@ def _verdict(reply: messages.VerifyImageReply) -> str:
 def _name_of(text: str) -> str:
     """As the daemon knows it: paths are absolute there, digests stay what they are."""
     return os.path.abspath(text) if os.sep in text or os.path.exists(text) else text
+
+
+def _devices() -> Iterator[str]:
+    """Ids of the running daemon's devices; asked only when somebody looks."""
+    try:
+        yield from (device.device for device in ask().devices)
+    except DaemonUnavailable:
+        return
 
 
 def _request(message: Any) -> Any:

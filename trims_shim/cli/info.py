@@ -8,7 +8,7 @@ from dataclasses import asdict
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.status import RESTART_HINT
 from trims_shim.cli.text import print_json, size, table
-from trims_shim.inspection import DaemonStatus, Description, PatchStatus, look
+from trims_shim.inspection import DaemonStatus, Description, DeviceFound, PatchStatus, look
 
 __all__ = ["info"]
 
@@ -29,17 +29,26 @@ def _sections(found: Description) -> list[str]:
         lines = "\n".join(f"  {problem}" for problem in found.problems)
         sections.append(f"SETTINGS THAT CANNOT BE USED (the shim is inactive)\n{lines}")
     sections.append("versions\n" + _pairs(list(found.versions.items())))
-    sections.append("patch points\n" + "\n".join(_patch(each) for each in found.patches))
+    sections.append(_patches(found))
     wrapped = [each for each in found.wrappers if len(each.chain) > 1]
     if wrapped:
         lines = "\n".join(f"  {each.target}\n    " + "\n    ".join(each.chain) for each in wrapped)
         sections.append(f"wrapped functions, outermost first\n{lines}")
-    return [*sections, _memory(found), _daemon(found), _limits(found), _settings(found)]
+    machine = [_memory(found), _device(found), _daemon(found), _limits(found)]
+    return [*sections, *machine, _settings(found)]
 
 
-def _patch(point: PatchStatus) -> str:
-    reason = f": {point.reason}" if point.reason else ""
-    return f"  {point.name} ({point.library} {point.supported}): {point.state}{reason}"
+def _patches(found: Description) -> str:
+    """The points by what became of them: most are in the same state for the same reason."""
+    groups: dict[str, list[PatchStatus]] = {}
+    for each in found.patches:
+        state = f"{each.state}: {each.reason}" if each.reason else each.state
+        groups.setdefault(state, []).append(each)
+    lines = ["patch points"]
+    for state, points in groups.items():
+        lines.append(f"  {state}")
+        lines += [f"    {each.name} ({each.library} {each.supported})" for each in points]
+    return "\n".join(lines)
 
 
 def _memory(found: Description) -> str:
@@ -50,6 +59,22 @@ def _memory(found: Description) -> str:
         is_first = is_first and not each.is_available
         lines.append((each.kind, what))
     return "host memory, best first (TRIMS_MEMORY_KIND=auto)\n" + _pairs(lines)
+
+
+def _device(found: Description) -> str:
+    device = found.device
+    lines = [
+        ("weights", "can be shared" if device.is_available else f"not shared: {device.problem}"),
+        ("driver", device.driver or f"version unknown (NVML: {device.nvml})"),
+        *((f"cuda:{each.index}", _found(each)) for each in device.devices),
+    ]
+    return f"device memory (TRIMS_DEVICE_BACKEND={device.backend})\n" + _pairs(lines)
+
+
+def _found(device: DeviceFound) -> str:
+    free = f"{size(device.free_bytes)} free" if device.free_bytes >= 0 else "free: ?"
+    export = "" if device.can_export else "; cannot export memory (backend vmm)"
+    return f"{device.name}, {device.id}, {size(device.total_bytes)}, {free}{export}"
 
 
 def _daemon(found: Description) -> str:

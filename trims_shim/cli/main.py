@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_DEVICE = "cuda:0, or (the beginning of) an id that `trims status` shows"
 _Commands = argparse._SubParsersAction
 
 
@@ -167,6 +168,7 @@ def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
         "paths", nargs="+", metavar="PATH", help="a file, a pattern, or a directory (all below it)"
     )
     warm.add_argument("--pin", action="store_true", help="keep them resident")
+    warm.add_argument("--device", metavar="DEVICE", help=f"into a device's memory: {_DEVICE}")
     for name, help in (
         ("pin", "keep an image resident until it is unpinned"),
         ("unpin", "let a pinned image be evicted again"),
@@ -187,6 +189,9 @@ def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
         "hash images again and compare; status 1 if memory was damaged",
         "trims verify --all",
     )
+    where = evict.add_mutually_exclusive_group()
+    where.add_argument("--device", metavar="DEVICE", help=f"only there: {_DEVICE}")
+    where.add_argument("--tier", metavar="TIER", help="only there: host, or a device")
     for parser in (evict, verify):
         which = parser.add_mutually_exclusive_group(required=True)
         _add_image(which, nargs="?")

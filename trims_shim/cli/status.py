@@ -7,8 +7,9 @@ import dataclasses
 import os
 from typing import Any
 
+from trims_shim.cli.devices import account, device_lines, image_count, short
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.text import ago, bar, duration, print_json, size, table
+from trims_shim.cli.text import ago, duration, print_json, size, table
 from trims_shim.client.cache import cache
 from trims_shim.errors import DaemonUnavailable
 from trims_shim.wire.messages import ClientStatus, GetStatusReply, GetStatusRequest, ImageStatus
@@ -87,6 +88,8 @@ def loads(counters: dict[str, int]) -> dict[str, Any]:
             "served": reported("served"),
             "elided": reported("elided"),
             "fallbacks": reported("fallback"),
+            "not_on_device": reported("not_on_device"),
+            "made_private": reported("unshared"),
             "bytes_shared": counters.get("client.bytes_shared", 0),
         },
     }
@@ -95,31 +98,26 @@ def loads(counters: dict[str, int]) -> dict[str, Any]:
 def headline(reply: GetStatusReply) -> list[str]:
     """The lines above the tables, also for ``trims top``."""
     memory = reply.memory
-    lingering = max(0, memory.lingering_bytes)
-    parts = (
-        (memory.resident_bytes, "#"),
-        (memory.reserved_bytes, "+"),
-        (lingering, "~"),
-    )
-    account = (
-        f"{size(memory.resident_bytes)} of {size(memory.budget_bytes)} resident (#), "
-        f"{size(memory.reserved_bytes)} loading (+), "
-        + (f"{size(lingering)} lingering (~)" if memory.lingering_bytes >= 0 else "lingering: ?")
-    )
     became = loads(reply.counters)
     opens, clients = became["opens"], became["clients_reported"]
+    on_devices = (
+        f"on GPUs   {_by_reason(clients['not_on_device'])} not shared there; made private "
+        f"{_by_reason(clients['made_private'])}"
+    )
     uptime = duration((reply.now_ns - reply.started_ns) / 1e9)
     return [
         f"daemon    {reply.pid}, trims_shim {reply.package}, up {uptime}, "
         + (f"exits when idle for {duration(reply.idle_exit_s)}" if reply.idle_exit_s else "stays"),
         f"memory    {memory.kind}" + (f" ({memory.reason})" if memory.reason else ""),
-        f"host      {bar(parts, memory.budget_bytes)} {account}",
+        f"host      {account(memory)}",
+        *device_lines(reply),
         f"opens     {opens['hits']} hits, {opens['misses']} misses, {opens['joined']} joined, "
         f"{opens['refused']} refused",
         f"loads     served {_by_reason(clients['served'])}; copies elided "
         f"{_by_reason(clients['elided'])}; {size(clients['bytes_shared'])} shared "
         "(of ended processes)",
         f"fallbacks {_by_reason(clients['fallbacks'])}",
+        *([on_devices] if reply.devices else ()),
     ]
 
 
@@ -140,7 +138,7 @@ def _show(reply: GetStatusReply) -> None:
     print(f"socket    {cache().endpoint.directory}")
     if reply.config_hash != cache().config.daemon_hash():
         print(f"note      {RESTART_HINT}")
-    print(f"\n{len(reply.images)} images")
+    print(f"\n{image_count(reply)}")
     if reply.images:
         print(_images(reply.images[:_IMAGES_SHOWN], reply.now_ns))
     if len(reply.images) > _IMAGES_SHOWN:
@@ -152,11 +150,12 @@ def _show(reply: GetStatusReply) -> None:
 
 
 def _images(images: tuple[ImageStatus, ...], now_ns: int) -> str:
-    titles = ("DIGEST", "SIZE", "RESIDENT", "LEASES", "PINNED", "HITS", "USED", "NAMES")
+    titles = ("DIGEST", "SIZE", "TIER", "RESIDENT", "LEASES", "PINNED", "HITS", "USED", "NAMES")
     rows = [
         (
             image.digest[:12],
             size(image.size_bytes),
+            short(image.tier),
             size(image.resident_bytes),
             str(image.leases),
             "yes" if image.is_pinned else "",

@@ -10,8 +10,9 @@ import argparse
 import importlib.util
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from trims_shim.cli.devices import short
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.status import ask, describe, headline
 from trims_shim.cli.text import ago, print_json, size
@@ -68,14 +69,17 @@ def _draw(now: GetStatusReply, before: GetStatusReply | None) -> Group:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("digest", "size", "leases", "hits", "used"):
-        table.add_column(title, justify="left" if title == "digest" else "right", no_wrap=True)
-    table.add_column("names", overflow="ellipsis", no_wrap=True)
+    for title in ("digest", "size", "tier", "leases", "hits", "used"):
+        side: Literal["left", "right"] = "left" if title in ("digest", "tier") else "right"
+        table.add_column(title, justify=side, no_wrap=True)
+    # The only column that is made narrower where there is no room.
+    table.add_column("names")
     for image in now.images:
-        names = Text(", ".join(image.names))
+        names = Text(", ".join(image.names), overflow="ellipsis", no_wrap=True)
         table.add_row(
             image.digest[:12] + (" pinned" if image.is_pinned else ""),
             size(image.size_bytes),
+            short(image.tier),
             str(image.leases),
             str(image.hits),
             ago(image.used_ns, now.now_ns),

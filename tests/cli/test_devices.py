@@ -1,0 +1,495 @@
+"""Devices on the command line, shown and named by canned answers of a daemon."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trims_shim import api, inspection
+from trims_shim.cli import devices, images, info, status, top
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.main import main
+from trims_shim.client import device_arenas
+from trims_shim.errors import DaemonUnavailable, DriverFailure, NoSpace, UnknownDevice
+from trims_shim.inspection import Description, DeviceFound, DeviceSupport
+from trims_shim.wire.messages import (
+    DeviceStatus,
+    EvictImageReply,
+    EvictImageRequest,
+    GetStatusReply,
+    ImageStatus,
+    MemoryStatus,
+)
+
+from .conftest import Trims
+
+GIB = 1 << 30
+FIRST = "GPU-8f6c2d1e-0000-1111-2222-333344445555"
+SECOND = "MIG-77aa0b1c-0000-1111-2222-333344445555"
+NOW = 1_000_000_000_000
+
+
+def image(digest: str, tier: str, *, leases: int = 0) -> ImageStatus:
+    return ImageStatus(
+        digest=digest * 64,
+        size_bytes=3 * GIB,
+        resident_bytes=3 * GIB + (2 << 20),
+        leases=leases,
+        is_pinned=False,
+        loaded_ns=NOW,
+        used_ns=NOW,
+        hits=5,
+        load_ns=1,
+        names=(f"/models/{digest}.pt",),
+        tier=tier,
+    )
+
+
+def device(of: str, **changes: Any) -> DeviceStatus:
+    plain = DeviceStatus(
+        device=of,
+        name="NVIDIA H200",
+        backend="vmm",
+        total_bytes=141 * GIB,
+        free_bytes=120 * GIB,
+        budget_bytes=100 * GIB,
+        headroom_bytes=GIB,
+        resident_bytes=6 * GIB,
+        reserved_bytes=GIB,
+        lingering_bytes=2 * GIB,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+PLAIN = GetStatusReply(
+    package="1.0",
+    protocol=2,
+    pid=4711,
+    started_ns=0,
+    now_ns=NOW,
+    idle_exit_s=600,
+    config_hash="0",
+    memory=MemoryStatus("tmpfs-huge", "", 10 * GIB, 3 * GIB, 0, -1),
+    images=(image("a", "host"),),
+    clients=(),
+)
+WITH_DEVICES = dataclasses.replace(
+    PLAIN,
+    images=(image("a", FIRST, leases=2), image("a", "host"), image("b", FIRST, leases=1)),
+    counters={
+        "client.not_on_device:no_space": 3,
+        "client.not_on_device:capturing": 1,
+        "client.unshared:optimizer": 7,
+    },
+    devices=(device(FIRST), device(SECOND, free_bytes=-1, lingering_bytes=-1, name="A100 MIG 1g")),
+)
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Callable[[GetStatusReply], None]:
+    """Lets the commands see a canned status."""
+
+    def answer(reply: GetStatusReply) -> None:
+        for module in (status, top, images):
+            monkeypatch.setattr(module, "ask", lambda: reply)
+
+    answer(WITH_DEVICES)
+    return answer
+
+
+@pytest.fixture
+def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's numbers of the devices, as they would be here."""
+
+    def device_id(index: int) -> str:
+        if index > 1:
+            raise DriverFailure(f"this process sees no CUDA device {index}; see `trims info`")
+        return (SECOND, FIRST)[index]
+
+    monkeypatch.setattr(device_arenas, "device_id", device_id)
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("daemon")
+def test_status_shows_devices_and_tiers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == Exit.OK
+    shown = capsys.readouterr().out
+    first = shown[shown.index(FIRST) : shown.index(SECOND)]
+    assert f"NVIDIA H200, {FIRST}, vmm: 2 images, 3 leases; 120 GiB free of 141 GiB" in shown
+    assert "1.0 GiB of it left to programs" in first
+    assert "6.0 GiB of 100 GiB resident (#), 1.0 GiB loading (+), 2.0 GiB lingering (~)" in first
+    second = shown[shown.index(SECOND) :]
+    assert "0 images, 0 leases; free: ? of 141 GiB" in second
+    assert "lingering: ?" in second
+    counted = "on GPUs   4 (capturing 1, no_space 3) not shared there; made private 7 (optimizer 7)"
+    assert counted in shown
+    assert "2 images: 1 on host, 2 on GPU-8f6c2d1e, 0 on MIG-77aa0b1c" in shown
+    rows = [line.split() for line in shown.splitlines() if re.match(r"[ab]{12} ", line)]
+    assert [(row[0][0], row[3]) for row in rows] == [
+        ("a", "GPU-8f6c2d1e"),
+        ("a", "host"),
+        ("b", "GPU-8f6c2d1e"),
+    ]
+
+
+def test_status_without_devices(
+    daemon: Callable[[GetStatusReply], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon(PLAIN)
+    assert main(["status"]) == Exit.OK
+    shown = capsys.readouterr().out
+    assert "\n1 images\n" in shown
+    assert not re.search(r"^(device|on GPUs)", shown, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_json_has_devices_and_tiers(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--json"]) == Exit.OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == [dataclasses.asdict(each) for each in WITH_DEVICES.devices]
+    assert [each["tier"] for each in found["images"]] == [FIRST, "host", FIRST]
+    reported = found["clients_reported"]
+    assert reported["not_on_device"] == {"no_space": 3, "capturing": 1}
+    assert reported["made_private"] == {"optimizer": 7}
+
+
+@pytest.mark.usefixtures("daemon")
+def test_ls(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls"]) == Exit.OK
+    titles, *rows = capsys.readouterr().out.splitlines()
+    assert [row[titles.index("TIER") :].split()[0] for row in rows] == [
+        "GPU-8f6c2d1e",
+        "host",
+        "GPU-8f6c2d1e",
+    ]
+    assert main(["ls", "--json"]) == Exit.OK
+    assert [each["tier"] for each in json.loads(capsys.readouterr().out)] == [FIRST, "host", FIRST]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_top(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["top", "--once"]) == Exit.OK
+    shown = capsys.readouterr().out
+    assert f"NVIDIA H200, {FIRST}" in shown
+    assert "tier" in shown
+    assert shown.count("GPU-8f6c2d1e ") == 2
+
+
+@pytest.mark.usefixtures("daemon")
+def test_top_where_it_is_narrow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    assert main(["top", "--once"]) == Exit.OK
+    shown = capsys.readouterr().out
+    assert shown.count("a" * 12) == 2
+    assert "3.0 GiB   GPU-8f6c2d1e" in shown
+    assert "…" in shown
+
+
+# --- which device is meant ------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("numbers")
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("cuda", SECOND),
+        ("cuda:0", SECOND),
+        ("cuda:1", FIRST),
+        ("1", FIRST),
+        ("GPU", FIRST),
+        ("gpu-8F6C", FIRST),
+        (SECOND, SECOND),
+        ("MIG-7", SECOND),
+        (FIRST[:-1] + "9", FIRST[:-1] + "9"),
+    ],
+)
+def test_words_for_a_device(word: str, expected: str) -> None:
+    assert devices.device_named(word, [FIRST, SECOND]) == expected
+    assert devices.tier_named(word, [FIRST, SECOND]) == expected
+
+
+@pytest.mark.parametrize("word", ["host", "GPU-9", "", "cuda:x", "cuda:-1", "cpu", "²"])
+def test_words_for_no_device(word: str) -> None:
+    with pytest.raises(UnknownDevice, match=f"{FIRST}, {SECOND}"):
+        devices.device_named(word, [FIRST, SECOND])
+
+
+def test_a_beginning_of_several(numbers: None) -> None:
+    with pytest.raises(UnknownDevice, match="are several devices"):
+        devices.device_named("GPU-8", [FIRST, FIRST[:-1] + "9"])
+    with pytest.raises(UnknownDevice, match="daemon's devices: none"):
+        devices.device_named("GPU-8", [])
+    with pytest.raises(DriverFailure, match="no CUDA device 7"):
+        devices.device_named("cuda:7", [FIRST])
+    assert devices.tier_named("host", []) == "host"
+
+
+# --- warm and evict -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the commands ask of the daemon."""
+    asked: list[Any] = []
+
+    def request(message: Any) -> Any:
+        asked.append(message)
+        return EvictImageReply(("a" * 64,), GIB)
+
+    monkeypatch.setattr(images, "_request", request)
+    return asked
+
+
+@pytest.mark.usefixtures("daemon", "numbers")
+@pytest.mark.parametrize(
+    ("words", "tier"),
+    [
+        (["--all"], ""),
+        (["--all", "--tier", "host"], "host"),
+        (["--all", "--tier", "GPU-8"], FIRST),
+        (["--all", "--device", "cuda:0"], SECOND),
+        (["aaaaaaaa", "--device", "GPU-8f6c2d1e"], FIRST),
+    ],
+    ids=" ".join,
+)
+def test_evict_from_one_tier(words: list[str], tier: str, requests: list[Any]) -> None:
+    assert main(["evict", *words]) == Exit.OK
+    assert requests == [EvictImageRequest("" if "--all" in words else words[0], tier)]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_evict_from_a_device_that_is_none(
+    requests: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evict", "--all", "--device", "host"]) == Exit.FAILED
+    assert f"daemon's devices: {FIRST}, {SECOND}" in capsys.readouterr().err
+    assert requests == []
+
+
+def test_evict_from_one_place_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["evict", "--all", "--tier", "host", "--device", "cuda:0"])
+    assert end.value.code == Exit.USAGE
+    assert "not allowed with" in capsys.readouterr().err
+
+
+class _Opened:
+    """What :func:`trims_shim.api.open` gives, as far as ``warm`` looks at it."""
+
+    digest = "a" * 64
+    size_bytes = 17
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("daemon", "numbers")
+def test_warm_into_a_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = []
+
+    def open(path: str, *, device: str | None) -> _Opened:
+        if path != __file__:
+            raise NoSpace("the device is full")
+        opened.append(device)
+        return _Opened()
+
+    monkeypatch.setattr(api, "open", open)
+    assert main(["warm", "--json", "--device", "cuda:1", __file__, "/x.pt"]) == Exit.FAILED
+    good, full = json.loads(capsys.readouterr().out)
+    assert (good["tier"], good["error"]) == (FIRST, "")
+    assert (full["tier"], full["error"]) == (FIRST, "the device is full")
+    assert main(["warm", "--json", __file__]) == Exit.OK
+    assert json.loads(capsys.readouterr().out)[0]["tier"] == "host"
+    assert opened == [FIRST, None]
+
+
+@pytest.mark.parametrize("failure", [DriverFailure("no driver"), UnknownDevice("not shared")])
+@pytest.mark.usefixtures("daemon", "numbers")
+def test_warm_ends_at_what_is_true_of_every_file(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def open(path: str, *, device: str | None) -> _Opened:
+        calls.append(path)
+        raise failure
+
+    monkeypatch.setattr(api, "open", open)
+    assert main(["warm", "--device", "GPU", __file__, "/x.pt"]) == Exit.FAILED
+    assert calls == [__file__]
+    assert f"trims: {failure}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("numbers")
+def test_warm_names_a_device_before_any_daemon_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> GetStatusReply:
+        raise DaemonUnavailable("no daemon")
+
+    opened = []
+    monkeypatch.setattr(images, "ask", nobody)
+    monkeypatch.setattr(api, "open", lambda path, *, device: opened.append(device) or _Opened())
+    assert main(["warm", "--device", "cuda:0", __file__]) == Exit.OK
+    assert main(["warm", "--device", FIRST, __file__]) == Exit.OK
+    assert main(["warm", "--device", "GPU-8f", __file__]) == Exit.FAILED
+    assert opened == [SECOND, FIRST]
+
+
+# --- info -----------------------------------------------------------------------------------------
+
+
+def shown_device(support: DeviceSupport) -> str:
+    found = Description({}, (), (), (), (), support, *[None] * 5)  # type: ignore[arg-type]
+    return info._device(found)
+
+
+def test_info_shows_devices() -> None:
+    can = DeviceFound(0, FIRST, "NVIDIA H200", 141 * GIB, True, 120 * GIB)
+    cannot = DeviceFound(1, SECOND, "Old", GIB, False, -1)
+    shown = shown_device(DeviceSupport(True, "", "vmm", "580.82", "", (can, cannot)))
+    assert shown.splitlines() == [
+        "device memory (TRIMS_DEVICE_BACKEND=vmm)",
+        "  weights  can be shared",
+        "  driver   580.82",
+        f"  cuda:0   NVIDIA H200, {FIRST}, 141 GiB, 120 GiB free",
+        f"  cuda:1   Old, {SECOND}, 1.0 GiB, free: ?; cannot export memory (backend vmm)",
+    ]
+
+
+def test_info_says_why_not() -> None:
+    shown = shown_device(DeviceSupport(False, "no driver", "vmm", "", "not asked", ()))
+    assert "weights  not shared: no driver\n" in shown
+    assert "driver   version unknown (NVML: not asked)" in shown
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceSupport]:
+    """Looks at a machine whose driver answers so, with these settings."""
+
+    def look(answer: Any, **settings: str) -> DeviceSupport:
+        from trims_shim import config
+
+        def ask(code: str) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(inspection, "_ask_child", ask)
+        monkeypatch.setattr(inspection, "_is_installed", lambda name: True)
+        return inspection._device(config.load({}, **settings))
+
+    return look
+
+
+ROW = [0, FIRST, "NVIDIA H200", 141 * GIB, True, 120 * GIB]
+
+
+def test_a_machine_that_can_share(machine: Callable[..., DeviceSupport]) -> None:
+    found = machine(["", "580.82", [ROW]])
+    assert found == DeviceSupport(True, "", "vmm", "580.82", "", (DeviceFound(*ROW),))
+
+
+def test_why_device_memory_is_not_shared(machine: Callable[..., DeviceSupport]) -> None:
+    old = [*ROW[:4], False, -1]
+    for answer, settings, problem in (
+        (["no libcuda", "", []], {}, "no libcuda"),
+        (["", "580.82", []], {}, "CUDA_VISIBLE_DEVICES"),
+        (["", "580.82", [old]], {}, "TRIMS_DEVICE_BACKEND=ipc"),
+        (["", "580.82", [ROW]], {"device": "0"}, "TRIMS_DEVICE=0 (argument)"),
+        (["", "580.82", [ROW]], {"device_backend": "off"}, "TRIMS_DEVICE_BACKEND=off (argument)"),
+        (inspection._NoAnswer("killed"), {}, "not tried: killed"),
+    ):
+        found = machine(answer, **settings)
+        assert not found.is_available
+        assert problem in found.problem
+    assert machine(["", "580.82", [old]], device_backend="ipc").is_available
+    assert machine(["", "", [ROW]]).nvml == "it does not answer"
+
+
+def test_without_the_bindings_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trims_shim import config
+
+    monkeypatch.setattr(inspection, "_is_installed", lambda name: False)
+    monkeypatch.setattr(inspection, "_ask_child", lambda code: pytest.fail("a child was started"))
+    found = inspection._device(config.load({}))
+    assert "trims-shim[cuda12]" in found.problem
+    assert found.nvml == "not asked"
+
+
+def test_a_child_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(inspection._NoAnswer, match="ValueError: broken"):
+        inspection._ask_child("raise ValueError('broken')")
+    with pytest.raises(inspection._NoAnswer, match="status 7"):
+        inspection._ask_child("import sys; sys.exit(7)")
+    with pytest.raises(inspection._NoAnswer):
+        inspection._ask_child("print('no json')")
+    monkeypatch.setattr(inspection, "_PROBE_TIMEOUT_S", 0.2)
+    with pytest.raises(inspection._NoAnswer, match=r"^no answer within 0.2 s$"):
+        inspection._ask_child("import time; time.sleep(60)")
+
+
+def test_info_on_this_machine_leaves_the_driver_alone(trims: Trims) -> None:
+    """The child asks; a process that has called cuInit could not give CUDA to its own children."""
+    code = (
+        "import json, sys, trims_shim; found = trims_shim.info(); "
+        "assert 'cuda' not in sys.modules; assert 'pynvml' not in sys.modules; "
+        "assert 'libcuda' not in open('/proc/self/maps').read(); print(json.dumps(found))"
+    )
+    done = trims.python("-c", code)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["device"]
+    assert found["is_available"] == (found["problem"] == "")
+    assert not trims.sockets.exists()
+
+
+def test_info_asks_the_driver_of_the_machine(
+    trims: Trims, make_emulated_environment: Callable[..., dict[str, str]]
+) -> None:
+    variables = make_emulated_environment(devices=2)
+    found = json.loads(trims("info", "--json", **variables).stdout)["device"]
+    assert (found["is_available"], found["problem"]) == (True, "")
+    assert [each["index"] for each in found["devices"]] == [0, 1]
+    assert all(each["can_export"] and each["free_bytes"] > 0 for each in found["devices"])
+    assert found["driver"]
+    shown = trims("info", **variables).stdout
+    assert "weights  can be shared" in shown
+    assert found["devices"][1]["id"] in shown
+    masked = trims("info", "--json", **variables, CUDA_VISIBLE_DEVICES="1").stdout
+    (only,) = json.loads(masked)["device"]["devices"]
+    assert only == found["devices"][1] | {"index": 0}
+
+
+def test_info_of_a_machine_that_cannot_export(
+    trims: Trims, make_emulated_environment: Callable[..., dict[str, str]]
+) -> None:
+    variables = make_emulated_environment(vmm=0, nvml=0)
+    found = json.loads(trims("info", "--json", **variables).stdout)["device"]
+    assert "TRIMS_DEVICE_BACKEND=ipc" in found["problem"]
+    assert found["nvml"] == "it does not answer"
+    assert found["devices"][0]["free_bytes"] == -1
+    done = trims("info", "--json", **variables, TRIMS_DEVICE_BACKEND="ipc")
+    assert json.loads(done.stdout)["device"]["is_available"]
+
+
+def test_info_when_the_driver_kills_the_one_who_asks(
+    trims: Trims, make_emulated_environment: Callable[..., dict[str, str]]
+) -> None:
+    variables = make_emulated_environment(fail="cuInit=kill")
+    done = trims("info", "--json", **variables)
+    assert done.returncode == Exit.OK
+    assert "not tried: status -9" in json.loads(done.stdout)["device"]["problem"]

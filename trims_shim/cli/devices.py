@@ -1,0 +1,98 @@
+"""Devices on the command line: what words mean one, and how device tiers are shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from trims_shim.cli.text import bar, size
+from trims_shim.errors import UnknownDevice
+from trims_shim.specs import HOST_TIER, DeviceId
+from trims_shim.wire.messages import DeviceStatus, GetStatusReply, MemoryStatus
+
+__all__ = ["account", "device_lines", "device_named", "image_count", "short", "tier_named"]
+
+_ID_CHARACTERS = len("GPU-") + 36
+_INDEX = re.compile(r"(?:cuda(?::(\d+))?|(\d+))", re.ASCII)
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def device_named(word: str, known: Iterable[DeviceId]) -> DeviceId:
+    """The device that is meant by ``cuda:1`` or ``1`` (CUDA's numbers in this shell), or by an id.
+
+    Of the ids in ``known`` a beginning is enough. Raises UnknownDevice, DriverFailure.
+    """
+    found = _INDEX.fullmatch(word)
+    if found is not None:
+        from trims_shim.client.device_arenas import device_id
+
+        return device_id(int(found[1] or found[2] or 0))
+    ids = list(known)
+    matches = [each for each in ids if each.lower().startswith(word.lower())]
+    if len(matches) == 1:
+        return matches[0]
+    if len(word) == _ID_CHARACTERS and not matches:
+        return word
+    what = "are several devices" if matches else "is no device"
+    seen = ", ".join(ids) or "none"
+    raise UnknownDevice(f"{word!r} {what}; say cuda:0, or one of the daemon's devices: {seen}")
+
+
+def tier_named(word: str, known: Iterable[DeviceId]) -> str:
+    """``host``, or a device as :func:`device_named`."""
+    return HOST_TIER if word == HOST_TIER else device_named(word, known)
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def short(tier: str) -> str:
+    """``host``, ``GPU-8f6c2d1e``: unique on any one machine."""
+    return "-".join(tier.split("-")[:2])
+
+
+def device_lines(reply: GetStatusReply) -> list[str]:
+    """Two lines for each device tier."""
+    return [line for device in reply.devices for line in _lines(device, reply)]
+
+
+def _lines(device: DeviceStatus, reply: GetStatusReply) -> tuple[str, str]:
+    images = [image for image in reply.images if image.tier == device.device]
+    leases = sum(image.leases for image in images)
+    free = f"{size(device.free_bytes)} free" if device.free_bytes >= 0 else "free: ?"
+    return (
+        f"device    {device.name}, {device.device}, {device.backend}: {len(images)} images, "
+        f"{leases} leases; {free} of {size(device.total_bytes)}, "
+        f"{size(device.headroom_bytes)} of it left to programs",
+        f"          {account(device)}",
+    )
+
+
+def account(memory: DeviceStatus | MemoryStatus) -> str:
+    """A bar of a tier's budget and what its characters stand for."""
+    lingering = max(0, memory.lingering_bytes)
+    parts = (
+        (memory.resident_bytes, "#"),
+        (memory.reserved_bytes, "+"),
+        (lingering, "~"),
+    )
+    return (
+        f"{bar(parts, memory.budget_bytes)} "
+        f"{size(memory.resident_bytes)} of {size(memory.budget_bytes)} resident (#), "
+        f"{size(memory.reserved_bytes)} loading (+), "
+        + (f"{size(lingering)} lingering (~)" if memory.lingering_bytes >= 0 else "lingering: ?")
+    )
+
+
+def image_count(reply: GetStatusReply) -> str:
+    """``3 images``, and where they are when that is not the host alone."""
+    count = f"{len({image.digest for image in reply.images})} images"
+    tiers = [HOST_TIER, *(device.device for device in reply.devices)]
+    if len(tiers) == 1:
+        return count
+    places = (
+        f"{sum(image.tier == tier for image in reply.images)} on {short(tier)}" for tier in tiers
+    )
+    return f"{count}: {', '.join(places)}"
