@@ -7,11 +7,11 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2 --dist loadfile
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test lint bench docs setup clean
+.PHONY: demo test lint bench gpu-check docs setup clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py scripts/setup.sh
+$(STAMP): pyproject.toml setup.py scripts/setup.sh $(wildcard native/*.?pp)
 	PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" scripts/setup.sh
 	touch $@
 
@@ -28,6 +28,10 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.host $(BENCH_ARGS)
+
+# On a machine with a GPU and its own torch; WHEELS: a folder made by scripts/gpu_wheels.sh.
+gpu-check:
+	scripts/gpu_check.sh $(if $(WHEELS),--wheels "$(WHEELS)") $(GPU_CHECK_ARGS)
 
 docs: $(STAMP)
 	$(BIN)/python scripts/check_docs.py

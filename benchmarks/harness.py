@@ -61,18 +61,24 @@ class Worker:
     """A fresh interpreter that runs one task of :mod:`benchmarks.workers` and sends results.
 
     Use it as a context manager; leaving the block ends the process. ``proceed`` releases a task
-    that waits for the others.
+    that waits for the others, ``send`` gives a task that serves its next order. ``module`` may
+    name another module of tasks with the same command line.
     """
 
     def __init__(
-        self, task: str, *, environment: Mapping[str, str] | None = None, **arguments: Any
+        self,
+        task: str,
+        *,
+        module: str = "benchmarks.workers",
+        environment: Mapping[str, str] | None = None,
+        **arguments: Any,
     ) -> None:
         self.task = task
         self._results, write_end = os.pipe()
         self._pending = b""
-        variables = {k: v for k, v in os.environ.items() if not k.startswith("TRIMS_")}
+        variables = {k: v for k, v in os.environ.items() if not _is_setting(k)}
         variables["PYTHONPATH"] = str(ROOT)
-        command = [sys.executable, "-m", "benchmarks.workers", task, json.dumps(arguments)]
+        command = [sys.executable, "-m", module, task, json.dumps(arguments)]
         self.process = subprocess.Popen(
             [*command, str(write_end)],
             env=variables | dict(environment or {"TRIMS_ENABLED": "0"}),
@@ -120,10 +126,22 @@ class Worker:
 
     def proceed(self) -> None:
         """Release a task that waits."""
-        with contextlib.suppress(OSError):
+        self._write(b"\n")
+
+    def send(self, order: Mapping[str, Any]) -> None:
+        """Give a task that serves its next order; its answer is a :meth:`result`."""
+        self._write(json.dumps(order).encode() + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has ended; result() says so
             if self.process.stdin is not None and not self.process.stdin.closed:
-                self.process.stdin.write(b"\n")
+                self.process.stdin.write(line)
                 self.process.stdin.flush()
+
+
+def _is_setting(name: str) -> bool:
+    """Of the package; what describes the machine it runs on is kept."""
+    return name.startswith("TRIMS_") and not name.startswith("TRIMS_TEST_")
 
 
 def run_once(
@@ -270,14 +288,13 @@ def _encode(value: object) -> object:
 
 
 def _commit() -> str:
-    answer = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=10,
-    )
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        answer = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=10
+        )
+    except FileNotFoundError:  # a copy of the tree on a machine without git
+        return ""
     return answer.stdout.strip()
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -92,9 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     plan, findings, machine = _plan(options), Findings(), describe_machine()
     console = Console(width=None if sys.stdout.isatty() else 190)
-    for name in options.only:
-        with console.status(f"measuring {name}"):
-            _SECTIONS[name](plan, findings)
+    # As Ctrl-C: children end with their blocks, and what was found so far is written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for name in options.only:
+            with console.status(f"measuring {name}"):
+                _SECTIONS[name](plan, findings)
+    except KeyboardInterrupt:
+        findings.faults.append("interrupted: what follows was not measured")
     _write(plan, machine, findings, options.output)
     title = f"trims on the host tier, medians of {plan.rounds} alternating rounds"
     console.print(table(findings.rows, title))

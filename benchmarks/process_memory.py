@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ __all__ = [
     "CpuTime",
     "areas",
     "areas_holding",
-    "back_memory",
     "ballast",
     "cached_fraction",
     "cpu_time",
@@ -28,6 +28,8 @@ __all__ = [
     "is_segment",
     "machine_cpu_time",
     "processes_with_environment",
+    "settle",
+    "wait_for_reporting",
     "warm_cached",
 ]
 
@@ -39,6 +41,8 @@ _HEADER = re.compile(
 _PROPORTIONAL = re.compile(r"^Pss:\s+(\d+) kB$")
 _READ_BYTES = 16 << 20
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
+_SETTLE_S = 3.5
+_REPORTING_S = 35.0
 
 
 @dataclass(slots=True)
@@ -109,12 +113,24 @@ def cached_fraction(path: os.PathLike[str] | str) -> float:
     return sum(page & 1 for page in bytes(resident)) / pages
 
 
-def back_memory(size_bytes: int) -> None:
-    """Touch and free this much memory, so that the next to take it does not pay the hypervisor.
+def wait_for_reporting() -> None:
+    """Wait until a hypervisor has what was freed.
 
-    A virtual machine's memory comes from its host on first touch, and on some it goes back when it
-    is free for a second or two: filling 1.4 GB took 0.1 or 2.8 s here, by chance.
+    A virtual machine's memory comes from its host on first touch, and on some it goes back there
+    once it is free (free page reporting: every 2 s a sixteenth of it, mm/page_reporting.c). While
+    that goes on, reading memory was measured to take up to five times as long.
     """
+    time.sleep(_REPORTING_S)
+
+
+def settle(size_bytes: int) -> None:
+    """Wait for what the process before freed, then touch and free this much; nothing for 0 bytes.
+
+    What is allocated next does not pay the hypervisor: filling 1.4 GB took 0.1 or 2.8 s, by chance.
+    """
+    if not size_bytes:
+        return
+    time.sleep(_SETTLE_S)
     with mmap.mmap(-1, max(size_bytes, PAGE_BYTES)) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         memory.madvise(_MADV_POPULATE_WRITE)
@@ -124,7 +140,7 @@ def back_memory(size_bytes: int) -> None:
 def ballast(leave_bytes: int) -> Iterator[int]:
     """Hold all free memory but ``leave_bytes``, touched; yields how much is held.
 
-    What is left is small enough for :func:`back_memory` to touch all of it.
+    What is left is small enough for :func:`settle` to touch all of it.
     """
     with open("/proc/meminfo") as file:
         free_kib = next(int(line.split()[1]) for line in file if line.startswith("MemFree:"))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.process_memory import areas, areas_holding, back_memory, is_segment
+from benchmarks.process_memory import areas, areas_holding, is_segment, settle
 
 if TYPE_CHECKING:
     import torch
@@ -72,17 +72,13 @@ def _shared_fraction(state: State, path: str) -> float:
     return sum(inside for area, inside in held if is_segment(area, path)) / total
 
 
-def load(descriptor: int, *, path: str, how: str, is_first: bool = False) -> None:
-    """Load a checkpoint, then read every page of it.
-
-    ``is_first``: somebody will have to allocate memory for it, so that is touched before the clock.
-    """
+def load(descriptor: int, *, path: str, how: str, settle_bytes: int = 0) -> None:
+    """Load a checkpoint, then read every page of it."""
     _activate()
     import numpy  # noqa: F401
 
     loader = _loader(how, path)
-    if is_first:
-        back_memory(int(2.5 * os.path.getsize(path)))
+    settle(settle_bytes)
     start = time.perf_counter()
     state = loader()
     loaded = time.perf_counter()

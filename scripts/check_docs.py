@@ -26,7 +26,8 @@ HEAD = """# Configuration
 Strongest first: argument, environment variable, `~/.config/trims/trims.toml` (keys in lower case,
 without `TRIMS_`), default. `trims info` shows each value and where it comes from. An unknown
 `TRIMS_*` variable or an unclear value is an error; a program then runs without the shim, with one
-warning. Sizes: `512M`, `8GiB`, `40%` (of the memory the process may use). Booleans: `1` or `0`.
+warning. Sizes: `512M`, `8GiB`, `40%` (of the memory the process may use; for settings of a device,
+of the device's). Booleans: `1` or `0`.
 
 Settings marked *daemon* are read when the daemon starts: `trims stop` to apply a change.
 

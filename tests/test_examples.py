@@ -20,7 +20,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 120
-UNMODIFIED = ("torch_unmodified.py", "safetensors_unmodified.py", "transformers_local.py")
+UNMODIFIED = (
+    "torch_unmodified.py",
+    "safetensors_unmodified.py",
+    "transformers_local.py",
+    "gpu_unmodified.py",
+)
 RESULT_LINES = ("answer", "sum of weights", "same tensor")
 """Starts of the lines that must not depend on how weights were loaded."""
 

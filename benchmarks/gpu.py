@@ -1,0 +1,168 @@
+"""The device tier against the frameworks' own loaders: ``python -m benchmarks.gpu``.
+
+Writes ``docs/results/gpu.json`` (machine, raw samples, medians, ratios, verdicts, and what was left
+out) after every section, so that a run that is cut off leaves what it had, and ``gpu.png`` at the
+end. Every sample is a process in which nothing has happened but imports and the creation of the
+context; variants alternate. ``--budget-s`` ends the run in time: what does not fit is left out and
+named.
+
+``--trial`` measures nothing of worth: it runs all of this with tiny models, on the CPU where torch
+has no device, and over whatever driver is there for the parts that need no kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_cold import measure_cold_starts
+from benchmarks.gpu_memory import measure_maps, measure_processes, measure_uploads
+from benchmarks.gpu_plan import FULL, TRIAL, Clock, Plan, Run, make_directory
+from benchmarks.gpu_processes import MODULE
+from benchmarks.harness import ROOT, describe_machine, run_once, write_json
+from benchmarks.report import plot, table, verdicts
+
+__all__ = ["main"]
+
+Result = dict[str, Any]
+_DISK_BYTES = 40 << 30
+_RESERVE_S = 10.0
+"""Kept for the plot and for what a round takes longer than the one before."""
+_SECTIONS: dict[str, Callable[[Run], None]] = {
+    "maps": measure_maps,
+    "processes": measure_processes,
+    "uploads": measure_uploads,
+    "cold": measure_cold_starts,
+}
+_OF_THE_DRIVER = ("maps", "processes", "uploads")
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--budget-s", type=float, default=330.0, help="seconds the run may take")
+    parser.add_argument("--rounds", type=int, help="rounds of every comparison")
+    parser.add_argument("--models", nargs="+", help="architectures of benchmarks/gpu_models.py")
+    parser.add_argument("--only", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS))
+    parser.add_argument("--trial", action="store_true", help="tiny models, to try the run out")
+    parser.add_argument("--output", type=Path, help="folder of the results")
+    parser.add_argument("--name", default="gpu", help="name of the result files")
+    return parser.parse_args(arguments)
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    changes: Result = {}
+    if options.rounds:
+        changes["rounds"] = options.rounds
+    if options.models:
+        changes["models"] = tuple(options.models)
+    return dataclasses.replace(TRIAL if options.trial else FULL, **changes)
+
+
+def _describe(plan: Plan) -> tuple[Result, str, list[str]]:
+    """The machine, the device to measure on, and what cannot be measured here."""
+    import trims_shim
+
+    device = run_once("describe", module=MODULE, device=plan.device)
+    if plan.device == "cuda" and not device["has_cuda"]:
+        raise SystemExit("torch has no CUDA device here; --trial --output DIR tries this out")
+    machine = describe_machine() | {"device": device, "trims_shim": trims_shim.__version__}
+    left_out = []
+    if plan.device == "cpu":
+        left_out.append("torch on a device: a trial loads to the CPU")
+    answer = run_once("devices", module=MODULE)
+    found = answer["devices"]
+    if not found:
+        reason = answer.get("reason", "it has no device")
+        return machine, "", [*left_out, f"everything that needs the driver: {reason}"]
+    machine |= {"devices": found, "copy_engine": answer["copy_engine"]}
+    return machine, found[0]["id"], left_out
+
+
+def _write(run: Run, machine: Result, options: argparse.Namespace) -> None:
+    findings = run.findings
+    content = {
+        "machine": machine,
+        "is_trial": run.plan.is_trial,
+        "load_average_after": os.getloadavg(),
+        "plan": asdict(run.plan),
+        "checkpoints_in": str(run.directory.parent),
+        "targets": verdicts(findings.rows),
+        "faults": findings.faults,
+        "left_out": run.left_out,
+        "rows": [asdict(row) | {"is_met": row.is_met} for row in findings.rows],
+        "samples": findings.samples,
+    }
+    partial = options.output / f".{options.name}.json"
+    write_json(partial, content)
+    partial.replace(options.output / f"{options.name}.json")
+
+
+def _measure(run: Run, options: argparse.Namespace) -> None:
+    for name in options.only:
+        if name in _OF_THE_DRIVER and not run.device_id:
+            continue
+        try:
+            _SECTIONS[name](run)
+        except Exception as error:  # the other sections are of use without this one
+            run.findings.faults.append(f"{name}: {type(error).__name__}: {error}")
+        run.save()
+
+
+def _plot(run: Run, machine: Result, options: argparse.Namespace) -> None:
+    if not run.findings.curves:
+        return
+    device = machine["device"].get("name", "no device")
+    subtitle = (
+        f"{device}, torch {machine['versions']['torch']}; medians of up to {run.plan.rounds} "
+        "rounds, after imports and context creation"
+    )
+    subtitle = f"TRIAL, no measurement. {subtitle}" if run.plan.is_trial else subtitle
+    plot(run.findings.curves, options.output / f"{options.name}.png", subtitle=subtitle)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the chosen sections; 1 when a comparison was not valid."""
+    options = _arguments(arguments)
+    plan = _plan(options)
+    if options.output is None:
+        if plan.is_trial:
+            raise SystemExit("a trial needs --output: its files are no results")
+        options.output = ROOT / "docs" / "results"
+    clock = Clock(options.budget_s - _RESERVE_S)
+    machine, device_id, left_out = _describe(plan)
+    needed_bytes = (1 << 30) if plan.is_trial else _DISK_BYTES
+    run = Run(plan, clock, make_directory(needed_bytes), device_id, left_out=left_out)
+    run.save = lambda: _write(run, machine, options)
+    try:
+        _measure(run, options)
+    finally:
+        shutil.rmtree(run.directory, ignore_errors=True)
+    _show(run, options)
+    _plot(run, machine, options)
+    return 1 if run.findings.faults else 0
+
+
+def _show(run: Run, options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 190)
+    title = "trims on the device tier" + (" (TRIAL, no measurement)" if run.plan.is_trial else "")
+    console.print(table(run.findings.rows, title))
+    counts = verdicts(run.findings.rows)
+    console.print(", ".join(f"{count} targets {name}" for name, count in counts.items()))
+    for reason in run.left_out:
+        console.print(f"left out: {reason}")
+    for fault in dict.fromkeys(run.findings.faults):
+        console.print(f"[red]not valid:[/] {fault}")
+    console.print(f"written: {options.output / options.name}.json")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

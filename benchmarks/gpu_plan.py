@@ -1,0 +1,193 @@
+"""What a run of the GPU benchmark measures, how long it may take, and where its files lie.
+
+Owns the order (the most telling first), the estimate that decides whether a model still fits in
+the time that is left, and the directory of checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan import Findings
+
+__all__ = [
+    "EVERY_WAY",
+    "FULL",
+    "TRIAL",
+    "Clock",
+    "Plan",
+    "Run",
+    "estimate_s",
+    "make_directory",
+    "rounds_within",
+]
+
+Result = dict[str, Any]
+GIB = 1 << 30
+
+EVERY_WAY = ("vgg16-224", "decoder-7b", "vgg16-896")
+"""Models that every way of loading is measured on; the others: the baselines, hit, and ideal."""
+
+# Bytes a second that a load of each kind reaches at least, to tell what fits in the time left;
+# from published figures of comparable machines, and no part of any result.
+_SLOW_BYTES_PER_S: Mapping[str, float] = {
+    "torch.load": 1.0e9,
+    "mmap + .to": 2.0e9,
+    "safetensors": 2.5e9,
+    "fastsafetensors": 4.0e9,
+    "ideal": 2.5e9,
+    "trims, first load": 1.0e9,
+    "trims, host hit": 5.0e9,
+    "trims, device hit": 100e9,
+    "trims safetensors, device hit": 100e9,
+    "trims mmap + .to, device hit": 100e9,
+}
+_SAMPLE_S = 1.0
+_WRITE_BYTES_PER_S = 0.8e9
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure. ``device``: cuda, or cpu where a run only tries the benchmark out."""
+
+    device: str
+    models: tuple[str, ...]
+    rounds: int
+    map_sizes: tuple[int, ...]
+    map_tensors: tuple[int, ...]
+    map_subject: tuple[int, int]
+    processes: tuple[int, ...]
+    shared_model: str
+    copied_bytes: int
+    is_trial: bool
+
+
+FULL = Plan(
+    device="cuda",
+    models=(
+        "vgg16-224",
+        "gpt2",
+        "decoder-7b",
+        "resnet50",
+        "bert-base",
+        "vit-b16",
+        "googlenet",
+        "alexnet-227",
+        "vgg16-896",
+        "alexnet-454",
+        "vgg16-448",
+        "bert-large",
+        "alexnet-908",
+        "vgg16-672",
+        "alexnet-681",
+    ),
+    rounds=5,
+    map_sizes=(64 << 20, 256 << 20, 1 << 30, 4 << 30, 16 << 30),
+    map_tensors=(10, 100, 1000),
+    map_subject=(15 * 10**9, 400),
+    processes=(1, 2, 4, 8),
+    shared_model="vgg16-224",
+    copied_bytes=8 << 30,
+    is_trial=False,
+)
+TRIAL = Plan(
+    device="cpu",
+    models=("tiny", "googlenet"),
+    rounds=2,
+    map_sizes=(4 << 20, 16 << 20),
+    map_tensors=(4, 40),
+    map_subject=(32 << 20, 40),
+    processes=(1, 2),
+    shared_model="tiny",
+    copied_bytes=16 << 20,
+    is_trial=True,
+)
+
+
+class Clock:
+    """The time a run may take."""
+
+    def __init__(self, budget_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._end = now() + budget_s
+
+    def left_s(self) -> float:
+        """Seconds until the budget is spent; negative afterwards."""
+        return self._end - self._now()
+
+    def has(self, seconds: float) -> bool:
+        """Whether something that takes so long still fits."""
+        return self.left_s() >= seconds
+
+    def part(self, seconds: float) -> Clock:
+        """A clock of its own for something that may take so long, and no longer than this one."""
+        return Clock(min(seconds, self.left_s()), self._now)
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything a section needs. ``left_out`` says what was not measured, and why.
+
+    ``save`` writes what has been found so far; a section calls it as often as it likes.
+    """
+
+    plan: Plan
+    clock: Clock
+    directory: Path
+    device_id: str
+    findings: Findings = field(default_factory=Findings)
+    left_out: list[str] = field(default_factory=list)
+    save: Callable[[], None] = lambda: None
+
+
+def estimate_s(size_bytes: int, sides: tuple[str, ...], rounds: int) -> float:
+    """Seconds that a model takes at most, to make its files and to load it in every way."""
+    loads = sum(_SAMPLE_S + size_bytes / _SLOW_BYTES_PER_S[side] for side in sides)
+    return 2 * size_bytes / _WRITE_BYTES_PER_S + rounds * loads
+
+
+def rounds_within(
+    sides: Mapping[str, Callable[[], Result]], rounds: int, clock: Clock
+) -> dict[str, list[Result]]:
+    """As harness.alternate, but a round that would outlast the clock is not begun.
+
+    The first round is always run: whoever calls has found that it fits.
+    """
+    results: dict[str, list[Result]] = {name: [] for name in sides}
+    longest_s = 0.0
+    for number in range(rounds):
+        if number and not clock.has(longest_s):
+            break
+        before = clock.left_s()
+        for name in list(sides) if number % 2 == 0 else list(sides)[::-1]:
+            results[name].append(sides[name]())
+        longest_s = max(longest_s, before - clock.left_s())
+    return results
+
+
+def make_directory(needed_bytes: int) -> Path:
+    """A fresh directory of checkpoints: ``$TRIMS_BENCH_DIR``, else memory, else the temp directory.
+
+    In memory (tmpfs) every read is one from the page cache, the disk stays out of the figures, and
+    a small disk is enough.
+    """
+    chosen = os.environ.get("TRIMS_BENCH_DIR")
+    if not chosen:
+        chosen = "/dev/shm" if _is_roomy("/dev/shm", needed_bytes) else tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="trims-gpu-", dir=chosen))
+
+
+def _is_roomy(directory: str, needed_bytes: int) -> bool:
+    """Whether it is a file system with this much room, and twice as much memory is to be had."""
+    if not os.access(directory, os.W_OK):
+        return False
+    with open("/proc/meminfo") as file:
+        available = next(int(line.split()[1]) << 10 for line in file if "MemAvailable" in line)
+    return shutil.disk_usage(directory).free >= needed_bytes and available >= 2 * needed_bytes

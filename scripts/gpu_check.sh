@@ -1,0 +1,195 @@
+#!/usr/bin/env bash
+# Checks and measures the device tier on a machine with a GPU, unattended and without network.
+#   scripts/gpu_check.sh [--wheels DIR] [--output DIR] [--steps LIST] [--budget-s N] [--dry-run]
+#                        [-- ARGUMENTS OF benchmarks.gpu]
+#   --wheels DIR   wheels to install where the machine lacks them (scripts/gpu_wheels.sh fetches them)
+#   --output DIR   where the results go: docs/results, but for a dry run a new temporary directory
+#   --steps LIST   some of environment,native,tests,benchmarks; environment is always made
+#   --budget-s N   seconds for everything (540)
+#   --dry-run      the same steps on an emulated device with small sizes: checks this script, and
+#                  measures nothing
+# Every step has a time limit, and what it found is in the output as soon as it ends, so that a run
+# that is cut off leaves results. Ends with status 1 when a step failed, 2 when it cannot begin.
+set -uo pipefail
+root="$(cd "$(dirname "$0")/.." && pwd)"
+wheels="" output="" dry_run="" budget_s=540 steps="environment,native,tests,benchmarks"
+
+usage() {
+    sed -n '2,13p' "$root/scripts/gpu_check.sh" | cut -c3- >&2
+    exit 2
+}
+
+fail() {
+    echo "gpu_check: $*" >&2
+    exit 2
+}
+
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --wheels | --output | --steps | --budget-s) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
+        --wheels) wheels="$2" && shift 2 ;;
+        --output) output="$2" && shift 2 ;;
+        --steps) steps="$2" && shift 2 ;;
+        --budget-s) budget_s="$2" && shift 2 ;;
+        --dry-run) dry_run=1 && shift ;;
+        --) shift && break ;;
+        *) usage ;;
+    esac
+done
+[[ "$budget_s" =~ ^[0-9]+$ ]] || fail "--budget-s takes a whole number of seconds"
+for step in ${steps//,/ }; do
+    case "$step" in
+        environment | native | tests | benchmarks) ;;
+        *) fail "there is no step $step: environment, native, tests, benchmarks" ;;
+    esac
+done
+[ -z "$wheels" ] || [ -d "$wheels" ] || fail "$wheels is not a directory"
+if [ -z "$output" ]; then
+    output="$root/docs/results"
+    [ -z "$dry_run" ] || output="$(mktemp -d /tmp/gpu-dry-run-XXXXXX)"
+fi
+mkdir -p "$output" && output="$(cd "$output" && pwd)" || fail "$output cannot be written"
+
+work="$(mktemp -d /tmp/gpu-check-XXXXXX)"
+emulated=""
+trap 'rm -rf "$work" ${emulated:+"$emulated"}' EXIT
+machine_python="${PYTHON:-python3}"
+python="$work/venv/bin/python"
+name="gpu" && [ -z "$dry_run" ] || name="gpu-dry-run"
+export PYTHONPATH="$root" PYTHONUNBUFFERED=1
+export GPU_CHECK_RECORD="$work/experiments.jsonl" GPU_CHECK_TESTS="$work/tests.jsonl"
+failed=0
+
+left_s() { echo $((budget_s - SECONDS)); }
+
+has_step() { [[ ",$steps," == *",$1,"* ]]; }
+
+# run NAME LIMIT_S COMMAND...: the command's output is kept and shown, its status and time noted.
+run() {
+    local step="$1" limit_s="$2" began=$SECONDS status
+    shift 2
+    local left=$(($(left_s) - 10))
+    [ "$limit_s" -le "$left" ] || limit_s="$left"
+    if [ "$limit_s" -lt 5 ]; then
+        note "$step" 0 -1
+        return 1
+    fi
+    echo "== $step (at most $limit_s s, $(left_s) s left)"
+    # Interrupted first, so that what has been found is written. No pipe: a process that is left
+    # behind with the end of one would hold up everything.
+    timeout --signal=INT --kill-after=10 "$limit_s" "$@" > >(tee "$work/$step.log") 2>&1
+    status=$?
+    sleep 0.2
+    note "$step" $((SECONDS - began)) "$status"
+    return "$status"
+}
+
+note() {
+    printf '{"step": "%s", "seconds": %d, "status": %d}\n' "$1" "$2" "$3" >>"$work/steps.jsonl"
+    [ "$3" -eq 0 ] || failed=1
+    "$python" "$root/scripts/gpu_report.py" "$work" "$output/$name-check.json" ||
+        echo "gpu_check: no report" >&2
+}
+
+# An interpreter that sees the machine's packages (its torch) and, before them, the wheels. The path
+# file is read even where the machine's python is a virtual environment itself.
+make_environment() {
+    "$machine_python" -m venv --without-pip "$work/venv" || make_by_hand || return 1
+    local site
+    site="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || return 1
+    "$machine_python" - >"$site/machine.pth" <<'EOF' || return 1
+import site, sysconfig
+paths = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
+                       *site.getsitepackages()])
+for path in paths:
+    print(f"import site; site.addsitedir({path!r})")
+EOF
+    if [ -n "$wheels" ]; then
+        "$python" "$root/scripts/gpu_report.py" --missing "$wheels" >"$work/missing" || return 1
+        if [ -s "$work/missing" ]; then
+            xargs -d '\n' "$machine_python" -m pip install --quiet --disable-pip-version-check \
+                --no-index --no-deps --no-compile --no-cache-dir --target "$site" \
+                <"$work/missing" || return 1
+        fi
+    fi
+    "$python" "$root/scripts/gpu_report.py" --imports || return 1
+}
+
+# What the module venv does, for an interpreter that comes without it.
+make_by_hand() {
+    "$machine_python" - "$work/venv" <<'EOF'
+import os, pathlib, sys
+base = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+root = pathlib.Path(sys.argv[1])
+version = f"{sys.version_info.major}.{sys.version_info.minor}"
+(root / "lib" / f"python{version}" / "site-packages").mkdir(parents=True, exist_ok=True)
+(root / "bin").mkdir(exist_ok=True)
+(root / "bin" / "python").symlink_to(base)
+(root / "pyvenv.cfg").write_text(f"home = {os.path.dirname(base)}\nversion = {version}\n")
+EOF
+}
+
+check_device() {
+    "$python" - <<'EOF'
+import sys
+sys.path.insert(0, "tests")
+from gpu.rawcuda import why_no_device
+sys.exit(why_no_device() or 0)
+EOF
+}
+
+emulate() {
+    local base=/dev/shm
+    [ -w "$base" ] || base=/tmp
+    emulated="$(mktemp -d "$base/gpu-dry-run-XXXXXX")"
+    "$python" - "$emulated" >"$work/emulated.sh" <<'EOF' || fail "the emulated device cannot be built"
+import shlex, sys
+sys.path.insert(0, "tests")
+import emulated_cuda
+for name, value in emulated_cuda.environment(sys.argv[1], memory_bytes=2 << 30).items():
+    print(f"export {name}={shlex.quote(value)}")
+EOF
+}
+
+cd "$root" || fail "there is no $root"
+if ! make_environment >"$work/environment.log" 2>&1; then
+    cat "$work/environment.log" >&2
+    fail "the environment cannot be made; carry what is missing with --wheels DIR"
+fi
+cat "$work/environment.log"
+if [ -n "$dry_run" ]; then
+    echo "DRY RUN on an emulated device: nothing that follows is a measurement"
+    emulate
+else
+    check_device || fail "there is no CUDA device here; --dry-run tries the script out"
+    export GPU_CHECK_REQUIRED=1
+    nvidia-smi >"$work/nvidia-smi.log" 2>&1
+fi
+note environment "$SECONDS" 0
+
+if has_step native; then
+    run native 90 "$python" setup.py --quiet build_ext --inplace
+fi
+
+if has_step tests; then
+    limit_s=220
+    has_step benchmarks || limit_s="$budget_s"
+    variables=()
+    [ -z "$dry_run" ] || variables=("GPU_CHECK_EMULATED=$emulated")
+    PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 run tests "$limit_s" env "${variables[@]}" \
+        "$python" -m pytest -p pytest_timeout --timeout 100 -m gpu -v --maxfail 20 tests/gpu
+fi
+
+if has_step benchmarks; then
+    arguments=(--output "$output" --name "$name")
+    [ -z "$dry_run" ] || arguments+=(--trial)
+    spare_s=$(($(left_s) - 30))
+    if [ -n "$dry_run" ]; then
+        # shellcheck disable=SC1091
+        . "$work/emulated.sh"
+    fi
+    run benchmarks "$(left_s)" "$python" -m benchmarks.gpu "${arguments[@]}" \
+        --budget-s "$spare_s" "$@"
+fi
+echo "results: $output/$name-check.json"
+exit "$failed"

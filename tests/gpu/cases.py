@@ -1,0 +1,562 @@
+"""What unmodified programs do with weights on a device: ``python -m tests.gpu.cases serve {} FD``.
+
+Each case is a function of a directory of model files; it loads weights, uses them, and returns what
+a program would see, as JSON. The same function runs with the shim and without, each time in a
+process of its own (:mod:`benchmarks.forking`); the answers have to be equal. ``_shared`` adds what
+only concerns the run with the shim: the share of the weights that torch's allocator does not hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.forking import serve
+
+__all__ = ["CASES", "make_files"]
+
+Result = dict[str, Any]
+CASES: dict[str, Callable[[str], Result]] = {}
+WIDTH = 1024
+
+
+def case(function: Callable[[str], Result]) -> Callable[[str], Result]:
+    """One program; the test finds it by this decorator, without importing torch."""
+    CASES[function.__name__] = function
+    return function
+
+
+class Net(nn.Module):
+    """Convolutions, normalisation with buffers, and matrices: 28 MB.
+
+    The first convolution is smaller than what is shared, the second one is larger.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 64, 3, padding=1)
+        self.norm = nn.BatchNorm2d(64)
+        self.wide = nn.Conv2d(64, 256, 3, padding=1)
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        self.head = nn.Linear(WIDTH, 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, 3, h, w]`` -> ``[batch, 100]``."""
+        x = self.pool(self.wide(self.norm(self.conv(x)).relu())).flatten(1)
+        out: torch.Tensor = self.head(self.layers(x))
+        return out
+
+
+def make_files(directory: str) -> None:
+    """All files that cases load; runs without the shim."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    net = Net()
+    net(torch.randn(4, 3, 32, 32))
+    state = net.state_dict()
+    torch.save(state, _path(directory, "state.pt"))
+    save_file(state, _path(directory, "state.safetensors"))
+    torch.save({k: v.cuda() for k, v in state.items()}, _path(directory, "from_cuda.pt"))
+    torch.save({k: v.bfloat16() for k, v in state.items()}, _path(directory, "bfloat16.pt"))
+    tied = torch.randn(WIDTH, WIDTH)
+    aliases = {"a": tied, "b": tied, "row": tied[3], "transposed": tied.t()}
+    torch.save(aliases, _path(directory, "aliases.pt"))
+
+
+def _path(directory: str, name: str) -> str:
+    return os.path.join(directory, name)
+
+
+def _sample() -> torch.Tensor:
+    return torch.linspace(-1, 1, 4 * 3 * 32 * 32).reshape(4, 3, 32, 32).cuda()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
+
+
+def _seen(state: dict[str, torch.Tensor]) -> Result:
+    """Everything about tensors that a program can observe, but where they are."""
+    return {
+        name: [
+            _digest(t),
+            str(t.dtype),
+            list(t.shape),
+            list(t.stride()),
+            str(t.device),
+            t.requires_grad,
+            type(t).__name__,
+        ]
+        for name, t in state.items()
+    }
+
+
+def _share(tensors: Iterable[torch.Tensor]) -> float:
+    ranges = [(t.data_ptr(), t.nbytes) for t in tensors if t.is_cuda]
+    owned = [(s["address"], s["total_size"]) for s in torch.cuda.memory_snapshot()]
+    private = sum(n for p, n in ranges if any(low <= p < low + size for low, size in owned))
+    return 1 - private / max(1, sum(n for _, n in ranges))
+
+
+def _loaded(state: dict[str, torch.Tensor]) -> Result:
+    return {"seen": _seen(state), "_shared": _share(state.values())}
+
+
+def _net(state: dict[str, torch.Tensor]) -> Net:
+    net = Net().cuda().eval()
+    net.load_state_dict(state)
+    return net
+
+
+# --- loads ----------------------------------------------------------------------------------------
+
+
+@case
+def load_with_a_string(directory: str) -> Result:
+    return _loaded(torch.load(_path(directory, "state.pt"), map_location="cuda"))
+
+
+@case
+def load_with_an_index(directory: str) -> Result:
+    return _loaded(torch.load(_path(directory, "state.pt"), map_location="cuda:0"))
+
+
+@case
+def load_with_a_device(directory: str) -> Result:
+    return _loaded(torch.load(_path(directory, "state.pt"), map_location=torch.device("cuda")))
+
+
+@case
+def load_with_a_mapping(directory: str) -> Result:
+    return _loaded(torch.load(_path(directory, "state.pt"), map_location={"cpu": "cuda:0"}))
+
+
+@case
+def load_with_a_function(directory: str) -> Result:
+    path = _path(directory, "state.pt")
+    return _loaded(torch.load(path, map_location=lambda storage, _: storage.cuda()))
+
+
+@case
+def load_what_was_saved_on_cuda(directory: str) -> Result:
+    return _loaded(torch.load(_path(directory, "from_cuda.pt")))
+
+
+@case
+def load_what_was_saved_on_cuda_to_the_cpu(directory: str) -> Result:
+    state = torch.load(_path(directory, "from_cuda.pt"), map_location="cpu")
+    return {"seen": _seen(state)}
+
+
+@case
+def load_with_a_default_device(directory: str) -> Result:
+    torch.set_default_device("cuda")
+    state = torch.load(_path(directory, "state.pt"))
+    return {"seen": _seen(state)}
+
+
+@case
+def load_mapped(directory: str) -> Result:
+    return _loaded(torch.load(_path(directory, "state.pt"), map_location="cuda", mmap=True))
+
+
+@case
+def load_bfloat16(directory: str) -> Result:
+    return _loaded(torch.load(_path(directory, "bfloat16.pt"), map_location="cuda"))
+
+
+@case
+def load_aliases(directory: str) -> Result:
+    state = torch.load(_path(directory, "aliases.pt"), map_location="cuda")
+    pointers = {name: t.untyped_storage().data_ptr() for name, t in state.items()}
+    return _loaded(state) | {"aliases": len(set(pointers.values()))}
+
+
+@case
+def load_safetensors(directory: str) -> Result:
+    from safetensors.torch import load_file
+
+    return _loaded(load_file(_path(directory, "state.safetensors"), device="cuda"))
+
+
+@case
+def load_safetensors_by_index(directory: str) -> Result:
+    from safetensors import safe_open
+
+    with safe_open(_path(directory, "state.safetensors"), "pt", device=0) as file:
+        return _loaded({name: file.get_tensor(name) for name in sorted(file.keys())})
+
+
+@case
+def load_on_another_stream(directory: str) -> Result:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        state = torch.load(_path(directory, "state.pt"), map_location="cuda")
+        product = state["layers.0.weight"] @ state["layers.1.weight"]
+    stream.synchronize()
+    return _loaded(state) | {"product": _digest(product)}
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+@case
+def load_into_a_module(directory: str) -> Result:
+    net = _net(torch.load(_path(directory, "state.pt"), map_location="cuda"))
+    output = net(_sample())
+    shared = _share(net.parameters())
+    return {"seen": _seen(net.state_dict()), "output": _digest(output), "_shared": shared}
+
+
+@case
+def move_a_module(directory: str) -> Result:
+    net = Net().eval()
+    net.load_state_dict(torch.load(_path(directory, "state.pt")))
+    net = net.to("cuda")
+    output = net(_sample())
+    shared = _share(net.parameters())
+    return {"seen": _seen(net.state_dict()), "output": _digest(output), "_shared": shared}
+
+
+@case
+def move_an_assigned_module(directory: str) -> Result:
+    with torch.device("meta"):
+        net = Net().eval()
+    net.load_state_dict(torch.load(_path(directory, "state.pt"), mmap=True), assign=True)
+    net.cuda()
+    shared = _share(net.parameters())
+    return {"seen": _seen(net.state_dict()), "output": _digest(net(_sample())), "_shared": shared}
+
+
+@case
+def move_and_convert_a_module(directory: str) -> Result:
+    net = Net().eval()
+    net.load_state_dict(torch.load(_path(directory, "state.pt")))
+    net.to("cuda", torch.float16)
+    return {"seen": _seen(net.state_dict()), "output": _digest(net(_sample().half()))}
+
+
+@case
+def buffers_are_private(directory: str) -> Result:
+    """A module in training mode writes its running statistics and counters."""
+    net = _net(torch.load(_path(directory, "state.pt"), map_location="cuda")).train()
+    with torch.no_grad():
+        outputs = [_digest(net(_sample())) for _ in range(3)]
+    return {"outputs": outputs, "buffers": _seen(dict(net.named_buffers()))}
+
+
+@case
+def training_writes_privately(directory: str) -> Result:
+    """An optimizer takes the parameters; the file and the shared memory stay as they were."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    net = _net(torch.load(_path(directory, "state.pt"), map_location="cuda"))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(_sample()).square().mean().backward()
+        optimizer.step()
+    again = torch.load(_path(directory, "state.pt"), map_location="cuda")
+    largest = max(float((p.detach() - again[n]).abs().max()) for n, p in net.named_parameters())
+    return {"has_moved": largest > 1e-3, "again": _seen(again)}
+
+
+@case
+def copies_may_be_written(directory: str) -> Result:
+    state = torch.load(_path(directory, "state.pt"), map_location="cuda")
+    weight = state["layers.0.weight"]
+    clone = weight.clone().add_(1)
+    half = weight.half().mul_(2)
+    return {"clone": _digest(clone), "half": _digest(half), "weight": _digest(weight)}
+
+
+# --- what programs do with loaded tensors ---------------------------------------------------------
+
+
+@case
+def save_again(directory: str) -> Result:
+    state = torch.load(_path(directory, "state.pt"), map_location="cuda")
+    path = _path(directory, f"again-{os.getpid()}.pt")
+    torch.save(state, path)
+    size = os.stat(path).st_size
+    back = torch.load(path, map_location="cpu")
+    os.unlink(path)
+    return {"size_bytes": size, "seen": _seen(back)}
+
+
+@case
+def copy_deeply(directory: str) -> Result:
+    from copy import deepcopy
+
+    net = _net(torch.load(_path(directory, "state.pt"), map_location="cuda"))
+    twin = deepcopy(net)
+    with torch.no_grad():
+        twin.head.weight.add_(1)
+    return {"net": _digest(net.head.weight), "twin": _digest(twin.head.weight)}
+
+
+@case
+def pickle_it(directory: str) -> Result:
+    state = torch.load(_path(directory, "state.pt"), map_location="cuda")
+    return {"seen": _seen(pickle.loads(pickle.dumps(state)))}
+
+
+@case
+def export_by_dlpack(directory: str) -> Result:
+    state = torch.load(_path(directory, "state.pt"), map_location="cuda")
+    return {"seen": _seen({"weight": torch.from_dlpack(state["layers.0.weight"])})}
+
+
+@case
+def move_to_the_cpu(directory: str) -> Result:
+    net = _net(torch.load(_path(directory, "state.pt"), map_location="cuda"))
+    return {"seen": _seen(net.cpu().state_dict())}
+
+
+@case
+def drop_and_load_again(directory: str) -> Result:
+    digests = []
+    for _ in range(5):
+        state = torch.load(_path(directory, "state.pt"), map_location="cuda")
+        digests.append(_digest(state["layers.5.weight"]))
+        del state
+    return {"digests": digests}
+
+
+# --- what runs on the weights ---------------------------------------------------------------------
+
+
+@case
+def cublas(directory: str) -> Result:
+    results = {}
+    for name, kind in (("state.pt", torch.float32), ("bfloat16.pt", torch.bfloat16)):
+        state = torch.load(_path(directory, name), map_location="cuda")
+        x = torch.linspace(-1, 1, 8 * WIDTH, device="cuda").reshape(8, WIDTH).to(kind)
+        weight, bias = state["layers.0.weight"], state["layers.0.bias"]
+        results[name] = [
+            _digest(x @ weight),
+            _digest(nn.functional.linear(x, weight, bias)),
+            _digest(torch.addmm(bias, x, weight.t())),
+            _digest(torch.bmm(x[None], weight[None])),
+            _share([weight]),
+        ]
+    shared = min(each.pop() for each in results.values())
+    return {"results": results, "_shared": shared}
+
+
+@case
+def cudnn(directory: str) -> Result:
+    state = torch.load(_path(directory, "state.pt"), map_location="cuda")
+    weight, bias = state["wide.weight"], state["wide.bias"]
+    image = torch.linspace(-1, 1, 4 * 64 * 32 * 32, device="cuda").reshape(4, 64, 32, 32)
+    output = nn.functional.conv2d(image, weight, bias)
+    # Tuning times the algorithms, and may choose another one in each process.
+    torch.backends.cudnn.benchmark = True
+    tuned = nn.functional.conv2d(image, weight, bias)
+    is_close = bool(torch.allclose(output, tuned, rtol=1e-2, atol=1e-2))
+    has_cudnn = torch.backends.cudnn.is_available()
+    seen = {"output": _digest(output), "is_close": is_close, "has_cudnn": has_cudnn}
+    return seen | {"_shared": _share([weight])}
+
+
+@case
+def cuda_graph(directory: str) -> Result:
+    """Capture, replay, and load another model between replays."""
+    net = _net(torch.load(_path(directory, "state.pt"), map_location="cuda"))
+    static, stream = _sample(), torch.cuda.Stream()
+    with torch.no_grad():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            net(static)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = net(static)
+        replayed = []
+        for factor in (1.0, 2.0):
+            static.copy_(_sample() * factor)
+            graph.replay()
+            replayed.append(_digest(output))
+            other = torch.load(_path(directory, "bfloat16.pt"), map_location="cuda")
+            del other
+        graph.replay()
+        replayed.append(_digest(output))
+    return {"replayed": replayed, "_shared": _share(net.parameters())}
+
+
+@case
+def load_while_a_graph_is_captured(directory: str) -> Result:
+    """Dropping and loading in another thread must not spoil a capture."""
+    import threading
+
+    net = _net(torch.load(_path(directory, "state.pt"), map_location="cuda"))
+    static, stop, failures = _sample(), threading.Event(), []
+
+    def drop_in_a_loop() -> None:
+        import gc
+
+        while not stop.is_set():
+            try:
+                held = torch.load(_path(directory, "aliases.pt"), map_location="cpu")
+                del held
+                gc.collect()
+            except Exception as error:
+                failures.append(repr(error))
+                return
+
+    other = torch.load(_path(directory, "bfloat16.pt"), map_location="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            net(static)
+        torch.cuda.synchronize()
+        thread = threading.Thread(target=drop_in_a_loop)
+        thread.start()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = net(static)
+            del other
+        stop.set()
+        thread.join(30)
+        graph.replay()
+    return {"output": _digest(output), "failures": failures}
+
+
+@case
+def triton_kernel(directory: str) -> Result:
+    from tests.gpu import triton_kernels
+
+    state = torch.load(_path(directory, "state.pt"), map_location="cuda")
+    weight = state["layers.0.weight"]
+    return {"sum": triton_kernels.scaled(weight, 2.0), "_shared": _share([weight])}
+
+
+@case
+def attention(directory: str) -> Result:
+    state = torch.load(_path(directory, "bfloat16.pt"), map_location="cuda")
+    heads = state["layers.0.weight"].reshape(1, 16, 1024, 64)
+    mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    return {"mixed": _digest(mixed), "_shared": _share([heads])}
+
+
+@case
+def many_threads(directory: str) -> Result:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def load(_: int) -> str:
+        state = torch.load(_path(directory, "state.pt"), map_location="cuda")
+        return _digest(state["layers.2.weight"])
+
+    with ThreadPoolExecutor(8) as pool:
+        return {"digests": sorted(set(pool.map(load, range(16))))}
+
+
+# --- slow ones, last ------------------------------------------------------------------------------
+
+
+@case
+def transformers_from_pretrained(directory: str) -> Result:
+    from transformers import BertConfig, BertModel
+
+    where = _path(directory, "bert")
+    if not os.path.exists(where):
+        torch.manual_seed(0)
+        config = BertConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=4)
+        BertModel(config).save_pretrained(where + f"-{os.getpid()}")
+        os.rename(where + f"-{os.getpid()}", where)
+    model = BertModel.from_pretrained(where, device_map="cuda").eval()
+    tokens = torch.arange(32, device="cuda").reshape(1, 32)
+    output = model(tokens).last_hidden_state
+    return {"seen": _seen(model.state_dict()), "output": _digest(output)}
+
+
+def _child(queue: Any, tensor: torch.Tensor) -> None:
+    queue.put(_digest(tensor))
+
+
+@case
+def send_by_multiprocessing(directory: str) -> Result:
+    """Equal digests where torch can send it; without the shim it always can."""
+    import torch.multiprocessing as multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    state = torch.load(_path(directory, "state.pt"), map_location="cuda")
+    queue = context.SimpleQueue()
+    process = context.Process(target=_child, args=(queue, state["layers.0.weight"]))
+    process.start()
+    process.join(60)
+    return {"status": process.exitcode, "digest": queue.get() if not process.exitcode else ""}
+
+
+@case
+def torch_compile(directory: str) -> Result:
+    net = _net(torch.load(_path(directory, "state.pt"), map_location="cuda"))
+    with torch.no_grad():
+        expected = net(_sample())
+        compiled = torch.compile(net)(_sample())
+    is_close = bool(torch.allclose(expected, compiled, rtol=1e-2, atol=1e-2))
+    return {"is_close": is_close, "_shared": _share(net.parameters())}
+
+
+# --- process --------------------------------------------------------------------------------------
+
+
+def run(*, name: str, directory: str) -> Result:
+    """One case, with what the shim counted where it is on."""
+    result = CASES[name](directory)
+    if os.environ.get("TRIMS_ENABLED") == "1":
+        import trims_shim
+
+        result["_events"] = trims_shim.stats().events
+    return result
+
+
+def handles(*, directory: str) -> Result:
+    """The public handle of an image on the device; what is promised of it, each true or not."""
+    from safetensors.torch import load_file
+
+    import trims_shim
+
+    path, name = _path(directory, "state.safetensors"), "layers.0.weight"
+    expected = load_file(path, device="cpu")
+    found: Result = {}
+    with trims_shim.open(path, device="cuda") as handle:
+        found["equal"] = all(torch.equal(handle.torch(n).cpu(), t) for n, t in expected.items())
+        weight = handle.torch(name)
+        found["cupy"] = _is_equal_by_cupy(handle, name, expected[name])
+    found["shared"] = _share([weight]) == 1
+    found["alive_after_close"] = torch.equal(weight.cpu(), expected[name])
+    with trims_shim.open(path, device="cuda", access="private") as handle:
+        mine = handle.torch(name).add_(1)
+    found["private"] = torch.equal(mine.cpu(), expected[name] + 1)
+    found["untouched"] = torch.equal(weight.cpu(), expected[name])
+    return found
+
+
+def _is_equal_by_cupy(handle: Any, name: str, expected: torch.Tensor) -> bool | None:
+    """None where CuPy is not installed."""
+    try:
+        import cupy
+    except ImportError:
+        return None
+    return bool((cupy.asnumpy(handle.as_cupy(name)) == expected.numpy()).all())
+
+
+def files(*, directory: str) -> Result:
+    """Write the files."""
+    make_files(directory)
+    return {}
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRIMS_ENABLED") == "1":
+        import trims_shim  # noqa: F401
+    serve({"run": run, "handles": handles, "files": files}, int(sys.argv[3]))

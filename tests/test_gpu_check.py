@@ -1,0 +1,343 @@
+"""What runs unattended on a machine with a GPU works before it gets there.
+
+The script's arguments, the report, the verdicts from canned samples, the time box, and a dry run on
+the emulated device. What a GPU would say is not tested here: tests/gpu does that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import gpu_report  # noqa: E402
+
+from benchmarks import gpu_cold  # noqa: E402
+from benchmarks.forking import Server, server  # noqa: E402
+from benchmarks.gpu_plan import FULL, TRIAL, Clock, Plan, Run, estimate_s, rounds_within  # noqa: E402
+from benchmarks.gpu_processes import stable_free_bytes  # noqa: E402
+from benchmarks.harness import WorkerFailed  # noqa: E402
+
+SCRIPT = ROOT / "scripts" / "gpu_check.sh"
+VGG_BYTES = 553_430_176
+DRY_RUN_S = 400
+
+
+def check(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRIMS_")}
+    return subprocess.run(
+        [str(SCRIPT), *arguments],
+        env=environment | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+# --- the script -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nonsense"], "scripts/gpu_check.sh [--wheels DIR]"),
+        (["--help"], "scripts/gpu_check.sh [--wheels DIR]"),
+        (["--wheels"], "--wheels needs a value"),
+        (["--wheels", "/nowhere"], "/nowhere is not a directory"),
+        (["--steps", "tests,dance"], "there is no step dance"),
+        (["--budget-s", "soon"], "--budget-s takes a whole number"),
+        (["--output", "/proc/nowhere"], "cannot be written"),
+    ],
+)
+def test_wrong_arguments_end_before_anything_is_done(arguments: list[str], message: str) -> None:
+    done = check("--dry-run", *arguments, timeout_s=10)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_without_a_gpu_it_says_how_to_try_it(tmp_path: Path) -> None:
+    probe = "from gpu.rawcuda import why_no_device; print(why_no_device())"
+    answer = subprocess.run(
+        [sys.executable, "-c", probe],
+        cwd=ROOT / "tests",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if not answer.stdout.strip():
+        pytest.skip("this machine has a CUDA device")
+    done = check("--output", str(tmp_path))
+    assert done.returncode == 2, done.stderr
+    assert "--dry-run" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(DRY_RUN_S + 20)
+def test_dry_run_on_the_emulated_device(tmp_path: Path) -> None:
+    arguments = ["--dry-run", "--output", str(tmp_path), "--steps", "tests,benchmarks"]
+    arguments += ["--budget-s", str(DRY_RUN_S - 20)]
+    # Everything but the models, which torch would load to the CPU here.
+    arguments += ["--", "--only", "maps", "processes", "uploads", "--rounds", "1"]
+    done = check(*arguments, timeout_s=DRY_RUN_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "gpu-dry-run-check.json").read_text())
+    assert report["is_dry_run"]
+    assert [step["step"] for step in report["steps"]] == ["environment", "tests", "benchmarks"]
+    assert {step["status"] for step in report["steps"]} == {0}
+    assert set(report["test_outcomes"]) == {"passed", "skipped"}
+    assert {"clients go on", "one copy", "no leak"} <= {e["verdict"] for e in report["experiments"]}
+    results = json.loads((tmp_path / "gpu-dry-run.json").read_text())
+    assert results["is_trial"]
+    assert results["faults"] == []
+    assert any("torch on a device" in reason for reason in results["left_out"])
+    measured = {row["measurement"] for row in results["rows"]}
+    assert "open + map" in measured
+    assert "copies in device memory, 2 processes" in measured
+    assert "upload, share of the slower limit" in measured
+    # Nothing here may look like a promise kept.
+    assert {row["target"] for row in results["rows"]} == {None}
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+OUTCOMES = (
+    {"test": "a::good", "outcome": "passed", "seconds": 1.5, "why": ""},
+    {"test": "a::bad", "outcome": "failed", "seconds": 2.0, "why": "assert 1 == 2"},
+    {"test": "a::left", "outcome": "skipped", "seconds": 0.0, "why": "no unshare"},
+)
+
+
+def test_report_holds_what_there_is_so_far(tmp_path: Path) -> None:
+    work, output = tmp_path / "work", tmp_path / "check.json"
+    work.mkdir()
+    assert gpu_report.main([str(work), str(output)]) == 0
+    assert json.loads(output.read_text())["steps"] == []
+    steps = [
+        {"step": "native", "seconds": 3, "status": 0},
+        {"step": "tests", "seconds": 9, "status": 1},
+    ]
+    (work / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (work / "tests.log").write_text("\n".join(f"line {i}" for i in range(200)))
+    (work / "tests.jsonl").write_text("".join(json.dumps(each) + "\n" for each in OUTCOMES))
+    (work / "experiments.jsonl").write_text('{"experiment": "a", "verdict": "kept"}\n{"exper')
+    assert gpu_report.main([str(work), str(output)]) == 0
+    found = json.loads(output.read_text())
+    assert [step["status"] for step in found["steps"]] == [0, 1]
+    assert "output" not in found["steps"][0]
+    assert found["steps"][1]["output"][-1] == "line 199"
+    assert len(found["steps"][1]["output"]) == gpu_report.LOG_LINES
+    assert found["test_outcomes"] == {"failed": 1, "passed": 1, "skipped": 1}
+    assert found["tests"] == list(OUTCOMES)
+    assert found["experiments"] == [{"experiment": "a", "verdict": "kept"}]
+
+
+def test_only_missing_wheels_are_installed(tmp_path: Path) -> None:
+    wanted = ["absent_a-1-py3-none-any.whl", "absent_b-1-cp38-abi3-manylinux_2_28_x86_64.whl"]
+    others = ["msgpack-1.0-py3-none-any.whl", "absent_c-1-cp27-cp27m-any.whl", "other.txt"]
+    for name in (*wanted, *others):
+        (tmp_path / name).touch()
+    assert [Path(path).name for path in gpu_report.missing(tmp_path)] == wanted
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+
+def sample(total_s: float, *, shared: float = 1.0, checksum: int = 7) -> dict[str, Any]:
+    return {
+        "total_s": total_s,
+        "checksum": checksum,
+        "output": [1.0, 2.0],
+        "is_finite": True,
+        "shared": shared,
+    }
+
+
+def make_run(plan: Plan = FULL) -> Run:
+    return Run(plan, Clock(1000), Path("/nowhere"), "GPU-0")
+
+
+def sides(**changes: Any) -> dict[str, list[dict[str, Any]]]:
+    """Five rounds of each side: torch.load takes 5 s, the ideal 0.1 s."""
+    seconds = {"torch.load": 5.0, "ideal": 0.1, gpu_cold.HIT: 0.104, "safetensors": 2.0}
+    made = {name: [sample(value) for _ in range(5)] for name, value in seconds.items()}
+    return made | changes
+
+
+def verdicts(run: Run) -> dict[str, bool | None]:
+    return {row.measurement: row.is_met for row in run.findings.rows}
+
+
+def test_targets_are_judged_from_the_samples() -> None:
+    run = make_run()
+    gpu_cold.judge(run, "vgg16-224", VGG_BYTES, sides())
+    assert run.findings.faults == []
+    found = verdicts(run)
+    assert found["device hit vs ideal"] is True
+    assert found["device hit vs torch.load"] is True  # 48 times, the paper's small models: 24
+    slow = make_run()
+    gpu_cold.judge(slow, "vgg16-224", VGG_BYTES, sides(**{gpu_cold.HIT: [sample(0.3)] * 5}))
+    assert verdicts(slow)["device hit vs ideal"] is False
+    assert verdicts(slow)["device hit vs torch.load"] is False
+
+
+def test_the_headline_is_no_target_where_the_baseline_leaves_no_room() -> None:
+    run = make_run()
+    # The ideal is 50 times faster; the paper's large models gained 210.
+    gpu_cold.judge(run, "vgg16-896", 6_719_057_056, sides())
+    row = next(r for r in run.findings.rows if r.measurement == "device hit vs torch.load")
+    assert row.target is None
+    assert "50.0x" in row.note
+
+
+def test_a_first_load_may_cost_a_tenth_more() -> None:
+    for seconds, is_met in ((5.4, True), (5.6, False)):
+        run = make_run()
+        gpu_cold.judge(run, "gpt2", 497_759_232, sides(**{gpu_cold.FIRST: [sample(seconds)] * 5}))
+        assert verdicts(run)["first load, file in the page cache"] is is_met
+
+
+def test_small_models_are_promised_nothing() -> None:
+    run = make_run()
+    gpu_cold.judge(run, "googlenet", 27_994_208, sides(**{gpu_cold.HIT: [sample(1.0)] * 5}))
+    assert verdicts(run)["device hit vs ideal"] is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"ideal": [sample(0.1, checksum=8)] * 5}, "the weights differ"),
+        ({gpu_cold.HIT: [sample(0.1, shared=0.5)] * 5}, "not in shared memory"),
+        ({"ideal": [sample(0.1) | {"output": [1.0, 9.0]}] * 5}, "the outputs differ"),
+        ({"ideal": [sample(0.1) | {"is_finite": False}] * 5}, "not finite"),
+    ],
+)
+def test_invalid_comparisons_are_faults(changed: dict[str, Any], message: str) -> None:
+    run = make_run()
+    gpu_cold.judge(run, "vgg16-224", VGG_BYTES, sides(**changed))
+    assert message in " ".join(run.findings.faults)
+
+
+def test_one_curve_for_each_way_in_order_of_size() -> None:
+    run = make_run()
+    for name, size in (("vgg16-224", VGG_BYTES), ("resnet50", 102_441_032)):
+        gpu_cold.judge(run, name, size, sides())
+    curves = {curve.name: [size for size, _ in curve.points] for curve in run.findings.curves}
+    assert set(curves) == set(sides()) & set(gpu_cold.PLOTTED)
+    assert curves["ideal"] == [102_441_032, VGG_BYTES]
+
+
+def test_every_side_has_an_estimate_and_the_whole_plan_is_named() -> None:
+    assert estimate_s(VGG_BYTES, tuple(gpu_cold.SIDES), 5) > 0
+    from benchmarks.gpu_models import SUBJECTS
+
+    assert set(FULL.models) | {"tiny"} == set(SUBJECTS)
+    assert set(TRIAL.models) <= set(SUBJECTS)
+
+
+# --- many processes -------------------------------------------------------------------------------
+
+TASKS = """
+import os, sys, time
+from benchmarks.forking import serve
+def add(*, a, b):
+    return {"sum": a + b, "pid": os.getpid(), "has_colours": "colorsys" in sys.modules}
+def use_colours():
+    import colorsys
+    return {}
+def die():
+    os.kill(os.getpid(), 11)
+def fail():
+    raise ValueError("on purpose")
+def hang():
+    time.sleep(60)
+serve({f.__name__: f for f in (add, use_colours, die, fail, hang)}, int(sys.argv[3]))
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "forked_tasks.py").write_text(TASKS)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    with server("forked_tasks", environment) as running:
+        yield running
+
+
+def test_each_order_has_a_process_of_its_own(tasks: Server) -> None:
+    first, second = tasks.run("add", a=1, b=2), tasks.run("add", a=3, b=4)
+    assert (first["sum"], second["sum"]) == (3, 7)
+    assert first["pid"] != second["pid"]
+
+
+def test_only_what_is_learned_is_imported_afterwards(tasks: Server) -> None:
+    tasks.run("use_colours")
+    assert not tasks.run("add", a=0, b=0)["has_colours"]
+    tasks.learn("use_colours")
+    assert tasks.run("add", a=0, b=0)["has_colours"]
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [("die", "status -11"), ("fail", "on purpose"), ("hang", "not done within 1 s")],
+)
+def test_a_task_that_goes_wrong_harms_no_later_one(tasks: Server, task: str, message: str) -> None:
+    with pytest.raises(WorkerFailed, match=message):
+        tasks.run(task, deadline_s=1.0)
+    assert tasks.run("add", a=1, b=1)["sum"] == 2
+
+
+# --- the time box ---------------------------------------------------------------------------------
+
+
+class FakeTime:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def takes(self, seconds: float) -> Callable[[], dict[str, Any]]:
+        def run() -> dict[str, Any]:
+            self.now_s += seconds
+            return {"at_s": self.now_s}
+
+        return run
+
+
+@pytest.mark.parametrize(("budget_s", "rounds"), [(100, 5), (11, 3), (4, 1), (0, 1)])
+def test_no_round_is_begun_that_would_outlast_the_clock(budget_s: float, rounds: int) -> None:
+    time = FakeTime()
+    made = {"a": time.takes(1), "b": time.takes(2)}
+    results = rounds_within(made, 5, Clock(budget_s, time))
+    assert len(results["a"]) == len(results["b"]) == rounds
+
+
+def test_rounds_alternate() -> None:
+    order: list[str] = []
+
+    def note(name: str) -> Callable[[], dict[str, Any]]:
+        return lambda: order.append(name) or {}
+
+    rounds_within({"a": note("a"), "b": note("b")}, 3, Clock(100))
+    assert order == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_free_memory_is_read_until_it_rests() -> None:
+    readings = [5, 5, 7, 9, 9]
+    answer = stable_free_bytes(
+        "GPU-0", quiet_s=0.2, read=lambda _: readings.pop(0) if len(readings) > 1 else 9
+    )
+    assert answer == 9
+    assert len(readings) == 1
