@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from trims_shim.cli import images
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
+from trims_shim.daemon import loader
 from trims_shim.wire.messages import VerifyImageReply
 
 from .conftest import MODEL_BYTES, Trims
@@ -23,6 +25,8 @@ def models(tmp_path: Path) -> Path:
     for name in ("a.safetensors", "b.pt", "below/c.bin"):
         (tmp_path / name).write_bytes(os.urandom(MODEL_BYTES))
     (tmp_path / "README").write_text("no model")
+    # The daemon does not trust the times of a file that was written a moment ago.
+    time.sleep(loader._SETTLED_AFTER_NS / 1e9)
     return tmp_path
 
 
