@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trims_shim import config
-from trims_shim.config import SETTINGS, Config, DeviceSize, load, parse_size
+from trims_shim.config import SETTINGS, Config, ShareOrSize, load, parse_size
 from trims_shim.errors import ConfigError
 
 GIB = 1 << 30
@@ -218,10 +218,10 @@ class TestParsers:
             load({}, device_bytes=text)
 
     def test_sizes_of_a_device_are_values(self) -> None:
-        assert DeviceSize(size_bytes=5) == DeviceSize(size_bytes=5)
-        assert hash(DeviceSize(share=0.5)) == hash(DeviceSize(share=0.5))
-        assert DeviceSize(share=0.0) != DeviceSize(size_bytes=0)
-        assert DeviceSize(size_bytes=5) != 5
+        assert ShareOrSize(size_bytes=5) == ShareOrSize(size_bytes=5)
+        assert hash(ShareOrSize(share=0.5)) == hash(ShareOrSize(share=0.5))
+        assert ShareOrSize(share=0.0) != ShareOrSize(size_bytes=0)
+        assert ShareOrSize(size_bytes=5) != 5
 
     def test_backends_of_device_memory(self) -> None:
         for name in config.DEVICE_BACKENDS:
@@ -328,6 +328,7 @@ class TestConfig:
                 "eviction": "LRU",
                 "device_backend": "ipc",
                 "device_access": "private",
+                "ort_prepack": "off",
             }.get(each.name, "1")
             texts = {each.name: changed} if each.default != changed else {each.name: "0"}
             if each.name in ("patches", "log"):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SETTINGS",
     "Config",
-    "DeviceSize",
+    "ShareOrSize",
     "Setting",
     "config_file",
     "is_setting",
@@ -30,11 +30,12 @@ __all__ = [
     "parse_size",
 ]
 
-PATCHABLE_LIBRARIES = ("torch", "safetensors")
+PATCHABLE_LIBRARIES = ("torch", "safetensors", "onnxruntime")
 EVICTION_POLICIES = ("lru",)
 MEMORY_KINDS = ("auto", "memfd-huge", "tmpfs-huge", "tmpfs-huge-userns", "memfd")
 DEVICE_BACKENDS = ("vmm", "ipc", "off")
 DEVICE_ACCESSES = ("shared", "private")
+ORT_PREPACKS = ("share", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _TRUE = ("1", "true", "yes", "on")
@@ -137,8 +138,8 @@ def parse_size(text: str) -> int:
     return int(size * _UNITS[unit])
 
 
-class DeviceSize:
-    """A size that may be a share of something only the daemon knows: of a device's memory."""
+class ShareOrSize:
+    """A size that may be a share of something only the daemon knows, such as a device's memory."""
 
     __slots__ = ("share", "size_bytes")
 
@@ -151,7 +152,7 @@ class DeviceSize:
         return self.size_bytes if self.share is None else int(total_bytes * self.share)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, DeviceSize):
+        if not isinstance(other, ShareOrSize):
             return NotImplemented
         return (self.size_bytes, self.share) == (other.size_bytes, other.share)
 
@@ -159,11 +160,11 @@ class DeviceSize:
         return hash((self.size_bytes, self.share))
 
 
-def _device_size(text: str) -> DeviceSize:
+def _share_or_size(text: str) -> ShareOrSize:
     body = text.strip()
     if body.endswith("%"):
-        return DeviceSize(share=_share(body[:-1], text))
-    return DeviceSize(size_bytes=parse_size(text))
+        return ShareOrSize(share=_share(body[:-1], text))
+    return ShareOrSize(size_bytes=parse_size(text))
 
 
 def _share(number: str, text: str) -> float:
@@ -246,6 +247,18 @@ SETTINGS = (
         _choice(*DEVICE_ACCESSES),
         "what loads to a device get: shared (read-only) memory, or private copies of it",
     ),
+    Setting(
+        "ort_prepack",
+        "share",
+        _choice(*ORT_PREPACKS),
+        "weights that onnxruntime packs: share them, or off (quicker to create, slower to run)",
+    ),
+    Setting(
+        "ort_cuda",
+        "0",
+        _boolean,
+        "serve onnxruntime's CUDA provider from shared device memory (not tried on a GPU yet)",
+    ),
     Setting("strict", "0", _boolean, "raise when the cache fails instead of falling back (tests)"),
     Setting("autostart", "1", _boolean, "start the daemon when none runs"),
     Setting("socket_dir", "", _any, "directory of the sockets; empty: see docs/daemon.md"),
@@ -294,14 +307,14 @@ SETTINGS = (
     Setting(
         "device_bytes",
         "80%",
-        _device_size,
+        _share_or_size,
         "byte budget of each device tier (%: of what is free when it is first used)",
         is_daemons=True,
     ),
     Setting(
         "device_headroom_bytes",
         "1GiB",
-        _device_size,
+        _share_or_size,
         "device memory left to activations and other programs (%: of the device)",
         is_daemons=True,
     ),
@@ -310,6 +323,27 @@ SETTINGS = (
         "30",
         _seconds,
         "seconds without an upload after which a device's uploader process ends",
+        is_daemons=True,
+    ),
+    Setting(
+        "cache_dir",
+        "",
+        _any,
+        "directory of prepared ONNX models; empty: trims in the user's cache directory",
+        is_daemons=True,
+    ),
+    Setting(
+        "prepared_bytes",
+        "10%",
+        _share_or_size,
+        "byte budget of prepared ONNX models (%: of the file system they are on)",
+        is_daemons=True,
+    ),
+    Setting(
+        "prepare_timeout",
+        "900",
+        _seconds,
+        "seconds after which the preparation of an ONNX model is given up",
         is_daemons=True,
     ),
     Setting(
@@ -326,16 +360,23 @@ _BY_NAME = {setting.name: setting for setting in SETTINGS}
 class Config:
     """Values of all settings with their sources; read-only. ``config.min_bytes``, and so on."""
 
-    __slots__ = ("_sources", "_texts", "_values", "runtime_dir")
+    __slots__ = ("_sources", "_texts", "_values", "cache_home", "runtime_dir")
 
     def __init__(
-        self, texts: Mapping[str, str], sources: Mapping[str, str], *, runtime_dir: str = ""
+        self,
+        texts: Mapping[str, str],
+        sources: Mapping[str, str],
+        *,
+        runtime_dir: str = "",
+        cache_home: str = "",
     ) -> None:
         """Parse ``texts`` (by setting name); what is missing has its default.
 
-        ``runtime_dir`` is ``$XDG_RUNTIME_DIR``, where sockets belong.
+        ``runtime_dir`` is ``$XDG_RUNTIME_DIR``, where sockets belong; ``cache_home`` is the user's
+        cache directory.
         """
         self.runtime_dir = runtime_dir
+        self.cache_home = cache_home
         self._values: dict[str, Any] = {}
         self._texts: dict[str, str] = {}
         self._sources: dict[str, str] = {}
@@ -375,9 +416,12 @@ class Config:
 
 def config_file(environment: Mapping[str, str]) -> str:
     """Path of the configuration file of this user (it need not exist)."""
-    home = environment.get("HOME") or os.path.expanduser("~")
-    base = environment.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
+    base = environment.get("XDG_CONFIG_HOME") or os.path.join(_home(environment), ".config")
     return os.path.join(base, "trims", "trims.toml")
+
+
+def _home(environment: Mapping[str, str]) -> str:
+    return environment.get("HOME") or os.path.expanduser("~")
 
 
 def is_setting(variable: str) -> bool:
@@ -403,7 +447,12 @@ def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Conf
     for name, text in arguments.items():
         _check_known(name, f"argument {name}")
         texts[name], sources[name] = text, "argument"
-    return Config(texts, sources, runtime_dir=env.get("XDG_RUNTIME_DIR", ""))
+    return Config(
+        texts,
+        sources,
+        runtime_dir=env.get("XDG_RUNTIME_DIR", ""),
+        cache_home=env.get("XDG_CACHE_HOME") or os.path.join(_home(env), ".cache"),
+    )
 
 
 def load_usable(environment: Mapping[str, str] | None = None) -> tuple[Config, list[str]]:

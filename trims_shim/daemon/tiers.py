@@ -19,7 +19,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from trims_shim.config import Config, DeviceSize, memory_limit_bytes
+from trims_shim.config import Config, ShareOrSize, memory_limit_bytes
 from trims_shim.daemon.device_loader import DeviceLoader
 from trims_shim.daemon.eviction import EvictionPolicy, policy_named
 from trims_shim.daemon.loader import Loader, Loads
@@ -50,8 +50,8 @@ class DeviceSettings:
     """What is configured of device tiers; ``backend`` is ``vmm``, ``ipc`` or ``off``."""
 
     backend: str
-    budget: DeviceSize
-    headroom: DeviceSize
+    budget: ShareOrSize
+    headroom: ShareOrSize
     uploader_idle_s: float
     policy: EvictionPolicy
 

@@ -27,6 +27,10 @@ __all__ = [
     "ErrorReply",
     "EvictImageReply",
     "EvictImageRequest",
+    "EvictPreparedReply",
+    "EvictPreparedRequest",
+    "ExternalFile",
+    "FileIdentity",
     "FileOffer",
     "GetStatusReply",
     "GetStatusRequest",
@@ -39,12 +43,21 @@ __all__ = [
     "MemoryStatus",
     "OpenImageReply",
     "OpenImageRequest",
+    "OpenPreparedReply",
+    "OpenPreparedRequest",
     "PinImageReply",
     "PinImageRequest",
     "PlanUploadReply",
     "PlanUploadRequest",
+    "PrepareReply",
+    "PrepareRequest",
+    "PrepareVerdict",
+    "PreparedStatus",
+    "PreparedStorage",
     "Progress",
     "SegmentGrant",
+    "SessionRecipe",
+    "SourceHashed",
     "StatsReport",
     "StopDaemonReply",
     "StopDaemonRequest",
@@ -58,7 +71,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised by every change that an older peer would misread; tests/wire guards the golden bytes."""
 
 CONTROL_MESSAGE_LIMIT_BYTES = 1 << 20
@@ -244,6 +257,125 @@ class VerifyImageReply:
     computed: str
 
 
+# --- control: prepared ONNX models ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecipe:
+    """Everything but the model that decides what onnxruntime makes of it.
+
+    ``build`` tells builds of one version apart. ``providers``: for each its name, then option,
+    value, option, value... ``entries`` are the session's config entries (key, value), sorted;
+    ``free_dimensions`` are (``name`` or ``denotation``, dimension, value). ``prepack`` is ``share``
+    or ``off``. Equal recipes give equal results on one machine.
+    """
+
+    runtime: str
+    build: str
+    providers: tuple[tuple[str, ...], ...]
+    level: str
+    entries: tuple[tuple[str, ...], ...] = ()
+    free_dimensions: tuple[tuple[str, ...], ...] = ()
+    disabled_optimizers: tuple[str, ...] = ()
+    is_deterministic: bool = False
+    prepack: str = "share"
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """:class:`trims_shim.specs.Identity` on the wire."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPreparedRequest:
+    """Lease the prepared model of an ONNX model; has it made where there is none.
+
+    ``ticket``: of the model's open file, or of a memfd with its bytes (``path`` is empty then).
+    0: only look, for the content of ``digest``. ``path`` is absolute, as the client found the file.
+    ``package`` is the directory of the client's onnxruntime and ``search_path`` its ``sys.path``,
+    from which the process that prepares imports it.
+    """
+
+    ticket: int
+    path: str
+    digest: str
+    recipe: SessionRecipe
+    package: str
+    search_path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPreparedReply:
+    """Response for OpenPreparedRequest; never waits for a preparation.
+
+    ``outcome`` is ``hit``, ``unknown`` (nothing was started), ``preparing`` (by this request or an
+    earlier one) or ``refused``, with a short stable ``reason`` and a ``message`` for people. The
+    files of a hit are ``model`` and the weights beside it, as they were when they were verified.
+    """
+
+    outcome: str
+    lease: int = 0
+    key: str = ""
+    model: str = ""
+    model_identity: FileIdentity | None = None
+    weights: str = ""
+    weights_identity: FileIdentity | None = None
+    reason: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EvictPreparedRequest:
+    """Forget a prepared model by key or name, or every unleased one when ``model`` is empty.
+
+    What was found not to be servable is forgotten with it, and tried again on the next load.
+    """
+
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EvictPreparedReply:
+    """Response for EvictPreparedRequest."""
+
+    keys: tuple[str, ...]
+    freed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStatus:
+    """One prepared model in GetStatusReply.
+
+    ``state`` is ``ready``, ``preparing`` or ``refused`` (with ``reason``).
+    """
+
+    key: str
+    state: str
+    size_bytes: int
+    leases: int
+    hits: int
+    used_ns: int
+    prepare_ns: int
+    names: tuple[str, ...]
+    runtime: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStorage:
+    """Where prepared models are, and their accounting; part of GetStatusReply."""
+
+    directory: str
+    budget_bytes: int
+    resident_bytes: int
+
+
 # --- control: daemon ------------------------------------------------------------------------------
 
 
@@ -328,6 +460,8 @@ class GetStatusReply:
     clients: tuple[ClientStatus, ...]
     counters: dict[str, int] = field(default_factory=dict)
     devices: tuple[DeviceStatus, ...] = ()
+    prepared: tuple[PreparedStatus, ...] = ()
+    storage: PreparedStorage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +594,64 @@ class UploadFailed:
     job: int
     error: str
     message: str
+
+
+# --- preparer: the daemon and the process that prepares ONNX models --------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareRequest:
+    """The one job of a preparer.
+
+    ``source`` is the number of an inherited descriptor of the model, ``path`` its name or empty.
+    ``directory`` is a fresh directory for ``model.onnx`` and ``weights.bin``.
+    """
+
+    protocol: int
+    source: int
+    path: str
+    recipe: SessionRecipe
+    package: str
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalFile:
+    """A file that a model's initializers are in; ``location`` is as the model gives it."""
+
+    location: str
+    path: str
+    digest: str
+    identity: FileIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class SourceHashed:
+    """What is to be prepared, by content; answered by PrepareVerdict."""
+
+    digest: str
+    externals: tuple[ExternalFile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareVerdict:
+    """``is_wanted``: go on; otherwise it has been prepared already, and the preparer ends."""
+
+    is_wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareReply:
+    """The files are written and verified, or ``reason`` says why they never will be.
+
+    ``probe`` is ``equal`` where a run gave the same bits as the original model, else why there was
+    none. ``is_lasting``: the reason holds for this model and recipe, not just for now.
+    """
+
+    reason: str = ""
+    message: str = ""
+    is_lasting: bool = True
+    probe: str = ""
 
 
 # --- events ---------------------------------------------------------------------------------------
