@@ -36,6 +36,8 @@ class Daemon:
         self.control.setsockopt(zmq.LINGER, 0)
         self.requests: list[messages.OpenImageRequest] = []
         self.files: list[tuple[int, int]] = []
+        self.is_resident = False
+        """Whether offers are answered at once, with :meth:`answer` instead of :meth:`reply`."""
 
     def serve(self, *turns: Callable[[int], None]) -> threading.Thread:
         """Greet one client, then answer its requests, one turn (which is told the ticket) each."""
@@ -54,6 +56,11 @@ class Daemon:
                 offer = self.hear()
             assert offer.descriptor is not None
             os.close(offer.descriptor)
+            self.offer = offer.message
+            if self.is_resident:
+                turn(offer.message.ticket)
+                continue
+            self.answer(None)
             self.routing, body = self.control.recv_multipart()
             self.envelope = codec.decode_envelope(body)
             self.requests.append(self.envelope.message)
@@ -77,6 +84,9 @@ class Daemon:
     def reply(self, message: object) -> None:
         body = codec.encode_envelope(codec.Envelope(self.envelope.request_id, b"", message))
         self.control.send_multipart([self.routing, body])
+
+    def answer(self, message: messages.OpenImageReply | None, *, ticket: int = 0) -> None:
+        handover.send(self.peer, messages.OfferReply(ticket or self.offer.ticket, message))
 
     def open_parts(self) -> list[int]:
         """Descriptors of parts that this process (which is both ends) has open."""
@@ -294,5 +304,58 @@ def test_parts_of_a_load_that_stalls(daemon: Daemon) -> None:
 
     with Opening(daemon, turn, stall=0.3) as opening:
         with pytest.raises(DaemonTimeout, match="no progress"):
+            opening.open()
+        assert daemon.open_parts() == []
+
+
+def test_a_resident_image_needs_no_request(daemon: Daemon) -> None:
+    def turn(ticket: int) -> None:
+        daemon.grant(ticket)
+        daemon.grant(ticket, 1)
+        daemon.answer(reply(1000))
+
+    daemon.is_resident = True
+    with Opening(daemon, turn) as opening:
+        granted = opening.open()
+        assert granted.reply.outcome == "hit"
+        assert len(granted.allocations) == 1
+        assert (daemon.offer.tier, daemon.offer.name) == (DEVICE, "m")
+        assert daemon.requests == []
+        assert opening.connection._control is None, "no thread of ZeroMQ"
+        handover.close_all([granted.descriptor, *granted.allocations])
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_answer_without_its_parts(daemon: Daemon) -> None:
+    def turn(ticket: int) -> None:
+        daemon.grant(ticket)
+        daemon.answer(reply(1000))
+
+    daemon.is_resident = True
+    with Opening(daemon, turn) as opening:
+        with pytest.raises(WireError, match="1 of 2 parts"):
+            opening.open()
+        assert daemon.open_parts() == []
+        assert daemon.hear().message == messages.LeaseRelease(7)
+
+
+def test_an_answer_to_another_offer(daemon: Daemon) -> None:
+    def turn(ticket: int) -> None:
+        daemon.answer(reply(), ticket=ticket + 1)
+        daemon.grant(ticket)
+        daemon.answer(reply())
+
+    daemon.is_resident = True
+    with Opening(daemon, turn) as opening:
+        os.close(opening.open("host").descriptor)
+
+
+def test_an_offer_that_is_not_answered(daemon: Daemon) -> None:
+    def turn(ticket: int) -> None:
+        daemon.grant(ticket)
+
+    daemon.is_resident = True
+    with Opening(daemon, turn, stall=0.3) as opening:
+        with pytest.raises(DaemonTimeout, match="does not answer"):
             opening.open()
         assert daemon.open_parts() == []

@@ -23,9 +23,15 @@ STEPS = {
         " descriptor=f)\n"
         "say('here')\n" + _HANG
     ),
+    "after the offer of a request": (
+        "def answer_to_offer(self, parts):\n"
+        "  say('here'); signal.pause()\n"
+        "Connection._answer_to_offer = answer_to_offer\n"
+        "open_file(PATH)\n"
+    ),
     "after the request": (
         "from trims_shim.client.session import Conversation\n"
-        "real = Conversation.check_stall\n"
+        "Connection._answer_to_offer = lambda self, parts: None\n"
         "def check_stall(self, now):\n"
         "  say('here'); signal.pause()\n"
         "Conversation.check_stall = check_stall\n"

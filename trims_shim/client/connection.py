@@ -4,8 +4,9 @@ Used by one thread at a time (the pool in :mod:`trims_shim.client.cache` sees to
 :meth:`Connection.release`, which any thread may call at any time, a finalizer included. The leases
 taken over a connection end with it.
 
-The control socket is opened on the first request and closed again by :meth:`quiesce` before a
-fork: ZeroMQ has threads, and a program that forks must not find them.
+An image that is resident, or a prepared model, is opened over the handover socket alone. The
+control socket is opened on the first request that needs it and closed again by :meth:`quiesce`
+before a fork: ZeroMQ has threads, and a program that forks must not find them.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import select
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
-
-import zmq
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from trims_shim._version import __version__
-from trims_shim.client.session import Conversation
+from trims_shim.client.session import Conversation, error_from
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
 from trims_shim.specs import HOST_TIER
 from trims_shim.wire import codec, handover, messages
 from trims_shim.wire.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    import zmq  # elsewhere where it is used: many processes need none of it
 
 __all__ = ["Connection", "Granted"]
 
@@ -53,11 +55,12 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What has come for the request under way: descriptors by part, and their lease."""
+    """What has come for the request under way: descriptors by part, their lease, and answers."""
 
     ticket: int
     descriptors: dict[int, int] = field(default_factory=dict)
     leases: set[int] = field(default_factory=set)
+    answers: list[messages.OfferReply] = field(default_factory=list)
 
 
 class Connection:
@@ -73,11 +76,13 @@ class Connection:
         self._unsent: deque[int] = deque()
         self._ticket = 0
         self._parts: _Parts | None = None
+        self._replies: list[messages.OpenPreparedReply | messages.ErrorReply] = []
         try:
             self.welcome = self._greet(config_hash)
         except BaseException:
             self._handover.close()
             raise
+        self._stall_timeout_s = stall_timeout_s
         self._conversation = Conversation(token=self.welcome.token, stall_timeout_s=stall_timeout_s)
 
     # --- requests ---------------------------------------------------------------------------------
@@ -91,8 +96,11 @@ class Connection:
         self._ticket += 1
         parts = self._parts = _Parts(self._ticket)
         try:
-            self._send_handover(messages.FileOffer(parts.ticket), descriptor)
-            reply = self.request(messages.OpenImageRequest(parts.ticket, name, tier))
+            offer = messages.FileOffer(parts.ticket, tier, handover.clipped(name))
+            self._send_handover(offer, descriptor)
+            reply = self._answer_to_offer(parts)
+            if reply is None:
+                reply = self.request(messages.OpenImageRequest(parts.ticket, name, tier))
             descriptors = self._receive_parts(parts, _part_count(reply, tier), name)
             if os.fstat(descriptors[0]).st_size < reply.size_bytes:
                 raise WireError(f"segment of {name} is shorter than its image")
@@ -104,6 +112,12 @@ class Connection:
         finally:
             self._parts = None
         return Granted(reply, descriptors[0], descriptors[1:])
+
+    def _answer_to_offer(self, parts: _Parts) -> messages.OpenImageReply | None:
+        """The image, where it was resident: one round trip, and no thread of ZeroMQ."""
+        while not parts.answers:
+            self._receive_handover(timeout_s=self._stall_timeout_s)
+        return parts.answers[0].opened
 
     def _receive_parts(self, parts: _Parts, count: int, name: str) -> tuple[int, ...]:
         """Wait for the parts ``0 .. count - 1`` of the request under way."""
@@ -117,14 +131,49 @@ class Connection:
             raise WireError(f"parts {sorted(came)} of {name} came, not the first {count}")
         return tuple(came[part] for part in range(count))
 
+    def open_prepared(
+        self, request: messages.OpenPreparedRequest, *, descriptor: int | None = None
+    ) -> messages.OpenPreparedReply:
+        """Ask for a prepared ONNX model; the descriptor, if any, is offered with the request.
+
+        Never waits for a preparation. Raises as :meth:`open_image`.
+        """
+        self._flush_releases()
+        if descriptor is not None:
+            self._ticket += 1
+            self._send_handover(messages.FileOffer(self._ticket), descriptor)
+            request = replace(request, ticket=self._ticket)
+        if len(codec.encode(request)) > messages.HANDOVER_PACKET_LIMIT_BYTES:
+            reply = self.request(request)
+        else:
+            reply = self._exchange_packets(request)
+        if not isinstance(reply, messages.OpenPreparedReply):
+            raise WireError(f"{type(reply).__name__} answers OpenPreparedRequest")
+        return reply
+
+    def _exchange_packets(self, request: messages.OpenPreparedRequest) -> Any:
+        """One round trip over the handover socket, and no thread of ZeroMQ."""
+        self._replies.clear()
+        self._send_handover(request, None)
+        while not self._replies:
+            self._receive_handover(timeout_s=self._stall_timeout_s)
+        reply = self._replies.pop()
+        if isinstance(reply, messages.ErrorReply):
+            raise error_from(reply)
+        return reply
+
     def request(self, message: Any) -> Any:
         """Send a control request and wait for its reply. Raises as :meth:`open_image`."""
+        import zmq
+
         try:
             return self._exchange(message)
         except zmq.ZMQError as error:
             raise DaemonUnavailable(f"the control socket fails: {error}") from error
 
     def _exchange(self, message: Any) -> Any:
+        import zmq
+
         control = self._open_control()
         envelope = self._conversation.begin(message, time.monotonic())
         self._send_control(control, envelope)
@@ -220,6 +269,8 @@ class Connection:
 
     def _open_control(self) -> zmq.Socket[bytes]:
         if self._control is None:
+            import zmq
+
             _check_descriptors()
             self._context = zmq.Context(io_threads=1)
             control = self._context.socket(zmq.DEALER)
@@ -231,6 +282,8 @@ class Connection:
         return self._control
 
     def _send_control(self, control: zmq.Socket[bytes], envelope: codec.Envelope) -> None:
+        import zmq
+
         try:
             control.send(codec.encode_envelope(envelope))
         except zmq.Again as error:
@@ -244,15 +297,24 @@ class Connection:
         except OSError as error:
             raise DaemonUnavailable(f"the daemon has closed the connection: {error}") from error
 
-    def _receive_handover(self) -> None:
-        packet = self._receive_packet()
+    def _receive_handover(self, *, timeout_s: float | None = None) -> None:
+        packet = self._receive_packet(timeout_s)
         message = packet.message
         if isinstance(message, messages.SegmentGrant) and self._takes(message, packet.descriptor):
             return
+        if isinstance(message, messages.OfferReply):
+            self._take_answer(message)
+        if isinstance(message, messages.OpenPreparedReply | messages.ErrorReply):
+            self._replies.append(message)
         if packet.descriptor is not None:
             os.close(packet.descriptor)
         if isinstance(message, messages.Goodbye):
             raise DaemonUnavailable(f"the daemon closes the connection: {message.reason}")
+
+    def _take_answer(self, answer: messages.OfferReply) -> None:
+        parts = self._parts
+        if parts is not None and answer.ticket == parts.ticket:
+            parts.answers.append(answer)
 
     def _takes(self, grant: messages.SegmentGrant, descriptor: int | None) -> bool:
         """Whether the descriptor is a part that the request under way still lacks."""
@@ -267,9 +329,9 @@ class Connection:
         parts.descriptors[grant.part] = descriptor
         return True
 
-    def _receive_packet(self) -> handover.Packet:
+    def _receive_packet(self, timeout_s: float | None = None) -> handover.Packet:
         try:
-            if not _wait(self._handover, select.POLLIN):
+            if not _wait(self._handover, select.POLLIN, timeout_s):
                 raise DaemonTimeout("the daemon does not answer; see `trims status`")
             packet = handover.receive(self._handover)
         except OSError as error:
@@ -350,7 +412,7 @@ def _check_descriptors() -> None:
         handover.close_all(held)
 
 
-def _wait(connection: socket.socket, event: int) -> bool:
+def _wait(connection: socket.socket, event: int, timeout_s: float | None = None) -> bool:
     poll = select.poll()
     poll.register(connection, event)
-    return bool(poll.poll(_ANSWER_TIMEOUT_S * 1000))
+    return bool(poll.poll(1000 * (_ANSWER_TIMEOUT_S if timeout_s is None else timeout_s)))

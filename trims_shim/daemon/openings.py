@@ -2,8 +2,12 @@
 
 Owns the table of requests that are not answered yet. An opening waits for its tier to exist, then
 for the load that its store starts or joins; a grant is the segment's descriptors over the handover
-socket, then the reply. Images that leave a device are copied to the host tier where there is room.
-Used by the server's thread only.
+socket, then the reply. Used by the server's thread only.
+
+A load onto a device takes the image from where it is, if it is anywhere: from another device that
+the driver can copy from (NVLink is many times faster than the way from host memory, PCIe between
+devices as fast), else from the host tier, else from the file. Images that leave a device are copied
+to the host tier where there is room.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trims_shim.daemon.loader import Finished
+from trims_shim.daemon.peer_copying import PeerImage
 from trims_shim.daemon.sessions import Session, Sessions, check_readable_file
 from trims_shim.daemon.store import (
     Action,
@@ -37,7 +42,7 @@ from trims_shim.errors import (
     TrimsError,
 )
 from trims_shim.memory.device import DeviceSegment
-from trims_shim.specs import Identity
+from trims_shim.specs import Digest, Identity
 from trims_shim.wire import messages
 
 __all__ = ["Front", "Openings"]
@@ -46,6 +51,8 @@ _logger = logging.getLogger("trims_shim.daemon")
 
 _NAME_LIMIT = 4096
 _MESSAGE_LIMIT = 1000
+_ALLOCATIONS_IN_A_PACKET = 32
+"""With 80 bytes each: below messages.HANDOVER_PACKET_LIMIT_BYTES."""
 
 
 class Front(Protocol):
@@ -64,8 +71,8 @@ class Front(Protocol):
         Raises AccessDenied.
         """
 
-    def hand_over(self, session: Session, message: Any, descriptor: int) -> None:
-        """Send a descriptor. Raises OSError."""
+    def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
+        """Send a packet with a descriptor, or without one. Raises OSError."""
 
     def reply(self, routing: bytes, request: int, message: Any) -> None:
         """Answer a request."""
@@ -79,10 +86,22 @@ class Front(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request that is not answered yet."""
+    """A request that is not answered yet; ``routing`` None: an offer, answered where it came."""
 
-    routing: bytes
+    routing: bytes | None
     ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A load that takes its image from ``source``, where it is held until the load has ended.
+
+    ``is_promoted``: from the host tier, should that fail.
+    """
+
+    source: DeviceTier
+    digest: Digest
+    is_promoted: bool
 
 
 class Openings:
@@ -94,6 +113,8 @@ class Openings:
         self._waiting: dict[tuple[int, int], _Waiting] = {}
         self._unopened: dict[tuple[int, int], int] = {}
         """Descriptors of requests whose tier is being made."""
+        self._copies: dict[int, _Copy] = {}
+        """By the number of the load."""
 
     def open(
         self, session: Session, routing: bytes, request: int, message: messages.OpenImageRequest
@@ -110,6 +131,50 @@ class Openings:
         self._waiting[key] = _Waiting(routing, message.ticket)
         self._unopened[key] = descriptor
         self._tiers.when_ready(message.tier, lambda tier: self._begin(opening, tier))
+
+    def offer(self, session: Session, offer: messages.FileOffer) -> None:
+        """Open the image of an offered file where that takes no waiting; else the offer stands."""
+        try:
+            self._offer(session, offer)
+        except (TrimsError, OSError) as error:
+            # BlockingIOError too: who is not told would wait for an answer in vain.
+            self._front.end_session(session, f"the client does not take its answer: {error}")
+        # Border: a bug costs one client its connection, not all of them the daemon.
+        except Exception:
+            _logger.exception("offer of %s failed", offer.name[:200])
+            self._front.counters["internal_errors"] += 1
+            self._front.end_session(session, "internal error; see the daemon's log")
+
+    def _offer(self, session: Session, offer: messages.FileOffer) -> None:
+        # Requests are numbered from 1 on by the clients.
+        key = (session.number, -1 - offer.ticket)
+        tier = self._tiers.ready(offer.tier)
+        opening = None if tier is None else self._resident(session, key[1], offer, tier)
+        if tier is None or opening is None:
+            self._front.hand_over(session, messages.OfferReply(offer.ticket))
+            return
+        os.close(self._front.take_offer(session, offer.ticket))
+        self._waiting[key] = _Waiting(None, offer.ticket)
+        try:
+            self.execute(tier, tier.store.open(opening, time.time_ns()))
+        finally:
+            self._waiting.pop(key, None)
+
+    def _resident(
+        self, session: Session, request: int, offer: messages.FileOffer, tier: Tier
+    ) -> Opening | None:
+        """None where a request has to wait, or will be refused and should be told why."""
+        try:
+            self._check_limits(session, request)
+            opening = _opening(session, request, offer.name, session.offers[offer.ticket])
+        except TrimsError:
+            return None
+        digest = tier.store.trusted_digest(opening.user, opening.identity)
+        if digest is None:
+            return None
+        device = _device_grant(tier.loader.segment(digest))
+        is_short = device is None or len(device.allocations) <= _ALLOCATIONS_IN_A_PACKET
+        return opening if is_short else None
 
     def execute(self, tier: Tier, actions: list[Action], *, may_demote: bool = True) -> None:
         """Execute what the store of a tier decided, in order."""
@@ -130,12 +195,14 @@ class Openings:
         """Go on with what worker threads have ended."""
         for tier in self._tiers:
             for finished in tier.loader.take_finished():
+                self._end_copy(tier, finished.ingest)
                 self.execute(tier, _after(tier, finished))
             for finish_job in tier.loader.take_jobs():
                 finish_job()
         for device in self._tiers.devices:
             for digest in device.loader.lost():
                 self.execute(device, device.store.forget(digest), may_demote=False)
+            self._relieve_shortages(device)
 
     def report_progress(self) -> None:
         """Tell those who wait how far their loads are."""
@@ -144,7 +211,7 @@ class Openings:
                 progress = messages.Progress(meter.done_bytes, meter.total_bytes)
                 for opening in tier.store.waiters(ingest):
                     waiting = self._waiting.get((opening.session, opening.request))
-                    if waiting is not None:
+                    if waiting is not None and waiting.routing is not None:
                         self._front.reply(waiting.routing, opening.request, progress)
 
     def relieve_pressure(self) -> None:
@@ -155,6 +222,16 @@ class Openings:
                 actions = tier.store.relieve(missing, time.time_ns())
                 self._front.counters["evicted_under_pressure"] += len(actions) // 2
                 self.execute(tier, actions)
+
+    def _relieve_shortages(self, tier: DeviceTier) -> None:
+        """Loads that the driver had no memory for, whatever the account says, get another try."""
+        for shortage in tier.loader.take_shortages():
+            missing = shortage.wanted_bytes - tier.loader.leaving_bytes()
+            actions = tier.store.relieve(missing, time.time_ns())
+            self._front.counters["evicted_under_pressure"] += len(actions) // 2
+            is_relieved = bool(actions) or missing < shortage.wanted_bytes
+            self.execute(tier, actions, may_demote=shortage.may_demote)
+            shortage.answer(is_relieved=is_relieved)
 
     def close_session(self, session: int) -> None:
         """Nobody waits for the answers of a connection any more."""
@@ -206,19 +283,50 @@ class Openings:
                 os.close(descriptor)
 
     def _start(self, tier: Tier, action: StartIngest, descriptor: int) -> None:
-        """Begin a load; on a device it takes the host tier's image where there is one."""
+        """Begin a load; on a device it takes the image of another tier where there is one."""
         digest = None
         if isinstance(tier, DeviceTier):
             opening = action.opening
-            digest = self._tiers.host.store.trusted_digest(opening.user, opening.identity)
-        if digest is None:
+            digest = self._tiers.trusted_digest(opening.user, opening.identity)
+        if digest is None or not isinstance(tier, DeviceTier):
             tier.loader.start(action, descriptor)
             return
-        self._front.counters["images_promoted"] += 1
-        segment = self._tiers.host.loader.segment(digest)
-        # In the place of the file: this cannot fail for want of a descriptor.
-        os.dup2(segment.descriptor, descriptor, inheritable=False)
-        tier.loader.start(action, descriptor, digest=digest)
+        host = self._tiers.host
+        is_promoted = host.store.is_resident(digest)
+        if is_promoted:
+            segment = host.loader.segment(digest)
+            # In the place of the file: this cannot fail for want of a descriptor.
+            os.dup2(segment.descriptor, descriptor, inheritable=False)
+        source = self._begin_copy(tier, action.ingest, digest, is_promoted=is_promoted)
+        if source is None and is_promoted:
+            self._front.counters["images_promoted"] += 1
+        known = digest if is_promoted else ""
+        tier.loader.start(action, descriptor, digest=known, source=source)
+
+    def _begin_copy(
+        self, tier: DeviceTier, ingest: int, digest: Digest, *, is_promoted: bool
+    ) -> PeerImage | None:
+        """The image on another device, held there; None where it is to come from elsewhere."""
+        peer = self._tiers.peer_with(digest, tier)
+        if peer is None:
+            return None
+        try:
+            segment = peer.loader.segment(digest).hold()
+        except OSError:  # Out of descriptors.
+            return None
+        peer.store.hold(digest)
+        self._copies[ingest] = _Copy(peer, digest, is_promoted)
+        return PeerImage(digest, segment)
+
+    def _end_copy(self, tier: Tier, ingest: int) -> None:
+        copy = self._copies.pop(ingest, None)
+        if copy is None or not isinstance(tier, DeviceTier):
+            return
+        copy.source.store.unhold(copy.digest)
+        is_copied = tier.loader.was_copied(ingest)
+        self._front.counters["images_copied_from_peer" if is_copied else "peer_copies_failed"] += 1
+        if not is_copied and copy.is_promoted:
+            self._front.counters["images_promoted"] += 1
 
     # --- actions ----------------------------------------------------------------------------------
 
@@ -285,8 +393,14 @@ class Openings:
 
     def _answer(self, opening: Opening, message: Any) -> None:
         waiting = self._waiting.pop((opening.session, opening.request), None)
-        if waiting is not None:
+        if waiting is None:
+            return
+        if waiting.routing is not None:
             self._front.reply(waiting.routing, opening.request, message)
+            return
+        session = self._front.sessions.get(opening.session)
+        if session is not None:
+            self._front.hand_over(session, messages.OfferReply(waiting.ticket, message))
 
 
 def _opening(session: Session, request: int, name: str, descriptor: int) -> Opening:

@@ -1,0 +1,105 @@
+"""Offers that are answered where they came: whatever goes wrong costs that client, and nobody else.
+
+What openings do otherwise is tested with a whole daemon (tests/faults, tests/client).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from trims_shim.daemon.openings import Openings
+from trims_shim.daemon.sessions import Limits, Session, Sessions
+from trims_shim.wire import messages
+from trims_shim.wire.handover import Peer
+
+
+class Tiers:
+    """None of them is ready, or a look at one fails."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self.look = look
+
+    def ready(self, _: str) -> None:
+        self.look()
+
+
+class Front:
+    """A server without sockets; ``send`` is called for what a client is sent."""
+
+    is_stopping = False
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        self.sessions = Sessions(Limits())
+        self.counters: Counter[str] = Counter()
+        self.ended: list[str] = []
+        self.sent: list[Any] = []
+        self.send = send
+
+    def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
+        self.send()
+        self.sent.append(message)
+
+    def end_session(self, session: Session, reason: str) -> None:
+        self.ended.append(reason)
+
+
+def nothing() -> None:
+    """Goes well."""
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    ours, theirs = socket.socketpair()
+    session = Session(1, ours, Peer(os.getpid(), os.geteuid(), os.getegid()), 0)
+    yield session
+    ours.close()
+    theirs.close()
+
+
+OFFER = messages.FileOffer(1, "host", "model.onnx")
+
+
+def test_what_is_not_resident_stands(session: Session) -> None:
+    front = Front(nothing)
+    Openings(front, Tiers(nothing)).offer(session, OFFER)  # type: ignore[arg-type]
+    assert (front.sent, front.ended) == ([messages.OfferReply(1)], [])
+
+
+def test_a_client_that_reads_no_answer_is_let_go(session: Session) -> None:
+    """As nobody would try again, it would wait for it until its patience ends."""
+
+    def full() -> None:
+        raise BlockingIOError("its buffer is full")
+
+    front = Front(full)
+    Openings(front, Tiers(nothing)).offer(session, OFFER)  # type: ignore[arg-type]
+    assert len(front.ended) == 1
+    assert "buffer is full" in front.ended[0]
+
+
+def test_a_bug_costs_one_connection(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise KeyError("segment")
+
+    front = Front(nothing)
+    with caplog.at_level(logging.CRITICAL, "trims_shim.daemon"):
+        Openings(front, Tiers(fail)).offer(session, OFFER)  # type: ignore[arg-type]
+    assert front.counters["internal_errors"] == 1
+    assert front.ended == ["internal error; see the daemon's log"]
+
+
+def test_a_ticket_cannot_take_the_place_of_a_request(session: Session) -> None:
+    """Tickets are any numbers, and requests that wait are in the same table."""
+    front = Front(nothing)
+    openings = Openings(front, Tiers(nothing))  # type: ignore[arg-type]
+    waiting = object()
+    openings._waiting[(1, 4)] = waiting  # type: ignore[assignment]
+    openings.offer(session, messages.FileOffer(-5, "host"))
+    assert openings._waiting == {(1, 4): waiting}
