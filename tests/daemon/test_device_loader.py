@@ -15,8 +15,10 @@ from device_images import MIB, safetensors
 from emulated_cuda import Emulated
 from harness import wait_until
 
+from trims_shim.daemon.device_account import Shortage
 from trims_shim.daemon.device_loader import DeviceLoader
 from trims_shim.daemon.loader import Finished
+from trims_shim.daemon.peer_copying import PeerCopies, PeerImage
 from trims_shim.daemon.store import Opening, StartIngest
 from trims_shim.daemon.uploading import Uploader
 from trims_shim.errors import (
@@ -27,7 +29,8 @@ from trims_shim.errors import (
     UnknownDevice,
     UnsupportedFormat,
 )
-from trims_shim.memory.device import DeviceMemory, DeviceSegment
+from trims_shim.formats.device_layout import layout_of
+from trims_shim.memory.device import DeviceMemory, DeviceSegment, seal_outline, sparse_outline
 from trims_shim.memory.host import MemfdMemory, SealedSegment
 from trims_shim.specs import Identity, SegmentKind
 
@@ -155,14 +158,6 @@ class TestErrors:
         assert finished.segment is None
         assert harness.image_bytes() == 0
 
-    def test_a_full_device(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(device_bytes: int) -> object:
-            raise NoSpace("full")
-
-        monkeypatch.setattr(harness.loader.memory, "create", full)
-        assert isinstance(harness.load().error, NoSpace)
-        assert harness.loader.allocated_bytes() == 0
-
     def test_no_outline(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(size_bytes: int) -> int:
             raise MemoryFailure("no memfd")
@@ -210,6 +205,243 @@ class TestErrors:
         assert finished.error is None
         assert harness.loader.uploader.pid not in (first, None)
         harness.loader.discard(finished.ingest)
+
+
+class TestShortage:
+    """The driver has no memory although the account says that there is some."""
+
+    @staticmethod
+    def fill(harness: Harness, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+        """So many creations fail; how often it was tried."""
+        tries: list[int] = []
+        create = harness.loader.memory.create
+
+        def scarce(device_bytes: int) -> object:
+            tries.append(device_bytes)
+            if len(tries) <= times:
+                raise NoSpace("full")
+            return create(device_bytes)
+
+        monkeypatch.setattr(harness.loader.memory, "create", scarce)
+        return tries
+
+    @staticmethod
+    def shortage(harness: Harness) -> Shortage:
+        harness.woken.get(timeout=PATIENCE_S)
+        (shortage,) = harness.loader.take_shortages()
+        assert harness.loader.take_finished() == []
+        return shortage
+
+    def test_it_is_tried_again_once_there_is_room(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tries = self.fill(harness, monkeypatch, 2)
+        harness.start()
+        for _ in range(2):
+            shortage = self.shortage(harness)
+            assert (shortage.wanted_bytes, shortage.may_demote) == (len(CONTENT), True)
+            shortage.answer(is_relieved=True)
+            shortage.answer(is_relieved=False)
+        finished = harness.finish()
+        assert finished.error is None
+        assert len(tries) == 3
+        harness.loader.discard(finished.ingest)
+
+    def test_not_when_there_is_nothing_to_give_up(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tries = self.fill(harness, monkeypatch, 99)
+        harness.start()
+        self.shortage(harness).answer(is_relieved=False)
+        assert isinstance(harness.finish().error, NoSpace)
+        assert len(tries) == 1
+        assert harness.loader.allocated_bytes() == 0
+
+    def test_not_for_ever(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Somebody else takes what we give up."""
+        tries = self.fill(harness, monkeypatch, 99)
+        harness.start()
+        for _ in range(4):
+            self.shortage(harness).answer(is_relieved=True)
+        assert isinstance(harness.finish().error, NoSpace)
+        assert len(tries) == 5
+
+    def test_it_waits_for_what_leaves(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Room is made by images that are copied to the host tier first."""
+        tries = self.fill(harness, monkeypatch, 1)
+        harness.start()
+        shortage = self.shortage(harness)
+        harness.loader._account.begin_leaving(MIB)
+        shortage.answer(is_relieved=True)
+        time.sleep(0.3)
+        assert len(tries) == 1
+        harness.loader._account.end_leaving(MIB)
+        finished = harness.finish()
+        assert finished.error is None
+        harness.loader.discard(finished.ingest)
+
+    def test_closing_waits_for_nobody(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.fill(harness, monkeypatch, 99)
+        harness.start()
+        harness.woken.get(timeout=PATIENCE_S)
+        closing = threading.Thread(target=harness.loader.close)
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+
+
+two = pytest.mark.parametrize("emulated_environment", [{"devices": 2}], indirect=True, ids=["two"])
+
+
+class TestPeers:
+    """The image is on the second device; the loader is the first one's."""
+
+    @staticmethod
+    def source(harness: Harness, *, digest: str = DIGEST) -> PeerImage:
+        """The image, put together without an uploader."""
+        layout = layout_of(CONTENT)
+        memory = DeviceMemory(harness.machine.ids[1], "vmm").create(layout.size_bytes)
+        outline = sparse_outline(len(CONTENT))
+        for span in layout.outline():
+            os.pwrite(outline, CONTENT[span.offset_bytes : span.end_bytes], span.offset_bytes)
+        for each in layout.placed:
+            part = CONTENT[each.source.offset_bytes : each.source.end_bytes]
+            os.pwrite(memory.descriptors[0], part, each.offset_bytes)
+        sealed = seal_outline(outline)
+        os.close(outline)
+        segment = DeviceSegment(
+            harness.machine.ids[1],
+            "vmm",
+            memory.allocations,
+            memory.descriptors,
+            (),
+            sealed,
+            len(CONTENT),
+            layout.fingerprint(),
+        )
+        return PeerImage(digest, segment)
+
+    @staticmethod
+    def connect(harness: Harness) -> PeerCopies:
+        here, there = harness.machine.ids
+        uploader = Uploader(here, backend="vmm", idle_s=60, peers=(there,))
+        harness.loader.peers = PeerCopies({there: 0}, uploader)
+        return harness.loader.peers
+
+    def load(self, harness: Harness, source: PeerImage) -> Finished[DeviceSegment]:
+        harness.count += 1
+        descriptor = os.open(harness.path, os.O_RDONLY)
+        opening = Opening(1, 1, 0, Identity.from_stat(os.fstat(descriptor)), "/model")
+        action = StartIngest(harness.count, opening, False)
+        harness.loader.start(action, descriptor, source=source)
+        return harness.finish()
+
+    @two
+    def test_it_is_copied_and_the_file_not_read(
+        self, harness: Harness, make_file: Callable[..., str]
+    ) -> None:
+        peers = self.connect(harness)
+        harness.path = make_file(bytes(len(CONTENT)), "other")
+        pids = set()
+        for _ in range(2):
+            finished = self.load(harness, self.source(harness))
+            assert finished.error is None
+            assert finished.result is not None
+            assert finished.result.digest == DIGEST
+            assert finished.result.is_settled
+            assert harness.loader.was_copied(finished.ingest)
+            assert not harness.loader.was_copied(finished.ingest)
+            segment = finished.segment
+            assert segment is not None
+            assert segment.device == harness.machine.ids[0]
+            assert harness.image_bytes() == harness.loader.allocated_bytes() == RESIDENT
+            harness.loader.adopt(finished.ingest, DIGEST)
+            hashing = harness.loader.hashing(DIGEST)
+            assert hashing.compute() == DIGEST
+            hashing.close()
+            harness.loader.drop(DIGEST)
+            pids.add(peers.uploader.pid)
+        assert len(pids) == 1
+        assert pids != {harness.loader.uploader.pid}, "one of its own"
+
+    @pytest.mark.parametrize(
+        ("emulated_environment", "reason"),
+        [
+            ({"devices": 2, "peer": 0}, "cuMemSetAccess"),
+            ({"devices": 2, "peer": 2}, "damaged"),
+            ({"devices": 2, "fail": "cuMemcpyDtoDAsync=kill"}, "died"),
+            ({"devices": 2, "fail": "cuMemcpyDtoDAsync"}, "cuMemcpyDtoDAsync"),
+        ],
+        indirect=["emulated_environment"],
+        ids=["no peers", "damage", "death", "driver"],
+    )
+    def test_whatever_fails_the_file_is_read(
+        self, harness: Harness, reason: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.connect(harness)
+        finished = self.load(harness, self.source(harness))
+        assert finished.error is None
+        assert finished.result is not None
+        assert finished.result.digest == DIGEST
+        assert not harness.loader.was_copied(finished.ingest)
+        assert "cannot be copied from" in caplog.text
+        assert reason in caplog.text
+        harness.loader.adopt(finished.ingest, DIGEST)
+        hashing = harness.loader.hashing(DIGEST)
+        assert hashing.compute() == DIGEST
+        hashing.close()
+        assert harness.image_bytes() == RESIDENT
+
+    @two
+    def test_a_source_that_is_damaged_is_not_passed_on(self, harness: Harness) -> None:
+        self.connect(harness)
+        source = self.source(harness)
+        os.pwrite(source.segment.descriptors[0], b"damage", 1000)
+        finished = self.load(harness, source)
+        assert finished.result is not None
+        assert finished.result.digest == DIGEST
+        assert not harness.loader.was_copied(finished.ingest)
+        harness.loader.discard(finished.ingest)
+
+    @two
+    def test_no_room_for_a_copy_may_be_room_for_an_upload(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A copy needs a context more."""
+        peers = self.connect(harness)
+        source = self.source(harness)
+        tries = TestShortage.fill(harness, monkeypatch, 1)
+        harness.count += 1
+        descriptor = os.open(harness.path, os.O_RDONLY)
+        opening = Opening(1, 1, 0, Identity.from_stat(os.fstat(descriptor)), "/model")
+        harness.loader.start(StartIngest(harness.count, opening, False), descriptor, source=source)
+        TestShortage.shortage(harness).answer(is_relieved=False)
+        finished = harness.finish()
+        assert finished.error is None
+        assert not harness.loader.was_copied(finished.ingest)
+        assert len(tries) == 2
+        assert peers.rank(harness.machine.ids[1]) == 0
+        harness.loader.discard(finished.ingest)
+
+    @two
+    def test_idle_uploaders_end(self, harness: Harness) -> None:
+        peers = self.connect(harness)
+        harness.loader.discard(self.load(harness, self.source(harness)).ingest)
+        harness.adopted()
+        processes = []
+        for uploader in (peers.uploader, harness.loader.uploader):
+            assert uploader._process is not None
+            processes.append(uploader._process)
+            uploader._idle_s = 0.0
+        harness.loader.tend()
+        assert peers.uploader.pid is harness.loader.uploader.pid is None
+        for process in processes:
+            process.join()
+            assert process.is_dead
 
 
 class TestLeaving:
@@ -287,13 +519,16 @@ class TestLeaving:
 
     def test_hashing_holds_what_it_hashes(self, harness: Harness) -> None:
         harness.adopted()
-        work = harness.loader.hashing(DIGEST, to=harness.host)
+        hashing = harness.loader.hashing(DIGEST)
         harness.loader.drop(DIGEST)
         assert harness.image_bytes() == RESIDENT
-        assert work() == DIGEST
+        assert hashing.compute() == DIGEST
+        hashing.close()
         assert harness.image_bytes() == 0
 
     def test_hashing_sees_damage(self, harness: Harness) -> None:
         segment = harness.adopted()
         os.pwrite(segment.descriptors[0], b"damage", 1000)
-        assert harness.loader.hashing(DIGEST, to=harness.host)() != DIGEST
+        hashing = harness.loader.hashing(DIGEST)
+        assert hashing.compute() != DIGEST
+        hashing.close()

@@ -75,7 +75,8 @@ def environment(
     - ``mig``: every GPU is cut into so many MIG instances.
     - ``names``: of the devices, separated by commas.
     - ``nvml_order``: CUDA's indices in NVML's order, ``"1,0"``. ``nvml=0``: NVML is out of order.
-    - ``peer=0``: no access between devices. ``vmm=0``: no shareable memory handles.
+    - ``peer=0``: no access between devices; ``peer=2``: copies between devices end well, and what
+      arrives is not what was sent. ``vmm=0``: no shareable memory handles.
     """
     unknown = sorted(set(faults) - _SETTINGS)
     if unknown:

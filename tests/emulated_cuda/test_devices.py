@@ -13,6 +13,7 @@ import emulated_cuda as emulation
 from emulated_cuda.calls import api, call, create, failure, properties, start
 from emulated_cuda.conftest import Child
 
+P2P = api.CUdevice_P2PAttribute
 VISIBLE = """
 call("cuInit", 0)
 names = [bytes(call("cuDeviceGetName", 64, i)).split(bytes(1))[0].decode()
@@ -161,6 +162,16 @@ class TestDevices:
     def test_peers(self, cuda: emulation.Emulated, can: int) -> None:
         assert call("cuDeviceCanAccessPeer", 0, 1) == can
         assert call("cuDeviceCanAccessPeer", 0, 0) == 0
+        access = P2P.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED
+        assert call("cuDeviceGetP2PAttribute", access, 0, 1) == can
+        assert failure("cuDeviceGetP2PAttribute", access, 0, 0) == "INVALID_DEVICE"
+        assert failure("cuDeviceGetP2PAttribute", access, 0, 2) == "INVALID_DEVICE"
+
+    @pytest.mark.parametrize("emulated_environment", [{"devices": 3}], indirect=True)
+    def test_neighbours_have_the_best_link(self, cuda: emulation.Emulated) -> None:
+        rank = P2P.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK
+        ranks = [call("cuDeviceGetP2PAttribute", rank, *pair) for pair in ((0, 1), (2, 0), (1, 2))]
+        assert ranks == [0, 1, 0]
 
 
 class TestContexts:

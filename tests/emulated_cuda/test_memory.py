@@ -249,6 +249,32 @@ class TestRights:
         call("cuMemRelease", handle)
 
     @pytest.mark.parametrize(
+        ("flags", "is_allowed"), [("NONE", False), ("READ", True)], ids=["no right", "read"]
+    )
+    @pytest.mark.parametrize("emulated_environment", [{"devices": 2}], indirect=True)
+    def test_a_copy_needs_the_right_of_the_device_that_does_it(
+        self, cuda: emulation.Emulated, flags: str, is_allowed: bool
+    ) -> None:
+        """That the memory's own device may read does not help another one."""
+        other = create(ordinal=1)
+        source = mapped(other, flags="NONE")
+        call("cuMemSetAccess", source, 2 * MIB, [rights("READWRITE", 1)], 1)
+        call("cuMemSetAccess", source, 2 * MIB, [rights(flags, 0)], 1)
+        poke(source, b"peer")
+        ours = create()
+        target = mapped(ours)
+        call("cuMemcpyDtoD", target, source, 4)
+        if is_allowed:
+            call("cuCtxSynchronize")
+            assert peek(target, 4) == b"peer"
+        else:
+            assert failure("cuCtxSynchronize") == "ILLEGAL_ADDRESS"
+        unmapped(source)
+        unmapped(target)
+        call("cuMemRelease", other)
+        call("cuMemRelease", ours)
+
+    @pytest.mark.parametrize(
         ("flags", "touch", "status"),
         [
             ("READ", "peek(address)", 0),

@@ -212,6 +212,19 @@ class TestOrder:
         call("cuCtxSetCurrent", second)
         call("cuStreamDestroy", stream)
 
+    @pytest.mark.parametrize("emulated_environment", [{"devices": 2, "peer": 2}], indirect=True)
+    def test_a_link_that_loses_what_it_copies(self, device: int) -> None:
+        """As where an IOMMU is in the way: no error, and other bytes."""
+        first = call("cuCtxGetCurrent")
+        second = start(1)
+        other = int(call("cuMemAlloc", MIB))
+        call("cuMemcpyHtoD", other, b"peer", 4)
+        call("cuMemcpyPeerAsync", device, first, other, second, 4, 0)
+        call("cuMemcpyDtoD", other + 8, other, 4)
+        call("cuCtxSynchronize")
+        assert peek(device, 4) == b"\xff" * 4
+        assert peek(other + 8, 4) == b"peer", "within a device all is well"
+
 
 class TestMistakes:
     def test_unmapped_addresses_are_refused(self, device: int, host: int) -> None:

@@ -124,9 +124,8 @@ def test_clients_killed_at_a_step(make_device_world: MakeWorld, step: str) -> No
     scripts = {
         "offered": "handover.send(c._handover, messages.FileOffer(1), descriptor=f)\n"
         "say('here'); signal.pause()\n",
-        "asked": "from trims_shim.client.session import Conversation\n"
-        "def check_stall(self, now):\n  say('here'); signal.pause()\n"
-        "Conversation.check_stall = check_stall\n"
+        "asked": "def answer_to_offer(self, parts):\n  say('here'); signal.pause()\n"
+        "Connection._answer_to_offer = answer_to_offer\n"
         f"c.open_image(f, {path!r}, tier={GPU!r})\n",
         "granted": f"g = c.open_image(f, {path!r}, tier={GPU!r})\nsay('here'); signal.pause()\n",
         "mapped": f"g = c.open_image(f, {path!r}, tier={GPU!r})\n"

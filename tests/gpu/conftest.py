@@ -76,7 +76,7 @@ def machine() -> dict[str, str]:
     if EMULATED:
         import emulated_cuda
 
-        variables = emulated_cuda.environment(EMULATED, memory_bytes=EMULATED_BYTES)
+        variables = emulated_cuda.environment(EMULATED, devices=2, memory_bytes=EMULATED_BYTES)
     probe = f"import sys; sys.path.insert(0, {TESTS!r})\n"
     probe += "from gpu.rawcuda import why_no_device; print(why_no_device())"
     # In a process of its own: a process that has asked the driver must not fork any more.

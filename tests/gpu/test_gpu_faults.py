@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from harness import Child, process_state, wait_until
 
+from gpu.computing import LOOP, answers, compute, kinds, start
 from gpu.conftest import GpuWorld
 
-BUSY_S = 1.0
-
-# As in test_gpu_deaths.py; an answer is what eight matrices make of a vector.
+# An answer is what eight matrices make of a vector.
 _CLIENT = (
     "import torch\n"
     "state = torch.load(hear(), map_location='cuda')\n"
@@ -22,16 +21,7 @@ _CLIENT = (
     "  for name in sorted(state):\n"
     "    y = (y @ state[name]) / 16\n"
     "  return str([float(value) for value in y.double().sum(1).cpu()])\n"
-    "say(trims_shim.stats().served)\n"
-    "while True:\n"
-    "  answers, end = {}, time.monotonic() + hear()\n"
-    "  say('busy')\n"
-    "  while not answers or time.monotonic() < end:\n"
-    "    try:\n"
-    "      answers[compute()] = 1\n"
-    "    except Exception as error:\n"
-    "      answers[f'error {type(error).__name__}'] = 1\n"
-    "  say(list(answers))\n"
+    "say(trims_shim.stats().served)\n" + LOOP
 )
 _FILE = (
     "import torch\ntorch.manual_seed(1)\n"
@@ -58,35 +48,17 @@ def _open(world: GpuWorld, path: str) -> Child:
     return client
 
 
-def _start(*clients: Child) -> None:
-    """They compute when this returns."""
-    for client in clients:
-        client.say(BUSY_S)
-    for client in clients:
-        assert client.hear(60) == "busy"
-
-
-def _answers(*clients: Child) -> list[list[str]]:
-    """Of clients that were started."""
-    return [client.hear(60) for client in clients]
-
-
-def _compute(*clients: Child) -> list[list[str]]:
-    _start(*clients)
-    return _answers(*clients)
-
-
 def test_daemon_killed_while_kernels_run(gpu_world: GpuWorld, path: str, record: Any) -> None:
     clients = [_open(gpu_world, path) for _ in range(2)]
-    expected = _compute(*clients)
+    expected = compute(*clients)
     assert len(expected[0]) == 1
-    _start(*clients)
+    start(*clients)
     gpu_world.kill_daemon()
-    during = _answers(*clients)
-    goes_on = during == _compute(*clients) == expected
+    during = answers(*clients)
+    goes_on = during == compute(*clients) == expected
     record("kernels go on" if goes_on else "kernels fail", backend="vmm")
     assert goes_on, during
-    assert _compute(_open(gpu_world, path)) == expected[:1]
+    assert compute(_open(gpu_world, path)) == expected[:1]
 
 
 def test_owner_killed_under_legacy_ipc_while_kernels_run(
@@ -96,24 +68,23 @@ def test_owner_killed_under_legacy_ipc_while_kernels_run(
     world = make_gpu_world(device_backend="ipc", uploader_idle="60")
     path = _checkpoint(world)
     client = _open(world, path)
-    ((right,),) = _compute(client)
+    ((right,),) = compute(client)
     owners = world.uploaders()
     assert owners
-    _start(client)
+    start(client)
     for owner in owners:
         world.signal(owner, signal.SIGKILL)
         wait_until(lambda pid=owner: process_state(pid) in ("", "Z"), f"owner {owner} gone")
-    found = [answer for answers in (*_answers(client), *_compute(client)) for answer in answers]
-    kinds = ["right" if a == right else a if a.startswith("error") else "wrong" for a in found]
-    record(", then ".join(dict.fromkeys(kinds)), backend="ipc")
-    assert "wrong" not in kinds
+    found = kinds([*answers(client), *compute(client)], right=right)
+    record(", then ".join(dict.fromkeys(found)), backend="ipc")
+    assert "wrong" not in found
 
 
 def test_a_kernel_that_writes_ends_its_process_only(
     gpu_world: GpuWorld, path: str, record: Any
 ) -> None:
     neighbour = _open(gpu_world, path)
-    expected = _compute(neighbour)
+    expected = compute(neighbour)
     daemon = gpu_world.pid()
     writer = gpu_world.client(
         "import torch\n"
@@ -133,13 +104,13 @@ def test_a_kernel_that_writes_ends_its_process_only(
         "sys.stdout.flush()\nos._exit(0)\n"
     )
     assert writer.hear(90) == "ready"
-    _start(neighbour)
+    start(neighbour)
     writer.say()
     said = [writer.hear(60), writer.hear(60)]
-    answers = [*_answers(neighbour), *_compute(neighbour)]
-    is_unharmed = answers == expected * 2
+    found = [*answers(neighbour), *compute(neighbour)]
+    is_unharmed = found == expected * 2
     record(said[0], afterwards=said[1], neighbour="unharmed" if is_unharmed else "harmed")
     assert said[0] != "no error"
-    assert is_unharmed, answers
+    assert is_unharmed, found
     assert gpu_world.pid() == daemon
-    assert _compute(_open(gpu_world, path)) == expected
+    assert compute(_open(gpu_world, path)) == expected

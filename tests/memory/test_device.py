@@ -724,8 +724,33 @@ def test_a_segment_gives_everything_up_once(
         layout="00000000-1-1",
     )
     assert segment.resident_bytes() == 3 * PART == emulated_cuda.used_bytes(device)
+    held = segment.hold()
     segment.close()
     segment.close()
+    assert emulated_cuda.used_bytes(device) == 3 * PART, "a hold of its own"
+    assert (held.allocations, held.layout) == (segment.allocations, segment.layout)
+    held.close()
     assert emulated_cuda.used_bytes(device) == 0
     assert descriptors_open() == before
     assert driver().devices()[0].id == device
+
+
+def test_a_hold_that_fails_leaves_nothing(
+    device: str, small_parts: None, outline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocation = DeviceMemory(device, "vmm").create(2 * PART)
+    segment = DeviceSegment(
+        device, "vmm", allocation.allocations, allocation.descriptors, (), os.dup(outline), 1, "x"
+    )
+    before, dup, calls = descriptors_open(), os.dup, iter([0, 0])
+
+    def scarce(descriptor: int) -> int:
+        if next(calls, None) is None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return dup(descriptor)
+
+    monkeypatch.setattr(os, "dup", scarce)
+    with pytest.raises(OSError, match="Too many open files"):
+        segment.hold()
+    assert descriptors_open() == before
+    segment.close()

@@ -95,6 +95,25 @@ def test_devices_are_named_by_the_drivers_ids(emulated_cuda: emulation.Emulated)
     assert [driver().index_of(each) for each in emulated_cuda.ids] == [0, 1]
 
 
+@pytest.mark.parametrize("emulated_environment", [{"devices": 3}], indirect=True)
+def test_peers_with_the_rank_of_their_links(
+    emulated_cuda: emulation.Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = emulated_cuda.ids
+    assert driver().peers(0) == {second: 0, third: 1}
+    assert driver().peers(1) == {first: 0, third: 0}
+    with machine(monkeypatch, CUDA_VISIBLE_DEVICES="2,0") as opened:
+        assert opened.peers(0) == {first: 1}
+    assert emulation.held().contexts == 0
+
+
+@pytest.mark.parametrize(
+    "emulated_environment", [{"devices": 2, "peer": 0}, {"devices": 2, "mig": 2}], indirect=True
+)
+def test_devices_without_peers(emulated_cuda: emulation.Emulated) -> None:
+    assert driver().peers(0) == {}
+
+
 @pytest.mark.parametrize("emulated_environment", [{"devices": 4}], indirect=True)
 @pytest.mark.parametrize(
     ("visible", "expected"),

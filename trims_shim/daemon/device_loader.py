@@ -4,6 +4,10 @@ Owns the segments of the device's images, as :class:`~trims_shim.daemon.loader.L
 the host tier, and their way back to the host tier when they are evicted. Makes and exports memory
 without a context; reads no file but to hash it.
 
+The driver may have less memory than the account says, as other programs take some without asking:
+then the load waits (:class:`~trims_shim.daemon.device_account.Shortage`) while images that nobody
+uses are given up, and tries again.
+
 Memory of an image that leaves is held until it has been copied to the host tier; a load that was
 started later makes none before that, so that both never have to fit at once.
 """
@@ -12,17 +16,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from typing import TypeVar
 
+from trims_shim.daemon.device_account import Account, Shortage
 from trims_shim.daemon.ingest import Meter
-from trims_shim.daemon.loader import Finished, Loads, check_unchanged
+from trims_shim.daemon.loader import Finished, Hashing, Loads, check_unchanged
+from trims_shim.daemon.peer_copying import PeerCopies, PeerImage
 from trims_shim.daemon.store import Ingested, StartIngest
 from trims_shim.daemon.uploading import Job, Uploader
-from trims_shim.errors import DriverFailure, ReadFailed, TrimsError, UnknownDevice, WireError
+from trims_shim.errors import (
+    DriverFailure,
+    NoSpace,
+    ReadFailed,
+    TrimsError,
+    UnknownDevice,
+    WireError,
+)
 from trims_shim.memory.device import (
     DeviceAllocation,
     DeviceMemory,
@@ -36,8 +52,15 @@ from trims_shim.wire import messages
 
 __all__ = ["DeviceLoader"]
 
+_logger = logging.getLogger("trims_shim.daemon")
+
 _TRIES = 2
 """A load is repeated once when the uploader dies of another one."""
+_SHORTAGES = 4
+"""So often is a load given room; each time as much as it needs. Whoever takes all of that as well
+while it becomes free may have it."""
+
+_Result = TypeVar("_Result")
 
 
 class DeviceLoader(Loads[DeviceSegment]):
@@ -49,14 +72,23 @@ class DeviceLoader(Loads[DeviceSegment]):
         uploader: Uploader,
         *,
         wake: Callable[[], None],
+        peers: PeerCopies | None = None,
         pool: Executor | None = None,
         trusts_young_files: bool = False,
     ) -> None:
+        """``peers``: the devices that images may be copied from; None: there are none."""
         super().__init__(wake=wake, pool=pool, trusts_young_files=trusts_young_files)
         self.memory = memory
         self.uploader = uploader
-        self._account = _Account()
+        self.peers = peers
+        self._account = Account()
         self._jobs_of: dict[int, int] = {}
+        self._sources: dict[int, PeerImage] = {}
+        self._from_peers: set[int] = set()
+        self._shortages: queue.SimpleQueue[Shortage] = queue.SimpleQueue()
+        # Whoever runs all our work in one thread has nobody who could copy images away meanwhile.
+        self._may_demote = pool is None
+        self._is_closing = threading.Event()
 
     def allocated_bytes(self) -> int:
         """Device memory that exists because of us. Any thread may ask."""
@@ -100,38 +132,64 @@ class DeviceLoader(Loads[DeviceSegment]):
         # Not in a thread of the loads, which wait for it.
         self._aside.submit(leave)
 
-    def hashing(self, digest: Digest, *, to: HostMemory) -> Callable[[], Digest]:
-        """Work for a thread: the digest of what is in device memory now, by way of host memory.
-
-        Holds the memory until it is done; it has to be done.
-        """
+    def hashing(self, digest: Digest) -> Hashing:
+        """See :meth:`Loads.hashing`: of what is in device memory, and passes through the host."""
         segment = self._segments[digest]
         memory = self._jobs_of.get(segment.outline, 0)
-        # A hold of its own: the image may be evicted while a worker hashes it.
-        held = dataclasses.replace(
-            segment,
-            outline=os.dup(segment.outline),
-            descriptors=tuple(os.dup(each) for each in segment.descriptors),
-        )
+        held = segment.hold()
 
-        def work() -> Digest:
+        def compute() -> Digest:
+            nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                computed, copy = self._download(held, memory, to)
+                return self._read_back(held, memory, nowhere)
             finally:
-                held.close()
-            copy.close()
-            return computed
+                os.close(nowhere)
 
-        return work
+        return Hashing(compute, held.close)
+
+    def take_shortages(self) -> list[Shortage]:
+        """Loads that wait for memory; each has to be answered."""
+        found = []
+        while not self._shortages.empty():
+            found.append(self._shortages.get())
+        return found
+
+    def was_copied(self, ingest: int) -> bool:
+        """Whether a load that has ended took its image from another device. Asked once."""
+        is_copied = ingest in self._from_peers
+        self._from_peers.discard(ingest)
+        return is_copied
+
+    def tend(self) -> None:
+        """What is to be done about every second; never blocks."""
+        for uploader in self._uploaders():
+            uploader.retire_if_idle()
 
     def close(self) -> None:
-        """See :meth:`Loads.close`; ends the uploader."""
+        """See :meth:`Loads.close`; ends the uploaders."""
+        self._is_closing.set()
+        for shortage in self.take_shortages():
+            shortage.answer(is_relieved=False)
         super().close()
-        self.uploader.close()
+        for uploader in self._uploaders():
+            uploader.close()
+        # Of loads that were never begun.
+        for source in self._sources.values():
+            source.segment.close()
+        self._sources.clear()
 
-    def start(self, action: StartIngest, descriptor: int, *, digest: Digest = "") -> None:
-        """See :meth:`Loads.start`."""
+    def start(
+        self,
+        action: StartIngest,
+        descriptor: int,
+        *,
+        digest: Digest = "",
+        source: PeerImage | None = None,
+    ) -> None:
+        """See :meth:`Loads.start`. ``source`` is tried first, and owned from here on."""
         self._account.note_start(action.ingest)
+        if source is not None:
+            self._sources[action.ingest] = source
         super().start(action, descriptor, digest=digest)
 
     def take_finished(self) -> list[Finished[DeviceSegment]]:
@@ -148,11 +206,16 @@ class DeviceLoader(Loads[DeviceSegment]):
     ) -> tuple[Ingested, DeviceSegment | None]:
         identity, name = action.opening.identity, action.opening.name
         started_ns = time.time_ns()
+        copied = self._copy(action, meter, started_ns)
+        if copied is not None:
+            return copied
         if action.is_likely_known and not digest:
             known = self._known(action, descriptor, meter, started_ns)
             if known is not None:
                 return known, None
-        segment, computed = self._upload(action, descriptor, meter, is_hashed=not digest)
+        segment, computed = self._with_room(
+            action, lambda: self._upload(action, descriptor, meter, is_hashed=not digest)
+        )
         try:
             is_settled = bool(digest) or check_unchanged(descriptor, identity, started_ns, name)
         except BaseException:
@@ -161,6 +224,73 @@ class DeviceLoader(Loads[DeviceSegment]):
         duration = time.time_ns() - started_ns
         resident = segment.resident_bytes()
         return Ingested(digest or computed, resident, is_settled, duration), segment
+
+    def _with_room(self, action: StartIngest, attempt: Callable[[], _Result]) -> _Result:
+        """The result of an attempt; it is repeated as long as there is something to give up."""
+        for _ in range(_SHORTAGES):
+            try:
+                return attempt()
+            except NoSpace:
+                if not self._is_relieved(action):
+                    raise
+        return attempt()
+
+    def _is_relieved(self, action: StartIngest) -> bool:
+        wanted_bytes = action.opening.identity.size_bytes
+        shortage = Shortage(wanted_bytes, may_demote=self._may_demote)
+        self._shortages.put(shortage)
+        if self._is_closing.is_set():
+            shortage.answer(is_relieved=False)
+        self._wake()
+        if not shortage.wait():
+            return False
+        # What has just been given up may have to be copied away first.
+        self._account.note_start(action.ingest)
+        return True
+
+    def _copy(
+        self, action: StartIngest, meter: Meter, started_ns: int
+    ) -> tuple[Ingested, DeviceSegment] | None:
+        """The image from another device; None where it has to come from elsewhere."""
+        source = self._sources.pop(action.ingest, None)
+        if source is None:
+            return None
+        name, device = action.opening.name, source.segment.device
+        try:
+            segment = self._with_room(action, lambda: self._copy_once(action, source, meter))
+        # Room is missing perhaps only for the context of another uploader.
+        except (TrimsError, OSError) as error:
+            _logger.warning("%s cannot be copied from %s: %s", name, device, error)
+            meter.total_bytes += action.opening.identity.size_bytes
+            return None
+        finally:
+            source.segment.close()
+        self._from_peers.add(action.ingest)
+        duration = time.time_ns() - started_ns
+        return Ingested(source.digest, segment.resident_bytes(), True, duration), segment
+
+    def _copy_once(self, action: StartIngest, source: PeerImage, meter: Meter) -> DeviceSegment:
+        peers = self.peers
+        if peers is None:
+            raise DriverFailure(f"{self.memory.device} has no peers")
+        self._account.wait_for_leavers(action.ingest)
+        before = meter.done_bytes
+
+        def on_progress(done_bytes: int, total_bytes: int) -> None:
+            meter.total_bytes = max(meter.total_bytes, before + total_bytes)
+            meter.done_bytes = max(meter.done_bytes, before + done_bytes)
+
+        with self._memory_for(sum(source.segment.allocations)) as memory:
+            if memory is None:
+                raise DriverFailure(f"memory of {self.memory.backend} is not copied")
+            peers.copy(source, memory, on_progress)
+            return dataclasses.replace(
+                source.segment,
+                device=self.memory.device,
+                descriptors=memory.descriptors,
+                # Nobody can change it, so both images have the same.
+                outline=os.dup(source.segment.outline),
+            )
 
     def _upload(
         self, action: StartIngest, descriptor: int, meter: Meter, *, is_hashed: bool
@@ -283,60 +413,24 @@ class DeviceLoader(Loads[DeviceSegment]):
     ) -> tuple[Digest, SealedSegment]:
         writable = to.create(segment.size_bytes)
         try:
-            with self.uploader.job() as job:
-                reply = job.download(
-                    segment.outline,
-                    writable.descriptor,
-                    size_bytes=segment.size_bytes,
-                    allocations=segment.allocations,
-                    descriptors=segment.descriptors,
-                    memory=memory,
-                )
+            digest = self._read_back(segment, memory, writable.descriptor)
         except BaseException:
             writable.discard()
             raise
-        return reply.digest, writable.seal()
+        return digest, writable.seal()
 
+    def _read_back(self, segment: DeviceSegment, memory: int, target: int) -> Digest:
+        """Write an image to a file; the digest of what was written."""
+        with self.uploader.job() as job:
+            reply = job.download(
+                segment.outline,
+                target,
+                size_bytes=segment.size_bytes,
+                allocations=segment.allocations,
+                descriptors=segment.descriptors,
+                memory=memory,
+            )
+        return reply.digest
 
-class _Account:
-    """How much device memory we made, and what of it goes. Any thread may call."""
-
-    def __init__(self) -> None:
-        self.allocated_bytes = 0
-        self.leaving_bytes = 0
-        self._changed = threading.Condition()
-        self._begun = 0
-        self._ended = 0
-        self._begun_before: dict[int, int] = {}
-
-    def add(self, size_bytes: int) -> None:
-        """Memory was made, or (negative) given back."""
-        with self._changed:
-            self.allocated_bytes += size_bytes
-
-    def begin_leaving(self, size_bytes: int) -> None:
-        """Memory will be given back by the next one that leaves; they do so in order."""
-        with self._changed:
-            self._begun += 1
-            self.leaving_bytes += size_bytes
-
-    def end_leaving(self, size_bytes: int) -> None:
-        """The first of those that leave has left."""
-        with self._changed:
-            self._ended += 1
-            self.leaving_bytes -= size_bytes
-            self._changed.notify_all()
-
-    def note_start(self, ingest: int) -> None:
-        """A load begins: it has to wait for those that leave now."""
-        self._begun_before[ingest] = self._begun
-
-    def wait_for_leavers(self, ingest: int) -> None:
-        """Block until all have left that were leaving when the load began."""
-        begun = self._begun_before[ingest]
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended >= begun)
-
-    def forget_start(self, ingest: int) -> None:
-        """The load has ended."""
-        self._begun_before.pop(ingest, None)
+    def _uploaders(self) -> list[Uploader]:
+        return [self.uploader] if self.peers is None else [self.uploader, self.peers.uploader]

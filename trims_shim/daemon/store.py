@@ -13,8 +13,8 @@ Rules
 3. Bytes are reserved before a load starts and become resident bytes when it ends. Reserved plus
    resident plus withheld (evicted but still mapped somewhere, or not to be had on the machine)
    never exceeds the budget.
-4. A leased or pinned image is never evicted. Without room the request is refused, and the client
-   loads privately.
+4. A leased, pinned or held image is never evicted. Without room the request is refused, and the
+   client loads privately. A hold is the daemon's own, while it copies the image to another tier.
 5. A closed session leaves no lease and no waiter. A load without waiters runs to its end: somebody
    wanted the model a moment ago, and its first reader may come back.
 6. Lease and load numbers are unique across the tiers of a daemon, which share the counter: a client
@@ -161,6 +161,7 @@ class _Image:
     load_ns: int
     opens: int = 0
     is_pinned: bool = False
+    holds: int = 0
     leases: set[int] = field(default_factory=set)
     names: OrderedDict[NameKey, None] = field(default_factory=OrderedDict)
 
@@ -330,12 +331,22 @@ class Store:
         image.is_pinned = is_pinned
         return [Announce("pinned" if is_pinned else "unpinned", digest, image.size_bytes)]
 
+    def hold(self, digest: Digest) -> None:
+        """Keep an image until :meth:`unhold`, as often as this was called. Raises UnknownImage."""
+        self._image(digest).holds += 1
+
+    def unhold(self, digest: Digest) -> None:
+        """Undo one :meth:`hold`."""
+        self._image(digest).holds -= 1
+
     def evict(self, digest: Digest) -> list[Action]:
         """Drop one image. Raises UnknownImage, or NoSpace naming who holds it."""
         image = self._image(digest)
         if image.leases or image.is_pinned:
             why = "is pinned; unpin it first" if image.is_pinned else "is in use"
             raise NoSpace(f"image {digest[:12]} {why} ({len(image.leases)} leases)")
+        if image.holds:
+            raise NoSpace(f"image {digest[:12]} is being copied to another device; try again")
         return self._drop(image)
 
     def forget(self, digest: Digest) -> list[Action]:
@@ -572,4 +583,4 @@ class Store:
 
     @staticmethod
     def _is_free(image: _Image) -> bool:
-        return not image.leases and not image.is_pinned
+        return not image.leases and not image.is_pinned and not image.holds

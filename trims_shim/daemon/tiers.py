@@ -23,6 +23,7 @@ from trims_shim.config import Config, ShareOrSize, memory_limit_bytes
 from trims_shim.daemon.device_loader import DeviceLoader
 from trims_shim.daemon.eviction import EvictionPolicy, policy_named
 from trims_shim.daemon.loader import Loader, Loads
+from trims_shim.daemon.peer_copying import PeerCopies
 from trims_shim.daemon.store import Store
 from trims_shim.daemon.uploading import Uploader
 from trims_shim.errors import DriverFailure, TrimsError, UnknownDevice, UnknownImage
@@ -30,7 +31,7 @@ from trims_shim.memory import nvml
 from trims_shim.memory.device import DeviceMemory
 from trims_shim.memory.driver import driver
 from trims_shim.memory.host import available_bytes
-from trims_shim.specs import HOST_TIER, DeviceId, Digest
+from trims_shim.specs import HOST_TIER, DeviceId, Digest, Identity
 from trims_shim.wire import messages
 
 __all__ = ["DeviceSettings", "DeviceTier", "HostTier", "Tier", "Tiers"]
@@ -47,11 +48,15 @@ _UNAVAILABLE_LIMIT = 64
 
 @dataclass(frozen=True, slots=True)
 class DeviceSettings:
-    """What is configured of device tiers; ``backend`` is ``vmm``, ``ipc`` or ``off``."""
+    """What is configured of device tiers; ``backend`` is ``vmm``, ``ipc`` or ``off``.
+
+    ``has_peers``: images may be copied from one device to another.
+    """
 
     backend: str
     budget: ShareOrSize
     headroom: ShareOrSize
+    has_peers: bool
     uploader_idle_s: float
     policy: EvictionPolicy
 
@@ -62,6 +67,7 @@ class DeviceSettings:
             backend=config.device_backend,
             budget=config.device_bytes,
             headroom=config.device_headroom_bytes,
+            has_peers=config.device_peers,
             uploader_idle_s=config.uploader_idle,
             policy=policy_named(config.eviction),
         )
@@ -137,6 +143,11 @@ class DeviceTier(Tier):
         self.headroom_bytes = headroom_bytes
         self._reachable_bytes: int | None = None
         self._is_measuring = False
+
+    def rank_of(self, peer: DeviceTier) -> int | None:
+        """How good the link from another device is, 0 the best; None where none is to be used."""
+        peers = self.loader.peers
+        return None if peers is None else peers.rank(peer.name)
 
     def measure(self) -> None:
         """Ask how much of the device we have or could have. Blocks: NVML may hang with a device."""
@@ -258,6 +269,10 @@ class Tiers:
             self._making[name] = [ready]
             self.host.loader.run(lambda: self._make(name), lambda made: self._made(name, made))
 
+    def ready(self, name: str) -> Tier | None:
+        """The tier of this name, where it is there already."""
+        return self.host if name == HOST_TIER else self._devices.get(name)
+
     def is_making(self) -> bool:
         """Whether somebody waits for a tier that is being made."""
         return bool(self._making)
@@ -281,6 +296,19 @@ class Tiers:
         """Tiers where an image is resident; all of them, or the one of a name."""
         tiers = [self.named(tier)] if tier else list(self)
         return [each for each in tiers if each.store.is_resident(digest)]
+
+    def trusted_digest(self, user: int, identity: Identity) -> Digest | None:
+        """As :meth:`Store.trusted_digest`, of whichever tier knows."""
+        found = (each.store.trusted_digest(user, identity) for each in self)
+        return next((digest for digest in found if digest is not None), None)
+
+    def peer_with(self, digest: Digest, tier: DeviceTier) -> DeviceTier | None:
+        """The device with an image that is nearest to the device of a tier, if there is any."""
+        ranks = {
+            each: tier.rank_of(each) for each in self.devices if each.store.is_resident(digest)
+        }
+        reachable = {each: rank for each, rank in ranks.items() if rank is not None}
+        return min(reachable, key=lambda each: reachable[each], default=None)
 
     def lease_count(self, session: int | None = None) -> int:
         """Leases of one session, or of all."""
@@ -309,7 +337,7 @@ class Tiers:
         """What is to be done about every second."""
         for each in self.devices:
             each.measure_soon()
-            each.loader.uploader.retire_if_idle()
+            each.loader.tend()
 
     def close(self) -> None:
         """Wait for loads under way, then give everything up."""
@@ -355,6 +383,7 @@ class Tiers:
             memory,
             uploader,
             wake=self._wake,
+            peers=self._peers_of(device),
             pool=self._pool,
             trusts_young_files=self._trusts_young_files,
         )
@@ -368,6 +397,21 @@ class Tiers:
         )
         tier.measure()
         return tier
+
+    def _peers_of(self, device: DeviceId) -> PeerCopies | None:
+        """How images come to a device from others; None where they do not."""
+        # Memory of the backend ipc can be opened by the device that it was made on.
+        if self.settings.backend != "vmm" or not self.settings.has_peers:
+            return None
+        try:
+            ranks = driver().peers(driver().index_of(device))
+        except DriverFailure as error:
+            _logger.warning("%s: nothing is copied from other devices: %s", device, error)
+            return None
+        if not ranks:
+            return None
+        idle_s = self.settings.uploader_idle_s
+        return PeerCopies(ranks, Uploader(device, backend="vmm", idle_s=idle_s, peers=tuple(ranks)))
 
     def _made(self, device: DeviceId, made: DeviceTier | Exception) -> None:
         answer: Tier | TrimsError

@@ -2,8 +2,9 @@
 
 Owns the parsing of files that anybody may have written, and every mapping of device memory on the
 daemon's behalf. It speaks the uploader messages of :mod:`trims_shim.wire.messages` over the socket
-it was started with, sees one device, keeps nothing between jobs (but the memory itself where the
-backend is ``ipc``), and ends when the daemon's end of the socket closes, however that came about.
+it was started with, works on one device, keeps nothing between jobs (but the memory itself where
+the backend is ``ipc``), and ends when the daemon's end of the socket closes, however that came
+about. It sees that device only, or, to copy from them, its peers.
 
 A job is a thread. The main thread only receives, so that the daemon's packets never pile up. A
 source that becomes shorter while it is parsed is SIGBUS, and the end of this process; the daemon
@@ -27,15 +28,16 @@ from typing import TYPE_CHECKING, Any
 from trims_shim.errors import (
     DriverFailure,
     FileChanged,
+    NoSpace,
     ReadFailed,
     TrimsError,
     UnsupportedFormat,
     WireError,
 )
 from trims_shim.formats.device_layout import DeviceLayout, layout_of
-from trims_shim.memory import copying
+from trims_shim.memory import copying, peer_copy
 from trims_shim.memory.device import DeviceAllocation, DeviceMemory, map_allocations
-from trims_shim.memory.driver import driver
+from trims_shim.memory.driver import OUT_OF_MEMORY, driver
 from trims_shim.specs import DeviceId
 from trims_shim.wire import handover, messages
 from trims_shim.wire.handover import Packet
@@ -47,6 +49,8 @@ __all__ = ["Uploader", "main", "plan"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
+_JOBS = messages.PlanUploadRequest | messages.DownloadRequest | messages.CopyImageRequest
+"""What begins a job."""
 _OUTLINE_FLOOR_BYTES = 1 << 20
 """An outline is host memory that the device's budget pays for: it may be as large as the tensors,
 or this, half of the least that an image takes of a device."""
@@ -129,7 +133,7 @@ class Uploader:
 
     def _route(self, packet: Packet) -> None:
         message = packet.message
-        if isinstance(message, messages.PlanUploadRequest | messages.DownloadRequest):
+        if isinstance(message, _JOBS):
             inbox: Inbox = queue.SimpleQueue()
             self._inboxes[message.job] = inbox
             threading.Thread(target=self._serve, args=(packet, inbox), daemon=True).start()
@@ -156,6 +160,8 @@ class Uploader:
         try:
             if isinstance(request, messages.PlanUploadRequest):
                 reply = self._upload(request, held, inbox)
+            elif isinstance(request, messages.CopyImageRequest):
+                reply = self._copy(request, held, inbox)
             else:
                 reply = self._download(request, held, inbox)
         except TrimsError as error:
@@ -188,7 +194,7 @@ class Uploader:
             return None
         allocations = begin.message.allocations
         outline, *parts = _collect(1 + len(allocations), held, inbox)
-        index = driver().index_of(self._device)
+        index = self._index()
         with self._placed(request.job, layout, parts, allocations) as address:
             digest = copying.upload(
                 source,
@@ -209,17 +215,25 @@ class Uploader:
             return messages.UploadReply(request.job, digest)
         return messages.UploadReply(request.job, digest, made.allocations, made.handles)
 
+    def _index(self) -> int:
+        """The device's number, once it has a context. Raises NoSpace where that does not fit."""
+        index = driver().index_of(self._device)
+        try:
+            with driver().context(index):
+                return index
+        except DriverFailure as error:
+            if error.result == OUT_OF_MEMORY:
+                raise NoSpace(f"{self._device}: no room for a context: {error}") from error
+            raise
+
     @contextlib.contextmanager
     def _placed(
         self, job: int, layout: DeviceLayout, parts: Sequence[int], allocations: Sequence[int]
     ) -> Iterator[int]:
         """The address of writable memory for a layout, which stays when the block ends well."""
         if self._backend == "vmm":
-            mapping = map_allocations(self._device, parts, allocations, is_writable=True)
-            try:
-                yield mapping.address
-            finally:
-                mapping.unmap()
+            with self._mapped(parts, allocations, is_writable=True) as address:
+                yield address
             return
         memory = DeviceMemory(self._device, self._backend).create(layout.size_bytes)
         try:
@@ -246,14 +260,62 @@ class Uploader:
             )
         return messages.UploadReply(request.job, digest)
 
+    def _copy(
+        self, request: messages.CopyImageRequest, held: list[int], inbox: Inbox
+    ) -> messages.UploadReply:
+        count = len(request.allocations)
+        outline, *parts = _collect(1 + 2 * count, held, inbox)
+        index = self._index()
+        with (
+            self._mapped(parts[:count], request.allocations, is_writable=False) as source,
+            self._mapped(parts[count:], request.allocations, is_writable=True) as target,
+        ):
+            size = sum(request.allocations)
+            peer_copy.copy(
+                source,
+                target,
+                size,
+                device_index=index,
+                on_progress=lambda done: self._report(request.job, done),
+            )
+            digest = ""
+            if request.is_hashed:
+                digest = self._read_back(request, outline, target, done_bytes=size)
+        return messages.UploadReply(request.job, digest)
+
+    def _read_back(
+        self, request: messages.CopyImageRequest, outline: int, address: int, *, done_bytes: int
+    ) -> str:
+        """The digest of an image that is mapped here."""
+        layout = _layout(outline, request.size_bytes, "the image's outline")
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            return copying.download(
+                outline,
+                layout,
+                address,
+                nowhere,
+                device_index=driver().index_of(self._device),
+                on_progress=lambda done: self._report(request.job, done_bytes + done),
+            )
+        finally:
+            os.close(nowhere)
+
+    @contextlib.contextmanager
+    def _mapped(
+        self, parts: Sequence[int], allocations: Sequence[int], *, is_writable: bool
+    ) -> Iterator[int]:
+        mapping = map_allocations(self._device, parts, allocations, is_writable=is_writable)
+        try:
+            yield mapping.address
+        finally:
+            mapping.unmap()
+
     @contextlib.contextmanager
     def _readable(self, request: messages.DownloadRequest, parts: Sequence[int]) -> Iterator[int]:
         if self._backend == "vmm":
-            mapping = map_allocations(self._device, parts, request.allocations, is_writable=False)
-            try:
-                yield mapping.address
-            finally:
-                mapping.unmap()
+            with self._mapped(parts, request.allocations, is_writable=False) as address:
+                yield address
             return
         memory = self._memory.get(request.memory)
         if memory is None:

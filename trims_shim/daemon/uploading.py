@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from trims_shim.client.session import error_from
@@ -58,11 +58,16 @@ class Uploader:
         *,
         backend: str,
         idle_s: float,
+        peers: Sequence[DeviceId] = (),
         on_death: Callable[[], None] = lambda: None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
-        """``on_death`` is called when a process that keeps memory has died, from another thread."""
+        """``peers``: further devices that the process sees, to copy from them.
+
+        ``on_death`` is called when a process that keeps memory has died, from another thread.
+        """
         self.device = device
+        self._visible = (device, *peers)
         self.backend = backend
         self._idle_s = idle_s
         self._on_death = on_death
@@ -140,7 +145,9 @@ class Uploader:
         process = self._process
         if process is None or process.is_dead or process.is_condemned:
             try:
-                process = self._process = _Process(self.device, self.backend, self._on_death)
+                process = self._process = _Process(
+                    self.device, self._visible, self.backend, self._on_death
+                )
             except (OSError, RuntimeError) as error:
                 raise DriverFailure(
                     f"the uploader of {self.device} cannot be started: {error}; see `trims info`"
@@ -149,7 +156,7 @@ class Uploader:
 
 
 class Job:
-    """One upload or download. Used by one thread; blocks until the process answers."""
+    """One upload, download or copy. Used by one thread; blocks until the process answers."""
 
     def __init__(
         self, number: int, process: _Process, *, parsing: threading.Lock, stall_timeout_s: float
@@ -215,6 +222,22 @@ class Job:
         self._send_parts(outline, *descriptors, target)
         return self._wait(messages.UploadReply, _ignore)
 
+    def copy(
+        self,
+        outline: int,
+        source: tuple[int, ...],
+        memory: DeviceAllocation,
+        *,
+        size_bytes: int,
+        is_hashed: bool,
+        on_progress: Callable[[int], None],
+    ) -> messages.UploadReply:
+        """Copy an image from the allocations of another device to equal ones of this one."""
+        request = messages.CopyImageRequest(self.number, size_bytes, memory.allocations, is_hashed)
+        self._send(request)
+        self._send_parts(outline, *source, *memory.descriptors)
+        return self._wait(messages.UploadReply, on_progress)
+
     def end(self) -> None:
         """Nobody goes on with the job."""
         if self._is_planned:
@@ -274,7 +297,13 @@ def _ignore(done_bytes: int) -> None:
 class _Process:
     """One uploader process, with the thread that listens to it and reaps it."""
 
-    def __init__(self, device: DeviceId, backend: str, on_death: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        device: DeviceId,
+        visible: Sequence[DeviceId],
+        backend: str,
+        on_death: Callable[[], None],
+    ) -> None:
         """Start it. Raises OSError, RuntimeError (no thread, or in a subinterpreter)."""
         self.device = device
         self.inboxes: dict[int, queue.SimpleQueue[Any]] = {}
@@ -289,7 +318,7 @@ class _Process:
         with contextlib.ExitStack() as undo:
             undo.callback(self._connection.close)
             with theirs:
-                self._child = _launch(theirs.fileno(), device, backend)
+                self._child = _launch(theirs.fileno(), device, visible, backend)
             undo.callback(self._child.wait)
             undo.callback(self._child.kill)
             timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
@@ -364,11 +393,14 @@ class _Process:
         return f"signal {-status}" if status < 0 else f"status {status}"
 
 
-def _launch(descriptor: int, device: DeviceId, backend: str) -> subprocess.Popen[bytes]:
+def _launch(
+    descriptor: int, device: DeviceId, visible: Sequence[DeviceId], backend: str
+) -> subprocess.Popen[bytes]:
     paths = [path for path in sys.path if os.path.isabs(path)]
     package_parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     environment = dict(os.environ)
-    environment.update(TRIMS_ENABLED="0", CUDA_VISIBLE_DEVICES=device)
+    # Ids stay true whatever the daemon itself was shown; an instance of MIG is visible alone.
+    environment.update(TRIMS_ENABLED="0", CUDA_VISIBLE_DEVICES=",".join(visible))
     return subprocess.Popen(
         [
             sys.executable,

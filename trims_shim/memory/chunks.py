@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import Protocol
 
 from trims_shim.errors import ReadFailed, TrimsError
+from trims_shim.formats.device_layout import DeviceLayout
 
-__all__ = ["Chunk", "Chunks", "Sizes", "Step"]
+__all__ = ["Chunk", "Chunks", "Route", "Sizes", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,26 @@ class Sizes:
     def batch(self) -> int:
         """Most chunks handed out at once; in a ring the others go on meanwhile."""
         return self.slots if self.slots >= self.chunks else max(1, self.slots // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The device's side of a transfer: where a file's tensors are, and how many work on how much.
+
+    ``address`` is that of the layout's first byte. ``name`` is what errors call the file.
+    """
+
+    layout: DeviceLayout
+    address: int
+    device_index: int
+    threads: int
+    chunk_bytes: int
+    ring_chunks: int
+    name: str
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.layout.file_bytes, self.chunk_bytes, self.ring_chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from blake3 import blake3
 from trims_shim.errors import CorruptFile
 from trims_shim.formats.device_layout import DeviceLayout
 from trims_shim.memory import copying_native, copying_python
+from trims_shim.memory.chunks import Route
 from trims_shim.memory.uncached import opened_directly
 from trims_shim.specs import Digest
 
@@ -87,37 +88,14 @@ class Engine(Protocol):
     """What makes transfers between files and devices; both engines are modules of this form."""
 
     def upload(
-        self,
-        source: int,
-        direct: int | None,
-        layout: DeviceLayout,
-        address: int,
-        outline: int | None,
-        *,
-        device_index: int,
-        threads: int,
-        chunk_bytes: int,
-        ring_chunks: int,
-        name: str,
+        self, source: int, direct: int | None, outline: int | None, route: Route
     ) -> Transfer:
-        """Scatter a file over device memory at ``address`` and ``outline``.
+        """Scatter a file over device memory and ``outline``.
 
         ``direct``: the file again, opened with O_DIRECT.
         """
 
-    def download(
-        self,
-        outline: int,
-        layout: DeviceLayout,
-        address: int,
-        target: int,
-        *,
-        device_index: int,
-        threads: int,
-        chunk_bytes: int,
-        ring_chunks: int,
-        name: str,
-    ) -> Transfer:
+    def download(self, outline: int, target: int, route: Route) -> Transfer:
         """Gather the file from device memory and ``outline``, and write it to ``target``."""
 
 
@@ -170,10 +148,9 @@ def upload(
     """
     _check(layout, name)
     behind = _Behind(on_progress, blake3(max_threads=blake3.AUTO) if is_hashed else None)
-    sizes = _sizes(device_index, layout)
+    route = _route(layout, address, device_index, name)
     with _reading(source, layout.file_bytes) as direct:
-        transfer = _engine().upload(source, direct, layout, address, outline, name=name, **sizes)
-        return _run(transfer, behind)
+        return _run(_engine().upload(source, direct, outline, route), behind)
 
 
 def download(
@@ -193,9 +170,8 @@ def download(
     """
     _check(layout, name)
     behind = _Behind(on_progress, blake3(max_threads=blake3.AUTO))
-    sizes = _sizes(device_index, layout)
-    transfer = _engine().download(outline, layout, address, target, name=name, **sizes)
-    return _run(transfer, behind)
+    route = _route(layout, address, device_index, name)
+    return _run(_engine().download(outline, target, route), behind)
 
 
 def kept_buffers() -> contextlib.AbstractContextManager[None]:
@@ -249,15 +225,18 @@ def _engine() -> Engine:
     return copying_native if copying_native.is_available() else copying_python
 
 
-def _sizes(device_index: int, layout: DeviceLayout) -> dict[str, int]:
+def _route(layout: DeviceLayout, address: int, device_index: int, name: str) -> Route:
     """Not more buffers and threads than there are chunks."""
     chunks = max(1, -(-layout.file_bytes // CHUNK_BYTES))
-    return {
-        "device_index": device_index,
-        "threads": min(_DEVICE_THREADS_LIMIT, len(os.sched_getaffinity(0)), chunks),
-        "chunk_bytes": min(CHUNK_BYTES, max(1, layout.file_bytes)),
-        "ring_chunks": min(RING_CHUNKS, chunks),
-    }
+    return Route(
+        layout,
+        address,
+        device_index,
+        threads=min(_DEVICE_THREADS_LIMIT, len(os.sched_getaffinity(0)), chunks),
+        chunk_bytes=min(CHUNK_BYTES, max(1, layout.file_bytes)),
+        ring_chunks=min(RING_CHUNKS, chunks),
+        name=name,
+    )
 
 
 @contextlib.contextmanager

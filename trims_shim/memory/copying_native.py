@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from trims_shim.errors import DriverFailure, MemoryFailure, ReadFailed, TrimsError
-from trims_shim.formats.device_layout import DeviceLayout
+from trims_shim.memory.chunks import Route
 from trims_shim.memory.copying_python import became_shorter
 
 if TYPE_CHECKING:
@@ -52,56 +52,21 @@ def is_available() -> bool:
     return extension is not None and extension.INTERFACE == _INTERFACE
 
 
-def upload(
-    source: int,
-    direct: int | None,
-    layout: DeviceLayout,
-    address: int,
-    outline: int | None,
-    *,
-    device_index: int,
-    threads: int,
-    chunk_bytes: int,
-    ring_chunks: int,
-    name: str,
-) -> _Transfer:
+def upload(source: int, direct: int | None, outline: int | None, route: Route) -> _Transfer:
     """See :class:`~trims_shim.memory.copying.Engine`."""
     transfer = extension.upload(
         source,
         _NONE if direct is None else direct,
         _NONE if outline is None else outline,
-        _records(layout, address),
-        layout.file_bytes,
-        device_index,
-        chunk_bytes,
-        ring_chunks,
+        *_arguments(route),
     )
-    return _Transfer(transfer, threads, name)
+    return _Transfer(transfer, route.threads, route.name)
 
 
-def download(
-    outline: int,
-    layout: DeviceLayout,
-    address: int,
-    target: int,
-    *,
-    device_index: int,
-    threads: int,
-    chunk_bytes: int,
-    ring_chunks: int,
-    name: str,
-) -> _Transfer:
+def download(outline: int, target: int, route: Route) -> _Transfer:
     """See :class:`~trims_shim.memory.copying.Engine`."""
-    transfer = extension.download(
-        outline,
-        target,
-        _records(layout, address),
-        layout.file_bytes,
-        device_index,
-        chunk_bytes,
-        ring_chunks,
-    )
-    return _Transfer(transfer, threads, name)
+    transfer = extension.download(outline, target, *_arguments(route))
+    return _Transfer(transfer, route.threads, route.name)
 
 
 @contextlib.contextmanager
@@ -153,11 +118,13 @@ class _Transfer:
             raise _error(Code(code), number, call, self._name)
 
 
-def _records(layout: DeviceLayout, address: int) -> list[tuple[int, int, int]]:
-    return [
-        (each.source.offset_bytes, each.source.size_bytes, address + each.offset_bytes)
-        for each in layout.placed
+def _arguments(route: Route) -> tuple[list[tuple[int, int, int]], int, int, int, int]:
+    records = [
+        (each.source.offset_bytes, each.source.size_bytes, route.address + each.offset_bytes)
+        for each in route.layout.placed
     ]
+    sizes = (route.layout.file_bytes, route.device_index, route.chunk_bytes, route.ring_chunks)
+    return (records, *sizes)
 
 
 def _error(code: Code, number: int, call: str, name: str) -> TrimsError:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from trims_shim.errors import DriverFailure, FileChanged, MemoryFailure, ReadFailed
 from trims_shim.formats.device_layout import DeviceLayout, Placed
-from trims_shim.memory.chunks import Chunk, Chunks, Sizes
+from trims_shim.memory.chunks import Chunk, Chunks, Route, Sizes
 
 if TYPE_CHECKING:
     from trims_shim.memory.driver import Driver
@@ -41,51 +41,25 @@ def fill(
     chunk_bytes: int,
     name: str,
 ) -> Chunks:
-    """Read ``len(view)`` bytes from the start of a file into ``view``. Arguments as in upload."""
+    """Read ``len(view)`` bytes from the start of a file into ``view``.
+
+    ``direct``: the file again, opened with O_DIRECT.
+    """
     sizes = Sizes(len(view), chunk_bytes, -(-len(view) // chunk_bytes))
     step = _FileToMemory(_Source(source, direct, name), view)
     return Chunks(step, sizes, threads=threads, name=name)
 
 
-def upload(
-    source: int,
-    direct: int | None,
-    layout: DeviceLayout,
-    address: int,
-    outline: int | None,
-    *,
-    device_index: int,
-    threads: int,
-    chunk_bytes: int,
-    ring_chunks: int,
-    name: str,
-) -> Chunks:
+def upload(source: int, direct: int | None, outline: int | None, route: Route) -> Chunks:
     """See :class:`~trims_shim.memory.copying.Engine`."""
-    sizes = Sizes(layout.file_bytes, chunk_bytes, ring_chunks)
-    ring = _Ring(device_index, sizes)
-    step = _FileToDevice(
-        ring, _Parts(layout, address), _Source(source, direct, name), outline, name
-    )
-    return Chunks(step, sizes, threads=threads, name=name)
+    step = _FileToDevice(route, _Source(source, direct, route.name), outline)
+    return Chunks(step, route.sizes, threads=route.threads, name=route.name)
 
 
-def download(
-    outline: int,
-    layout: DeviceLayout,
-    address: int,
-    target: int,
-    *,
-    device_index: int,
-    threads: int,
-    chunk_bytes: int,
-    ring_chunks: int,
-    name: str,
-) -> Chunks:
+def download(outline: int, target: int, route: Route) -> Chunks:
     """See :class:`~trims_shim.memory.copying.Engine`."""
-    sizes = Sizes(layout.file_bytes, chunk_bytes, ring_chunks)
-    ring = _Ring(device_index, sizes)
-    step = _DeviceToFile(ring, _Parts(layout, address), outline, target, name)
-    return Chunks(step, sizes, threads=threads, name=name)
+    step = _DeviceToFile(route, outline, target)
+    return Chunks(step, route.sizes, threads=route.threads, name=route.name)
 
 
 def became_shorter(name: str) -> FileChanged:
@@ -287,14 +261,12 @@ class _Parts:
 
 
 class _FileToDevice:
-    def __init__(
-        self, ring: _Ring, parts: _Parts, source: _Source, outline: int | None, name: str
-    ) -> None:
-        self._ring = ring
-        self._parts = parts
+    def __init__(self, route: Route, source: _Source, outline: int | None) -> None:
+        self._ring = ring = _Ring(route.device_index, route.sizes)
+        self._parts = _Parts(route.layout, route.address)
         self._source = source
         self._outline = outline
-        self._name = name
+        self._name = route.name
         self.open, self.in_thread = ring.open, ring.in_thread
         self.drain, self.close = ring.drain, ring.close
 
@@ -313,12 +285,12 @@ class _FileToDevice:
 
 
 class _DeviceToFile:
-    def __init__(self, ring: _Ring, parts: _Parts, outline: int, target: int, name: str) -> None:
-        self._ring = ring
-        self._parts = parts
+    def __init__(self, route: Route, outline: int, target: int) -> None:
+        self._ring = ring = _Ring(route.device_index, route.sizes)
+        self._parts = _Parts(route.layout, route.address)
         self._outline = outline
         self._target = target
-        self._name = name
+        self._name = route.name
         self.open, self.in_thread = ring.open, ring.in_thread
         self.drain, self.close = ring.drain, ring.close
 

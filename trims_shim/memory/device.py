@@ -21,10 +21,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trims_shim.errors import DriverFailure, MemoryFailure, NoSpace
-from trims_shim.memory.driver import RESERVATION_ALIGNMENT_BYTES, driver
+from trims_shim.memory.driver import OUT_OF_MEMORY, RESERVATION_ALIGNMENT_BYTES, driver
 from trims_shim.memory.host import new_memfd, seal_memfd
 from trims_shim.memory.mapping import round_up
 from trims_shim.specs import DeviceId
@@ -45,7 +45,6 @@ ALLOCATION_LIMIT_BYTES = 4 << 30
 """Large enough for few descriptors, small enough that a device need not find one free piece."""
 _PADDING_SHARE = 16
 """A file may grow by a sixteenth when its tensors are aligned; real models grow by far less."""
-_OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
 @dataclass(slots=True)
@@ -94,6 +93,16 @@ class DeviceSegment:
         """What it takes of the device."""
         return sum(self.allocations)
 
+    def hold(self) -> DeviceSegment:
+        """The same memory, held by descriptors of its own; the caller closes it. Raises OSError."""
+        with contextlib.ExitStack() as undo:
+            copies = []
+            for descriptor in (self.outline, *self.descriptors):
+                copies.append(os.dup(descriptor))
+                undo.callback(os.close, copies[-1])
+            undo.pop_all()
+        return replace(self, outline=copies[0], descriptors=tuple(copies[1:]))
+
     def close(self) -> None:
         """Give the daemon's hold up; device memory goes when the last mapping of a client goes.
 
@@ -136,7 +145,7 @@ class DeviceMemory:
         try:
             return self._share(device_bytes) if self._is_vmm else self._allocate(device_bytes)
         except DriverFailure as error:
-            if error.result == _OUT_OF_MEMORY:
+            if error.result == OUT_OF_MEMORY:
                 raise NoSpace(f"{self.device}: {error}") from error
             raise
 
@@ -199,6 +208,8 @@ def map_allocations(
     is_writable: bool,
 ) -> DeviceMapping:
     """Map exported allocations back to back, for this device to read (or write).
+
+    They may be another device's, which has to be a peer; only this one is given access.
 
     The descriptors stay the caller's and may be closed: the mapping alone holds the memory then.
     Not ``is_writable``: a write is a fault that ends the writer's context, and harms nobody else.

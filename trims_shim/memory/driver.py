@@ -6,9 +6,9 @@ streams and descriptors are plain integers, because they end up in finalizers an
 
 Invariants: nothing is loaded before the first :func:`driver`. One :class:`Driver` a process; in a
 forked child every call raises and none reaches CUDA, which does not survive a fork. ``devices``,
-``granularity``, ``create``, ``export``, ``import_descriptor`` and ``release`` need no context, so a
-daemon that keeps to them never takes device memory for one. Any thread may call; calls block
-without the GIL. Nothing here runs at interpreter exit.
+``peers``, ``granularity``, ``create``, ``export``, ``import_descriptor`` and ``release`` need no
+context, so a daemon that keeps to them never takes device memory for one. Any thread may call;
+calls block without the GIL. Nothing here runs at interpreter exit.
 
 Source: CUDA Driver API (docs.nvidia.com/cuda/cuda-driver-api), "Virtual Memory Management"; through
 NVIDIA's cuda-bindings 12 and 13, which load ``libcuda.so.1`` when they are first called.
@@ -31,6 +31,7 @@ from trims_shim.specs import DeviceId
 
 __all__ = [
     "IPC_HANDLE_BYTES",
+    "OUT_OF_MEMORY",
     "RESERVATION_ALIGNMENT_BYTES",
     "DeviceInfo",
     "Driver",
@@ -42,6 +43,8 @@ RESERVATION_ALIGNMENT_BYTES = 2 << 20
 """The device's page size; torch and GMS reserve at it too, and the granularity is a multiple."""
 IPC_HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE of cuda.h."""
+OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+"""A :attr:`DriverFailure.result` that need not last."""
 _NAME_BYTES = 256
 
 _FORKED = (
@@ -53,7 +56,7 @@ _LOST = (
     "restart it"
 )
 _ADVICE = {
-    "CUDA_ERROR_OUT_OF_MEMORY": "free device memory or lower TRIMS_DEVICE_BYTES",
+    OUT_OF_MEMORY: "free device memory or lower TRIMS_DEVICE_BYTES",
     "CUDA_ERROR_NO_DEVICE": "look at CUDA_VISIBLE_DEVICES and `nvidia-smi -L`",
     "CUDA_ERROR_NOT_INITIALIZED": _FORKED,
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "libcuda.so and the kernel's driver differ; reboot",
@@ -114,6 +117,25 @@ class Driver:
         raise DriverFailure(
             f"this process does not see the device {device}; CUDA_VISIBLE_DEVICES shows it: {seen}"
         )
+
+    def peers(self, index: int) -> dict[DeviceId, int]:
+        """Devices whose memory this one reads directly, each with the rank of the link between.
+
+        Rank 0 is the fastest (docs: CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK). MIG instances have
+        none.
+        """
+        kinds = self._api.CUdevice_P2PAttribute
+        one = self._call("cuDeviceGet", index)
+        found = {}
+        for each in self.devices():
+            if each.index == index:
+                continue
+            other = self._call("cuDeviceGet", each.index)
+            kind = kinds.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED
+            if self._call("cuDeviceGetP2PAttribute", kind, one, other):
+                kind = kinds.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK
+                found[each.id] = int(self._call("cuDeviceGetP2PAttribute", kind, one, other))
+        return found
 
     def granularity(self, index: int) -> int:
         """Sizes of allocations, and addresses they are mapped at, are multiples of this."""
@@ -238,6 +260,10 @@ class Driver:
     def copy_to_host(self, host_address: int, address: int, size_bytes: int, stream: int) -> None:
         """Start a copy. Only to pinned memory does it go on after the call has returned."""
         self._call("cuMemcpyDtoHAsync", host_address, address, size_bytes, stream)
+
+    def copy_on_device(self, address: int, source: int, size_bytes: int, stream: int) -> None:
+        """Start a copy between two places that the context's device may access, a peer's too."""
+        self._call("cuMemcpyDtoDAsync", address, source, size_bytes, stream)
 
     def allocate_pinned(self, size_bytes: int) -> int:
         """Address of host memory that the device reads and writes directly."""

@@ -3,7 +3,8 @@
 safetensors' compiled ``safe_open`` looks this method up on torch for each file, so everything built
 on it (``load_file``, ``load_model``, transformers) is served without touching names that everybody
 imports directly. A private mapping of a whole model file becomes a private mapping of its segment;
-shared and partial mappings and files that are no models stay the original's.
+shared and partial mappings and files that are no models stay the original's. What torch.load maps
+before it is known where its tensors go is served later, if at all (:mod:`.torch_load`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from trims_shim import diagnostics, patches
 from trims_shim.patches.points import PatchPoint
 
-__all__ = ["POINTS"]
+__all__ = ["POINTS", "served"]
 
 
 def _probe() -> str | None:
@@ -55,6 +56,13 @@ def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if shared:
         diagnostics.fallback("shared_mapping", what=filename)
         return None
+    from trims_shim.patches import torch_load
+
+    return None if torch_load.defers(filename) else served(filename, size_bytes)
+
+
+def served(filename: str, size_bytes: int) -> Any:
+    """A storage over the whole file in the cache; None (counted) where it has to be mapped."""
     from trims_shim.patches.torch_storage import arena_of_file, opened, storage_of
 
     with opened(filename) as descriptor:

@@ -9,6 +9,10 @@
 
 Because both are module globals that ``torch.load`` looks up when called, programs that imported
 ``load`` by name are covered. Any condition that is not met leaves the real reader in charge.
+
+``torch.load(mmap=True)`` maps the file between the two, before it says where its tensors go. Where
+that may be a device, the file's own mapping, which costs nothing while nobody looks at it, stands
+in for the cache's until seam 2 knows (:func:`defers`), so that no host image is loaded in vain.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import io
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,12 +35,12 @@ from trims_shim import diagnostics, patches
 from trims_shim.client import arenas
 from trims_shim.errors import FormatError
 from trims_shim.formats import TorchArchive, read_archive, read_recipe
-from trims_shim.patches import torch_device, torch_device_load, torch_rebuild
+from trims_shim.patches import torch_device, torch_device_load, torch_from_file, torch_rebuild
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_rebuild import Built
 from trims_shim.patches.torch_storage import arena_of_file, bytes_over, storage_of
 
-__all__ = ["POINTS"]
+__all__ = ["POINTS", "defers"]
 
 _config: Any = None
 with contextlib.suppress(ImportError):  # Since torch 2.6; torch.load would import it just as well.
@@ -84,6 +89,10 @@ class _Reader(_FileReader):  # type: ignore[misc]
         self._file = file if position == 0 else None
         self._is_asked = False
         self._served: _Served | None = None
+        self._deferred = ""
+        self._mapping: torch.UntypedStorage | None = None
+        self.is_loading = False
+        """Seam 2 was reached."""
 
     def served(self) -> _Served | None:
         """The archive in the cache; asked for on first use, so that lazy loads cost nothing."""
@@ -100,6 +109,21 @@ class _Reader(_FileReader):  # type: ignore[misc]
                 self.leave_file_after(served.end_of(name))
                 return bytes_over(storage)
         return super().get_storage_from_record(name, numel, dtype)
+
+    def defer(self, filename: str) -> bool:
+        """Whether :meth:`mapped` will be asked for a mapping of this file that torch makes now."""
+        if self._file is None or self.is_loading or str(self._file.name) != filename:
+            return False
+        self._deferred = filename
+        return True
+
+    def mapped(self, mapping: Any) -> Any:
+        """The file's mapping, now that it is looked at: in the cache where it can be."""
+        self.is_loading = True
+        filename, self._deferred = self._deferred, ""
+        if filename and mapping is not None:
+            self._mapping = torch_from_file.served(filename, mapping.nbytes())
+        return mapping if self._mapping is None else self._mapping
 
     def leave_file_after(self, end_bytes: int) -> None:
         """Put the program's file where torch's reader would have left it."""
@@ -167,8 +191,39 @@ def _wrap_reader(original: type) -> type:
             else:
                 super().__init__(name_or_buffer)
 
+        def __enter__(self) -> Any:
+            reader = super().__enter__()
+            if isinstance(reader, _Reader):
+                _open.readers.append(reader)
+            return reader
+
+        def __exit__(self, *error: Any) -> Any:
+            if _open.readers and _open.readers[-1] is self.file_like:
+                _open.readers.pop()
+            return super().__exit__(*error)
+
     functools.update_wrapper(_open_zipfile_reader, original, updated=())
     return _open_zipfile_reader
+
+
+class _Open(threading.local):
+    """The readers of this thread's loads, innermost last."""
+
+    def __init__(self) -> None:
+        self.readers: list[_Reader] = []
+
+
+_open = _Open()
+
+
+def defers(filename: str) -> bool:
+    """Whether a mapping of this file is for a load that may end on a device, and will ask again."""
+    return (
+        bool(_open.readers)
+        and getattr(serialization._load, "_asks_again", False)
+        and torch_device.missing_capability() is None
+        and _open.readers[-1].defer(filename)
+    )
 
 
 def _probe_reader() -> str | None:
@@ -203,6 +258,8 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
                 built = _build_anywhere(zip_file, map_location, overall_storage)
             if built is not None:
                 return built.result
+        if isinstance(zip_file, _Reader):
+            overall_storage = zip_file.mapped(overall_storage)
         return original(
             zip_file,
             map_location,
@@ -212,6 +269,8 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             **pickle_load_args,
         )
 
+    loading: Any = _load
+    loading._asks_again = True
     return _load
 
 
@@ -238,7 +297,7 @@ def _build_anywhere(reader: _Reader, map_location: Any, overall_storage: Any) ->
         if built is not None:
             return built
     if (map_location is None or _is_cpu(map_location)) and _has_no_mode():
-        return _build(reader, map_location, overall_storage)
+        return _build(reader, map_location, reader.mapped(overall_storage))
     return None
 
 

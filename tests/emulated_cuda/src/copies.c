@@ -17,6 +17,7 @@ struct copy {
     uint64_t target;
     uint64_t source; /* 0: the staged bytes, or a fill */
     uint64_t bytes;
+    int ordinal; /* of the device whose stream it is on */
     bool is_target_device;
     bool is_source_device;
     bool is_fill;
@@ -34,10 +35,17 @@ static void delay(void) {
 
 /* Looked at again when the copy runs: it may have been unmapped in the meantime. */
 static bool is_allowed(const struct copy *copy) {
-    if (copy->is_target_device && space_reach(copy->target, copy->bytes, true) != REACH_ALLOWED)
+    if (copy->is_target_device &&
+        space_reach(copy->target, copy->bytes, true, copy->ordinal) != REACH_ALLOWED)
         return false;
     return !copy->is_source_device ||
-           space_reach(copy->source, copy->bytes, false) == REACH_ALLOWED;
+           space_reach(copy->source, copy->bytes, false, copy->ordinal) == REACH_ALLOWED;
+}
+
+/* What an IOMMU in the way makes of a copy between devices. */
+static bool is_lost(const struct copy *copy) {
+    return process.machine.loses_peer_copies && copy->is_target_device && copy->is_source_device &&
+           space_find(copy->target)->ordinal != space_find(copy->source)->ordinal;
 }
 
 static CUresult run(void *argument) {
@@ -51,6 +59,8 @@ static CUresult run(void *argument) {
         result = CUDA_SUCCESS;
         if (copy->is_fill)
             memset(target, copy->value, copy->bytes);
+        else if (is_lost(copy))
+            memset(target, 0xff, copy->bytes);
         else if (copy->source == 0)
             memcpy(target, copy->staged, copy->bytes);
         else
@@ -62,7 +72,7 @@ static CUresult run(void *argument) {
 
 static bool is_mapped(uint64_t address, uint64_t bytes) {
     pthread_rwlock_rdlock(&space_lock);
-    enum reach reach = space_reach(address, bytes, false);
+    enum reach reach = space_reach(address, bytes, false, 0);
     pthread_rwlock_unlock(&space_lock);
     return reach != REACH_UNMAPPED;
 }
@@ -86,6 +96,7 @@ static CUresult submit(const struct copy *description, CUstream stream, const vo
     if (copy == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
     *copy = *description;
+    copy->ordinal = context_device(context);
     if (stage != NULL)
         memcpy(copy->staged, stage, bytes);
     return stream_submit(stream, run, copy, is_awaited);

@@ -1,5 +1,6 @@
 /* Device queries. A device's number is its place among the visible ones. */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "emulator.h"
@@ -88,6 +89,23 @@ EXPORT CUresult cuDeviceCanAccessPeer(int *can, CUdevice one, CUdevice other) {
     if (device_at(one) == NULL || device_at(other) == NULL)
         return CUDA_ERROR_INVALID_DEVICE;
     *can = devices_are_peers(one, other);
+    return CUDA_SUCCESS;
+}
+
+/* Which link is fastest is of this machine's making: the one between neighbours. */
+EXPORT CUresult cuDeviceGetP2PAttribute(int *value, int which, CUdevice one, CUdevice other) {
+    ENTER();
+    const struct device *first = device_at(one), *second = device_at(other);
+    if (value == NULL)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (first == NULL || second == NULL || one == other)
+        return CUDA_ERROR_INVALID_DEVICE;
+    if (which == CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK)
+        *value = abs(first->gpu - second->gpu) - 1;
+    else if (which == CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED)
+        *value = devices_are_peers(one, other);
+    else
+        return CUDA_ERROR_INVALID_VALUE;
     return CUDA_SUCCESS;
 }
 

@@ -108,6 +108,10 @@ enum { CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
 enum { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
 enum { CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1 };
 enum {
+    CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK = 1,
+    CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED = 2,
+};
+enum {
     CU_MEM_ACCESS_FLAGS_PROT_NONE = 0,
     CU_MEM_ACCESS_FLAGS_PROT_READ = 1,
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
@@ -198,7 +202,8 @@ extern pthread_rwlock_t space_lock;
 /* All of these want space_lock: for writing where they change something. */
 struct region *space_find(uint64_t address);
 struct region *space_first(void);
-enum reach space_reach(uint64_t address, uint64_t bytes, bool is_write);
+/* As far as the device of this number may, which does the work. */
+enum reach space_reach(uint64_t address, uint64_t bytes, bool is_write, int ordinal);
 /* Address space without rights, which no child inherits; 0 when there is none. */
 uint64_t space_reserve(uint64_t bytes, uint64_t alignment, uint64_t hint);
 /* Put the beginning of a file over reserved address space, without rights. */

@@ -29,6 +29,7 @@ struct machine {
     bool is_mig;
     bool has_nvml;
     bool has_peer_access;
+    bool loses_peer_copies; /* they end well, and other bytes arrive */
     bool can_share;
     uint64_t context_bytes;
     long copy_delay_ms;

@@ -32,8 +32,13 @@ static int permitted(const struct region *region) {
     return most;
 }
 
+/* Linear memory needs no rights: peer access to it is a matter of contexts, which is not modelled. */
+static int permitted_to(const struct region *region, int ordinal) {
+    return region->kind == REGION_VMM ? region->access[ordinal] : permitted(region);
+}
+
 /* A range may run over several regions that lie back to back. */
-enum reach space_reach(uint64_t address, uint64_t bytes, bool is_write) {
+enum reach space_reach(uint64_t address, uint64_t bytes, bool is_write, int ordinal) {
     enum reach reach = REACH_ALLOWED;
     int needed = is_write ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ;
     if (address + bytes < address)
@@ -42,7 +47,7 @@ enum reach space_reach(uint64_t address, uint64_t bytes, bool is_write) {
         const struct region *region = space_find(address);
         if (region == NULL)
             return REACH_UNMAPPED;
-        if (permitted(region) < needed)
+        if (permitted_to(region, ordinal) < needed)
             reach = REACH_FORBIDDEN;
         address = region->address + region->bytes;
     }

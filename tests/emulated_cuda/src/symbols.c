@@ -31,6 +31,7 @@ static const struct symbol {
     {"cuDeviceTotalMem", 3020, "cuDeviceTotalMem_v2"},
     {"cuDeviceGetAttribute", 2000, "cuDeviceGetAttribute"},
     {"cuDeviceCanAccessPeer", 4000, "cuDeviceCanAccessPeer"},
+    {"cuDeviceGetP2PAttribute", 8000, "cuDeviceGetP2PAttribute"},
     {"cuDevicePrimaryCtxRetain", 7000, "cuDevicePrimaryCtxRetain"},
     {"cuDevicePrimaryCtxRelease", 11000, "cuDevicePrimaryCtxRelease_v2"},
     {"cuDevicePrimaryCtxGetState", 7000, "cuDevicePrimaryCtxGetState"},

@@ -1,0 +1,112 @@
+"""Copies of images from one device to another: which devices, by whom, and whether to rely on it.
+
+A copy is done by an uploader of its own, which sees the target device and its peers: what is wrong
+with another device must not cost the uploads to this one. It is started on the first copy and ends
+when it has had nothing to do for a while, like any uploader.
+
+A driver that says that devices are peers has looked up what the hardware could do; on machines
+whose IOMMU or PCIe switches redirect the traffic such copies end well and leave other bytes
+(pytorch/pytorch issue 84803 among many). So what the first copy from a device has written is read
+back and hashed; the link is used from then on, or never again. After any other failure it is left
+alone for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from trims_shim.daemon.uploading import Uploader
+from trims_shim.errors import DriverFailure, NoSpace, ReadFailed, TrimsError
+from trims_shim.memory.device import DeviceAllocation, DeviceSegment
+from trims_shim.specs import DeviceId, Digest
+
+__all__ = ["PeerCopies", "PeerImage"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+_TRY_AGAIN_S = 60.0
+"""Long enough that a link which always fails costs little, short enough for one that comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerImage:
+    """An image on another device. The holder closes ``segment``, a hold of its own."""
+
+    digest: Digest
+    segment: DeviceSegment
+
+
+class PeerCopies:
+    """The copies to one device. Any thread may call."""
+
+    def __init__(self, ranks: Mapping[DeviceId, int], uploader: Uploader) -> None:
+        """``ranks``: the peers, as :meth:`~trims_shim.memory.driver.Driver.peers` has them.
+
+        ``uploader`` is closed with this.
+        """
+        self.uploader = uploader
+        self._ranks = dict(ranks)
+        self._proved: set[DeviceId] = set()
+        self._avoided_until_s: dict[DeviceId, float] = {}
+
+    def rank(self, device: DeviceId) -> int | None:
+        """How good the link from a device is, 0 the best; None where it is not to be used now."""
+        if time.monotonic() < self._avoided_until_s.get(device, 0.0):
+            return None
+        return self._ranks.get(device)
+
+    def copy(
+        self, image: PeerImage, memory: DeviceAllocation, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Fill ``memory`` with an image. Blocks; raises TrimsError, with the memory in any state.
+
+        ``on_progress`` gets the bytes done, and how many there are to do.
+        """
+        source = image.segment
+        try:
+            self._copy(image, memory, on_progress)
+        except _Damaged as error:
+            _logger.error("%s", error)
+            self._avoided_until_s[source.device] = math.inf
+            raise
+        except NoSpace:
+            raise  # It says nothing of the link.
+        except TrimsError:
+            self._avoided_until_s[source.device] = time.monotonic() + _TRY_AGAIN_S
+            raise
+        self._proved.add(source.device)
+
+    def _copy(
+        self, image: PeerImage, memory: DeviceAllocation, on_progress: Callable[[int, int], None]
+    ) -> None:
+        source = image.segment
+        if source.allocations != memory.allocations:
+            raise DriverFailure(f"{source.device} cuts memory up differently from {memory.device}")
+        is_hashed = source.device not in self._proved
+        total = source.resident_bytes() + (source.size_bytes if is_hashed else 0)
+        with self.uploader.job() as job:
+            # A sign of life: starting a process took time, and making its context will take more.
+            on_progress(1, total)
+            reply = job.copy(
+                source.outline,
+                source.descriptors,
+                memory,
+                size_bytes=source.size_bytes,
+                is_hashed=is_hashed,
+                on_progress=lambda done: on_progress(done, total),
+            )
+        if is_hashed and reply.digest != image.digest:
+            raise _Damaged(
+                f"image {image.digest[:12]} arrives damaged on {memory.device} from "
+                f"{source.device}: nothing is copied between them any more; `trims verify "
+                f"{image.digest[:12]}` says whether its memory or the way is at fault (see "
+                "docs/gpu.md, Several GPUs)"
+            )
+
+
+class _Damaged(ReadFailed):
+    """What arrived is not what is said to have been sent."""
