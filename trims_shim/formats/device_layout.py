@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trims_shim.errors import UnsupportedFormat
+from trims_shim.errors import FormatError, UnsupportedFormat
+from trims_shim.formats.onnx_directory import has_directory, read_directory
 from trims_shim.formats.safetensors import read_header
 from trims_shim.formats.torch_zip import read_archive
-from trims_shim.specs import Span
+from trims_shim.specs import Record, Span
 
 __all__ = ["ALIGNMENT_BYTES", "DeviceLayout", "Placed", "layout_of"]
 
@@ -85,15 +86,25 @@ def layout_of(buffer: Any) -> DeviceLayout:
     """The layout of the model file (or outline) that fills ``buffer``.
 
     Raises FormatError: UnsupportedFormat for a file that is neither a torch zip archive nor
-    safetensors, or that holds no tensor.
+    safetensors nor a prepared model's weights, or that holds no tensor.
     """
     view = memoryview(buffer)
     if bytes(view[:4]) == _ZIP_MAGIC:
         records = read_archive(view).records
         spans = [span for name, span in records.items() if name.startswith(_ZIP_RECORDS)]
     else:
-        spans = [record.span for record in read_header(view).records]
+        spans = [record.span for record in _records(view)]
     return _packed(spans, len(view))
+
+
+def _records(view: memoryview) -> tuple[Record, ...]:
+    try:
+        return read_header(view).records
+    except FormatError:
+        # Asked last: the end of a safetensors outline is a hole, which reading would fill.
+        if not has_directory(view):
+            raise
+    return read_directory(view)
 
 
 def _packed(spans: Iterable[Span], file_bytes: int) -> DeviceLayout:
