@@ -206,6 +206,15 @@ class TestParsers:
         is_share = text.endswith("%")
         assert settings.device_bytes.of(2000) == (2 * expected if is_share else expected)
 
+    @pytest.mark.parametrize(
+        ("total", "expected"),
+        [(1 << 30, (1 << 30) // 10), (5 << 30, (5 << 30) // 10), (80 << 30, 1 << 30)],
+    )
+    def test_the_head_room_suits_small_devices(self, total: int, expected: int) -> None:
+        assert load({}).device_headroom_bytes.of(total) == expected
+        assert load({}, device_headroom_bytes="AUTO").device_headroom_bytes.of(total) == expected
+        assert load({}, device_headroom_bytes="2G").device_headroom_bytes.of(total) == 2 << 30
+
     def test_a_share_of_a_device_is_not_one_of_the_machine(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -329,6 +338,7 @@ class TestConfig:
                 "device_backend": "ipc",
                 "device_access": "private",
                 "ort_prepack": "off",
+                "prepare_priority": "normal",
             }.get(each.name, "1")
             texts = {each.name: changed} if each.default != changed else {each.name: "0"}
             if each.name in ("patches", "log"):

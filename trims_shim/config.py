@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "SETTINGS",
     "Config",
-    "ShareOrSize",
     "Setting",
+    "ShareOrSize",
     "config_file",
     "is_setting",
     "load",
@@ -36,6 +36,7 @@ MEMORY_KINDS = ("auto", "memfd-huge", "tmpfs-huge", "tmpfs-huge-userns", "memfd"
 DEVICE_BACKENDS = ("vmm", "ipc", "off")
 DEVICE_ACCESSES = ("shared", "private")
 ORT_PREPACKS = ("share", "off")
+PREPARE_PRIORITIES = ("low", "normal")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _TRUE = ("1", "true", "yes", "on")
@@ -143,13 +144,17 @@ class ShareOrSize:
 
     __slots__ = ("share", "size_bytes")
 
-    def __init__(self, *, size_bytes: int = 0, share: float | None = None) -> None:
+    def __init__(self, *, size_bytes: int | None = None, share: float | None = None) -> None:
+        """One of them, or both: then it is the smaller one."""
         self.size_bytes = size_bytes
         self.share = share
 
     def of(self, total_bytes: int) -> int:
         """Bytes, out of ``total_bytes`` where it is a share."""
-        return self.size_bytes if self.share is None else int(total_bytes * self.share)
+        sizes = [] if self.size_bytes is None else [self.size_bytes]
+        if self.share is not None:
+            sizes.append(int(total_bytes * self.share))
+        return min(sizes)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ShareOrSize):
@@ -158,6 +163,14 @@ class ShareOrSize:
 
     def __hash__(self) -> int:
         return hash((self.size_bytes, self.share))
+
+
+def _headroom(text: str) -> ShareOrSize:
+    if text.strip().lower() == "auto":
+        # What a context, cuBLAS' workspaces and some activations take; of a small device, or MIG's
+        # smallest instances, so much would leave nothing to share.
+        return ShareOrSize(size_bytes=1 << 30, share=0.10)
+    return _share_or_size(text)
 
 
 def _share_or_size(text: str) -> ShareOrSize:
@@ -234,7 +247,12 @@ SETTINGS = (
         _boolean,
         "let load_state_dict take shared weights over instead of copying them",
     ),
-    Setting("min_bytes", "1M", parse_size, "smaller files go to the framework's own loader"),
+    Setting(
+        "min_bytes",
+        "1M",
+        parse_size,
+        "smaller files (ONNX models: four times that) go to the framework's own loader",
+    ),
     Setting(
         "device",
         "1",
@@ -313,9 +331,17 @@ SETTINGS = (
     ),
     Setting(
         "device_headroom_bytes",
-        "1GiB",
-        _share_or_size,
-        "device memory left to activations and other programs (%: of the device)",
+        "auto",
+        _headroom,
+        "device memory left to activations and other programs (%: of the device); auto: 1GiB, or "
+        "10% of a device below 10GiB",
+        is_daemons=True,
+    ),
+    Setting(
+        "device_peers",
+        "1",
+        _boolean,
+        "copy images from one device to another where the driver allows it",
         is_daemons=True,
     ),
     Setting(
@@ -344,6 +370,20 @@ SETTINGS = (
         "900",
         _seconds,
         "seconds after which the preparation of an ONNX model is given up",
+        is_daemons=True,
+    ),
+    Setting(
+        "prepare_anyway_bytes",
+        "20M",
+        parse_size,
+        "ONNX models with so many bytes of weights are prepared even if that makes nothing quicker",
+        is_daemons=True,
+    ),
+    Setting(
+        "prepare_priority",
+        "low",
+        _choice(*PREPARE_PRIORITIES),
+        "share of the processor for preparing ONNX models: low (a tenth of others') or normal",
         is_daemons=True,
     ),
     Setting(

@@ -240,6 +240,21 @@ class TestHolding:
         with pytest.raises(NoSpace, match="is pinned" if hold == "pin" else "is in use"):
             store.evict(A)
 
+    def test_what_is_copied_elsewhere_stays_until_every_copy_has_ended(self) -> None:
+        store = new_store(10)
+        store.release(1, load(store, opening(), loaded()), 2)
+        for _ in range(2):
+            store.hold(A)
+        for held in (2, 1):
+            assert store.evict_all() == store.relieve(10, 9) == [], held
+            with pytest.raises(NoSpace, match="being copied"):
+                store.evict(A)
+            assert isinstance(store.open(opening(inode=2), 3)[0], RefuseRequest)
+            store.unhold(A)
+        assert DropImage(A) in store.evict_all()
+        with pytest.raises(UnknownImage):
+            store.hold(A)
+
     def test_pinning_twice_is_announced_once(self) -> None:
         store = new_store()
         load(store, opening(), loaded())

@@ -265,6 +265,57 @@ def _show(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.forget()
 
 
+class TestPeers:
+    THIRD = emulation.device_ids(3)[2]
+
+    @staticmethod
+    def put(tiers: Tiers, tier: Tier, digest: str, identity: Identity, *, user: int = 1) -> None:
+        opening = Opening(1, next(tiers._numbers), user, identity, "/a")
+        (start,) = tier.store.open(opening, 1)
+        tier.store.ingest_done(start.ingest, Ingested(digest, 10, True, 1), 1)  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize("emulated_environment", [{"devices": 3}], indirect=True)
+    def test_the_nearest_device_with_an_image(
+        self, make: Callable[..., Harness], emulated_cuda: Emulated
+    ) -> None:
+        harness = make()
+        first, second, third = (harness.device(each) for each in (GPU, GPU2, self.THIRD))
+        tiers, identity = harness.tiers, Identity(1, 1, 10, 0, 0)
+        assert third.rank_of(second) == 0
+        assert third.rank_of(first) == 1
+        assert tiers.trusted_digest(1, identity) is tiers.peer_with(A, third) is None
+        self.put(tiers, first, A, identity)
+        assert tiers.peer_with(A, third) is first
+        self.put(tiers, second, A, identity)
+        assert tiers.peer_with(A, third) is second
+        assert tiers.peer_with(A, second) is first, "not itself"
+        assert tiers.trusted_digest(1, identity) == A
+        assert tiers.trusted_digest(2, identity) is None, "another user has proved nothing"
+        assert third.loader.peers is not None
+        third.loader.peers._avoided_until_s[GPU2] = time.monotonic() + 60
+        assert tiers.peer_with(A, third) is first
+
+    @pytest.mark.parametrize(
+        ("emulated_environment", "settings"),
+        [
+            ({"devices": 2, "peer": 0}, {}),
+            ({"devices": 2, "fail": "cuDeviceGetP2PAttribute"}, {}),
+            ({"devices": 2}, {"device_peers": "0"}),
+            ({"devices": 2}, {"device_backend": "ipc"}),
+        ],
+        indirect=["emulated_environment"],
+        ids=["no peers", "an old driver", "off", "ipc"],
+    )
+    def test_devices_that_do_not_copy(
+        self, make: Callable[..., Harness], emulated_cuda: Emulated, settings: dict[str, str]
+    ) -> None:
+        harness = make(**settings)
+        first, second = harness.device(GPU), harness.device(GPU2)
+        assert first.loader.peers is second.loader.peers is None
+        self.put(harness.tiers, first, A, Identity(1, 1, 10, 0, 0))
+        assert harness.tiers.peer_with(A, second) is None
+
+
 class _Machine:
     """Tiers with images, by the stores' word alone."""
 
@@ -394,3 +445,24 @@ def test_the_fake_daemon_has_them_too(
         assert verified.computed == verified.digest
         os.close(descriptor)
         line.close()
+
+
+@pytest.mark.parametrize(
+    "emulated_environment", [{"memory_bytes": 16 * MIB, "nvml": 0}], indirect=True, ids=["16 MiB"]
+)
+def test_the_fake_daemon_makes_room(emulated_cuda: Emulated, make_file: Callable[..., str]) -> None:
+    """Its one thread cannot wait for images that are copied away: they go at once."""
+    paths = [make_file(safetensors((5 * MIB,), seed=seed), f"{seed}.bin") for seed in (1, 2)]
+    others = DeviceMemory(GPU, "vmm").create(6 * MIB)
+    with testing.FakeDaemon(device_headroom_bytes="0", device_bytes="100%") as daemon:
+        line = caches.cache()._connect(may_start=False)
+        for path in paths:
+            descriptor = os.open(path, os.O_RDONLY)
+            granted = line.open_image(descriptor, path, tier=GPU)
+            for each in (descriptor, granted.descriptor, *granted.allocations):
+                os.close(each)
+            line.release(granted.reply.lease)
+        assert [names[0][1] for names in (image.names for image in daemon.images)] == [paths[1]]
+        assert daemon.counters["evicted_under_pressure"] == 1
+        line.close()
+    others.close()

@@ -32,7 +32,16 @@ from trims_shim.errors import FileChanged, MemoryFailure, NoSpace, ReadFailed, T
 from trims_shim.memory.host import HostMemory, SealedSegment
 from trims_shim.specs import Digest, Identity
 
-__all__ = ["Finished", "Loader", "Loads", "Segment", "check_unchanged", "started_pool"]
+__all__ = [
+    "Finished",
+    "Hashing",
+    "Loader",
+    "Loads",
+    "Segment",
+    "check_unchanged",
+    "is_settled",
+    "started_pool",
+]
 
 CONCURRENT_LOADS = 4
 _SETTLED_AFTER_NS = 100_000_000
@@ -63,6 +72,17 @@ class Finished(Generic[_Segment]):
     result: Ingested | None
     segment: _Segment | None
     error: TrimsError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hashing:
+    """Work for a thread: the digest of an image's bytes as they are now.
+
+    It has a hold of its own on the image, which may be evicted meanwhile; ``close`` gives it up.
+    """
+
+    compute: Callable[[], Digest]
+    close: Callable[[], None]
 
 
 def started_pool(threads: int = CONCURRENT_LOADS) -> ThreadPoolExecutor:
@@ -184,6 +204,10 @@ class Loads(abc.ABC, Generic[_Segment]):
         """The segment of a resident image."""
         return self._segments[digest]
 
+    @abc.abstractmethod
+    def hashing(self, digest: Digest) -> Hashing:
+        """Hash a resident image again; the caller closes it. Raises OSError."""
+
     def meters(self) -> dict[int, Meter]:
         """How far each load is."""
         return dict(self._meters)
@@ -257,6 +281,14 @@ class Loader(Loads[SealedSegment]):
         self.memory = memory
         self._threads = threads
 
+    def hashing(self, digest: Digest) -> Hashing:
+        """See :meth:`Loads.hashing`."""
+        segment = self._segments[digest]
+        descriptor, size_bytes = os.dup(segment.descriptor), segment.size_bytes
+        return Hashing(
+            lambda: ingest.hash_segment(descriptor, size_bytes), lambda: os.close(descriptor)
+        )
+
     def close(self) -> None:
         """See :meth:`Loads.close`."""
         super().close()
@@ -289,6 +321,11 @@ def check_unchanged(descriptor: int, identity: Identity, started_ns: int, name: 
     """Whether the identity may be trusted. Raises FileChanged when it is not the same now."""
     if Identity.from_stat(os.fstat(descriptor)) != identity:
         raise FileChanged(f"{name} changed while it was being read; load it again")
+    return is_settled(identity, started_ns)
+
+
+def is_settled(identity: Identity, at_ns: int) -> bool:
+    """Whether whatever changes the file from ``at_ns`` on also changes its identity."""
     is_local = os.major(identity.device) in _LOCAL_DEVICE_MAJORS
     quiet_ns = _SETTLED_AFTER_NS if is_local else _SETTLED_AFTER_REMOTE_NS
-    return started_ns - max(identity.mtime_ns, identity.ctime_ns) > quiet_ns
+    return at_ns - max(identity.mtime_ns, identity.ctime_ns) > quiet_ns

@@ -20,7 +20,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trims_shim import config as configuration
@@ -28,6 +28,10 @@ from trims_shim.config import Config
 from trims_shim.daemon.eviction import policy_named
 from trims_shim.daemon.ingest import default_threads
 from trims_shim.daemon.loader import Loader
+from trims_shim.daemon.prepared import Prepared
+from trims_shim.daemon.prepared_clients import Front
+from trims_shim.daemon.prepared_directory import PreparedSettings
+from trims_shim.daemon.preparing import Preparer
 from trims_shim.daemon.server import Server
 from trims_shim.daemon.sessions import Limits, Sessions
 from trims_shim.daemon.store import Store
@@ -125,7 +129,12 @@ def _build(endpoint: Endpoint, config: Config) -> Server:
     _raise_descriptor_limit()
     _remove_stale(endpoint)
     instance = secrets.token_hex(8)
-    wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    numbers = itertools.count(1)
+
+    def wake() -> None:
+        os.eventfd_write(wake_descriptor, 1)
+
     gid = _group_id(config.group)
     with _umask(0o177 if gid is None else 0o117):
         listener = _listen(endpoint)
@@ -133,9 +142,10 @@ def _build(endpoint: Endpoint, config: Config) -> Server:
             endpoint,
             instance=instance,
             listener=listener,
-            tiers=_tiers(config, memory, lambda: os.eventfd_write(wake, 1)),
+            tiers=_tiers(config, memory, numbers, wake),
+            prepared=lambda front: _prepared(front, config, numbers, wake),
             sessions=Sessions(Limits()),
-            wake_descriptor=wake,
+            wake_descriptor=wake_descriptor,
             idle_exit_s=config.idle_exit,
             config_hash=config.daemon_hash(),
             memory_reason=reason,
@@ -152,8 +162,9 @@ def _memory(config: Config) -> tuple[host.HostMemory, str]:
     return host.open_memory(kind, budget_bytes=config.host_bytes), "chosen by TRIMS_MEMORY_KIND"
 
 
-def _tiers(config: Config, memory: host.HostMemory, wake: Callable[[], None]) -> Tiers:
-    numbers = itertools.count(1)
+def _tiers(
+    config: Config, memory: host.HostMemory, numbers: Iterator[int], wake: Callable[[], None]
+) -> Tiers:
     store = Store(
         config.host_bytes,
         policy=policy_named(config.eviction),
@@ -162,6 +173,18 @@ def _tiers(config: Config, memory: host.HostMemory, wake: Callable[[], None]) ->
     )
     loader = Loader(memory, threads=config.ingest_threads or default_threads(), wake=wake)
     return Tiers(HostTier(store, loader), DeviceSettings.of(config), numbers=numbers, wake=wake)
+
+
+def _prepared(
+    front: Front, config: Config, numbers: Iterator[int], wake: Callable[[], None]
+) -> Prepared:
+    preparer = Preparer(
+        timeout_s=config.prepare_timeout,
+        anyway_bytes=config.prepare_anyway_bytes,
+        gives_way=config.prepare_priority == "low",
+    )
+    settings = PreparedSettings.of(config)
+    return Prepared(front, settings, preparer=preparer, numbers=numbers, wake=wake)
 
 
 def _listen(endpoint: Endpoint) -> socket.socket:

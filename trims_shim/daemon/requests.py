@@ -7,6 +7,7 @@ request means an image at every tier where it is, unless it names one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -15,15 +16,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trims_shim._version import __version__
-from trims_shim.daemon import ingest
+from trims_shim.daemon.loader import Hashing
 from trims_shim.daemon.sessions import Session
 from trims_shim.daemon.store import DropImage, ImageRow
-from trims_shim.daemon.tiers import DeviceTier, Tier
+from trims_shim.daemon.tiers import Tier
 from trims_shim.errors import (
     AccessDenied,
     MalformedMessage,
     NoSpace,
-    ReadFailed,
+    TrimsError,
     UnknownMessage,
 )
 from trims_shim.specs import Digest
@@ -36,10 +37,14 @@ __all__ = ["Later", "add_counters", "handle"]
 
 _COUNTERS_LIMIT = 512
 _COUNTER_LIMIT = 1 << 62
+_CHECK_LIMIT = 1000
 _IMAGES_IN_STATUS = 1000
 _CLIENTS_IN_STATUS = 1000
+_PREPARED_IN_STATUS = 200
 _STATUS_NAMES_LIMIT_BYTES = 256 << 10
-"""With 300 bytes an image and 200 a client: below messages.CONTROL_MESSAGE_LIMIT_BYTES."""
+_PREPARED_NAMES_LIMIT_BYTES = 64 << 10
+"""With 300 bytes an image, 200 a client, 400 a prepared model and 60 KiB of counters: below
+messages.CONTROL_MESSAGE_LIMIT_BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ def _status(
         totals.reserved_bytes,
         host.lingering_bytes(),
     )
+    may_see_prepared = _is_privileged(session)
     return messages.GetStatusReply(
         package=__version__,
         protocol=messages.PROTOCOL_VERSION,
@@ -106,6 +112,8 @@ def _status(
         clients=tuple(_client_status(server, session)[:_CLIENTS_IN_STATUS]),
         counters=dict(server.counters),
         devices=tuple(each.status() for each in server.tiers.devices),
+        prepared=tuple(_prepared_status(server)) if may_see_prepared else (),
+        storage=server.prepared.storage() if may_see_prepared else None,
     )
 
 
@@ -117,12 +125,28 @@ def _images_status(server: Server, session: Session) -> list[messages.ImageStatu
     rows.sort(key=lambda each: -each[1].used_ns)
     for tier, row in rows[:_IMAGES_IN_STATUS]:
         image = _image_status(row, session, tier)
-        names = []
-        for name in image.names:
-            left -= len(name.encode(errors="backslashreplace")) + 8
-            if left >= 0:
-                names.append(name)
-        found.append(dataclasses.replace(image, names=tuple(names)))
+        names, left = _fitting(image.names, left)
+        found.append(dataclasses.replace(image, names=names))
+    return found
+
+
+def _fitting(names: tuple[str, ...], left_bytes: int) -> tuple[tuple[str, ...], int]:
+    """The first of some names, and what is left for others."""
+    found = []
+    for name in names:
+        left_bytes -= len(name.encode(errors="backslashreplace")) + 8
+        if left_bytes >= 0:
+            found.append(name)
+    return tuple(found), left_bytes
+
+
+def _prepared_status(server: Server) -> list[messages.PreparedStatus]:
+    """As many prepared models as fit a reply: those under way first, then by their last use."""
+    found = []
+    left = _PREPARED_NAMES_LIMIT_BYTES
+    for row in server.prepared.rows()[:_PREPARED_IN_STATUS]:
+        names, left = _fitting(row.names, left)
+        found.append(dataclasses.replace(row, names=names))
     return found
 
 
@@ -151,7 +175,7 @@ def _client_status(server: Server, session: Session) -> list[messages.ClientStat
             each.pid or each.peer.pid,
             each.peer.uid,
             each.package,
-            server.tiers.lease_count(each.number),
+            server.tiers.lease_count(each.number) + server.prepared.lease_count(each.number),
             each.requests,
             each.connected_ns,
         )
@@ -201,36 +225,30 @@ def _evict(
 
 
 def _verify(server: Server, session: Session, message: messages.VerifyImageRequest) -> Later:
-    """At the first tier that has it; the host's comes before any device's."""
-    digest = _find(server, session, message.image)
-    tier = server.tiers.holding(digest)[0]
-    if isinstance(tier, DeviceTier):
-        return _verify_on_device(server, tier, digest)
-    segment = server.tiers.host.loader.segment(digest)
-    # A hold of its own: the image may be evicted while a worker hashes it.
-    descriptor = os.dup(segment.descriptor)
+    """At every tier that has it, or at the one that is named."""
+    digest = _find(server, session, message.image, tier=message.tier)
+    tiers = server.tiers.holding(digest, tier=message.tier)
+    with contextlib.ExitStack() as held:
+        hashings: dict[str, Hashing] = {}
+        for tier in tiers:
+            hashings[tier.name] = tier.loader.hashing(digest)
+            held.callback(hashings[tier.name].close)
+        closing = held.pop_all()
 
     def work() -> messages.VerifyImageReply:
-        try:
-            computed = ingest.hash_segment(descriptor, segment.size_bytes)
-        finally:
-            os.close(descriptor)
-        return messages.VerifyImageReply(digest, computed)
+        with closing:
+            checks = tuple(_check(tier, hashing) for tier, hashing in hashings.items())
+        others = [each.computed for each in checks if each.computed != digest]
+        return messages.VerifyImageReply(digest, others[0] if others else digest, checks)
 
-    return Later(tier, work)
+    return Later(tiers[0], work)
 
 
-def _verify_on_device(server: Server, tier: DeviceTier, digest: Digest) -> Later:
-    """The image is put together in host memory, for which there has to be room."""
-    host = server.tiers.host
-    size_bytes = tier.loader.segment(digest).size_bytes
-    reserved = host.store.admit(size_bytes, withheld_bytes=host.withheld_bytes())
-    hashing = tier.loader.hashing(digest, to=host.loader.memory)
-
-    def finish() -> None:
-        host.store.ingest_failed(reserved, ReadFailed("it was read to be hashed only"))
-
-    return Later(tier, lambda: messages.VerifyImageReply(digest, hashing()), finish)
+def _check(tier: str, hashing: Hashing) -> messages.TierCheck:
+    try:
+        return messages.TierCheck(tier, hashing.compute())
+    except TrimsError as error:
+        return messages.TierCheck(tier, "", str(error)[:_CHECK_LIMIT])
 
 
 def add_counters(server: Server, report: messages.StatsReport) -> None:

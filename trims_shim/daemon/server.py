@@ -28,6 +28,8 @@ import zmq
 from trims_shim._version import __version__
 from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
 from trims_shim.daemon.openings import Openings
+from trims_shim.daemon.prepared import Prepared
+from trims_shim.daemon.prepared_clients import Front
 from trims_shim.daemon.requests import Later, add_counters, handle
 from trims_shim.daemon.sessions import Session, Sessions, descriptors_are_scarce
 from trims_shim.daemon.store import Announce
@@ -59,13 +61,17 @@ class Server:
         instance: str,
         listener: socket.socket,
         tiers: Tiers,
+        prepared: Callable[[Front], Prepared],
         sessions: Sessions,
         wake_descriptor: int,
         idle_exit_s: float,
         config_hash: str = "",
         memory_reason: str = "",
     ) -> None:
-        """Take over a bound and listening ``listener``; ``wake_descriptor`` is an eventfd."""
+        """Take over a bound and listening ``listener``; ``wake_descriptor`` is an eventfd.
+
+        ``prepared`` makes what serves prepared models.
+        """
         self.endpoint = endpoint
         self.instance = instance
         self.tiers = tiers
@@ -84,6 +90,7 @@ class Server:
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.bind(f"ipc://{endpoint.events(instance)}")
         self.openings = Openings(self, tiers)
+        self.prepared = prepared(self)
         self.on_stop: Callable[[], None] = lambda: None
         self._is_stopping = False
         self._jobs_open = 0
@@ -99,6 +106,7 @@ class Server:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_descriptor, selectors.EVENT_READ, self._woken)
+        self.prepared.start()
         try:
             while not self._is_finished():
                 self._turn()
@@ -153,7 +161,7 @@ class Server:
         if self._is_stopping:
             is_busy = self.tiers.ingest_count() or self.tiers.is_making() or self._jobs_open
             return not is_busy
-        if self.tiers.is_needed():
+        if self.tiers.is_needed() or self.prepared.is_needed():
             self._last_active = time.monotonic()
         idle = time.monotonic() - self._last_active
         return 0 < self.idle_exit_s < idle
@@ -162,6 +170,7 @@ class Server:
         for session in self.sessions:
             self.end_session(session, "the daemon has stopped")
         self._listener.close()
+        self.prepared.close()
         self.openings.close()
         self.tiers.close()
         self._control.close(linger_ms=200)
@@ -221,14 +230,52 @@ class Server:
     def _on_packet(self, session: Session, message: Any) -> None:
         if isinstance(message, messages.LeaseRelease):
             self.tiers.release(session.number, message.lease, time.time_ns())
+            self.prepared.release(session.number, message.lease)
         elif isinstance(message, messages.Hello):
             self._greet(session, message)
         elif isinstance(message, messages.StatsReport):
             add_counters(self, message)
         elif isinstance(message, messages.DrainRequest):
             self._drain(session, message)
-        elif not isinstance(message, messages.FileOffer):
+        elif isinstance(message, messages.FileOffer):
+            self._take_in(session, message)
+        elif isinstance(message, messages.OpenPreparedRequest):
+            self._open_prepared(session, message)
+        else:
             raise MalformedMessage(f"{type(message).__name__} is not for the daemon")
+
+    def _take_in(self, session: Session, offer: messages.FileOffer) -> None:
+        """An offer may be all of a request; else its request comes by the control socket."""
+        self._last_active = time.monotonic()
+        if offer.tier:
+            self.counters["requests"] += 1
+            session.requests += 1
+            self.openings.offer(session, offer)
+
+    def _open_prepared(self, session: Session, message: messages.OpenPreparedRequest) -> None:
+        """A request that came as a packet; so does its answer, now or later."""
+        if not session.is_greeted:
+            raise MalformedMessage("OpenPreparedRequest before Hello")
+        self._last_active = time.monotonic()
+        self.counters["requests"] += 1
+        session.requests += 1
+        reply: Any
+        try:
+            reply = self.prepared.open(session, None, 0, message)
+        except TrimsError as error:
+            reply = messages.ErrorReply(type(error).__name__, handover.clipped(str(error)))
+        # Border: as for requests of the control socket.
+        except Exception:
+            _logger.exception("a request for a prepared model failed")
+            self.counters["internal_errors"] += 1
+            reply = messages.ErrorReply("DaemonError", "internal error; see the daemon's log")
+        if reply is None:
+            return
+        try:
+            self.hand_over(session, reply)
+        except OSError as error:
+            # BlockingIOError too: it would wait for an answer in vain.
+            self.end_session(session, f"the client does not take its answer: {error}")
 
     def _greet(self, session: Session, hello: messages.Hello) -> None:
         if hello.protocol != messages.PROTOCOL_VERSION:
@@ -262,6 +309,7 @@ class Server:
         self.sessions.close(session)
         self.tiers.close_session(session.number, time.time_ns())
         self.openings.close_session(session.number)
+        self.prepared.close_session(session.number)
         self._last_active = time.monotonic()
 
     # --- control ----------------------------------------------------------------------------------
@@ -292,7 +340,7 @@ class Server:
             if isinstance(envelope.message, messages.OpenImageRequest):
                 self.openings.open(session, routing, envelope.request_id, envelope.message)
                 return
-            reply = handle(self, session, envelope.message)
+            reply = self._handle(session, routing, envelope)
             if isinstance(reply, Later):
                 self._run_later(routing, envelope.request_id, reply)
                 return
@@ -305,6 +353,15 @@ class Server:
             reply = messages.ErrorReply("DaemonError", "internal error; see the daemon's log")
         if reply is not None:
             self._control.reply(routing, envelope.request_id, reply)
+
+    def _handle(self, session: Session, routing: bytes, envelope: codec.Envelope) -> Any:
+        """The reply, what it will be, or None where somebody else answers later."""
+        message = envelope.message
+        if isinstance(message, messages.OpenPreparedRequest):
+            return self.prepared.open(session, routing, envelope.request_id, message)
+        if isinstance(message, messages.EvictPreparedRequest):
+            return self.prepared.evict(session, routing, envelope.request_id, message)
+        return handle(self, session, message)
 
     def _run_later(self, routing: bytes, request: int, later: Later) -> None:
         def done(result: Any) -> None:
@@ -330,7 +387,7 @@ class Server:
             raise AccessDenied(f"no file was offered under ticket {ticket}")
         return descriptor
 
-    def hand_over(self, session: Session, message: Any, descriptor: int) -> None:
+    def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
         """See :class:`Front`."""
         handover.send(session.connection, message, descriptor=descriptor)
 
@@ -349,6 +406,7 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_descriptor, 8)
         self.openings.finish()
+        self.prepared.finish()
 
     # --- defence ----------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ __all__ = [
     "HANDOVER_PACKET_LIMIT_BYTES",
     "PROTOCOL_VERSION",
     "ClientStatus",
+    "CopyImageRequest",
     "DeviceGrant",
     "DeviceStatus",
     "DownloadRequest",
@@ -41,6 +42,7 @@ __all__ = [
     "JobRelease",
     "LeaseRelease",
     "MemoryStatus",
+    "OfferReply",
     "OpenImageReply",
     "OpenImageRequest",
     "OpenPreparedReply",
@@ -61,6 +63,7 @@ __all__ = [
     "StatsReport",
     "StopDaemonReply",
     "StopDaemonRequest",
+    "TierCheck",
     "UploadFailed",
     "UploadPart",
     "UploadProgress",
@@ -96,9 +99,15 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class FileOffer:
-    """Carries an open, readable descriptor of a model file; ``ticket`` is quoted by the request."""
+    """Carries an open, readable descriptor of a model file; ``ticket`` is quoted by the request.
+
+    With a ``tier``, the image is leased at once where it is resident there; answered by OfferReply.
+    ``name`` is that of OpenImageRequest, and may be cut short.
+    """
 
     ticket: int
+    tier: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +151,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class SegmentGrant:
-    """Carries a descriptor of a segment, just before the OpenImageReply.
+    """Carries a descriptor of a segment, just before the OpenImageReply or OfferReply.
 
     On the host tier there is one, read-only. On a device tier part 0 is the outline (see
     :class:`DeviceGrant`), and the parts from 1 on are the device's allocations in order of address.
@@ -151,6 +160,17 @@ class SegmentGrant:
     ticket: int
     lease: int
     part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OfferReply:
+    """Answers a FileOffer that names a tier, after the grants of what was leased.
+
+    ``opened`` is None where the image is not resident: the offer stands, for OpenImageRequest.
+    """
+
+    ticket: int
+    opened: OpenImageReply | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,20 +264,35 @@ class EvictImageReply:
 
 @dataclass(frozen=True, slots=True)
 class VerifyImageRequest:
-    """Hash a resident image again."""
+    """Hash a resident image again, at every tier or (``tier``) at one."""
 
     image: str
+    tier: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierCheck:
+    """One tier's part of VerifyImageReply; ``error`` says why nothing could be ``computed``."""
+
+    tier: str
+    computed: str
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyImageReply:
-    """Response for VerifyImageRequest. ``computed`` equals ``digest`` unless memory was damaged."""
+    """Response for VerifyImageRequest.
+
+    ``computed`` equals ``digest`` unless memory was damaged, or could not be read (then empty):
+    at which tier is in ``tiers``.
+    """
 
     digest: str
     computed: str
+    tiers: tuple[TierCheck, ...] = ()
 
 
-# --- control: prepared ONNX models ----------------------------------------------------------------
+# --- handover or control: prepared ONNX models ----------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,11 +404,15 @@ class PreparedStatus:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStorage:
-    """Where prepared models are, and their accounting; part of GetStatusReply."""
+    """Where prepared models are, and their accounting; part of GetStatusReply.
+
+    ``problem``: why there are none; empty if there can be.
+    """
 
     directory: str
     budget_bytes: int
     resident_bytes: int
+    problem: str = ""
 
 
 # --- control: daemon ------------------------------------------------------------------------------
@@ -534,7 +573,7 @@ class UploadRequest:
 
 @dataclass(frozen=True, slots=True)
 class UploadPart:
-    """Carries a writable descriptor: part 0 is the empty outline, the others are allocations."""
+    """Carries a descriptor; in an upload part 0 is the empty outline, the others allocations."""
 
     job: int
     part: int
@@ -578,6 +617,21 @@ class DownloadRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyImageRequest:
+    """Copy an image of ``size_bytes`` out of the memory of another device.
+
+    Followed by UploadPart packets: part 0 is the image's outline, then its allocations, then as
+    many new ones of the same sizes. Answered by UploadReply; with ``is_hashed`` its digest is of
+    what can be read from the new ones.
+    """
+
+    job: int
+    size_bytes: int
+    allocations: tuple[int, ...]
+    is_hashed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class JobRelease:
     """Forget a job that was planned and is not gone on with, or free the memory made for it.
 
@@ -596,7 +650,7 @@ class UploadFailed:
     message: str
 
 
-# --- preparer: the daemon and the process that prepares ONNX models --------------------------------
+# --- preparer: the daemon and the process that prepares ONNX models -------------------------------
 
 
 @dataclass(frozen=True, slots=True)

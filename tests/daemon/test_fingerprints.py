@@ -1,0 +1,75 @@
+"""Outputs are compared by their bits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from trims_shim.daemon.fingerprints import fingerprint
+
+NAN = np.array([0x7FC00000], np.uint32).view(np.float32)
+OTHER_NAN = np.array([0x7FC00001], np.uint32).view(np.float32)
+DIFFERENT = [
+    None,
+    True,
+    1,
+    1.0,
+    "1",
+    b"1",
+    [],
+    [1],
+    [[1]],
+    [1, 1],
+    {},
+    {1: 1},
+    {"1": 1},
+    {1: 2},
+    np.float32(1),
+    np.ones(1, np.float32),
+    np.ones(1, np.float64),
+    np.ones(1, np.int32),
+    np.ones((1, 1), np.float32),
+    np.zeros(1, np.float32),
+    -np.zeros(1, np.float32),
+    NAN,
+    OTHER_NAN,
+    np.array(["a", "b"], object),
+    np.array(["ab", ""], object),
+    np.array(["a", "b"]),
+]
+
+
+class TestFingerprints:
+    def test_different_values_have_different_ones(self) -> None:
+        assert len({fingerprint(each) for each in DIFFERENT}) == len(DIFFERENT)
+
+    @pytest.mark.parametrize("value", [NAN, np.ones((2, 3)), {"b": 1, "a": [2]}, "text"])
+    def test_equal_values_have_equal_ones(self, value: Any) -> None:
+        assert fingerprint(copy.deepcopy(value)) == fingerprint(value)
+
+    def test_the_order_of_a_map_does_not_count(self) -> None:
+        assert fingerprint({1: "a", 2: "b"}) == fingerprint({2: "b", 1: "a"})
+
+    def test_how_an_array_lies_in_memory_does_not_count(self) -> None:
+        array = np.arange(6).reshape(2, 3)
+        assert fingerprint(np.asfortranarray(array)) == fingerprint(array)
+
+    def test_foreign_types(self) -> None:
+        with pytest.raises(TypeError, match="object"):
+            fingerprint(object())
+
+    def test_sparse_outputs(self) -> None:
+        def tensor(value: float, index: int) -> Any:
+            return onnxruntime.SparseTensor.sparse_coo_from_numpy(
+                np.array([4, 4], np.int64),
+                np.array([value], np.float32),
+                np.array([index], np.int64),
+                onnxruntime.OrtDevice.make("cpu", 0),
+            )._get_c_tensor()
+
+        assert fingerprint(tensor(1, 2)) == fingerprint(tensor(1, 2))
+        assert len({fingerprint(tensor(*each)) for each in ((1, 2), (1, 3), (2, 2))}) == 3

@@ -1,0 +1,111 @@
+"""Which Python a client runs, by the word of the kernel, and on which processor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import wait_until
+
+from trims_shim.daemon import interpreters
+from trims_shim.daemon.interpreters import cpu_identity, interpreter_of
+from trims_shim.errors import NotServed
+
+
+class TestInterpreter:
+    def test_this_process(self) -> None:
+        found = interpreter_of(os.getpid(), os.getuid())
+        assert os.path.samefile(found, sys.executable)
+
+    def test_another_user(self) -> None:
+        with pytest.raises(NotServed) as caught:
+            interpreter_of(os.getpid(), os.getuid() + 1)
+        assert caught.value.reason == "other_user"
+
+    @pytest.mark.parametrize(("pid", "reason"), [(0, "other_namespace"), (2**22 + 5, "other_user")])
+    def test_a_process_that_cannot_be_seen(self, pid: int, reason: str) -> None:
+        with pytest.raises(NotServed) as caught:
+            interpreter_of(pid, os.getuid())
+        assert caught.value.reason == reason
+
+    def test_another_program(self) -> None:
+        child = subprocess.Popen(["sleep", "600"])
+        try:
+            wait_until(lambda: "sleep" in os.readlink(f"/proc/{child.pid}/exe"), "the program runs")
+            with pytest.raises(NotServed) as caught:
+                interpreter_of(child.pid, os.getuid())
+            assert caught.value.reason == "not_python"
+        finally:
+            child.kill()
+            child.wait(20)
+
+    def test_a_program_that_embeds_python(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ours, when it is the same version's library that it has loaded."""
+        monkeypatch.setattr(interpreters, "_LIBRARY", "libc.so")
+        child = subprocess.Popen(["sleep", "600"])
+        try:
+            wait_until(
+                lambda: "libc.so" in Path(f"/proc/{child.pid}/maps").read_text(), "libc is there"
+            )
+            assert interpreter_of(child.pid, os.getuid()) == sys.executable
+        finally:
+            child.kill()
+            child.wait(20)
+
+    def test_other_files(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of another mount namespace or root; making one needs rights that tests may lack."""
+        same = interpreters._is_same
+        monkeypatch.setattr(interpreters, "_is_same", lambda a, b: "ns/mnt" not in a and same(a, b))
+        with pytest.raises(NotServed) as caught:
+            interpreter_of(os.getpid(), os.getuid())
+        assert caught.value.reason == "other_namespace"
+
+    def test_a_program_that_was_replaced(self, tmp_path: Path) -> None:
+        program = tmp_path / "python3"
+        program.write_bytes(Path("/bin/sleep").read_bytes())
+        program.chmod(0o700)
+        child = subprocess.Popen([program, "600"])
+        try:
+            wait_until(
+                lambda: str(program) == os.readlink(f"/proc/{child.pid}/exe"), "the program runs"
+            )
+            assert interpreter_of(child.pid, os.getuid()) == str(program)
+            program.unlink()
+            with pytest.raises(NotServed, match="replaced") as caught:
+                interpreter_of(child.pid, os.getuid())
+            assert caught.value.reason == "not_python"
+        finally:
+            child.kill()
+            child.wait(20)
+
+
+class TestCpu:
+    def test_it_is_the_same_twice(self) -> None:
+        assert cpu_identity() == cpu_identity()
+        assert os.uname().machine in cpu_identity()
+
+    @pytest.mark.parametrize(
+        ("line", "counts"),
+        [
+            ("model name\t: Another CPU\n", True),
+            ("flags\t\t: fpu avx512f\n", True),
+            ("Features\t: fp asimd sve\n", True),
+            ("cpu MHz\t\t: 2000.1\n", False),
+            ("bogomips\t: 4000\n", False),
+            ("processor\t: 77\n", False),
+        ],
+    )
+    def test_what_counts(
+        self, line: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = cpu_identity()
+        path = tmp_path / "cpuinfo"
+        path.write_text(Path("/proc/cpuinfo").read_text() + line)
+        real_open = open
+        monkeypatch.setattr(
+            interpreters, "open", lambda _, **rest: real_open(path, **rest), raising=False
+        )
+        assert (cpu_identity() != before) == counts

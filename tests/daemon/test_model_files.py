@@ -1,0 +1,193 @@
+"""The files of a model: what they are, what cannot be prepared, and that they do not change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx_kinds import BROKEN
+from onnx_models import perceptron, save, save_external
+from prepare_requests import Daemon, opened, prepare, request
+
+from trims_shim.daemon import model_files, preparer, verifying
+from trims_shim.daemon.optimising import Refusal
+from trims_shim.errors import FileChanged
+from trims_shim.wire.messages import SourceHashed
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    made = tmp_path / "made"
+    made.mkdir(0o700)
+    return made
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    save(perceptron())(path)
+    return path
+
+
+class TestModelFiles:
+    def test_what_is_loaded(self, model: Path) -> None:
+        """By the descriptor, so that a replaced path changes nothing."""
+        with opened(model) as source:
+            files = model_files.ModelFiles(source, str(model))
+            files.hash()
+            files.look_inside()
+            assert files.loadable_path == f"/proc/self/fd/{source}"
+            assert files.size_bytes == model.stat().st_size
+
+    def test_a_file_that_becomes_shorter(self, model: Path) -> None:
+        with opened(model) as source:
+            files = model_files.ModelFiles(source, str(model))
+            os.truncate(model, 100)
+            with pytest.raises(FileChanged):
+                files.hash()
+            os.truncate(model, 0)
+            with pytest.raises((FileChanged, Refusal)):
+                files.look_inside()
+
+    def test_a_symbolic_link(self, model: Path, tmp_path: Path) -> None:
+        link = tmp_path / "link.onnx"
+        link.symlink_to(model)
+        with opened(link) as source:
+            files = model_files.ModelFiles(source, str(link))
+            files.hash()
+            files.check_unchanged()
+
+
+class TestStructure:
+    """What a file says of itself, before onnxruntime sees it."""
+
+    def test_the_ort_format(self, tmp_path: Path, directory: Path) -> None:
+        path = tmp_path / "model.bin"
+        path.write_bytes(b"\x10\0\0\0ORTM" + bytes(1000))
+        assert prepare(path, directory).reason == "ort_format"
+        named = tmp_path / "model.ort"
+        save(perceptron())(named)
+        assert prepare(named, directory).reason == "ort_format"
+
+    def test_an_ep_context(self, tmp_path: Path, directory: Path) -> None:
+        path = tmp_path / "model.onnx"
+        path.write_bytes(BROKEN["ep_context"]())
+        assert prepare(path, directory).reason == "ep_context"
+
+    def external(self, tmp_path: Path, location: str) -> Path:
+        path = tmp_path / "model.onnx"
+        save_external(perceptron())(path)
+        model = onnx.load(str(path), load_external_data=False)
+        for tensor in model.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = location
+        path.write_bytes(model.SerializeToString())
+        return path
+
+    @pytest.mark.parametrize(
+        "location", ["/etc/passwd", "../weights.bin", "a/../../weights.bin", "..", "a\0b"]
+    )
+    def test_external_data_elsewhere(self, location: str, tmp_path: Path, directory: Path) -> None:
+        daemon = Daemon()
+        reply = prepare(self.external(tmp_path, location), directory, daemon)
+        assert (reply.reason, reply.is_lasting) == ("external_path", True)
+        assert daemon.hashed[0].externals == ()
+
+    @pytest.mark.parametrize("location", ["missing.bin", ".", "x" * 300])
+    def test_external_data_that_is_not_there(
+        self, location: str, tmp_path: Path, directory: Path
+    ) -> None:
+        daemon = Daemon()
+        reply = prepare(self.external(tmp_path, location), directory, daemon)
+        assert (reply.reason, reply.is_lasting) == ("external_missing", False)
+        assert daemon.hashed == []
+
+    def test_external_data_of_a_model_in_memory(self, tmp_path: Path, directory: Path) -> None:
+        path = tmp_path / "model.onnx"
+        save_external(perceptron())(path)
+        with opened(path) as source:
+            reply = preparer.prepare(request("", directory), source, Daemon())
+        assert reply is not None
+        assert (reply.reason, reply.is_lasting) == ("external_data_of_bytes", True)
+
+    def test_too_many_files(
+        self, tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(model_files, "_EXTERNALS_LIMIT", 0)
+        path = tmp_path / "model.onnx"
+        save_external(perceptron())(path)
+        assert prepare(path, directory).reason == "too_many_files"
+
+    def test_a_pipe(self, directory: Path) -> None:
+        reader, writer = os.pipe()
+        reply = preparer.prepare(request("", directory), reader, Daemon())
+        os.close(reader)
+        os.close(writer)
+        assert reply is not None
+        assert reply.reason == "no_file"
+
+
+class TestChanges:
+    """Nothing is made of a mixture."""
+
+    def test_a_model_whose_path_is_another_files_by_now(self, model: Path, directory: Path) -> None:
+        with opened(model) as source:
+            save(perceptron(2))(model.with_suffix(".new"))
+            os.replace(model.with_suffix(".new"), model)
+            reply = preparer.prepare(request(model, directory), source, Daemon())
+        assert reply is not None
+        assert (reply.reason, reply.is_lasting) == ("file_changed", False)
+
+    def test_a_source_that_changes_meanwhile(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        observe = verifying.observe
+
+        def touching(create: Callable[[], Any]) -> Any:
+            os.utime(model, ns=(1, 1))
+            return observe(create)
+
+        monkeypatch.setattr(verifying, "observe", touching)
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == ("file_changed", False)
+
+    def test_external_data_that_changes_meanwhile(
+        self, tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "model.onnx"
+        save_external(perceptron())(path)
+        observe = verifying.observe
+
+        def touching(create: Callable[[], Any]) -> Any:
+            reference = observe(create)
+            os.utime(tmp_path / "weights.bin", ns=(1, 1))
+            return reference
+
+        monkeypatch.setattr(verifying, "observe", touching)
+        reply = prepare(path, directory)
+        assert (reply.reason, reply.is_lasting) == ("file_changed", False)
+
+    def test_a_model_that_was_broken_meanwhile(self, model: Path, directory: Path) -> None:
+        """The error is not that of the content that was hashed."""
+        content = model.read_bytes()
+
+        def overwrite(hashed: SourceHashed) -> bool:
+            model.write_bytes(b"\x08" + content[1:])
+            os.utime(model, ns=(1, 1))
+            return True
+
+        with opened(model) as source:
+            reply = preparer.prepare(request(model, directory), source, overwrite)
+        assert reply is not None
+        assert (reply.reason, reply.is_lasting) == ("file_changed", False)
+
+    def test_one_that_was_broken_in_the_beginning(self, model: Path, directory: Path) -> None:
+        model.write_bytes(b"\x08" + model.read_bytes()[1:-100])
+        reply = prepare(model, directory)
+        assert reply.is_lasting
+        assert reply.reason in ("invalid_model", "unknown_model")

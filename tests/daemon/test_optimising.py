@@ -1,0 +1,194 @@
+"""What onnxruntime makes of a recipe, and how it is put on the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from onnx_models import Graph, perceptron, save
+from prepare_requests import prepare
+
+from trims_shim.daemon import optimising, preparer
+from trims_shim.daemon.optimising import Sessions
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    made = tmp_path / "made"
+    made.mkdir(0o700)
+    return made
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    save(perceptron())(path)
+    return path
+
+
+class TestRecipe:
+    """Every part of it has its effect on what is made."""
+
+    def outcome(self, model: Path, directory: Path, **fields: Any) -> tuple[bytes, bytes]:
+        reply = prepare(model, directory, **fields)
+        assert reply.reason == "", reply
+        return (directory / "model.onnx").read_bytes(), (directory / "weights.bin").read_bytes()
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"level": "ORT_ENABLE_BASIC"},
+            {"disabled_optimizers": ("MatMulAddFusion", "GemmActivationFusion")},
+            {"prepack": "off"},
+            {"free_dimensions": (("name", "batch", "3"),)},
+            {"free_dimensions": (("denotation", "DATA_BATCH", "3"),)},
+            {"entries": (("optimization.disable_specified_optimizers", "MatMulAddFusion"),)},
+        ],
+        ids=lambda fields: next(iter(fields)),
+    )
+    def test_parts(self, fields: dict[str, Any], tmp_path: Path, directory: Path) -> None:
+        sample = perceptron()
+        sample.model.graph.input[0].type.denotation = "TENSOR"
+        sample.model.graph.input[0].type.tensor_type.shape.dim[0].denotation = "DATA_BATCH"
+        path = tmp_path / "model.onnx"
+        save(sample)(path)
+        assert self.outcome(path, directory, **fields) != self.outcome(path, directory)
+
+    def test_threads_are_nobodys_business(self, model: Path, directory: Path) -> None:
+        """Affinities have to agree with a number of threads that is not in the recipe."""
+        entries = (("session.intra_op_thread_affinities", "1;1;1"),)
+        assert self.outcome(model, directory, entries=entries) == self.outcome(model, directory)
+
+
+def test_files_are_written_from_memory_of_its_own(
+    model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a mapping of another file they are in the page cache in small pieces: slow to map."""
+    kinds: set[type] = set()
+    pwrite = os.pwrite
+
+    def spy(descriptor: int, data: Any, offset: int) -> int:
+        kinds.add(type(data))
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", spy)
+    assert prepare(model, directory).reason == ""
+    assert kinds == {bytes}
+
+
+class TestLimits:
+    """What is short at the moment says nothing about a model."""
+
+    def test_a_disk_without_room(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(preparer, "_DISK_FACTOR", 1 << 60)
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == ("disk_full", False)
+
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+    def test_a_disk_that_fills_up(
+        self, number: int, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == ("disk_full", False)
+        assert "saved.bin" not in os.listdir(directory)
+
+    def test_a_disk_that_fills_up_while_onnxruntime_writes(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(optimising, "_SAVED_WEIGHTS", "no/such/directory")
+        monkeypatch.setattr(optimising, "_is_full", lambda directory: True)
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == ("disk_full", False)
+
+    def test_a_file_that_is_as_long_as_it_may_be(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def limited(_: int) -> tuple[int, int]:
+            return 1000, 1000
+
+        monkeypatch.setattr(optimising.resource, "getrlimit", limited)
+        assert not optimising._is_full(str(directory))
+        (directory / "saved.bin").write_bytes(bytes(999))
+        assert not optimising._is_full(str(directory))
+        (directory / "saved.bin").write_bytes(bytes(1000))
+        assert optimising._is_full(str(directory))
+
+    def test_onnxruntime_that_cannot_write(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(optimising, "_SAVED_WEIGHTS", "no/such/directory")
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == ("not_saved", True)
+
+    @pytest.mark.parametrize(
+        "error",
+        [MemoryError("short"), RuntimeError("std::bad_alloc"), RuntimeError("bad allocation")],
+    )
+    def test_memory(
+        self, error: Exception, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(Sessions, "_create", fail)
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == ("no_memory", False)
+
+    def test_memory_of_our_own(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(directory: str, **_: Any) -> None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        monkeypatch.setattr(optimising, "place", fail)
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == ("no_memory", False)
+
+    @pytest.mark.parametrize(
+        ("text", "is_lasting"),
+        [("Too many open files", False), ("Type Error: Type (tensor(float))", True)],
+    )
+    def test_what_says_nothing_about_the_model(
+        self,
+        text: str,
+        is_lasting: bool,
+        model: Path,
+        directory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(Sessions, "_create", fail)
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == ("invalid_model", is_lasting)
+
+    def test_messages_are_clipped(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("x" * 5_000_000)
+
+        monkeypatch.setattr(Sessions, "_create", fail)
+        assert len(prepare(model, directory).message) <= 1000
+
+
+def test_kinds_of_initializers(tmp_path: Path, directory: Path) -> None:
+    """Small ones stay in the model; a model of nothing else has an empty file of weights."""
+    graph = Graph("small")
+    graph.input("x", ["n", 4])
+    graph.node("MatMul", "x", graph.weight("w", 4, 4), outputs=["y"])
+    graph.output("y", ["n", 4])
+    path = tmp_path / "model.onnx"
+    path.write_bytes(graph.model().SerializeToString())
+    assert prepare(path, directory).reason == ""
+    assert (directory / "weights.bin").read_bytes() == b""

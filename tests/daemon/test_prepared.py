@@ -1,0 +1,821 @@
+"""Prepared models in the daemon: requests, preparations, damage, restarts; nobody runs onnxruntime.
+
+The preparer is a fake that writes two small files; everything else is real, threads and directory
+included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import queue
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prepared_models import PATIENCE_S, RECIPE, FakePreparer, digest_of
+
+from trims_shim.config import ShareOrSize
+from trims_shim.daemon import prepared as prepared_module
+from trims_shim.daemon import prepared_clients, prepared_making
+from trims_shim.daemon.prepared import Prepared
+from trims_shim.daemon.prepared_directory import PreparedSettings, Space
+from trims_shim.daemon.sessions import Limits, Session, Sessions
+from trims_shim.errors import (
+    AccessDenied,
+    DaemonUnavailable,
+    MalformedMessage,
+    NoSpace,
+    NotServed,
+    TooManyRequests,
+    UnknownImage,
+)
+from trims_shim.wire import messages
+from trims_shim.wire.handover import Peer
+from trims_shim.wire.messages import OpenPreparedReply, OpenPreparedRequest, PrepareReply
+
+MIB = 1 << 20
+
+
+class _NoSocket:
+    def close(self) -> None:
+        """There is none."""
+
+
+class World:
+    """A :class:`Prepared` with its server's part; :meth:`turn` is one round of its loop."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        budget: int = 16 * MIB,
+        trusts_young_files: bool = True,
+        problem: str = "",
+        is_started: bool = True,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self.sessions = Sessions(Limits(requests=4, leases=5))
+        self.is_stopping = False
+        self.replies: list[tuple[int, Any]] = []
+        self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.preparer = FakePreparer()
+        self.directory = directory
+        settings = PreparedSettings(str(directory), ShareOrSize(size_bytes=budget), problem)
+        self.prepared = Prepared(
+            self,  # type: ignore[arg-type]
+            settings,
+            preparer=self.preparer,
+            numbers=itertools.count(1),
+            wake=lambda: self.woken.put(None),
+            trusts_young_files=trusts_young_files,
+        )
+        self.session = self.join()
+        self._ticket = 0
+        if is_started:
+            self.prepared.start()
+            if not problem:
+                self.turn()
+
+    # --- what a server has ------------------------------------------------------------------------
+
+    def join(self, uid: int | None = None, pid: int | None = None) -> Session:
+        peer = Peer(pid or os.getpid(), os.geteuid() if uid is None else uid, 0)
+        return self.sessions.add(_NoSocket(), peer, time.time_ns())  # type: ignore[arg-type]
+
+    def take_offer(self, session: Session, ticket: int) -> int:
+        if ticket not in session.offers:
+            raise AccessDenied("no offer")
+        return session.offers.pop(ticket)
+
+    def reply(self, routing: bytes, request: int, message: Any) -> None:
+        self.replies.append((request, message))
+
+    # --- what a client does -----------------------------------------------------------------------
+
+    def ask(
+        self,
+        path: str | Path = "",
+        *,
+        data: bytes | None = None,
+        digest: str = "",
+        session: Session | None = None,
+        recipe: messages.SessionRecipe = RECIPE,
+        name: str | None = None,
+    ) -> OpenPreparedReply | None:
+        """Offer a file, or bytes as memory, or nothing."""
+        session = session or self.session
+        ticket = 0
+        if path or data is not None:
+            self._ticket += 1
+            ticket = self._ticket
+            session.offers[ticket] = (
+                _memory(data) if data is not None else os.open(path, os.O_RDONLY)
+            )
+        message = OpenPreparedRequest(
+            ticket, str(path) if name is None else name, digest, recipe, "/site/onnxruntime"
+        )
+        return self.prepared.open(session, b"client", 7, message)
+
+    def outcome(self, *arguments: Any, **keywords: Any) -> str:
+        reply = self.ask(*arguments, **keywords)
+        assert reply is not None
+        return f"{reply.outcome} {reply.reason}".strip()
+
+    def hit(self, *arguments: Any, **keywords: Any) -> OpenPreparedReply:
+        reply = self.ask(*arguments, **keywords)
+        assert reply is not None
+        assert reply.outcome == "hit", reply
+        return reply
+
+    def make(self, *arguments: Any, **keywords: Any) -> None:
+        """Ask, and wait until it is prepared or is not going to be."""
+        assert self.outcome(*arguments, **keywords) == "preparing"
+        self.settle()
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        self.woken.get(timeout=PATIENCE_S)
+        self.prepared.finish()
+
+    def settle(self) -> None:
+        while self.prepared.is_busy():
+            self.turn()
+
+    def end_aside(self) -> None:
+        """Wait for the thread that deletes."""
+        self.prepared._aside.submit(lambda: None).result(timeout=PATIENCE_S)
+
+    def files(self) -> list[str]:
+        self.end_aside()
+        return sorted(os.listdir(self.directory)) if self.directory.exists() else []
+
+    def row(self) -> messages.PreparedStatus:
+        (row,) = self.prepared.rows()
+        return row
+
+
+def _memory(data: bytes) -> int:
+    descriptor = os.memfd_create("model", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(descriptor, data)
+    return descriptor
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    before = len(os.listdir("/proc/self/fd"))
+    made: list[World] = []
+
+    def make(directory: Path | None = None, **settings: Any) -> World:
+        made.append(World(directory or tmp_path / "cache" / "prepared", **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.prepared.close()
+    assert len(os.listdir("/proc/self/fd")) == before, "no descriptor is left"
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    return make_world()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    path = tmp_path / "models" / "m.onnx"
+    path.write_bytes(b"model" * 1000)
+    return path
+
+
+class TestLife:
+    def test_it_is_prepared_once_and_then_served(self, world: World, model: Path) -> None:
+        assert world.outcome(model) == "preparing"
+        assert world.outcome(model) == "preparing"
+        world.settle()
+        reply = world.hit(model)
+        assert Path(reply.model).read_bytes() == b"prepared " + model.read_bytes()
+        assert Path(reply.weights).read_bytes() == b"packed weights"
+        assert reply.model_identity is not None
+        assert reply.model_identity.inode == os.stat(reply.model).st_ino
+        assert reply.weights_identity is not None
+        assert reply.weights_identity.size_bytes == len(b"packed weights")
+        assert world.files() == [reply.key]
+        assert len(world.preparer.preparations) == 1
+        assert world.prepared.lease_count(world.session.number) == 1
+        assert world.hit(model).lease != reply.lease
+        names = ("hit", "preparing", "made", "failed", "dropped")
+        assert [world.counters[f"prepared_{name}"] for name in names] == [2, 2, 1, 0, 0]
+
+    def test_what_the_preparer_is_given(self, world: World, model: Path) -> None:
+        world.make(model)
+        (preparation,) = world.preparer.preparations
+        assert (preparation.path, preparation.recipe) == (str(model), RECIPE)
+        assert preparation.package == "/site/onnxruntime"
+        assert os.path.basename(preparation.interpreter).startswith("python")
+        assert os.path.dirname(preparation.directory) == str(world.directory)
+        assert not os.path.exists(preparation.directory)
+
+    def test_another_recipe_is_another_model(self, world: World, model: Path) -> None:
+        world.make(model)
+        other = dataclasses.replace(RECIPE, level="ORT_ENABLE_BASIC")
+        world.make(model, recipe=other)
+        assert world.hit(model, recipe=other).key != world.hit(model).key
+
+    def test_a_copy_of_the_file_is_only_hashed(self, world: World, model: Path) -> None:
+        world.make(model)
+        copy = model.with_name("copy.onnx")
+        shutil.copy(model, copy)
+        world.make(copy)
+        assert world.preparer.verdicts == [True, False]
+        assert world.hit(copy).key == world.hit(model).key
+        assert world.row().names == (str(copy), str(model))
+
+    def test_a_changed_file_is_another_model(self, world: World, model: Path) -> None:
+        world.make(model)
+        model.write_bytes(b"MODEL" * 1000)
+        world.make(model)
+        assert len(world.files()) == 2
+
+    def test_leases_end_with_the_session(self, world: World, model: Path) -> None:
+        world.make(model)
+        lease = world.hit(model).lease
+        assert world.prepared.is_needed()
+        world.prepared.release(world.session.number + 1, lease)
+        assert world.row().leases == 1
+        world.prepared.release(world.session.number, lease)
+        assert world.row().leases == 0
+        world.hit(model)
+        world.prepared.close_session(world.session.number)
+        assert not world.prepared.is_needed()
+
+    def test_a_preparation_goes_on_without_who_asked(self, world: World, model: Path) -> None:
+        world.preparer.gate.clear()
+        assert world.outcome(model) == "preparing"
+        world.prepared.close_session(world.session.number)
+        assert world.prepared.is_needed()
+        world.preparer.gate.set()
+        world.settle()
+        world.hit(model, session=world.join())
+
+    def test_a_model_without_weights(self, world: World, model: Path) -> None:
+        world.preparer.weights = None
+        world.make(model)
+        reply = world.hit(model)
+        assert (reply.weights, reply.weights_identity) == ("", None)
+
+    def test_the_end_gives_up_what_runs_and_what_waits(
+        self, make_world: Callable[..., World], model: Path
+    ) -> None:
+        world = make_world()
+        world.preparer.gate.clear()
+        for level in ("a", "b", "c"):
+            recipe = dataclasses.replace(RECIPE, level=level)
+            assert world.outcome(model, recipe=recipe) == "preparing"
+        world.prepared.close()
+        assert len(world.preparer.preparations) <= 1
+        assert world.directory.exists() is False or os.listdir(world.directory) == []
+
+    def test_the_end_while_the_server_is_asked(
+        self, make_world: Callable[..., World], model: Path
+    ) -> None:
+        world = make_world()
+        assert world.outcome(model) == "preparing"
+        world.woken.get(timeout=PATIENCE_S)  # The question is there, and never answered.
+        world.prepared.close()
+        assert world.preparer.verdicts == [False]
+
+
+class TestBytes:
+    DATA = b"bytes" * 1000
+
+    def test_they_are_looked_for_by_digest_and_offered_afterwards(self, world: World) -> None:
+        digest = digest_of(self.DATA)
+        assert world.outcome(digest=digest) == "unknown"
+        world.make(data=self.DATA, digest=digest)
+        reply = world.hit(digest=digest)
+        assert Path(reply.model).read_bytes() == b"prepared " + self.DATA
+        assert world.row().names == ()
+        assert world.outcome(digest="0" * 64) == "unknown"
+
+    def test_they_share_with_a_file(self, world: World, model: Path) -> None:
+        world.make(model)
+        world.hit(digest=digest_of(model.read_bytes()))
+        assert world.outcome(digest=digest_of(self.DATA)) == "unknown"
+
+    def test_a_lie_about_the_digest_serves_nobody(self, world: World) -> None:
+        world.make(data=b"other bytes", digest=digest_of(self.DATA))
+        assert world.outcome(digest=digest_of(self.DATA)) == "unknown"
+        world.hit(digest=digest_of(b"other bytes"))
+
+    def test_only_some_memory_may_wait(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prepared_module, "available_bytes", lambda: 4 * 5000)
+        world.preparer.gate.clear()
+        digest = digest_of(self.DATA)
+        assert world.outcome(data=self.DATA, digest=digest) == "preparing"
+        assert world.outcome(data=b"x", digest=digest_of(b"x")) == "refused no_memory"
+        world.preparer.gate.set()
+        world.settle()
+        assert world.outcome(data=b"x", digest=digest_of(b"x")) == "preparing"
+
+
+class TestExternalFiles:
+    @pytest.fixture
+    def external(self, world: World, model: Path) -> Path:
+        world.preparer.externals = ("w.bin", "sub/v.bin")
+        model.with_name("sub").mkdir()
+        model.with_name("w.bin").write_bytes(b"w" * 100)
+        (model.parent / "sub" / "v.bin").write_bytes(b"v" * 100)
+        return model.with_name("w.bin")
+
+    def test_they_are_part_of_the_model(self, world: World, model: Path, external: Path) -> None:
+        world.make(model)
+        first = world.hit(model)
+        external.write_bytes(b"W" * 100)
+        world.make(model)
+        assert world.hit(model).key != first.key
+        external.write_bytes(b"w" * 100)
+        world.make(model)
+        assert world.preparer.verdicts == [True, True, False]
+        assert world.hit(model).key == first.key
+
+    def test_they_are_looked_for_beside_the_path(
+        self, world: World, model: Path, external: Path
+    ) -> None:
+        """A hard link of a model elsewhere has other external files."""
+        world.make(model)
+        other = model.parent / "other"
+        (other / "sub").mkdir(parents=True)
+        (other / "m.onnx").hardlink_to(model)
+        world.preparer.externals = ()
+        world.make(other / "m.onnx")
+        assert world.preparer.verdicts == [True, True]
+
+    def test_one_that_is_gone(self, world: World, model: Path, external: Path) -> None:
+        world.make(model)
+        external.unlink()
+        world.preparer.externals = ()
+        assert world.outcome(model) == "preparing"
+        world.settle()
+
+    def test_a_young_one_is_not_trusted(
+        self, world: World, model: Path, external: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        size = os.stat(external).st_size
+        monkeypatch.setattr(
+            prepared_making, "is_settled", lambda identity, at_ns: identity.size_bytes != size
+        )
+        world.prepared._preparations._trusts_young_files = False
+        world.make(model)
+        assert world.preparer.verdicts == [False]
+        assert world.outcome(model) == "refused unsettled_file"
+
+    def test_one_that_changes_meanwhile(self, world: World, model: Path, external: Path) -> None:
+        world.preparer.on_made = lambda _: external.write_bytes(b"x")
+        world.make(model)
+        assert world.files() == []
+        assert world.counters["prepared_failed"] == 1
+        assert world.outcome(model) == "preparing", "it is another model now"
+        world.settle()
+
+
+class TestTrust:
+    def test_another_user(self, world: World, model: Path) -> None:
+        other = world.join(uid=os.geteuid() + 1)
+        assert world.outcome(model, session=other) == "refused other_user"
+        assert other.offers == {}
+
+    def test_other_files(self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        gone = world.join(pid=(1 << 22) + 1)
+        assert world.outcome(model, session=gone) == "refused other_namespace"
+        stat = os.stat
+
+        def elsewhere(path: Any, **keywords: Any) -> Any:
+            return stat("/proc/self/ns/pid" if str(path).endswith("self/ns/mnt") else path)
+
+        monkeypatch.setattr(prepared_clients.os, "stat", elsewhere)
+        assert world.outcome(model, session=world.join()) == "refused other_namespace"
+
+    def test_no_interpreter(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(pid: int, uid: int) -> str:
+            raise NotServed("not_python", "it is a web server")
+
+        monkeypatch.setattr(prepared_module, "interpreter_of", refuse)
+        assert world.outcome(model) == "refused not_python"
+        assert not world.prepared.is_busy()
+
+    @pytest.mark.parametrize("path", ["m.onnx", "/m\0.onnx", "/" + "m" * 5000])
+    def test_a_path_that_is_none(self, world: World, model: Path, path: str) -> None:
+        with pytest.raises(MalformedMessage):
+            world.ask(model, name=path)
+        assert world.session.offers == {}
+
+    def test_what_cannot_be_read(self, world: World, model: Path) -> None:
+        world.session.offers[99] = os.open(model, os.O_WRONLY)
+        message = OpenPreparedRequest(99, str(model), "", RECIPE, "")
+        with pytest.raises(AccessDenied):
+            world.prepared.open(world.session, b"", 1, message)
+        with pytest.raises(AccessDenied):
+            world.prepared.open(world.session, b"", 1, message)
+
+    def test_an_empty_file(self, world: World, tmp_path: Path) -> None:
+        (tmp_path / "empty").touch()
+        assert world.outcome(tmp_path / "empty") == "refused not_a_model"
+
+    def test_too_many_leases(self, world: World, model: Path) -> None:
+        world.make(model)
+        for _ in range(5):
+            world.hit(model)
+        with pytest.raises(TooManyRequests, match="5 leases"):
+            world.ask(model)
+
+    def test_a_daemon_that_stops(self, world: World, model: Path) -> None:
+        world.is_stopping = True
+        with pytest.raises(DaemonUnavailable):
+            world.ask(model)
+
+    def test_a_young_file_is_waited_for(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(prepared_making, "_SETTLE_PATIENCE_S", 60.0)
+        world = make_world(trusts_young_files=False)
+        os.utime(model)
+        world.make(model)
+        (preparation,) = world.preparer.preparations
+        started = time.time_ns() - world.row().prepare_ns
+        assert started > os.stat(model).st_ctime_ns
+        world.hit(model)
+        assert preparation.path == str(model)
+
+    def test_a_file_from_the_future_is_not_prepared(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(prepared_making, "_SETTLE_PATIENCE_S", 0.05)
+        world = make_world(trusts_young_files=False)
+        os.utime(model, (time.time() + 3600, time.time() + 3600))
+        world.make(model)
+        assert world.outcome(model) == "refused unsettled_file"
+        assert world.preparer.preparations == []
+
+    def test_sealed_memory_cannot_change(
+        self, make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import fcntl
+
+        monkeypatch.setattr(prepared_making, "_SETTLE_PATIENCE_S", 0.0)
+        monkeypatch.setattr(prepared_making, "is_settled", lambda identity, at_ns: False)
+        world = make_world(trusts_young_files=False)
+        digest = digest_of(b"open to all")
+        world.make(data=b"open to all", digest=digest)
+        assert world.outcome(digest=digest) == "refused unsettled_file"
+        descriptor = _memory(b"sealed")
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK)
+        world.session.offers[99] = descriptor
+        message = OpenPreparedRequest(99, "", digest_of(b"sealed"), RECIPE, "")
+        assert world.prepared.open(world.session, b"", 1, message)
+        world.settle()
+        world.hit(digest=digest_of(b"sealed"))
+
+    def test_a_file_that_changes_while_it_is_prepared(self, world: World, model: Path) -> None:
+        world.preparer.on_made = lambda _: model.write_bytes(b"changed")
+        before = os.open(model, os.O_RDONLY)
+        try:
+            world.make(model)
+        finally:
+            os.close(before)
+        assert world.files() == []
+        assert world.counters["prepared_failed"] == 1
+
+
+class TestRefusals:
+    def test_a_lasting_one_survives_a_restart(
+        self, make_world: Callable[..., World], model: Path
+    ) -> None:
+        world = make_world()
+        world.preparer.reply = PrepareReply(reason="metadata_differs", message="other shapes")
+        world.make(model)
+        reply = world.ask(model)
+        assert reply is not None
+        assert (reply.outcome, reply.reason) == ("refused", "metadata_differs")
+        assert reply.message == "other shapes"
+        assert world.row().state == "refused"
+        world.prepared.close()
+        again = make_world()
+        assert again.outcome(model) == "refused metadata_differs"
+        assert again.preparer.preparations == []
+
+    def test_another_does_not(self, make_world: Callable[..., World], model: Path) -> None:
+        world = make_world()
+        world.preparer.reply = PrepareReply(reason="preparer_stalled", is_lasting=False)
+        world.make(model)
+        assert world.outcome(model) == "refused preparer_stalled"
+        assert world.files() == []
+        world.prepared.close()
+        assert make_world().outcome(model) == "preparing"
+
+    def test_two_deaths_are_lasting(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        world.preparer.reply = PrepareReply(reason="preparer_died", is_lasting=False)
+        world.make(model)
+        now = time.time_ns()
+        monkeypatch.setattr(prepared_module.time, "time_ns", lambda: now + 10**12)
+        world.make(model)
+        monkeypatch.setattr(prepared_module.time, "time_ns", lambda: now + 10**18)
+        assert world.outcome(model) == "refused preparer_died"
+        assert world.files()[0].endswith(".refused")
+
+    def test_evicting_it_is_another_try(self, world: World, model: Path) -> None:
+        world.preparer.reply = PrepareReply(reason="metadata_differs")
+        world.make(model)
+        assert world.prepared.evict(world.session, b"", 1, _evict(str(model))) == (
+            messages.EvictPreparedReply((), 0)
+        )
+        world.preparer.reply = PrepareReply(probe="equal")
+        world.make(model)
+        world.hit(model)
+        assert [each for each in world.files() if each.endswith(".refused")] == []
+
+    def test_what_the_preparer_did_not_write(self, world: World, model: Path) -> None:
+        world.preparer.on_made = lambda each: os.unlink(each.directory + "/model.onnx")
+        world.make(model)
+        assert world.outcome(model) == "refused corrupt"
+        assert world.files() == []
+
+    def test_a_bug_in_the_thread_is_a_refusal(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise ZeroDivisionError("a bug")
+
+        monkeypatch.setattr(world.preparer, "run", fail)
+        world.make(model)
+        assert world.outcome(model) == "refused not_prepared"
+
+    def test_too_little_memory(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(prepared_making, "available_bytes", lambda: 10_000)
+        world.make(model)
+        assert world.preparer.verdicts == [False]
+        assert world.outcome(model) == "refused no_memory"
+
+
+class TestRoom:
+    def test_the_least_recently_used_goes(
+        self, make_world: Callable[..., World], tmp_path: Path
+    ) -> None:
+        world = make_world(budget=25_000)
+        paths = []
+        for number in range(3):
+            paths.append(tmp_path / f"{number}.onnx")
+            paths[-1].write_bytes(bytes([number]) * 6000)
+            world.make(paths[-1])
+        assert len(world.files()) == 3
+        first = world.hit(paths[0])
+        # Twice its size is reserved until it is made.
+        fourth = tmp_path / "3.onnx"
+        fourth.write_bytes(b"3" * 6000)
+        world.make(fourth)
+        assert first.key in world.files()
+        assert os.path.exists(first.model)
+        assert world.counters["prepared_dropped"] == 1
+        assert world.outcome(paths[1]) == "preparing"
+        world.settle()
+
+    def test_what_is_larger_than_the_budget(
+        self, make_world: Callable[..., World], model: Path
+    ) -> None:
+        world = make_world(budget=9_999)
+        world.make(model)
+        reply = world.ask(model)
+        assert reply is not None
+        assert (reply.outcome, reply.reason) == ("refused", "no_space")
+        assert "TRIMS_PREPARED_BYTES" in reply.message
+        assert world.files() == []
+
+    def test_a_disk_that_is_full(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(prepared_making, "space_of", lambda _: Space(10**12, 19_999))
+        world.make(model)
+        assert world.outcome(model) == "refused no_space"
+        assert world.preparer.verdicts == [False]
+
+    def test_a_disk_that_fills_up_meanwhile(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(path: str, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("trims_shim.daemon.prepared_files._write", full)
+        world.make(model)
+        assert world.outcome(model) == "refused not_prepared"
+        assert world.files() == []
+
+
+class TestDamage:
+    @pytest.mark.parametrize("name", ["model", "weights"])
+    def test_it_is_made_again(self, world: World, model: Path, name: str) -> None:
+        world.make(model)
+        reply = world.hit(model)
+        os.unlink(getattr(reply, name))
+        world.make(model)
+        assert world.counters["prepared_damaged"] == 1
+        assert world.prepared.lease_count() == 0, "its leases went with it"
+        world.prepared.release(world.session.number, reply.lease)
+        again = world.hit(model)
+        assert again.key == reply.key
+        assert os.path.exists(getattr(again, name))
+
+    def test_the_whole_directory_is_gone(self, world: World, model: Path) -> None:
+        world.make(model)
+        world.end_aside()
+        shutil.rmtree(world.directory.parent)
+        world.make(model)
+        world.hit(model)
+
+
+class TestRestart:
+    def test_what_was_there_is_a_hit_at_once(
+        self, make_world: Callable[..., World], model: Path
+    ) -> None:
+        world = make_world()
+        world.make(model)
+        before = world.hit(model)
+        world.prepared.close()
+        again = make_world()
+        reply = again.hit(model)
+        assert (reply.key, reply.model_identity) == (before.key, before.model_identity)
+        assert again.preparer.preparations == []
+        assert again.row().names == (str(model),)
+
+    def test_what_was_learned_later_is_known_too(
+        self, make_world: Callable[..., World], model: Path
+    ) -> None:
+        world = make_world()
+        world.make(model)
+        copy = model.with_name("copy.onnx")
+        shutil.copy(model, copy)
+        world.make(copy)
+        world.prepared.close()
+        again = make_world()
+        again.hit(copy)
+        again.hit(model)
+
+    def test_who_asks_early_is_answered_later(
+        self, make_world: Callable[..., World], model: Path
+    ) -> None:
+        make_world().make(model)
+        world = make_world(is_started=False)
+        assert world.ask(model) is None
+        assert world.prepared.evict(world.session, b"", 8, _evict("/other")) is None
+        gone = world.join()
+        assert world.ask(model, session=gone) is None
+        world.prepared.close_session(gone.number)
+        os.close(gone.offers.popitem()[1])
+        assert world.prepared.is_needed()
+        world.prepared.start()
+        world.turn()
+        (first, hit), (second, error) = world.replies
+        assert (first, second) == (7, 8)
+        assert hit.outcome == "hit"
+        assert error.error == "UnknownImage"
+
+    def test_only_so_many_may_be_early(self, make_world: Callable[..., World], model: Path) -> None:
+        world = make_world(is_started=False)
+        for _ in range(4):
+            world.ask(digest="0" * 64)
+        with pytest.raises(TooManyRequests):
+            world.ask(digest="0" * 64)
+
+    def test_two_daemons_share_a_directory(
+        self, make_world: Callable[..., World], model: Path
+    ) -> None:
+        first, second = make_world(), make_world()
+        first.make(model)
+        second.make(model)
+        assert second.preparer.verdicts == [False], "it is there already"
+        assert second.hit(model).key == first.hit(model).key
+        first.prepared.release(first.session.number, 2)
+        first.prepared.close_session(first.session.number)
+        first.prepared.evict(first.session, b"", 1, _evict())
+        first.end_aside()
+        second.make(model)
+        assert second.counters["prepared_damaged"] == 1
+        second.hit(model)
+
+    def test_what_another_daemon_has_made_again_is_not_damaged(
+        self, make_world: Callable[..., World], model: Path
+    ) -> None:
+        first, second = make_world(), make_world()
+        first.make(model)
+        second.make(model)
+        second.prepared.evict(second.session, b"", 1, _evict())
+        second.end_aside()
+        second.make(model)
+        assert second.preparer.verdicts == [False, True]
+        reply = second.hit(model)
+        assert first.hit(model).model_identity == reply.model_identity
+        assert first.counters["prepared_damaged"] == 0
+        assert os.path.exists(reply.model)
+
+    def test_a_smaller_budget(self, make_world: Callable[..., World], model: Path) -> None:
+        make_world().make(model)
+        world = make_world(budget=10)
+        assert world.files() == []
+
+    def test_use_is_noted_for_the_next_one(self, world: World, model: Path) -> None:
+        world.make(model)
+        world.end_aside()
+        key = world.files()[0]
+        os.utime(world.directory / key, (10, 10))
+        world.hit(model)
+        world.end_aside()
+        used = os.stat(world.directory / key).st_mtime
+        assert used > 10
+        os.utime(world.directory / key, (10, 10))
+        world.hit(model)
+        world.end_aside()
+        assert os.stat(world.directory / key).st_mtime == 10, "once a minute is enough"
+
+
+class TestOff:
+    def test_by_its_settings(self, make_world: Callable[..., World], model: Path) -> None:
+        world = make_world(problem="TRIMS_PREPARED_BYTES=0")
+        reply = world.ask(model)
+        assert reply is not None
+        assert (reply.outcome, reply.reason) == ("refused", "prepared_off")
+        assert "TRIMS_PREPARED_BYTES=0" in reply.message
+        assert world.prepared.storage().problem == "TRIMS_PREPARED_BYTES=0"
+        assert not world.directory.exists()
+
+    def test_by_a_directory_that_cannot_be_used(
+        self, make_world: Callable[..., World], model: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "shared").mkdir()
+        (tmp_path / "shared").chmod(0o777)
+        world = make_world(tmp_path / "shared" / "prepared")
+        assert world.outcome(model) == "refused prepared_off"
+        assert "writable by others" in world.prepared.storage().problem
+        assert world.session.offers == {}
+
+    def test_a_scan_that_fails_is_no_silence(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(self: Any) -> None:
+            raise ZeroDivisionError("a bug")
+
+        monkeypatch.setattr("trims_shim.daemon.prepared_files.PreparedFiles.open", fail)
+        world = make_world()
+        assert world.outcome(model) == "refused prepared_off"
+
+
+class TestEviction:
+    def test_by_name_by_key_and_all(self, world: World, tmp_path: Path) -> None:
+        paths = [tmp_path / f"{number}.onnx" for number in range(3)]
+        for path in paths:
+            path.write_bytes(path.name.encode() * 100)
+            world.make(path)
+        first = world.hit(paths[0])
+        second = world.hit(paths[1])
+        world.prepared.release(world.session.number, second.lease)
+        with pytest.raises(NoSpace, match="in use"):
+            world.prepared.evict(world.session, b"", 1, _evict(str(paths[0])))
+        reply = world.prepared.evict(world.session, b"", 1, _evict(second.key[:10]))
+        assert reply is not None
+        assert reply.keys == (second.key,)
+        assert reply.freed_bytes == 600 + len(b"prepared ") + len(b"packed weights")
+        reply = world.prepared.evict(world.session, b"", 1, _evict())
+        assert reply is not None
+        assert len(reply.keys) == 1
+        assert world.files() == [first.key]
+        with pytest.raises(UnknownImage):
+            world.prepared.evict(world.session, b"", 1, _evict("/nothing"))
+
+    def test_it_is_not_for_others(self, world: World) -> None:
+        other = world.join(uid=os.geteuid() + 1)
+        with pytest.raises(AccessDenied):
+            world.prepared.evict(other, b"", 1, _evict())
+
+
+def _evict(model: str = "") -> messages.EvictPreparedRequest:
+    return messages.EvictPreparedRequest(model)
+
+
+def test_storage(world: World, model: Path) -> None:
+    world.make(model)
+    storage = world.prepared.storage()
+    assert storage.directory == str(world.directory)
+    assert storage.budget_bytes == 16 * MIB
+    assert storage.resident_bytes == world.row().size_bytes == 5023
+    assert storage.problem == ""

@@ -1,0 +1,412 @@
+"""The directory of prepared models: what may be in it, and what becomes of what may not."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prepared_models import RECIPE
+
+from trims_shim._version import __version__
+from trims_shim.daemon import prepared_files, prepared_manifest
+from trims_shim.daemon.prepared_files import (
+    PreparedFiles,
+    Published,
+)
+from trims_shim.daemon.prepared_key import LAYOUT_VERSION
+from trims_shim.daemon.prepared_manifest import (
+    FileStamp,
+    Manifest,
+    RefusalRecord,
+    parse,
+    render,
+    with_source,
+)
+from trims_shim.daemon.prepared_store import Content, Known
+from trims_shim.errors import CorruptFile
+from trims_shim.specs import Identity
+
+A, B, C = "a" * 64, "b" * 64, "c" * 64
+
+
+def identity(inode: int = 1, device: int = 1) -> Identity:
+    return Identity(device=device, inode=inode, size_bytes=10, mtime_ns=3, ctime_ns=4)
+
+
+KNOWN = Known(identity(), Content("d" * 64, (("w.bin", "e" * 64),)), "/models", (identity(2),))
+
+
+def manifest(key: str = A) -> Manifest:
+    return Manifest(
+        layout=LAYOUT_VERSION,
+        key=key,
+        package=__version__,
+        content=KNOWN.content,
+        recipe=RECIPE,
+        probe="equal",
+        made_ns=2,
+        prepare_ns=1,
+        names=("/models/m.onnx",),
+        sources=(KNOWN,),
+        model=FileStamp(0, 0, 0, 0),
+        weights=None,
+    )
+
+
+def refusal(key: str = A, *, refused_ns: int = 1) -> RefusalRecord:
+    return RefusalRecord(
+        layout=LAYOUT_VERSION,
+        key=key,
+        package=__version__,
+        reason="metadata_differs",
+        message="other shapes",
+        runtime="1.31.1",
+        refused_ns=refused_ns,
+        names=("/models/m.onnx",),
+        sources=(KNOWN,),
+    )
+
+
+@pytest.fixture
+def open_files(tmp_path: Path) -> Iterator[Callable[[], PreparedFiles]]:
+    made: list[PreparedFiles] = []
+
+    def make() -> PreparedFiles:
+        made.append(PreparedFiles(str(tmp_path / "trims" / "prepared")))
+        made[-1].open()
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def files(open_files: Callable[[], PreparedFiles]) -> PreparedFiles:
+    return open_files()
+
+
+def publish(files: PreparedFiles, key: str = A, *, weights: bytes | None = b"w" * 30) -> Published:
+    making = files.make()
+    Path(making, "model.onnx").write_bytes(b"model")
+    if weights is not None:
+        Path(making, "weights.bin").write_bytes(weights)
+    try:
+        return files.publish(making, manifest(key))
+    finally:
+        files.delete(making)
+
+
+def names(files: PreparedFiles) -> list[str]:
+    return sorted(os.listdir(files.directory))
+
+
+class TestPublication:
+    def test_what_is_published_is_complete_private_and_read_only(
+        self, files: PreparedFiles, no_leak: None
+    ) -> None:
+        assert not os.path.exists(files.directory), "made only when it is needed"
+        published = publish(files)
+        assert names(files) == [A]
+        directory = Path(files.directory, A)
+        modes = {each.name: each.stat().st_mode & 0o777 for each in directory.iterdir()}
+        assert modes == {"model.onnx": 0o400, "weights.bin": 0o400, "entry.json": 0o400}
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert Path(published.model).read_bytes() == b"model"
+        assert Path(published.weights).read_bytes() == b"w" * 30
+        assert published.is_sound()
+        entry = published.entry
+        assert (entry.key, entry.size_bytes, entry.runtime) == (A, 35, "1.31.1")
+        files.close()
+
+    def test_a_model_without_weights(self, files: PreparedFiles) -> None:
+        published = publish(files, weights=None)
+        assert published.weights == ""
+        assert published.weights_identity is None
+        assert published.is_sound()
+        assert files.load(A) == published
+
+    def test_nothing_else_is_taken_along(self, files: PreparedFiles) -> None:
+        making = files.make()
+        Path(making, "model.onnx").write_bytes(b"model")
+        Path(making, "raw.onnx").write_bytes(b"what onnxruntime wrote")
+        files.publish(making, manifest())
+        assert sorted(os.listdir(os.path.join(files.directory, A))) == ["entry.json", "model.onnx"]
+
+    @pytest.mark.parametrize("kind", ["nothing", "link", "hard link", "fifo", "directory"])
+    def test_what_a_preparer_must_not_leave(self, files: PreparedFiles, kind: str) -> None:
+        making = files.make()
+        model = Path(making, "model.onnx")
+        other = Path(files.directory).parent / "other"
+        other.write_bytes(b"somebody else's")
+        if kind == "link":
+            model.symlink_to(other)
+        elif kind == "hard link":
+            model.hardlink_to(other)
+        elif kind == "fifo":
+            os.mkfifo(model)
+        elif kind == "directory":
+            model.mkdir()
+        with pytest.raises((CorruptFile, OSError)):
+            files.publish(making, manifest())
+        files.delete(making)
+        assert names(files) == []
+        assert other.stat().st_mode & 0o777 != 0o400
+
+    def test_who_is_second_takes_what_is_there(
+        self, open_files: Callable[[], PreparedFiles]
+    ) -> None:
+        ours, theirs = open_files(), open_files()
+        first = publish(ours)
+        assert publish(theirs) == first
+        assert names(ours) == [A]
+
+    def test_what_is_damaged_makes_room(self, files: PreparedFiles) -> None:
+        publish(files)
+        os.unlink(os.path.join(files.directory, A, "weights.bin"))
+        assert files.load(A) is None
+        assert publish(files).is_sound()
+        assert names(files) == [A]
+
+
+class TestDamage:
+    @pytest.mark.parametrize("name", ["model", "weights"])
+    @pytest.mark.parametrize("how", ["removed", "replaced", "touched", "chmod", "linked"])
+    def test_any_change_of_a_file_is_seen(self, files: PreparedFiles, name: str, how: str) -> None:
+        published = publish(files)
+        path = Path(getattr(published, name))
+        if how == "removed":
+            path.unlink()
+        elif how == "replaced":
+            data = path.read_bytes()
+            path.unlink()
+            path.write_bytes(data)
+        elif how == "touched":
+            os.utime(path)
+        elif how == "chmod":
+            path.chmod(0o600)
+        else:
+            path.rename(path.with_suffix(".moved"))
+            path.symlink_to(path.with_suffix(".moved"))
+        assert not published.is_sound()
+        assert files.load(A) is None
+
+    def test_a_directory_that_was_taken_away(self, files: PreparedFiles) -> None:
+        published = publish(files)
+        files.delete(files.directory)
+        assert not published.is_sound()
+        assert publish(files).is_sound(), "it is made again"
+
+
+class TestScan:
+    def test_a_restart_finds_what_is_there(self, files: PreparedFiles) -> None:
+        first = publish(files, A)
+        publish(files, B)
+        os.utime(os.path.join(files.directory, A), ns=(10, 10))
+        files.keep_refusal(refusal(C))
+        scan = PreparedFiles(files.directory).open()
+        assert {each.manifest.key: each.used_ns for each in scan.published}[A] == 10
+        assert [each.manifest.key for each in scan.published] == [A, B]
+        assert scan.published[0].model_identity == first.model_identity
+        assert scan.refusals == (refusal(C),)
+        assert list(scan.sources()) == [KNOWN] * 3
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda path: path.joinpath("entry.json").unlink(),
+            lambda path: path.joinpath("model.onnx").unlink(),
+            lambda path: path.chmod(0o777),
+            lambda path: _rewrite(path, layout=LAYOUT_VERSION + 1),
+            lambda path: _rewrite(path, key=B),
+            lambda path: _rewrite(path, names=3),
+            lambda path: _rewrite(path, model=None),
+            lambda path: _replace(path / "entry.json", b"{" * 100_000),
+            lambda path: _replace(path / "entry.json", b'{"layout": 1}'),
+            lambda path: _replace(path / "entry.json", b"\xff"),
+        ],
+        ids=[
+            "no-manifest",
+            "no-model",
+            "writable",
+            "layout",
+            "key",
+            "names",
+            "stamp",
+            "nested",
+            "fields",
+            "unicode",
+        ],
+    )
+    def test_what_is_not_whole_is_deleted(
+        self, files: PreparedFiles, damage: Callable[[Path], None]
+    ) -> None:
+        publish(files, A)
+        publish(files, B)
+        damage(Path(files.directory, A))
+        scan = PreparedFiles(files.directory).open()
+        assert [each.manifest.key for each in scan.published] == [B]
+        assert names(files) == [B]
+
+    def test_a_link_is_not_followed(self, files: PreparedFiles, tmp_path: Path) -> None:
+        publish(files, A)
+        moved = tmp_path / "moved"
+        os.rename(os.path.join(files.directory, A), moved)
+        os.symlink(moved, os.path.join(files.directory, A))
+        assert PreparedFiles(files.directory).open().published == ()
+        assert sorted(os.listdir(moved)) == ["entry.json", "model.onnx", "weights.bin"]
+
+    def test_other_names_are_left_alone(self, files: PreparedFiles) -> None:
+        publish(files)
+        for name in ("README", "A" * 64, "a" * 63, "x.refused"):
+            Path(files.directory, name).write_text("mine")
+        PreparedFiles(files.directory).open()
+        assert len(names(files)) == 5
+
+    @pytest.mark.parametrize("field", ["layout", "package", "key", "reason"])
+    def test_a_refusal_of_another_version_is_forgotten(
+        self, files: PreparedFiles, field: str
+    ) -> None:
+        files.make()
+        files.keep_refusal(refusal())
+        path = Path(files.directory, A + ".refused")
+        wrong = {"layout": 0, "package": "0.0.1", "key": B, "reason": 5}
+        _replace(path, json.dumps({**json.loads(path.read_bytes()), field: wrong[field]}).encode())
+        assert PreparedFiles(files.directory).open().refusals == ()
+        assert not path.exists()
+
+    def test_a_refusal_under_other_settings_is_forgotten(self, files: PreparedFiles) -> None:
+        files.make()
+        files.keep_refusal(refusal())
+        assert len(PreparedFiles(files.directory).open().refusals) == 1
+        assert PreparedFiles(files.directory, judgement="1G").open().refusals == ()
+
+    def test_refusals_are_bounded(
+        self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(prepared_files, "_REFUSALS_KEPT", 2)
+        files.make()
+        for moment, key in enumerate((C, A, B)):
+            files.keep_refusal(refusal(key, refused_ns=moment))
+        scan = PreparedFiles(files.directory).open()
+        assert [each.key for each in scan.refusals] == [A, B]
+        assert C + ".refused" not in names(files)
+
+    def test_half_made_ones_go_when_nobody_else_is_there(
+        self, open_files: Callable[[], PreparedFiles]
+    ) -> None:
+        ours = open_files()
+        making = ours.make()
+        Path(making, "model.onnx").write_bytes(b"half")
+        theirs = open_files()
+        assert os.path.exists(making), "its daemon lives"
+        ours.close()
+        theirs.close()
+        removed = os.path.join(ours.directory, ".removed-1-2")
+        os.mkdir(removed)
+        open_files()
+        assert names(ours) == []
+
+    def test_a_live_daemon_is_not_taken_for_dead(
+        self, open_files: Callable[[], PreparedFiles]
+    ) -> None:
+        first = open_files()
+        first.make()
+        other = os.open(first.directory, os.O_RDONLY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(other)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.chmod(0o600)
+    path.write_bytes(data)
+
+
+def _rewrite(directory: Path, **fields: object) -> None:
+    path = directory / "entry.json"
+    _replace(path, json.dumps({**json.loads(path.read_bytes()), **fields}).encode())
+
+
+class TestChanges:
+    def test_sources_are_added_to_entries_and_refusals(self, files: PreparedFiles) -> None:
+        publish(files, A)
+        files.keep_refusal(refusal(B))
+        other = dataclasses.replace(KNOWN, directory="/copies")
+        for key in (A, B, C):
+            files.add_source(key, other)
+        published = files.load(A)
+        assert published is not None
+        assert published.manifest.sources == (other, KNOWN)
+        assert PreparedFiles(files.directory).open().refusals[0].sources == (other, KNOWN)
+        assert names(files) == [A, B + ".refused"]
+
+    def test_use_is_noted(self, files: PreparedFiles) -> None:
+        publish(files, A)
+        os.utime(os.path.join(files.directory, A), ns=(10, 10))
+        files.touch(A)
+        published = files.load(A)
+        assert published is not None
+        assert published.used_ns > 10
+        assert published.is_sound()
+        files.touch(B)
+
+    def test_it_goes_in_two_steps(self, files: PreparedFiles) -> None:
+        published = publish(files, A)
+        with open(published.weights, "rb") as mapped:
+            path = files.retire(A)
+            assert files.load(A) is None
+            assert os.path.exists(path)
+            files.delete(path)
+            assert mapped.read() == b"w" * 30, "what is in use stays whole"
+        assert names(files) == []
+        assert files.retire(A) == ""
+        files.delete("")
+
+    def test_a_refusal_is_forgotten(self, files: PreparedFiles) -> None:
+        files.make()
+        files.keep_refusal(refusal())
+        files.drop_refusal(A)
+        files.drop_refusal(A)
+        assert A + ".refused" not in names(files)
+
+
+class TestManifest:
+    def test_it_is_read_as_it_was_written(self) -> None:
+        stamped = dataclasses.replace(manifest(), weights=FileStamp(1, 2, 3, 4))
+        assert parse(Manifest, render(stamped)) == stamped
+        assert parse(Manifest, render(manifest())) == manifest()
+        assert parse(RefusalRecord, render(refusal())) == refusal()
+
+    def test_names_that_are_no_text(self) -> None:
+        odd = dataclasses.replace(manifest(), names=("/m\udcff.onnx", "/ü"))
+        assert parse(Manifest, render(odd)) == odd
+
+    @pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Manifest)])
+    def test_every_field_is_needed_and_checked(self, field: str) -> None:
+        whole = json.loads(render(manifest()))
+        for value in ("missing", 1.5, {"a": 1}, [[]]):
+            body = {**whole, field: value}
+            if value == "missing":
+                del body[field]
+            with pytest.raises(CorruptFile):
+                parse(Manifest, json.dumps(body).encode())
+
+    def test_a_source_replaces_the_file_it_was(self) -> None:
+        newer = dataclasses.replace(KNOWN, identity=dataclasses.replace(identity(), mtime_ns=9))
+        assert with_source(manifest(), newer).sources == (newer,)
+
+    def test_sources_are_bounded(self) -> None:
+        record = refusal()
+        for inode in range(20):
+            record = with_source(record, Known(identity(inode), Content("d" * 64)))
+        kept = [each.identity.inode for each in record.sources]
+        assert kept == list(range(19, 19 - prepared_manifest._SOURCES_LIMIT, -1))

@@ -1,0 +1,220 @@
+"""Preparing a model, in this process: what is published is the same model, or nothing is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from onnx_kinds import BROKEN
+from onnx_models import SAMPLES, perceptron, save, save_external
+from prepare_requests import Daemon, opened, prepare, request
+
+from trims_shim.daemon import preparer
+from trims_shim.daemon.fingerprints import fingerprint
+from trims_shim.daemon.optimising import Sessions
+from trims_shim.errors import MessageTooLarge
+from trims_shim.formats.onnx import read_model
+from trims_shim.wire import frames, messages
+from trims_shim.wire.messages import PrepareReply, SourceHashed
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    made = tmp_path / "made"
+    made.mkdir(0o700)
+    return made
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    save(perceptron())(path)
+    return path
+
+
+def run(session: Any, feeds: dict[str, Any]) -> list[str]:
+    names = [each.name for each in session.outputs_meta]
+    return [fingerprint(each) for each in session.run(names, feeds, None)]
+
+
+class TestPublished:
+    """Files, and what sessions make of them."""
+
+    @pytest.mark.parametrize("name", SAMPLES)
+    def test_a_sample_gives_the_same_bits(self, name: str, tmp_path: Path, directory: Path) -> None:
+        sample = SAMPLES[name](3)
+        path = tmp_path / f"{name}.onnx"
+        save(sample)(path)
+        reply = prepare(path, directory)
+        assert reply.reason == "", reply
+        sessions = Sessions(request(path, directory).recipe)
+        for feeds in sample.feeds:
+            original, prepared = sessions.original(str(path)), sessions.prepared(str(directory))
+            expected = run(original, feeds)
+            if run(original, feeds) == expected:
+                assert run(prepared, feeds) == expected
+
+    def test_the_files(self, model: Path, directory: Path) -> None:
+        reply = prepare(model, directory)
+        assert reply == PrepareReply(probe="equal")
+        assert sorted(os.listdir(directory)) == ["model.onnx", "weights.bin"]
+        for name in os.listdir(directory):
+            status = os.stat(directory / name)
+            assert stat.S_IMODE(status.st_mode) == 0o400
+        found = read_model((directory / "model.onnx").read_bytes())
+        assert found.locations == ("weights.bin",)
+        assert all(each.span.offset_bytes % 64 == 0 for each in found.tensors if each.location)
+
+    def test_packed_weights_are_in_the_file(self, model: Path, directory: Path) -> None:
+        prepare(model, directory)
+        assert b"prepacked_" in (directory / "model.onnx").read_bytes()
+
+    def test_without_packed_weights(self, model: Path, directory: Path) -> None:
+        assert prepare(model, directory, prepack="off").probe == "equal"
+        assert b"prepacked_" not in (directory / "model.onnx").read_bytes()
+
+    def test_the_same_files_again(self, model: Path, directory: Path, tmp_path: Path) -> None:
+        prepare(model, directory)
+        again = tmp_path / "again"
+        again.mkdir()
+        prepare(model, again)
+        for name in os.listdir(directory):
+            assert (directory / name).read_bytes() == (again / name).read_bytes()
+
+    def test_graph_optimisation_has_been_done(self, model: Path, directory: Path) -> None:
+        prepare(model, directory)
+        operators = read_model((directory / "model.onnx").read_bytes()).operators
+        assert ("com.microsoft", "FusedGemm") in operators or ("", "Gemm") in operators
+        unoptimised = read_model(model.read_bytes()).operators
+        assert prepare(model, directory, level="ORT_DISABLE_ALL").reason == ""
+        assert read_model((directory / "model.onnx").read_bytes()).operators == unoptimised
+
+    def test_external_data(self, tmp_path: Path, directory: Path) -> None:
+        path = tmp_path / "outside" / "model.onnx"
+        path.parent.mkdir()
+        save_external(perceptron(), "data/weights.bin")(path)
+        daemon = Daemon()
+        assert prepare(path, directory, daemon) == PrepareReply(probe="equal")
+        (hashed,) = daemon.hashed
+        (external,) = hashed.externals
+        content = (path.parent / "data/weights.bin").read_bytes()
+        assert external.location == "data/weights.bin"
+        assert external.digest == blake3(content).hexdigest()
+        assert external.path == str(path.parent / "data/weights.bin")
+        status = os.stat(external.path)
+        assert (external.identity.inode, external.identity.size_bytes) == (
+            status.st_ino,
+            len(content),
+        )
+
+    def test_a_model_in_memory(self, directory: Path) -> None:
+        content = perceptron().content
+        descriptor = os.memfd_create("model")
+        os.write(descriptor, content)
+        daemon = Daemon()
+        reply = preparer.prepare(request("", directory), descriptor, daemon)
+        os.close(descriptor)
+        assert reply == PrepareReply(probe="equal")
+        assert daemon.hashed == [SourceHashed(blake3(content).hexdigest())]
+
+
+class TestNotWanted:
+    def test_nothing_is_made(self, model: Path, directory: Path) -> None:
+        daemon = Daemon(is_wanted=False)
+        with opened(model) as source:
+            assert preparer.prepare(request(model, directory), source, daemon) is None
+        assert daemon.hashed[0].digest == blake3(model.read_bytes()).hexdigest()
+        assert os.listdir(directory) == []
+
+
+class TestRefusals:
+    """A reason, and whether it lasts."""
+
+    @pytest.mark.parametrize("name", BROKEN)
+    def test_what_cannot_be_loaded(self, name: str, tmp_path: Path, directory: Path) -> None:
+        path = tmp_path / "model.onnx"
+        path.write_bytes(BROKEN[name]())
+        daemon = Daemon()
+        reply = prepare(path, directory, daemon)
+        assert reply.reason in ("invalid_model", "unknown_model", "ep_context")
+        assert reply.is_lasting
+        assert reply.message
+        assert daemon.hashed == [SourceHashed(blake3(path.read_bytes()).hexdigest())]
+
+    def test_another_onnxruntime(self, model: Path, directory: Path) -> None:
+        for fields in ({"runtime": "onnxruntime 1.0"}, {"build": "x"}, {"package": "/x"}):
+            reply = prepare(model, directory, **fields)
+            assert (reply.reason, reply.is_lasting) == ("other_onnxruntime", False)
+
+    def test_another_protocol(self, model: Path, directory: Path) -> None:
+        reply = prepare(model, directory, protocol=messages.PROTOCOL_VERSION + 1)
+        assert (reply.reason, reply.is_lasting) == ("other_protocol", False)
+
+    def test_a_directory_that_is_gone(self, model: Path, tmp_path: Path) -> None:
+        reply = prepare(model, tmp_path / "nowhere")
+        assert (reply.reason, reply.is_lasting) == ("preparer_failed", False)
+
+
+class TestServing:
+    """The process's end of the conversation."""
+
+    @pytest.fixture
+    def serve(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Callable[[], socket.socket]]:
+        """Serves a request in a thread; the daemon's end of the socket."""
+        monkeypatch.setattr(preparer, "_end_with", lambda connection: None)
+        with contextlib.ExitStack() as open_ends:
+
+            def start() -> socket.socket:
+                ours, theirs = map(open_ends.enter_context, socket.socketpair())
+                source = open_ends.enter_context(opened(model))
+                frames.send(ours, request(model, directory, source=source))
+                thread = threading.Thread(target=preparer._serve, args=(theirs,), daemon=True)
+                thread.start()
+                open_ends.callback(thread.join, 60)
+                return ours
+
+            yield start
+
+    @staticmethod
+    def hear(connection: socket.socket) -> Any:
+        return frames.receive(connection, deadline_s=time.monotonic() + 60)
+
+    def test_a_conversation(self, serve: Callable[[], socket.socket], model: Path) -> None:
+        connection = serve()
+        assert self.hear(connection) == SourceHashed(blake3(model.read_bytes()).hexdigest())
+        frames.send(connection, messages.PrepareVerdict(True))
+        assert self.hear(connection) == PrepareReply(probe="equal")
+
+    def test_so_many_files_that_there_is_no_message_for_them(
+        self, serve: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        send = frames.send
+
+        def refuse(connection: socket.socket, message: Any, **rest: Any) -> None:
+            if isinstance(message, SourceHashed):
+                raise MessageTooLarge("too long")
+            send(connection, message, **rest)
+
+        monkeypatch.setattr(frames, "send", refuse)
+        reply = self.hear(serve())
+        assert (reply.reason, reply.is_lasting) == ("too_many_files", True)
+
+    def test_what_is_no_request(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            frames.send(ours, messages.PrepareVerdict(True))
+            preparer._serve(theirs)
+            ours.settimeout(0)
+            with pytest.raises(BlockingIOError):
+                ours.recv(1)

@@ -1,0 +1,69 @@
+"""Makes this process stand back for CPU and disk, and be the first to be killed for memory.
+
+For processes that do work nobody waits for. Everything here is a wish: a kernel or container that
+does not grant it changes nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+
+__all__ = ["be_expendable", "give_way"]
+
+_NICE = 10
+"""A tenth of the share of a process that is not nice (sched(7)). With less it would be starved on a
+machine that is never idle, by the very servers whose models are being prepared."""
+_OOM_FIRST = 1000
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
+"""Number of the system call (arch/*/entry/syscalls in Linux); libc has no function for it."""
+_IOPRIO_OF_PROCESS = 1
+_IOPRIO_IDLE = 3 << 13
+"""IOPRIO_CLASS_IDLE, of linux/ioprio.h."""
+
+
+def give_way() -> None:
+    """Leave processor and disk to others where they want them; for threads started from now on.
+
+    There is no way back.
+    """
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    # A session of its own is a scheduling group of its own where autogroups are on, and what is
+    # nice inside of a group takes the group's full share (sched(7)). Nice is of the whole group, so
+    # it has to be one of ours.
+    if os.getsid(0) == os.getpid():
+        _write("/proc/self/autogroup", _NICE)
+    _lower_disk_priority()
+
+
+def be_expendable() -> None:
+    """Be the first to be killed where memory is short, and leave nothing behind."""
+    _write("/proc/self/oom_score_adj", _OOM_FIRST)
+    # Whatever it dies of, gigabytes of weights are not written to a core file.
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _write(path: str, value: int) -> None:
+    with contextlib.suppress(OSError), open(path, "w") as file:
+        file.write(str(value))
+
+
+def _lower_disk_priority() -> None:
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is None:
+        return
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_long(_IOPRIO_OF_PROCESS),
+        ctypes.c_long(0),
+        ctypes.c_long(_IOPRIO_IDLE),
+    )

@@ -1,0 +1,41 @@
+"""Which onnxruntime this process has: both ends of a preparation have to have the same one.
+
+The client puts it into its recipes, and the preparer refuses where it has found another one. Not
+for the daemon itself, which never imports onnxruntime.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+__all__ = ["Installation", "installation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """As a :class:`SessionRecipe` names it; ``package`` is its directory."""
+
+    package: str
+    runtime: str
+    build: str
+
+
+@functools.cache
+def installation() -> Installation:
+    """What is loaded here. Imports onnxruntime: raises whatever that raises.
+
+    To be called when onnxruntime is imported: later, another one may have been installed in its
+    place, and this process still runs the one that it has loaded.
+    """
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as binding
+
+    library = os.path.abspath(binding.__file__)
+    status = os.stat(library)
+    return Installation(
+        package=os.path.dirname(os.path.dirname(library)),
+        runtime=str(onnxruntime.__version__),
+        build=f"{binding.get_build_info()}; {status.st_size} bytes of {status.st_mtime_ns}",
+    )

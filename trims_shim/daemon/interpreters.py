@@ -1,0 +1,102 @@
+"""Which interpreter a client runs in, by the kernel's word, and which processor this is.
+
+Owns the checks that let the daemon start a program because a client named it: same user, same
+files, a Python. What the client says of itself is not asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+
+from trims_shim.errors import NotServed
+
+__all__ = ["cpu_identity", "interpreter_of", "namespace_problem"]
+
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]?(-[a-z]+)?")
+_LIBRARY = f"libpython{sys.version_info.major}.{sys.version_info.minor}{sys.abiflags}.so"
+_DELETED = " (deleted)"
+_CPU_FIELDS = frozenset(
+    {
+        "vendor_id",
+        "cpu family",
+        "model",
+        "model name",
+        "stepping",
+        "flags",
+        "CPU implementer",
+        "CPU architecture",
+        "CPU variant",
+        "CPU part",
+        "CPU revision",
+        "Features",
+        "cpu",
+        "revision",
+        "machine",
+        "isa",
+        "features",
+    }
+)
+"""Of /proc/cpuinfo, on x86, ARM, POWER, RISC-V and s390: what code may be chosen by."""
+
+
+def interpreter_of(pid: int, uid: int) -> str:
+    """The Python that a process runs in, or one that is as good.
+
+    Raises NotServed: ``other_user`` (or the kernel does not tell), ``other_namespace`` (it does not
+    see the files that this process sees), ``not_python``.
+    """
+    process = f"/proc/{pid}"
+    try:
+        if pid <= 0:
+            raise NotServed("other_namespace", "the client is in another PID namespace")
+        if os.stat(process).st_uid != uid:
+            raise NotServed("other_user", f"process {pid} is another user's")
+        problem = namespace_problem(pid)
+        if problem:
+            raise NotServed("other_namespace", problem)
+        path = os.readlink(f"{process}/exe")
+        if path.endswith(_DELETED) or not _is_same(path, f"{process}/exe"):
+            raise NotServed("not_python", f"the program of process {pid} was replaced: {path}")
+        if _PYTHON.fullmatch(os.path.basename(path)):
+            return path
+        # A program that embeds Python, such as a web server: ours will do if it is of that version.
+        if sys.executable and _has_library(process):
+            return sys.executable
+    except OSError as error:
+        raise NotServed("other_user", f"process {pid} cannot be looked at: {error}") from error
+    raise NotServed("not_python", f"process {pid} runs {path}, which is no Python")
+
+
+def namespace_problem(pid: int) -> str:
+    """Why paths may mean something else to a process than to us; empty if they do not."""
+    for place in ("ns/mnt", "root"):
+        try:
+            if not _is_same(f"/proc/{pid}/{place}", f"/proc/self/{place}"):
+                return "the client sees other files than the daemon (a container?)"
+        except OSError as error:
+            return f"what files the client sees is not known: {error}"
+    return ""
+
+
+def cpu_identity() -> str:
+    """What tells this processor from others that programs may take other code for."""
+    found = {os.uname().machine}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", errors="replace") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name.strip() in _CPU_FIELDS:
+                found.add(f"{name.strip()}={value.strip()}")
+    return "\n".join(sorted(found))
+
+
+def _is_same(path: str, other: str) -> bool:
+    ours, theirs = os.stat(path), os.stat(other)
+    return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
+
+
+def _has_library(process: str) -> bool:
+    with open(f"{process}/maps", errors="replace") as file:
+        return any(os.path.basename(line.rstrip("\n")).startswith(_LIBRARY) for line in file)

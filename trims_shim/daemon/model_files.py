@@ -1,0 +1,152 @@
+"""The files of an ONNX model as a client named them: what they are, and that they stay that.
+
+Owns the model's descriptor for reading, its external files, their digests and identities. Judges
+what of it can be prepared at all, by the file's structure (:mod:`trims_shim.formats.onnx`).
+onnxruntime opens the files again, by path where there are external ones (it resolves their
+locations by the model's directory), so identities are compared before and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+
+from trims_shim.daemon import ingest
+from trims_shim.daemon.ingest import Meter
+from trims_shim.daemon.optimising import Refusal
+from trims_shim.errors import FileChanged, FormatError
+from trims_shim.formats.onnx import OnnxModel, is_ort_format, read_model
+from trims_shim.wire.messages import ExternalFile, FileIdentity, SourceHashed
+
+__all__ = ["ModelFiles"]
+
+_EXTERNALS_LIMIT = 4096
+"""Their names go into one message."""
+
+
+class ModelFiles:
+    """A model and its external files. The descriptor stays the caller's."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        """``path`` is empty for a model that the client has in memory only."""
+        self._descriptor = descriptor
+        self._path = path
+        self._identity = _identity(os.fstat(descriptor))
+        self._externals: tuple[ExternalFile, ...] = ()
+        self.digest = ""
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Refusal("no_file", f"{path} is no regular file")
+        self.check_unchanged()
+
+    @property
+    def hashed(self) -> SourceHashed:
+        """By content."""
+        return SourceHashed(self.digest, self._externals)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together."""
+        return self._identity.size_bytes + sum(each.identity.size_bytes for each in self._externals)
+
+    @property
+    def loadable_path(self) -> str:
+        """What onnxruntime opens: the very descriptor, unless it has to find files beside it."""
+        return self._path if self._externals else f"/proc/self/fd/{self._descriptor}"
+
+    def hash(self) -> None:
+        """Work the model's digest out. Raises FileChanged, ReadFailed."""
+        size = self._identity.size_bytes
+        self.digest = ingest.hash_file(self._descriptor, size, meter=Meter(size), name=self._path)
+
+    def look_inside(self) -> None:
+        """Judge the model by its structure.
+
+        Raises Refusal. One that is about the model alone, whatever is beside it, is lasting.
+        """
+        with _mapped(self._descriptor, self._identity.size_bytes) as view:
+            if is_ort_format(bytes(view[:8])) or self._path.endswith(".ort"):
+                raise Refusal("ort_format", "models of the ORT format are prepared already")
+            model = _read(view)
+        if any(operator == "EPContext" for _, operator in model.operators):
+            raise Refusal("ep_context", "it was compiled for an execution provider")
+        if not model.locations:
+            return
+        if not self._path:
+            raise Refusal("external_data_of_bytes", "it has external data and no directory")
+        if len(model.locations) > _EXTERNALS_LIMIT:
+            raise Refusal("too_many_files", f"it has {len(model.locations)} external files")
+        for location in model.locations:
+            _check_location(location)
+        self._externals = tuple(map(self._hash_external, model.locations))
+
+    def check_unchanged(self) -> None:
+        """Raises FileChanged unless all files are what they were in the beginning."""
+        if _identity(os.fstat(self._descriptor)) != self._identity:
+            raise FileChanged(f"{self._path or 'the model'} changed while it was prepared")
+        expected = [(each.path, each.identity) for each in self._externals]
+        if self._path:
+            expected.append((self._path, self._identity))
+        for path, identity in expected:
+            try:
+                found = _identity(os.stat(path))
+            except OSError as error:
+                raise FileChanged(f"{path} changed while it was prepared: {error}") from error
+            if found != identity:
+                raise FileChanged(f"{path} changed while it was prepared")
+
+    def _hash_external(self, location: str) -> ExternalFile:
+        path = os.path.join(os.path.dirname(self._path), location)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            raise Refusal("external_missing", f"{path}: {error}", is_lasting=False) from error
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise Refusal("external_missing", f"{path} is no regular file", is_lasting=False)
+            meter = Meter(status.st_size)
+            digest = ingest.hash_file(descriptor, status.st_size, meter=meter, name=path)
+        finally:
+            os.close(descriptor)
+        return ExternalFile(location, path, digest, _identity(status))
+
+
+def _read(view: memoryview) -> OnnxModel:
+    try:
+        return read_model(view)
+    except FormatError as error:
+        # Only the original knows what it makes of this, and whose error it would be.
+        raise Refusal("unknown_model", f"{type(error).__name__}: {error}") from error
+
+
+def _check_location(location: str) -> None:
+    """onnxruntime refuses data outside of the model's directory; so that decides."""
+    inside = os.path.normpath(location)
+    if not location or os.path.isabs(location) or inside.split("/")[0] == ".." or "\0" in location:
+        raise Refusal("external_path", f"external data at {location!r:.200}")
+
+
+@contextlib.contextmanager
+def _mapped(descriptor: int, size_bytes: int) -> Iterator[memoryview]:
+    if not size_bytes:
+        yield memoryview(b"")
+        return
+    try:
+        mapping = mmap.mmap(descriptor, size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
+    except ValueError as error:
+        raise FileChanged("the model became shorter before it was read") from error
+    # Closed with its last reference: an error's traceback may still look at it.
+    yield memoryview(mapping)
+
+
+def _identity(status: os.stat_result) -> FileIdentity:
+    return FileIdentity(
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )

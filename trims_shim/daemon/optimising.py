@@ -1,0 +1,256 @@
+"""Has onnxruntime write an optimised model, and puts it into the form that is published.
+
+Owns how sessions are created from a recipe (the original's, and one as a hit creates it), what is
+asked of onnxruntime when it saves, and the two files: ``model.onnx`` and, with every initializer
+above a kilobyte and what kernels packed of it, ``weights.bin``. Whether the result is any good is
+judged elsewhere (:mod:`trims_shim.daemon.verifying`).
+
+onnxruntime is used through its binding, not through ``InferenceSession``: that falls back to other
+providers by itself, prints, and may be patched. Imported by the preparer only, where onnxruntime is
+the client's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+from trims_shim.errors import FormatError, NotServed
+from trims_shim.formats.onnx_inputs import without_lost_inputs
+from trims_shim.formats.onnx_metadata import with_metadata_order
+from trims_shim.formats.onnx_relayout import Relayout, relayout
+from trims_shim.wire.messages import SessionRecipe
+
+__all__ = [
+    "MODEL_NAME",
+    "WEIGHTS_NAME",
+    "Refusal",
+    "Sessions",
+    "disk_full",
+    "place",
+]
+
+MODEL_NAME = "model.onnx"
+WEIGHTS_NAME = "weights.bin"
+_SAVED_MODEL = "saved.onnx"
+_SAVED_WEIGHTS = "saved.bin"
+_EXTERNAL_FROM_BYTES = 1024
+"""onnxruntime's own default; what is smaller is not worth an entry."""
+_WRITE_BYTES = 64 << 20
+_FATAL_ONLY = 4
+_MACHINE_ENTRIES = frozenset({"session.intra_op_thread_affinities"})
+"""Must agree with the number of threads, and change no result."""
+_OUT_OF_MEMORY = (
+    "bad_alloc",
+    "bad allocation",
+    "Failed to allocate memory",
+    "Cannot allocate memory",
+)
+_PASSING = (
+    "NoSuchFile",
+    "Too many open files",
+    "Resource temporarily unavailable",
+    "Input/output error",
+    "No space left on device",
+)
+"""In errors that say nothing about the model."""
+_NO_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class Refusal(NotServed):
+    """A model stays with the original onnxruntime; ``is_lasting``: it would the next time, too."""
+
+    def __init__(self, reason: str, message: str = "", *, is_lasting: bool = True) -> None:
+        super().__init__(reason, message)
+        self.is_lasting = is_lasting
+
+
+def disk_full(message: object) -> Refusal:
+    """The refusal of a model that there is no room for at the moment."""
+    return Refusal("disk_full", str(message), is_lasting=False)
+
+
+class Sessions:
+    """Creates sessions of one recipe. Imports onnxruntime: raises whatever that raises."""
+
+    def __init__(self, recipe: SessionRecipe) -> None:
+        from onnxruntime.capi import onnxruntime_pybind11_state as binding
+
+        self._binding: Any = binding
+        self._recipe = recipe
+
+    def original(self, path: str) -> Any:
+        """A session as the client creates it. Raises Refusal (``invalid_model``), MemoryError."""
+        with _refused("invalid_model"):
+            return self._create(path, self._options(self._recipe.level))
+
+    def prepared(self, directory: str) -> Any:
+        """A session as a hit creates it. Raises Refusal (``does_not_reload``), MemoryError."""
+        path = os.path.join(directory, MODEL_NAME)
+        with _refused("does_not_reload"):
+            return self._create(path, self._options("ORT_DISABLE_ALL"))
+
+    def save(self, path: str, directory: str, *, is_packed: bool) -> None:
+        """Write the optimised model to a directory, as :func:`place` takes it.
+
+        ``is_packed``: with what kernels packed; a version before 1.21 ignores it. Raises Refusal
+        (``not_saved``, ``disk_full``), MemoryError.
+        """
+        options = self._options(self._recipe.level)
+        options.optimized_model_filepath = os.path.join(directory, _SAVED_MODEL)
+        prefix = "session.optimized_model_external_initializers"
+        options.add_session_config_entry(f"{prefix}_file_name", _SAVED_WEIGHTS)
+        options.add_session_config_entry(f"{prefix}_min_size_in_bytes", str(_EXTERNAL_FROM_BYTES))
+        if is_packed:
+            options.add_session_config_entry(
+                "session.save_external_prepacked_constant_initializers", "1"
+            )
+        with _refused("not_saved", directory):
+            self._create(path, options)
+
+    def _create(self, path: str, options: Any) -> Any:
+        session = self._binding.InferenceSession(options, path, True, False)
+        names, settings = [], []
+        for name, *pairs in self._recipe.providers:
+            names.append(name)
+            settings.append(dict(zip(pairs[::2], pairs[1::2], strict=True)))
+        session.initialize_session(names, settings, set(self._recipe.disabled_optimizers))
+        return session
+
+    def _options(self, level: str) -> Any:
+        recipe = self._recipe
+        options = self._binding.SessionOptions()
+        options.log_severity_level = _FATAL_ONLY
+        # Neither files nor results depend on it, and the client's session is being created too.
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.graph_optimization_level = getattr(self._binding.GraphOptimizationLevel, level)
+        options.use_deterministic_compute = recipe.is_deterministic
+        for kind, dimension, value in recipe.free_dimensions:
+            getattr(options, f"add_free_dimension_override_by_{kind}")(dimension, int(value))
+        for key, value in recipe.entries:
+            if key not in _MACHINE_ENTRIES:
+                options.add_session_config_entry(key, value)
+        if recipe.prepack == "off":
+            options.add_session_config_entry("session.disable_prepacking", "1")
+        return options
+
+
+@contextlib.contextmanager
+def _refused(reason: str, directory: str = "") -> Iterator[None]:
+    """onnxruntime's errors, of many classes, as refusals; ``directory`` is being written to."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    # Border: whatever onnxruntime has against this model, it stays with the original.
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if any(sign in text for sign in _OUT_OF_MEMORY):
+            raise MemoryError(text) from error
+        if directory and _is_full(directory):
+            raise disk_full(text) from error
+        is_lasting = not any(sign in text for sign in _PASSING)
+        raise Refusal(reason, text, is_lasting=is_lasting) from error
+
+
+def _is_full(directory: str) -> bool:
+    """Whether a write there may just have failed for want of room, or of leave to take more."""
+    status = os.statvfs(directory)
+    if status.f_bavail * status.f_frsize < _WRITE_BYTES:
+        return True
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with os.scandir(directory) as files:
+        return limit != resource.RLIM_INFINITY and any(
+            each.stat(follow_symlinks=False).st_size >= limit for each in files
+        )
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def place(directory: str, *, source: str = "") -> None:
+    """Turn what was saved in a directory into the published pair; what was saved is gone then.
+
+    ``source`` is the path of the model that it was made of: metadata get the order they have there,
+    and inputs that were weights there go.
+    Files of an earlier attempt are replaced. Raises Refusal (``not_relaid``, ``disk_full``).
+    """
+    saved, weights = (os.path.join(directory, name) for name in (_SAVED_MODEL, _SAVED_WEIGHTS))
+    try:
+        with _mapped(saved) as model, _mapped(weights) as data:
+            result = relayout(model, data_size_bytes=len(data), location=WEIGHTS_NAME)
+            with _mapped(source) as original:
+                content = with_metadata_order(result.model, original)
+                content = without_lost_inputs(content, original)
+            with _created(os.path.join(directory, MODEL_NAME)) as target:
+                _write(target, memoryview(content), 0)
+            with _created(os.path.join(directory, WEIGHTS_NAME)) as target:
+                _write_weights(target, result, data)
+    except FormatError as error:
+        if _is_full(directory):
+            raise disk_full(error) from error
+        raise Refusal("not_relaid", f"onnxruntime saved it in an unknown form: {error}") from error
+    except OSError as error:
+        if error.errno in _NO_DISK:
+            raise disk_full(error) from error
+        raise
+    finally:
+        for path in (saved, weights):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _write_weights(target: int, result: Relayout, data: memoryview) -> None:
+    if result.size_bytes:
+        # Without room for all of it nothing is written; what is between the copies is zero.
+        os.posix_fallocate(target, 0, result.size_bytes)
+    for copy in result.copies:
+        end = copy.source_offset + copy.size_bytes
+        with data[copy.source_offset : end] as part:
+            _write(target, part, copy.target_offset)
+
+
+def _write(target: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        with data[done : done + _WRITE_BYTES] as part:
+            # From memory of our own. What is written from a mapping of another file is in the page
+            # cache in small pieces, and every session that maps it is created a fifth more slowly
+            # (ext4, Linux 6.18; docs/decisions/0008-prepared-onnx-models.md).
+            done += os.pwrite(target, bytes(part), offset + done)
+
+
+@contextlib.contextmanager
+def _created(path: str) -> Iterator[int]:
+    """A new file to write to. Who publishes it sees to it that it is on the disk."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o400)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _mapped(path: str) -> Iterator[memoryview]:
+    """The content of a file of ours; nothing where there is none."""
+    try:
+        size = os.stat(path).st_size
+    except FileNotFoundError:
+        size = 0
+    if not size:
+        yield memoryview(b"")
+        return
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapping,
+        memoryview(mapping) as view,
+    ):
+        yield view

@@ -1,0 +1,535 @@
+"""Prepared ONNX models: who gets which, and the execution of what their store decides.
+
+Owns the requests for them and the directory, with a thread that looks through it and deletes. What
+that thread and the one that prepares (:mod:`trims_shim.daemon.prepared_making`) come to is put on a
+queue, the server is woken, and :meth:`Prepared.finish` takes it from there, so that the store needs
+no lock. All methods are called by the server's thread, and none waits for anything but ``stat``.
+
+The directory is looked through after the start; who asks before that is done is answered then.
+
+A prepared model is a name that the client opens by itself, so only clients of the daemon's own user
+that see the same files are served. Its files are looked at before every answer: what is not as it
+was when it was verified is dropped, and made once more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trims_shim._version import __version__
+from trims_shim.daemon.interpreters import cpu_identity, interpreter_of, namespace_problem
+from trims_shim.daemon.loader import started_pool
+from trims_shim.daemon.prepared_clients import (
+    Front,
+    Offer,
+    flight_of,
+    hit_reply,
+    refusal_reply,
+)
+from trims_shim.daemon.prepared_directory import PreparedSettings, space_of
+from trims_shim.daemon.prepared_files import PreparedFiles, Published, Scan
+from trims_shim.daemon.prepared_key import LAYOUT_VERSION, entry_key
+from trims_shim.daemon.prepared_making import (
+    Ended,
+    Hashed,
+    Making,
+    Preparations,
+    Preparer,
+    external_identities,
+)
+from trims_shim.daemon.prepared_manifest import RefusalRecord
+from trims_shim.daemon.prepared_store import (
+    Action,
+    Asking,
+    Content,
+    DropEntry,
+    DropRefusal,
+    Grant,
+    KeepRefusal,
+    Known,
+    PreparedStore,
+    Refuse,
+    Start,
+    Wait,
+)
+from trims_shim.daemon.sessions import Session
+from trims_shim.errors import (
+    AccessDenied,
+    DaemonUnavailable,
+    MalformedMessage,
+    NotServed,
+    TooManyRequests,
+    TrimsError,
+)
+from trims_shim.memory.host import available_bytes
+from trims_shim.specs import Identity
+from trims_shim.wire import messages
+from trims_shim.wire.handover import clipped
+
+__all__ = ["Prepared"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+_PATH_LIMIT = 4096
+_RUNTIME_LIMIT = 64
+_TOUCH_INTERVAL_NS = 60 * 10**9
+_HELD_FRACTION = 4
+"""One part in this many of the free memory may be models that are offered as memory and wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The directory was looked through."""
+
+    scan: Scan
+    budget_bytes: int
+    cpu: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """A request that came before the directory was looked through.
+
+    ``routing`` None: as a packet of the handover socket, by which it is answered.
+    """
+
+    session: int
+    routing: bytes | None
+    request: int
+    answer: Callable[[Session], Any]
+
+
+class Prepared:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        front: Front,
+        settings: PreparedSettings,
+        *,
+        preparer: Preparer,
+        numbers: Iterator[int],
+        wake: Callable[[], None],
+        pool: Executor | None = None,
+        trusts_young_files: bool = False,
+    ) -> None:
+        """``numbers``, ``wake``, ``pool`` and ``trusts_young_files`` as for the tiers."""
+        self._front = front
+        self._settings = settings
+        self._wake = wake
+        self._files = PreparedFiles(settings.directory, judgement=settings.judgement)
+        self._store = PreparedStore(0, numbers=numbers)
+        self._aside = pool or started_pool(1)
+        self._preparations = Preparations(
+            self._files,
+            preparer,
+            key_of=self._key_of,
+            deliver=self._deliver,
+            pool=pool,
+            trusts_young_files=trusts_young_files,
+        )
+        self._events: queue.SimpleQueue[_Opened | Hashed | Ended] = queue.SimpleQueue()
+        self._published: dict[str, Published] = {}
+        self._touched_ns: dict[str, int] = {}
+        self._namespaces: dict[int, str] = {}
+        """Why the client of a session is not served, empty if it is."""
+        self._early: list[_Early] = []
+        self._cpu = ""
+        self._problem = settings.problem
+        self._is_open = bool(settings.problem)
+
+    def start(self) -> None:
+        """Look through the directory, in a thread."""
+        if not self._is_open:
+            self._aside.submit(self._open_directory)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def open(
+        self,
+        session: Session,
+        routing: bytes | None,
+        request: int,
+        message: messages.OpenPreparedRequest,
+    ) -> messages.OpenPreparedReply | None:
+        """Answer a request; None: it is answered later, with ``routing`` None by a packet.
+
+        Raises TrimsError instead of answering.
+        """
+        reply: messages.OpenPreparedReply | None = self._when_open(
+            session, routing, request, lambda each: self._open(each, message)
+        )
+        return reply
+
+    def evict(
+        self,
+        session: Session,
+        routing: bytes,
+        request: int,
+        message: messages.EvictPreparedRequest,
+    ) -> messages.EvictPreparedReply | None:
+        """Forget models; None: it is answered later. Raises AccessDenied, UnknownImage, NoSpace."""
+        if session.peer.uid not in (0, os.geteuid()):
+            raise AccessDenied("prepared models are the daemon's own user's")
+        reply: messages.EvictPreparedReply | None = self._when_open(
+            session, routing, request, lambda _: self._evict(message.model)
+        )
+        return reply
+
+    def release(self, session: int, lease: int) -> None:
+        """The client gave a lease up; nothing happens where it is of something else."""
+        self._store.release(session, lease, time.time_ns())
+
+    def close_session(self, session: int) -> None:
+        """The connection is gone."""
+        self._store.close_session(session, time.time_ns())
+        self._namespaces.pop(session, None)
+        self._early = [each for each in self._early if each.session != session]
+
+    def finish(self) -> None:
+        """Go on with what the threads have come to."""
+        while not self._events.empty():
+            self._take(self._events.get())
+
+    def _take(self, event: _Opened | Hashed | Ended) -> None:
+        try:
+            if isinstance(event, _Opened):
+                self._on_opened(event)
+            elif isinstance(event, Hashed):
+                self._on_hashed(event)
+            else:
+                self._on_ended(event)
+        # Border: a bug costs one preparation, not the daemon.
+        except Exception:
+            _logger.exception("a preparation cannot be gone on with")
+            self._front.counters["internal_errors"] += 1
+
+    def close(self) -> None:
+        """Give preparations up and end the threads. What is on the disk stays."""
+        self._preparations.close()
+        self._aside.shutdown(wait=True)
+        self._files.close()
+
+    # --- questions --------------------------------------------------------------------------------
+
+    def is_needed(self) -> bool:
+        """Whether anybody leases a model, waits for an answer, or has one prepared."""
+        return bool(self._early) or self._store.is_needed()
+
+    def is_busy(self) -> bool:
+        """Whether a preparation is under way, or waits."""
+        return self._store.job_count() > 0
+
+    def lease_count(self, session: int | None = None) -> int:
+        """Leases of one session, or of all."""
+        return self._store.lease_count(session)
+
+    def rows(self) -> list[messages.PreparedStatus]:
+        """What is being prepared, what is there, what was refused."""
+        return self._store.rows(time.time_ns())
+
+    def storage(self) -> messages.PreparedStorage:
+        """Where it is, and the account."""
+        return messages.PreparedStorage(
+            self._settings.directory,
+            self._store.budget_bytes,
+            self._store.resident_bytes(),
+            self._problem,
+        )
+
+    # --- answers ----------------------------------------------------------------------------------
+
+    def _when_open(
+        self,
+        session: Session,
+        routing: bytes | None,
+        request: int,
+        answer: Callable[[Session], Any],
+    ) -> Any:
+        if self._is_open:
+            return answer(session)
+        limit = self._front.sessions.limits.requests
+        if sum(1 for each in self._early if each.session == session.number) >= limit:
+            raise TooManyRequests(f"more than {limit} open requests")
+        self._early.append(_Early(session.number, routing, request, answer))
+        return None
+
+    def _open(
+        self, session: Session, message: messages.OpenPreparedRequest
+    ) -> messages.OpenPreparedReply:
+        # Taken first of all: offers that are left would add up.
+        with Offer(self._front, session, message.ticket) as offer:
+            try:
+                self._check(session, message)
+                reply = self._answer(session, message, offer)
+            except NotServed as error:
+                reply = refusal_reply(error.reason, str(error))
+        self._front.counters[f"prepared_{reply.outcome}"] += 1
+        return reply
+
+    def _check(self, session: Session, message: messages.OpenPreparedRequest) -> None:
+        """Raises NotServed, TooManyRequests, DaemonUnavailable, MalformedMessage."""
+        if self._front.is_stopping:
+            raise DaemonUnavailable("the daemon is stopping; load again")
+        limit = self._front.sessions.limits.leases
+        if self._store.lease_count(session.number) >= limit:
+            raise TooManyRequests(f"more than {limit} leases")
+        path = message.path
+        if path and (not os.path.isabs(path) or "\0" in path or len(path) > _PATH_LIMIT):
+            raise MalformedMessage(f"{path[:80]!r} is not the absolute path of a file")
+        if self._problem:
+            raise NotServed("prepared_off", f"there are no prepared models: {self._problem}")
+        if session.peer.uid != os.geteuid():
+            raise NotServed("other_user", "prepared models are for the daemon's own user only")
+        problem = self._namespaces.get(session.number)
+        if problem is None:
+            problem = self._namespaces[session.number] = namespace_problem(session.peer.pid)
+        if problem:
+            raise NotServed("other_namespace", problem)
+
+    def _answer(
+        self, session: Session, message: messages.OpenPreparedRequest, offer: Offer
+    ) -> messages.OpenPreparedReply:
+        identity = offer.identity()
+        content = self._content_of(message, identity)
+        key = "" if content is None else self._key_of(content, message.recipe)
+        self._drop_if_damaged(key)
+        asking = Asking(
+            session.number,
+            flight_of(message, identity),
+            key,
+            message.path,
+            message.recipe.runtime[:_RUNTIME_LIMIT],
+        )
+        answer = self._store.open(asking, time.time_ns(), may_start=identity is not None)
+        if isinstance(answer, Grant):
+            self._touch(answer.key)
+            return hit_reply(answer, self._published[answer.key])
+        if isinstance(answer, Refuse):
+            return refusal_reply(answer.reason, answer.message)
+        if isinstance(answer, Start):
+            assert identity is not None
+            self._begin(session, message, answer.job, identity, offer)
+        is_under_way = isinstance(answer, Start | Wait)
+        return messages.OpenPreparedReply("preparing" if is_under_way else "unknown", key=key)
+
+    def _content_of(
+        self, message: messages.OpenPreparedRequest, identity: Identity | None
+    ) -> Content | None:
+        """What the model is, if that is known; bytes are what their owner says."""
+        if identity is None or not message.path:
+            return Content(message.digest) if message.digest else None
+        directory = os.path.dirname(message.path)
+        known = self._store.recall(identity, directory)
+        if known is None:
+            return None
+        locations = [location for location, _ in known.content.externals]
+        if external_identities(directory, locations) != known.externals:
+            self._store.unlearn(known)
+            return None
+        return known.content
+
+    def _key_of(self, content: Content, recipe: messages.SessionRecipe) -> str:
+        return entry_key(content, recipe, cpu=self._cpu)
+
+    def _drop_if_damaged(self, key: str) -> None:
+        published = self._published.get(key)
+        if published is None or published.is_sound():
+            return
+        found = self._files.load(key)
+        if found is not None:
+            # Another daemon has dropped it, and made it again.
+            self._published[key] = found
+        else:
+            _logger.warning("prepared model %s is damaged; it is dropped", key[:12])
+            self._front.counters["prepared_damaged"] += 1
+            self._execute(self._store.lose(key))
+
+    def _touch(self, key: str) -> None:
+        """So that the daemons to come know what was used last."""
+        now_ns = time.time_ns()
+        if now_ns - self._touched_ns.get(key, 0) >= _TOUCH_INTERVAL_NS:
+            self._touched_ns[key] = now_ns
+            self._do_aside(self._files.touch, key)
+
+    def _evict(self, text: str) -> messages.EvictPreparedReply:
+        dropped = self._execute(self._store.evict(text))
+        return messages.EvictPreparedReply(
+            tuple(each.key for each in dropped), sum(each.size_bytes for each in dropped)
+        )
+
+    # --- preparations -----------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        session: Session,
+        message: messages.OpenPreparedRequest,
+        job: int,
+        identity: Identity,
+        offer: Offer,
+    ) -> None:
+        """Raises NotServed where there is nothing to prepare with, or no memory to wait in."""
+        try:
+            interpreter = interpreter_of(session.peer.pid, session.peer.uid)
+            if not message.path:
+                self._check_memory(identity.size_bytes)
+        except NotServed:
+            self._store.unwanted(job)
+            raise
+        self._preparations.start(Making(job, offer.take(), identity, message, interpreter))
+
+    def _check_memory(self, size_bytes: int) -> None:
+        """Bytes that were offered as memory stay there until they are prepared."""
+        waiting_bytes = self._preparations.memory_bytes() + size_bytes
+        if waiting_bytes > available_bytes() // _HELD_FRACTION:
+            raise NotServed("no_memory", f"{waiting_bytes} bytes of models would wait in memory")
+
+    def _on_opened(self, event: _Opened) -> None:
+        self._is_open = True
+        self._cpu = event.cpu
+        self._problem = event.problem
+        self._store.budget_bytes = event.budget_bytes
+        for published in event.scan.published:
+            self._adopt(published)
+        for record in event.scan.refusals:
+            self._store.remember(_refusal_in(record), record.refused_ns)
+        for known in event.scan.sources():
+            self._store.learn(known)
+        self._execute(self._store.fit())
+        if event.problem:
+            _logger.warning("no prepared ONNX models: %s", event.problem)
+        early, self._early = self._early, []
+        for request in early:
+            self._answer_early(request)
+
+    def _answer_early(self, early: _Early) -> None:
+        session = self._front.sessions.get(early.session)
+        if session is None:
+            return
+        reply: Any
+        try:
+            reply = early.answer(session)
+        except TrimsError as error:
+            reply = messages.ErrorReply(type(error).__name__, clipped(str(error)))
+        # Border: a bug costs one request, also one that is taken up later, not the daemon.
+        except Exception:
+            _logger.exception("a request for a prepared model failed")
+            self._front.counters["internal_errors"] += 1
+            reply = messages.ErrorReply("DaemonError", "internal error; see the daemon's log")
+        if early.routing is not None:
+            self._front.reply(early.routing, early.request, reply)
+            return
+        try:
+            self._front.hand_over(session, reply)
+        except OSError as error:
+            self._front.end_session(session, f"the client does not take its answer: {error}")
+
+    def _adopt(self, published: Published) -> None:
+        self._published[published.manifest.key] = published
+        self._store.adopt(published.entry)
+
+    def _on_hashed(self, event: Hashed) -> None:
+        making = event.making
+        if event.found is not None and making.key not in self._published:
+            self._adopt(replace(event.found, used_ns=time.time_ns()))
+            self._execute(self._store.fit())
+        verdict = self._store.hashed(
+            making.job,
+            making.key,
+            time.time_ns(),
+            needed_bytes=event.needed_bytes,
+            short_bytes=event.short_bytes,
+        )
+        self._execute(verdict.actions)
+        event.answer.put(verdict.is_wanted)
+
+    def _on_ended(self, event: Ended) -> None:
+        making, published = event.making, event.published
+        self._preparations.end(making.job)
+        if making.known is not None:
+            self._store.learn(making.known)
+        if published is not None:
+            self._front.counters["prepared_made"] += 1
+            self._published.setdefault(making.key, published)
+            self._execute(self._store.made(making.job, published.entry, time.time_ns()))
+        elif making.failure is not None:
+            self._front.counters["prepared_failed"] += 1
+            failure = making.failure
+            _logger.info("%s: %s: %s", making.name, failure.reason, failure.message)
+            actions = self._store.failed(making.job, making.failure, time.time_ns())
+            self._execute(actions, known=making.known)
+        else:
+            self._store.unwanted(making.job)
+            if making.known is not None:
+                self._do_aside(self._files.add_source, making.key, making.known)
+
+    def _execute(self, actions: Iterable[Action], *, known: Known | None = None) -> list[DropEntry]:
+        """What was dropped is returned. ``known``: of the model that is refused."""
+        dropped = []
+        for action in actions:
+            if isinstance(action, DropEntry):
+                dropped.append(action)
+                self._front.counters["prepared_dropped"] += 1
+                self._published.pop(action.key, None)
+                self._touched_ns.pop(action.key, None)
+                self._do_aside(self._files.delete, self._files.retire(action.key))
+            elif isinstance(action, DropRefusal):
+                self._do_aside(self._files.drop_refusal, action.key)
+            else:
+                self._do_aside(self._files.keep_refusal, _record_of(action, known))
+        return dropped
+
+    # --- threads ----------------------------------------------------------------------------------
+
+    def _do_aside(self, work: Callable[..., None], *arguments: Any) -> None:
+        def job() -> None:
+            try:
+                work(*arguments)
+            # Border: nobody waits for it, and the next one is to be done all the same.
+            except Exception as error:
+                _logger.warning("%s: %s: %s", work.__name__, type(error).__name__, error)
+
+        self._aside.submit(job)
+
+    def _deliver(self, event: _Opened | Hashed | Ended) -> None:
+        self._events.put(event)
+        self._wake()
+
+    def _open_directory(self) -> None:
+        scan, budget_bytes, cpu, problem = Scan(), 0, "", ""
+        try:
+            cpu = cpu_identity()
+            scan = self._files.open()
+            budget_bytes = self._settings.budget.of(space_of(self._settings.directory).total_bytes)
+        # Border: without a word of this, nobody would ever be answered.
+        except Exception as error:
+            problem = str(error) or type(error).__name__
+            if not isinstance(error, NotServed | OSError):
+                _logger.exception("the directory of prepared models cannot be looked through")
+        self._deliver(_Opened(scan, budget_bytes, cpu, problem))
+
+
+def _record_of(refusal: KeepRefusal, known: Known | None) -> RefusalRecord:
+    return RefusalRecord(
+        layout=LAYOUT_VERSION,
+        key=refusal.key,
+        package=__version__,
+        reason=refusal.reason,
+        message=refusal.message,
+        runtime=refusal.runtime,
+        refused_ns=time.time_ns(),
+        names=refusal.names,
+        sources=() if known is None else (known,),
+    )
+
+
+def _refusal_in(record: RefusalRecord) -> KeepRefusal:
+    return KeepRefusal(record.key, record.reason, record.message, record.runtime, record.names)

@@ -1,0 +1,100 @@
+"""Clients of prepared models: what they prove, and what they are told.
+
+Owns the descriptor that a client offers, until somebody takes it, and the form of the answers. Used
+by :mod:`trims_shim.daemon.prepared`, in the server's thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any, Protocol
+
+from trims_shim.daemon.prepared_files import Published
+from trims_shim.daemon.prepared_store import Flight, Grant
+from trims_shim.daemon.sessions import Session, Sessions, check_readable_file
+from trims_shim.errors import NotServed
+from trims_shim.specs import Identity
+from trims_shim.wire import messages
+from trims_shim.wire.handover import clipped
+
+__all__ = ["Front", "Offer", "flight_of", "hit_reply", "refusal_reply"]
+
+
+class Front(Protocol):
+    """Who talks with the clients; see :class:`trims_shim.daemon.openings.Front`."""
+
+    sessions: Sessions
+    counters: Counter[str]
+
+    @property
+    def is_stopping(self) -> bool: ...
+    def take_offer(self, session: Session, ticket: int) -> int: ...
+    def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None: ...
+    def reply(self, routing: bytes, request: int, message: Any) -> None: ...
+    def end_session(self, session: Session, reason: str) -> None: ...
+
+
+class Offer:
+    """The descriptor of a ticket, closed at the end of the block unless it was taken."""
+
+    def __init__(self, front: Front, session: Session, ticket: int) -> None:
+        """Ticket 0: nothing is offered. Raises AccessDenied."""
+        self._descriptor = front.take_offer(session, ticket) if ticket else -1
+
+    def __enter__(self) -> Offer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor >= 0:
+            os.close(self.take())
+
+    def identity(self) -> Identity | None:
+        """Of what is offered, if anything is. Raises AccessDenied, NotServed."""
+        if self._descriptor < 0:
+            return None
+        status = check_readable_file(self._descriptor)
+        if status.st_size == 0:
+            raise NotServed("not_a_model", "the offered file is empty")
+        return Identity.from_stat(status)
+
+    def take(self) -> int:
+        """It is the caller's now."""
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
+
+
+def hit_reply(grant: Grant, published: Published) -> messages.OpenPreparedReply:
+    """The files of a model, and the lease."""
+    weights = published.weights_identity
+    return messages.OpenPreparedReply(
+        "hit",
+        lease=grant.lease,
+        key=grant.key,
+        model=published.model,
+        model_identity=_on_the_wire(published.model_identity),
+        weights=published.weights,
+        weights_identity=None if weights is None else _on_the_wire(weights),
+    )
+
+
+def refusal_reply(reason: str, message: str) -> messages.OpenPreparedReply:
+    """No model, and why."""
+    return messages.OpenPreparedReply("refused", reason=reason, message=clipped(message))
+
+
+def _on_the_wire(identity: Identity) -> messages.FileIdentity:
+    return messages.FileIdentity(
+        identity.device,
+        identity.inode,
+        identity.size_bytes,
+        identity.mtime_ns,
+        identity.ctime_ns,
+    )
+
+
+def flight_of(message: messages.OpenPreparedRequest, identity: Identity | None) -> Flight:
+    """What a request is for, as far as it can be told before the model is hashed."""
+    if identity is None or not message.path:
+        return message.digest or identity, message.recipe
+    return identity, os.path.dirname(message.path), message.recipe

@@ -1,0 +1,157 @@
+"""Where prepared ONNX models are kept, and whether they can be.
+
+Owns the settings of the directory and the judgement of it: whose it is, who may write to it, how
+much room there is, and that its file system keeps what is deleted for those who map it. Makes and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from dataclasses import dataclass
+
+from trims_shim.config import Config, ShareOrSize
+
+__all__ = [
+    "PreparedSettings",
+    "Space",
+    "directory_of",
+    "examine",
+    "problem_of",
+    "space_of",
+]
+
+_MARGIN_BYTES = 1 << 30
+_MARGIN_SHARE = 20
+"""One part in this many of a file system is left to others; :data:`_MARGIN_BYTES` of a big one."""
+_DIRECTORY_LIMIT_BYTES = 1500
+"""The names of two files in it go into one packet; see messages.HANDOVER_PACKET_LIMIT_BYTES."""
+_MOUNTS = "/proc/self/mountinfo"
+_SHARED_BETWEEN_MACHINES = frozenset({"afs", "cifs", "fuse.sshfs", "nfs", "nfs4", "smb3", "smbfs"})
+"""File systems on which another machine's daemon, which knows nothing of our leases, may delete
+what is mapped here; what is not in memory then is gone, and a session that reads it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSettings:
+    """What is configured of prepared models. ``problem``: why there are none, if that is known.
+
+    ``judgement``: as text, what else may decide that a model is not worth it.
+    """
+
+    directory: str
+    budget: ShareOrSize
+    problem: str = ""
+    judgement: str = ""
+
+    @classmethod
+    def of(cls, config: Config) -> PreparedSettings:
+        """What the daemon's settings say."""
+        problem = ""
+        if config.prepared_bytes.of(1 << 60) == 0:
+            problem = f"TRIMS_PREPARED_BYTES={config.text('prepared_bytes')}"
+        elif not os.path.isabs(os.path.expanduser(config.cache_dir or "/")):
+            # Of a client's working directory the daemon knows nothing.
+            problem = f"TRIMS_CACHE_DIR={config.cache_dir} is not an absolute path"
+        directory = directory_of(config.cache_dir, cache_home=config.cache_home)
+        if len(os.fsencode(directory)) > _DIRECTORY_LIMIT_BYTES:
+            problem = (
+                f"{directory[:80]}... is too long a name; set TRIMS_CACHE_DIR to a shorter one"
+            )
+        return cls(
+            directory,
+            config.prepared_bytes,
+            problem,
+            config.text("prepare_anyway_bytes"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A file system; ``spare_bytes`` is what may be used of it, less than nothing if it is full."""
+
+    total_bytes: int
+    spare_bytes: int
+
+
+def directory_of(cache_dir: str, *, cache_home: str) -> str:
+    """Where prepared models are, by the setting ``cache_dir`` or below the user's cache directory.
+
+    Absolute; what a file in it is called does not depend on anybody's working directory.
+    """
+    base = os.path.expanduser(cache_dir) if cache_dir else os.path.join(cache_home, "trims")
+    return os.path.join(os.path.abspath(base), "prepared")
+
+
+def examine(directory: str) -> str:
+    """Why a directory cannot hold prepared models; empty if it can. Makes nothing."""
+    base = os.path.dirname(directory)
+    hint = "; set TRIMS_CACHE_DIR to a local directory of yours"
+    try:
+        problem = problem_of(base, os.stat(base), may_be_roots=True)
+        if not problem:
+            problem = problem_of(directory, os.lstat(directory), may_be_roots=False)
+        problem = problem or _machines_problem(directory)
+        if not problem and not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+            problem = f"{directory} cannot be written"
+    except FileNotFoundError:
+        parent = _existing_parent(directory)
+        is_usable = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
+        problem = "" if is_usable else f"{directory} cannot be made: {parent} cannot be written"
+        problem = problem or _machines_problem(parent)
+    except OSError as error:
+        problem = str(error)
+    return problem and problem + hint
+
+
+def space_of(directory: str) -> Space:
+    """The file system that a directory is in, or will be. Raises OSError."""
+    found = os.statvfs(_existing_parent(directory))
+    total = found.f_blocks * found.f_frsize
+    margin = min(_MARGIN_BYTES, total // _MARGIN_SHARE)
+    return Space(total, found.f_bavail * found.f_frsize - margin)
+
+
+def problem_of(path: str, status: os.stat_result, *, may_be_roots: bool) -> str:
+    """Why a directory is not to be used; empty if it is safe from other users."""
+    owners = (os.geteuid(), 0) if may_be_roots else (os.geteuid(),)
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{path} is not a directory"
+    if status.st_uid not in owners:
+        return f"{path} belongs to user {status.st_uid}"
+    # In a sticky one (/tmp) others cannot rename what is ours.
+    is_sticky = may_be_roots and status.st_mode & stat.S_ISVTX
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
+        return f"{path} is writable by others (run `chmod go-w {path}`)"
+    return ""
+
+
+def _existing_parent(path: str) -> str:
+    while not os.path.exists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _machines_problem(path: str) -> str:
+    kind = _file_system_of(path)
+    if kind in _SHARED_BETWEEN_MACHINES:
+        return f"{path} is on {kind}, where other machines may delete what is in use here"
+    return ""
+
+
+def _file_system_of(path: str) -> str:
+    """The type of the file system that a path is in; empty if that is not to be found out.
+
+    Of btrfs it is not: its subvolumes have numbers that no mount has. It is not shared, either.
+    """
+    with contextlib.suppress(OSError):
+        device = os.stat(path).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        with open(_MOUNTS, errors="replace") as file:
+            for line in file:
+                mount, _, rest = line.partition(" - ")
+                if mount.split(" ")[2:3] == [number]:
+                    return rest.partition(" ")[0]
+    return ""

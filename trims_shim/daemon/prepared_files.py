@@ -1,0 +1,414 @@
+"""The directory of prepared ONNX models: made, checked, scanned, published into, deleted from.
+
+Owns the names below ``<cache_dir>/prepared``::
+
+    <key>/model.onnx, weights.bin, entry.json    a prepared model; 0400 in a directory of 0700
+    <key>.refused                                a model that cannot be prepared
+    .making-<...>, .removed-<...>                on the way in, on the way out
+
+A model appears by one rename of a complete directory, and goes by a rename, then unlink: files are
+never written to once their directory has its name, since sessions map them. Files of another user,
+or that others may write, are not used, and no symbolic link below the directory is followed.
+
+Several daemons may share a directory. Each holds a shared flock on it while it lives; whoever gets
+an exclusive one is alone, and deletes what others have left half made. Methods may be called from
+any thread; all of them block, :meth:`is_sound` and :meth:`retire` for an instant only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from trims_shim._version import __version__
+from trims_shim.daemon.prepared_directory import examine, problem_of
+from trims_shim.daemon.prepared_key import LAYOUT_VERSION
+from trims_shim.daemon.prepared_manifest import (
+    FileStamp,
+    Manifest,
+    RefusalRecord,
+    parse,
+    render,
+    with_source,
+)
+from trims_shim.daemon.prepared_store import Entry, Known
+from trims_shim.errors import CorruptFile, NotServed, TrimsError
+from trims_shim.specs import Identity
+
+__all__ = ["PreparedFiles", "Published", "Scan"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+MODEL = "model.onnx"
+WEIGHTS = "weights.bin"
+_MANIFEST = "entry.json"
+_REFUSED = ".refused"
+_MAKING = ".making-"
+_REMOVED = ".removed-"
+_KEY = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_RECORD_LIMIT_BYTES = 8 << 20
+_REFUSALS_KEPT = 1000
+_ATTEMPTS = 3
+_RUNTIME_LIMIT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A prepared model whose files were there and sound a moment ago; ``weights`` may be empty."""
+
+    manifest: Manifest
+    model: str
+    model_identity: Identity
+    weights: str
+    weights_identity: Identity | None
+    used_ns: int
+
+    @property
+    def entry(self) -> Entry:
+        """What the store knows of it."""
+        manifest = self.manifest
+        size_bytes = self.model_identity.size_bytes
+        if self.weights_identity is not None:
+            size_bytes += self.weights_identity.size_bytes
+        return Entry(
+            manifest.key,
+            size_bytes,
+            manifest.recipe.runtime[:_RUNTIME_LIMIT],
+            manifest.prepare_ns,
+            self.used_ns,
+            manifest.names,
+        )
+
+    def is_sound(self) -> bool:
+        """Whether the files are the same still."""
+        is_sound = _identity(self.model) == self.model_identity
+        if self.weights_identity is not None:
+            is_sound = is_sound and _identity(self.weights) == self.weights_identity
+        return is_sound
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What was found in the directory."""
+
+    published: tuple[Published, ...] = ()
+    refusals: tuple[RefusalRecord, ...] = ()
+
+    def sources(self) -> Iterator[Known]:
+        """What is known of models' files."""
+        for refusal in self.refusals:
+            yield from refusal.sources
+        for each in self.published:
+            yield from each.manifest.sources
+
+
+class PreparedFiles:
+    """See the module docstring."""
+
+    def __init__(self, directory: str, *, judgement: str = "") -> None:
+        """Touches nothing. ``judgement``: see :class:`.prepared_directory.PreparedSettings`."""
+        self.directory = directory
+        self._judgement = judgement
+        self._lock = -1
+        self._locked: tuple[int, int] | None = None
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def open(self) -> Scan:
+        """Look at what is there; a directory that does not exist yet is made when it is needed.
+
+        Raises NotServed (``prepared_off``) where it cannot be used.
+        """
+        problem = examine(self.directory)
+        if problem:
+            raise NotServed("prepared_off", problem)
+        if not os.path.isdir(self.directory):
+            return Scan()
+        self._claim()
+        return self._scan()
+
+    def close(self) -> None:
+        """Give the lock up."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # --- in ---------------------------------------------------------------------------------------
+
+    def make(self) -> str:
+        """A fresh directory for a preparer to write in. Raises NotServed, OSError."""
+        try:
+            os.makedirs(os.path.dirname(self.directory), mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.directory, 0o700)
+            problem = examine(self.directory)
+        except OSError as error:
+            problem = f"{self.directory} cannot be made: {error}"
+        if problem:
+            raise NotServed("prepared_off", problem)
+        self._claim()
+        path = os.path.join(self.directory, f"{_MAKING}{os.getpid()}-{secrets.token_hex(8)}")
+        os.mkdir(path, 0o700)
+        return path
+
+    def publish(self, making: str, manifest: Manifest) -> Published:
+        """Give a complete directory its name; the model of the same key that is there already wins.
+
+        The stamps in ``manifest`` are filled in here. Raises CorruptFile when ``making`` does not
+        hold what it should, OSError.
+        """
+        model, weights = _seal(making)
+        manifest = replace(manifest, model=model, weights=weights)
+        _write(os.path.join(making, _MANIFEST), render(manifest))
+        _sync(making)
+        target = os.path.join(self.directory, manifest.key)
+        for _ in range(_ATTEMPTS):
+            try:
+                os.rename(making, target)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise
+                # Another daemon was faster, or has left it damaged.
+                found = self.load(manifest.key)
+                if found is not None:
+                    return found
+                self.delete(self.retire(manifest.key))
+            else:
+                break
+        _sync(self.directory)
+        published = self.load(manifest.key)
+        if published is None:
+            raise CorruptFile(f"{target} is not there, or damaged, just after it was published")
+        return published
+
+    def load(self, key: str) -> Published | None:
+        """The prepared model of a key; None where there is none, or it is not what was verified."""
+        try:
+            return self._load(key)
+        except FileNotFoundError:
+            return None
+        except (TrimsError, OSError) as error:
+            _logger.warning("prepared model %s is not used: %s", key[:12], error)
+            return None
+
+    def add_source(self, key: str, known: Known) -> None:
+        """Write down one more file that holds the model of an entry or a refusal."""
+        path = os.path.join(self.directory, key, _MANIFEST)
+        with contextlib.suppress(FileNotFoundError):
+            _replace(path, render(with_source(parse(Manifest, _read(path)), known)))
+        path = os.path.join(self.directory, key + _REFUSED)
+        with contextlib.suppress(FileNotFoundError):
+            _replace(path, render(with_source(parse(RefusalRecord, _read(path)), known)))
+
+    def keep_refusal(self, record: RefusalRecord) -> None:
+        """Write down that a model cannot be prepared."""
+        record = replace(record, judgement=self._judgement)
+        _replace(os.path.join(self.directory, record.key + _REFUSED), render(record))
+
+    def drop_refusal(self, key: str) -> None:
+        """Forget that it could not."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.directory, key + _REFUSED))
+
+    def touch(self, key: str) -> None:
+        """Note that a model was used now, for the daemons to come."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(os.path.join(self.directory, key), follow_symlinks=False)
+
+    # --- out --------------------------------------------------------------------------------------
+
+    def retire(self, key: str) -> str:
+        """Take the name from a model; the path to :meth:`delete`, empty if there was none."""
+        path = os.path.join(self.directory, f"{_REMOVED}{os.getpid()}-{secrets.token_hex(8)}")
+        try:
+            os.rename(os.path.join(self.directory, key), path)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                _logger.warning("prepared model %s cannot be removed: %s", key[:12], error)
+            return ""
+        return path
+
+    def delete(self, path: str) -> None:
+        """Delete what has no name any more, or never got one; nothing for an empty path."""
+        if not path:
+            return
+        # A link is not followed; what a preparer leaves may be anything.
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _claim(self) -> None:
+        """Hold the shared lock of the directory as it is now; delete leftovers if we are alone."""
+        status = os.stat(self.directory)
+        if self._locked == (status.st_dev, status.st_ino):
+            return
+        self.close()
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock = os.open(self.directory, flags)
+        self._locked = (status.st_dev, status.st_ino)
+        # File systems without locks: leftovers stay, nothing else depends on it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in os.listdir(self.directory):
+                if name.startswith((_MAKING, _REMOVED)):
+                    self.delete(os.path.join(self.directory, name))
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def _scan(self) -> Scan:
+        published: list[Published] = []
+        refusals: list[RefusalRecord] = []
+        for name in sorted(os.listdir(self.directory)):
+            if _KEY.fullmatch(name):
+                found = self.load(name)
+                if found is None:
+                    self.delete(self.retire(name))
+                else:
+                    published.append(found)
+            elif name.endswith(_REFUSED) and _KEY.fullmatch(name[: -len(_REFUSED)]):
+                refusals += self._load_refusal(name)
+        refusals.sort(key=lambda each: each.refused_ns)
+        for each in refusals[:-_REFUSALS_KEPT]:
+            self.drop_refusal(each.key)
+        return Scan(tuple(published), tuple(refusals[-_REFUSALS_KEPT:]))
+
+    def _load(self, key: str) -> Published:
+        path = os.path.join(self.directory, key)
+        status = os.lstat(path)
+        problem = problem_of(path, status, may_be_roots=False)
+        if problem:
+            raise CorruptFile(problem)
+        manifest = parse(Manifest, _read(os.path.join(path, _MANIFEST)))
+        if (manifest.layout, manifest.key) != (LAYOUT_VERSION, key):
+            raise CorruptFile(f"it is of layout {manifest.layout}, not {LAYOUT_VERSION}")
+        model = os.path.join(path, MODEL)
+        weights = os.path.join(path, WEIGHTS) if manifest.weights is not None else ""
+        return Published(
+            manifest,
+            model,
+            _as_stamped(model, manifest.model),
+            weights,
+            None if manifest.weights is None else _as_stamped(weights, manifest.weights),
+            status.st_mtime_ns,
+        )
+
+    def _load_refusal(self, name: str) -> Iterator[RefusalRecord]:
+        path = os.path.join(self.directory, name)
+        try:
+            record = parse(RefusalRecord, _read(path))
+            if record.key + _REFUSED != name:
+                raise CorruptFile(f"{name} is of another model")
+        except (TrimsError, OSError) as error:
+            _logger.warning("%s is not used: %s", path, error)
+        else:
+            # What one version of the package cannot prepare, another one may.
+            judged = (record.layout, record.package, record.judgement)
+            if judged == (LAYOUT_VERSION, __version__, self._judgement):
+                yield record
+                return
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _identity(path: str) -> Identity | None:
+    try:
+        return Identity.from_stat(os.lstat(path))
+    except OSError:
+        return None
+
+
+def _as_stamped(path: str, stamp: FileStamp) -> Identity:
+    """Raises CorruptFile, OSError."""
+    status = os.lstat(path)
+    identity = Identity.from_stat(status)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise CorruptFile(f"{path} is not a file of ours")
+    if FileStamp.of(identity) != stamp:
+        raise CorruptFile(f"{path} has changed since it was verified")
+    return identity
+
+
+def _seal(making: str) -> tuple[FileStamp, FileStamp | None]:
+    """Make what a preparer wrote durable and read-only. Raises CorruptFile, OSError."""
+    for name in os.listdir(making):
+        if name not in (MODEL, WEIGHTS):
+            os.unlink(os.path.join(making, name))
+    try:
+        model = _seal_file(os.path.join(making, MODEL))
+    except FileNotFoundError as error:
+        raise CorruptFile(f"the preparer left no {MODEL}") from error
+    weights = None
+    with contextlib.suppress(FileNotFoundError):
+        weights = _seal_file(os.path.join(making, WEIGHTS))
+    return model, weights
+
+
+def _seal_file(path: str) -> FileStamp:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise CorruptFile(f"{path} is not a plain file")
+        os.fchmod(descriptor, 0o400)
+        os.fsync(descriptor)
+        return FileStamp.of(Identity.from_stat(os.fstat(descriptor)))
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: str) -> bytes:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(path, flags), "rb") as file:
+        data = file.read(_RECORD_LIMIT_BYTES + 1)
+    if len(data) > _RECORD_LIMIT_BYTES:
+        raise CorruptFile(f"{path} is too long")
+    return data
+
+
+def _write(path: str, data: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o400), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace(path: str, data: bytes) -> None:
+    """Write a small file anew; a reader sees the old one or the new one."""
+    fresh = os.path.join(os.path.dirname(path), f"{_MAKING}{secrets.token_hex(8)}")
+    try:
+        _write(fresh, data)
+        os.rename(fresh, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        raise
+
+
+def _sync(directory: str) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have nothing to do for a directory, and say so like this.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)

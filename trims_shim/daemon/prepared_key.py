@@ -1,0 +1,40 @@
+"""The key of a prepared model: everything that decides what onnxruntime makes of a model.
+
+Owns the version of what the preparer writes, too: a change of it makes other models of the same
+sources. Equal keys mean equal files, bit for bit, on one machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from trims_shim.daemon.prepared_store import Content
+from trims_shim.specs import Digest
+from trims_shim.wire import codec
+from trims_shim.wire.messages import SessionRecipe
+
+__all__ = ["LAYOUT_VERSION", "entry_key"]
+
+LAYOUT_VERSION = 1
+"""Raised by every change of what is prepared, how it is verified, or how it is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """In the form that is hashed; the codec's encoding is canonical."""
+
+    layout: int
+    digest: Digest
+    externals: tuple[tuple[str, ...], ...]
+    recipe: SessionRecipe
+    cpu: str
+
+
+def entry_key(content: Content, recipe: SessionRecipe, *, cpu: str) -> str:
+    """64 hexadecimal digits. ``cpu`` is what tells this machine's processor from others."""
+    externals = tuple(sorted(content.externals))
+    parts = _Parts(LAYOUT_VERSION, content.digest, externals, recipe, cpu)
+    key: str = blake3(codec.encode(parts)).hexdigest()
+    return key

@@ -1,0 +1,319 @@
+"""Preparations: the thread that has models prepared, one after the other, and publishes them.
+
+Owns the thread and the descriptors of models that wait for it; decides nothing. Whether a model is
+wanted, once its content is known, and what becomes of it in the end, its owner says
+(:mod:`trims_shim.daemon.prepared`), whom the thread tells by ``deliver``.
+
+What is published under a content's key was made of that content: identities are taken before the
+files are read and compared after the last time, and a preparation begins when the model was quiet
+for so long that every change would show in its identity.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trims_shim._version import __version__
+from trims_shim.daemon.loader import is_settled, started_pool
+from trims_shim.daemon.prepared_directory import space_of
+from trims_shim.daemon.prepared_files import PreparedFiles, Published
+from trims_shim.daemon.prepared_key import LAYOUT_VERSION
+from trims_shim.daemon.prepared_manifest import FileStamp, Manifest
+from trims_shim.daemon.prepared_store import Content, Failure, Known
+from trims_shim.daemon.preparing import Preparation
+from trims_shim.errors import NotServed, TrimsError
+from trims_shim.memory.host import available_bytes
+from trims_shim.specs import Identity
+from trims_shim.wire import messages
+
+__all__ = ["Ended", "Hashed", "Making", "Preparations", "Preparer", "external_identities"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+_SETTLE_PATIENCE_S = 2.5
+"""Longer than any identity takes to settle; a file from the future never does."""
+_POLL_S = 0.02
+_GROWTH = 2
+"""Of a model when it is prepared: packed weights are stored beside the original ones. The largest
+that was measured is 1.8 (BERT-base, GPT-2)."""
+_SCRATCH = 2
+"""While it is prepared there are two of it on the disk: as it was saved, and in its final form."""
+_MEMORY_GROWTH = 3
+"""The preparer has a session of the original, with packed weights, and a copy in the making."""
+
+
+class Preparer(Protocol):
+    """What makes prepared models; :class:`trims_shim.daemon.preparing.Preparer` in production."""
+
+    def run(
+        self, preparation: Preparation, decide: Callable[[messages.SourceHashed], bool]
+    ) -> messages.PrepareReply | None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Making:
+    """One preparation; owns ``descriptor``. What has a default is filled in by the thread.
+
+    ``known`` is what was learned of the model's files, None for one that is offered as memory.
+    """
+
+    job: int
+    descriptor: int
+    identity: Identity
+    request: messages.OpenPreparedRequest
+    interpreter: str
+    content: Content | None = None
+    key: str = ""
+    known: Known | None = None
+    failure: Failure | None = None
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether the model was offered as a memfd, not as a file."""
+        return not self.request.path
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.request.path or "a model in memory"
+
+    @property
+    def source_bytes(self) -> int:
+        """The size of the model, with its external files as far as they are known."""
+        externals = () if self.known is None else self.known.externals
+        return self.identity.size_bytes + sum(each.size_bytes for each in externals)
+
+
+@dataclass(frozen=True, slots=True)
+class Hashed:
+    """The thread asks whether to go on. ``found``: another daemon has published it meanwhile."""
+
+    making: Making
+    needed_bytes: int
+    short_bytes: int
+    found: Published | None
+    answer: queue.SimpleQueue[bool] = field(default_factory=queue.SimpleQueue)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """It has ended: with a model, with ``making.failure``, or because it was not wanted."""
+
+    making: Making
+    published: Published | None = None
+
+
+class Preparations:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        files: PreparedFiles,
+        preparer: Preparer,
+        *,
+        key_of: Callable[[Content, messages.SessionRecipe], str],
+        deliver: Callable[[Hashed | Ended], None],
+        pool: Executor | None = None,
+        trusts_young_files: bool = False,
+    ) -> None:
+        """``deliver`` is called by the thread, and what it is given is answered by another one."""
+        self._files = files
+        self._preparer = preparer
+        self._key_of = key_of
+        self._deliver = deliver
+        self._pool = pool or started_pool(1)
+        self._trusts_young_files = trusts_young_files
+        self._closing = threading.Event()
+        self._waiting: dict[int, tuple[Making, Future[None]]] = {}
+
+    def start(self, making: Making) -> None:
+        """Have a model prepared when its turn comes; owns its descriptor from here on."""
+        self._waiting[making.job] = (making, self._pool.submit(self._run, making))
+
+    def end(self, job: int) -> None:
+        """What became of it is known."""
+        del self._waiting[job]
+
+    def memory_bytes(self) -> int:
+        """Of models that are offered as memory, and wait."""
+        waiting = (making for making, _ in self._waiting.values())
+        return sum(each.identity.size_bytes for each in waiting if each.is_memory)
+
+    def close(self) -> None:
+        """Give up what runs and what waits; returns when the thread has ended."""
+        self._closing.set()
+        for making, future in self._waiting.values():
+            if future.cancel():
+                os.close(making.descriptor)
+        self._waiting.clear()
+        self._preparer.close()
+        self._pool.shutdown(wait=True)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self, making: Making) -> None:
+        published = None
+        try:
+            published = self._make(making)
+        except TrimsError as error:
+            making.failure = Failure(error.reason, str(error), is_lasting=False)
+        # Border: whatever it dies of, the store has to know.
+        except Exception as error:
+            if not isinstance(error, OSError):
+                _logger.exception("preparing %s", making.name)
+            text = f"{type(error).__name__}: {error}"
+            making.failure = Failure("not_prepared", text, is_lasting=False)
+        finally:
+            os.close(making.descriptor)
+        self._deliver(Ended(making, published))
+
+    def _make(self, making: Making) -> Published | None:
+        """None where it was not wanted, or ``making.failure`` says why there is nothing."""
+        self._wait_until_settled(making)
+        started_ns = time.time_ns()
+        directory = self._files.make()
+        try:
+            reply = self._preparer.run(
+                _preparation(making, directory),
+                lambda hashed: self._decide(making, hashed, started_ns),
+            )
+            if reply is None or making.failure is not None:
+                return None
+            if reply.reason:
+                making.failure = Failure(reply.reason, reply.message, reply.is_lasting)
+                return None
+            if making.content is None:
+                raise NotServed("preparer_confused", "it did not say what it has prepared")
+            # It was read more than once, by its name.
+            self._check_unchanged(making)
+            return self._files.publish(directory, _manifest(making, reply, started_ns))
+        finally:
+            self._files.delete(directory)
+
+    def _wait_until_settled(self, making: Making) -> None:
+        deadline_s = time.monotonic() + _SETTLE_PATIENCE_S
+        while not self._is_settled(making):
+            if time.monotonic() > deadline_s or self._closing.wait(_POLL_S):
+                raise NotServed("unsettled_file", f"{making.name} has only just been changed")
+
+    def _is_settled(self, making: Making) -> bool:
+        if self._trusts_young_files or is_settled(making.identity, time.time_ns()):
+            return True
+        return making.is_memory and _is_sealed(making.descriptor)
+
+    def _decide(self, making: Making, hashed: messages.SourceHashed, started_ns: int) -> bool:
+        try:
+            self._note_content(making, hashed, started_ns)
+        except NotServed as error:
+            making.failure = Failure(error.reason, str(error), is_lasting=False)
+            return False
+        needed_bytes = _GROWTH * making.source_bytes
+        short_bytes = _SCRATCH * needed_bytes - space_of(self._files.directory).spare_bytes
+        found = self._files.load(making.key)
+        event = Hashed(making, needed_bytes, short_bytes, found)
+        self._deliver(event)
+        while True:
+            try:
+                return event.answer.get(timeout=_POLL_S)
+            except queue.Empty:
+                if self._closing.is_set():
+                    return False
+
+    def _note_content(self, making: Making, hashed: messages.SourceHashed, started_ns: int) -> None:
+        """Raises NotServed where the files are not what they were, or may not have been."""
+        files = sorted(hashed.externals, key=lambda each: each.location)
+        content = Content(hashed.digest, tuple((each.location, each.digest) for each in files))
+        making.content = content
+        making.key = self._key_of(content, making.request.recipe)
+        if not making.is_memory:
+            directory = os.path.dirname(making.request.path) if files else ""
+            identities = tuple(_identity(each.identity) for each in files)
+            known = Known(making.identity, content, directory, identities)
+            making.known = known
+        self._check_unchanged(making)
+        for each in () if making.known is None else making.known.externals:
+            if not (self._trusts_young_files or is_settled(each, started_ns)):
+                making.known = None
+                raise NotServed("unsettled_file", "its external data has only just been changed")
+        if _MEMORY_GROWTH * making.source_bytes > available_bytes():
+            raise NotServed("no_memory", "too little memory is free to prepare it")
+
+    def _check_unchanged(self, making: Making) -> None:
+        known = making.known
+        is_same = Identity.from_stat(os.fstat(making.descriptor)) == making.identity
+        if known is not None and known.externals:
+            locations = (location for location, _ in known.content.externals)
+            is_same = is_same and external_identities(known.directory, locations) == known.externals
+        if not is_same:
+            making.known = None
+            raise NotServed("file_changed", f"{making.name} changed while it was prepared")
+
+
+def external_identities(directory: str, locations: Iterable[str]) -> tuple[Identity, ...] | None:
+    """Of a model's external files as they are now; None where one is not to be had."""
+    try:
+        paths = (os.path.join(directory, each) for each in locations)
+        return tuple(Identity.from_stat(os.stat(path)) for path in paths)
+    except (OSError, ValueError):  # ValueError: a location with a NUL
+        return None
+
+
+def _is_sealed(descriptor: int) -> bool:
+    """Whether nobody can change these bytes any more."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return bool(seals & fcntl.F_SEAL_WRITE and seals & fcntl.F_SEAL_SHRINK)
+
+
+def _identity(identity: messages.FileIdentity) -> Identity:
+    return Identity(
+        identity.device,
+        identity.inode,
+        identity.size_bytes,
+        identity.mtime_ns,
+        identity.ctime_ns,
+    )
+
+
+def _preparation(making: Making, directory: str) -> Preparation:
+    request = making.request
+    return Preparation(
+        descriptor=making.descriptor,
+        path=request.path,
+        recipe=request.recipe,
+        package=request.package,
+        search_path=request.search_path,
+        interpreter=making.interpreter,
+        directory=directory,
+    )
+
+
+def _manifest(making: Making, reply: messages.PrepareReply, started_ns: int) -> Manifest:
+    assert making.content is not None
+    now_ns = time.time_ns()
+    return Manifest(
+        layout=LAYOUT_VERSION,
+        key=making.key,
+        package=__version__,
+        content=making.content,
+        recipe=making.request.recipe,
+        probe=reply.probe,
+        made_ns=now_ns,
+        prepare_ns=now_ns - started_ns,
+        names=(making.request.path,) if making.request.path else (),
+        sources=() if making.known is None else (making.known,),
+        model=FileStamp(0, 0, 0, 0),
+        weights=None,
+    )

@@ -1,0 +1,582 @@
+"""The store of prepared ONNX models: which exist, who leases them, what is being made, what goes.
+
+A pure state machine, ``(state, event, now) -> (state, actions)``: no I/O, no clock, no thread. Its
+owner (:mod:`trims_shim.daemon.prepared`) feeds it events and executes the actions in order.
+
+Rules
+1. An entry is keyed by everything that decides its content (:mod:`trims_shim.daemon.prepared_key`).
+   A file's identity only points at its content, and only where its owner says so
+   (:meth:`PreparedStore.learn`).
+2. Nobody waits: while a model is prepared, whoever asks is told so. There is one preparation for
+   each flight (the model as it was offered, and the recipe) and for each key, and a limit on how
+   many wait for their turn.
+3. Room is reserved when the content is known, and charged for the real size when it is made.
+   Entries that nobody leases go for it, least recently used first; all or nothing.
+4. A leased entry is never evicted. One whose files are damaged is lost, leases or not: what is
+   mapped stays valid, as long as nobody writes to it.
+5. What cannot be prepared is refused from then on: for good where the reason is lasting, else for a
+   time that grows with every attempt. A preparer that dies of one model twice is a lasting reason.
+6. Lease numbers are unique across the daemon, which shares the counter with the tiers' stores.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from trims_shim.errors import NoSpace, UnknownImage
+from trims_shim.specs import Digest, Identity
+from trims_shim.wire.messages import PreparedStatus
+
+__all__ = [
+    "Asking",
+    "Content",
+    "DropEntry",
+    "DropRefusal",
+    "Entry",
+    "Failure",
+    "Flight",
+    "Grant",
+    "KeepRefusal",
+    "Known",
+    "PreparedStore",
+    "Refuse",
+    "Start",
+    "Unknown",
+    "Verdict",
+    "Wait",
+]
+
+JOBS_LIMIT = 32
+"""Each holds a descriptor, and the last one waits for all the others."""
+_FIRST_PAUSE_NS = 60 * 10**9
+_PAUSE_GROWTH = 4
+_LONGEST_PAUSE_NS = 24 * 3600 * 10**9
+_DEATH = "preparer_died"
+_DEATHS_ALLOWED = 1
+_KNOWN_LIMIT = 4096
+_REFUSALS_LIMIT = 4096
+_NAMES_PER_ENTRY = 16
+
+Flight: TypeAlias = Hashable
+"""What a client asked for, as far as it can be told before the model is hashed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a model is: its digest, and that of each file its weights are in, by location."""
+
+    digest: Digest
+    externals: tuple[tuple[str, Digest], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A model's file of this identity has this content.
+
+    With external files only as it is found in ``directory``, and while their identities are
+    ``externals`` (in the order of ``content.externals``).
+    """
+
+    identity: Identity
+    content: Content
+    directory: str = ""
+    externals: tuple[Identity, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A prepared model that is there."""
+
+    key: str
+    size_bytes: int
+    runtime: str
+    prepare_ns: int
+    used_ns: int
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A client's request; ``key`` is empty while the content of what it offered is not known."""
+
+    session: int
+    flight: Flight
+    key: str
+    name: str
+    runtime: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a model was not prepared."""
+
+    reason: str
+    message: str
+    is_lasting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The entry is there, and leased."""
+
+    lease: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Prepare it."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """It is being prepared, or about to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """It is not there, and the request may not start anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """It will not be prepared, at least for now."""
+
+    reason: str
+    message: str
+
+
+Answer: TypeAlias = Grant | Start | Wait | Unknown | Refuse
+
+
+@dataclass(frozen=True, slots=True)
+class DropEntry:
+    """Delete the files of an entry."""
+
+    key: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRefusal:
+    """Write down that a model cannot be prepared, for the daemons to come."""
+
+    key: str
+    reason: str
+    message: str
+    runtime: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropRefusal:
+    """Forget what was written down."""
+
+    key: str
+
+
+Action: TypeAlias = DropEntry | KeepRefusal | DropRefusal
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether to go on with a preparation, and what goes to make room for it."""
+
+    is_wanted: bool
+    actions: tuple[Action, ...] = ()
+
+
+@dataclass(slots=True)
+class _Entry:
+    key: str
+    size_bytes: int
+    runtime: str
+    prepare_ns: int
+    used_ns: int
+    hits: int = 0
+    leases: set[int] = field(default_factory=set)
+    names: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def name(self, names: Iterable[str]) -> None:
+        for name in filter(None, names):
+            self.names[name] = None
+            self.names.move_to_end(name)
+        while len(self.names) > _NAMES_PER_ENTRY:
+            self.names.popitem(last=False)
+
+
+@dataclass(slots=True)
+class _Job:
+    flight: Flight
+    key: str
+    name: str
+    runtime: str
+    started_ns: int
+    reserved_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Refusal:
+    key: str
+    failure: Failure
+    runtime: str
+    names: tuple[str, ...]
+    refused_ns: int
+    until_ns: int
+    attempts: int = 1
+    deaths: int = 0
+
+    def holds(self, now_ns: int) -> bool:
+        return self.failure.is_lasting or now_ns < self.until_ns
+
+
+class PreparedStore:
+    """See the module docstring."""
+
+    def __init__(self, budget_bytes: int, *, numbers: Iterator[int]) -> None:
+        """``numbers`` is the counter shared with the tiers' stores."""
+        self.budget_bytes = budget_bytes
+        self._numbers = numbers
+        self._entries: dict[str, _Entry] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._known: OrderedDict[tuple[Identity, str], Known] = OrderedDict()
+        self._refusals: OrderedDict[Hashable, _Refusal] = OrderedDict()
+        self._leases: dict[int, tuple[int, str]] = {}
+        self._by_session: dict[int, set[int]] = {}
+
+    # --- what files hold --------------------------------------------------------------------------
+
+    def learn(self, known: Known) -> None:
+        """The identities in it may be trusted from now on."""
+        where = (known.identity, known.directory)
+        self._known[where] = known
+        self._known.move_to_end(where)
+        while len(self._known) > _KNOWN_LIMIT:
+            self._known.popitem(last=False)
+
+    def recall(self, identity: Identity, directory: str) -> Known | None:
+        """What a model's file holds; whether its external files are unchanged is to be checked."""
+        for where in ((identity, ""), (identity, directory)):
+            known = self._known.get(where)
+            if known is not None:
+                self._known.move_to_end(where)
+                return known
+        return None
+
+    def unlearn(self, known: Known) -> None:
+        """An external file has changed."""
+        self._known.pop((known.identity, known.directory), None)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def open(self, asking: Asking, now_ns: int, *, may_start: bool) -> Answer:
+        """A client wants a prepared model. ``may_start``: it has offered what to make it from."""
+        entry = self._entries.get(asking.key)
+        if entry is not None:
+            return self._grant(entry, asking, now_ns)
+        if self._is_under_way(asking):
+            return Wait()
+        for where in (asking.key, asking.flight):
+            refusal = self._refusals.get(where)
+            if refusal is not None and refusal.holds(now_ns):
+                return Refuse(refusal.failure.reason, refusal.failure.message)
+        if not may_start:
+            return Unknown()
+        if len(self._jobs) >= JOBS_LIMIT:
+            return Refuse("busy", f"{JOBS_LIMIT} models wait to be prepared; load it again later")
+        job = next(self._numbers)
+        self._jobs[job] = _Job(asking.flight, asking.key, asking.name, asking.runtime, now_ns)
+        return Start(job)
+
+    def release(self, session: int, lease: int, now_ns: int) -> bool:
+        """The client gave a lease up; False when it does not hold it."""
+        if self._leases.get(lease, (None, ""))[0] != session:
+            return False
+        self._by_session[session].discard(lease)
+        self._unlease(lease, now_ns)
+        return True
+
+    def close_session(self, session: int, now_ns: int) -> None:
+        """The connection is gone, and with it its leases; preparations go on."""
+        for lease in self._by_session.pop(session, set()):
+            self._unlease(lease, now_ns)
+
+    # --- preparations -----------------------------------------------------------------------------
+
+    def hashed(
+        self, job: int, key: str, now_ns: int, *, needed_bytes: int, short_bytes: int = 0
+    ) -> Verdict:
+        """The content of what is to be prepared is known.
+
+        ``needed_bytes``: what it may take; ``short_bytes``: what the file system lacks for it.
+        """
+        task = self._jobs[job]
+        task.key = key
+        refusal = self._refusals.get(key)
+        if key in self._entries or (refusal is not None and refusal.holds(now_ns)):
+            return Verdict(False)
+        totals = self.resident_bytes() + self._reserved_bytes()
+        actions = self._make_room(max(short_bytes, totals + needed_bytes - self.budget_bytes))
+        if actions is None:
+            self._refuse(task, self._no_space(needed_bytes, short_bytes), now_ns)
+            return Verdict(False)
+        task.reserved_bytes = needed_bytes
+        return Verdict(True, tuple(actions))
+
+    def made(self, job: int, entry: Entry, now_ns: int) -> list[Action]:
+        """The model is prepared; it is dropped again where it turned out not to fit."""
+        task = self._jobs.pop(job)
+        for where in (task.key, task.flight, entry.key):
+            self._refusals.pop(where, None)
+        if entry.key in self._entries:
+            return []
+        missing = self.resident_bytes() + self._reserved_bytes() + entry.size_bytes
+        actions = self._make_room(missing - self.budget_bytes)
+        if actions is None:
+            self._refuse(task, self._no_space(entry.size_bytes, 0), now_ns)
+            return [DropEntry(entry.key, entry.size_bytes)]
+        self.adopt(entry)
+        self._entries[entry.key].used_ns = now_ns
+        return actions
+
+    def unwanted(self, job: int) -> None:
+        """The verdict was no, and the preparation has ended."""
+        self._jobs.pop(job)
+
+    def failed(self, job: int, failure: Failure, now_ns: int) -> list[Action]:
+        """The model could not be prepared."""
+        return self._refuse(self._jobs.pop(job), failure, now_ns)
+
+    # --- from before ------------------------------------------------------------------------------
+
+    def adopt(self, entry: Entry) -> None:
+        """An entry is there, whoever made it; may exceed the budget until :meth:`fit`."""
+        if entry.key not in self._entries:
+            made = _Entry(
+                entry.key, entry.size_bytes, entry.runtime, entry.prepare_ns, entry.used_ns
+            )
+            made.name(entry.names)
+            self._entries[entry.key] = made
+
+    def remember(self, refusal: KeepRefusal, refused_ns: int) -> None:
+        """A model could not be prepared by a daemon before this one."""
+        failure = Failure(refusal.reason, refusal.message, is_lasting=True)
+        self._note(
+            refusal.key,
+            _Refusal(refusal.key, failure, refusal.runtime, refusal.names, refused_ns, until_ns=0),
+        )
+
+    def fit(self) -> list[Action]:
+        """Drop free entries until the rest is within the budget, or none is left."""
+        missing = self.resident_bytes() - self.budget_bytes
+        return [self._drop(each) for each in self._victims(missing)]
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def lose(self, key: str) -> list[Action]:
+        """The files of an entry are not what they were; its leases end with it."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return []
+        for lease in entry.leases:
+            session, _ = self._leases.pop(lease)
+            self._by_session[session].discard(lease)
+        return [self._drop(entry)]
+
+    def evict(self, text: str = "") -> list[Action]:
+        """Forget the models of a name or a key (6 or more digits of it), or all that are free.
+
+        Raises UnknownImage; NoSpace where all that are meant are in use.
+        """
+        entries, refusals = self._meant(text)
+        free = [each for each in entries if not each.leases]
+        if text and entries and not free and not refusals:
+            leases = sum(len(each.leases) for each in entries)
+            raise NoSpace(f"prepared model {entries[0].key[:12]} is in use ({leases} leases)")
+        actions: list[Action] = [self._drop(each) for each in free]
+        for where in refusals:
+            refusal = self._refusals.pop(where)
+            if refusal.failure.is_lasting and refusal.key:
+                actions.append(DropRefusal(refusal.key))
+        return actions
+
+    # --- questions --------------------------------------------------------------------------------
+
+    def keys(self) -> list[str]:
+        """Of all entries."""
+        return list(self._entries)
+
+    def job_count(self) -> int:
+        """Preparations under way or waiting."""
+        return len(self._jobs)
+
+    def lease_count(self, session: int | None = None) -> int:
+        """Leases of one session, or of all."""
+        if session is None:
+            return len(self._leases)
+        return len(self._by_session.get(session, ()))
+
+    def is_needed(self) -> bool:
+        """Whether anybody leases anything, or something is being prepared."""
+        return bool(self._leases or self._jobs)
+
+    def resident_bytes(self) -> int:
+        """What all entries take."""
+        return sum(entry.size_bytes for entry in self._entries.values())
+
+    def rows(self, now_ns: int) -> list[PreparedStatus]:
+        """What is being prepared, what is there (most recently used first), what was refused."""
+        ready = sorted(self._entries.values(), key=lambda each: -each.used_ns)
+        refused = reversed([each for each in self._refusals.values() if each.holds(now_ns)])
+        return [
+            *(_job_row(each) for each in self._jobs.values()),
+            *(_entry_row(each) for each in ready),
+            *(_refusal_row(each) for each in refused),
+        ]
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _grant(self, entry: _Entry, asking: Asking, now_ns: int) -> Grant:
+        lease = next(self._numbers)
+        self._leases[lease] = (asking.session, entry.key)
+        self._by_session.setdefault(asking.session, set()).add(lease)
+        entry.leases.add(lease)
+        entry.used_ns = now_ns
+        entry.hits += 1
+        entry.name([asking.name])
+        return Grant(lease, entry.key)
+
+    def _unlease(self, lease: int, now_ns: int) -> None:
+        _, key = self._leases.pop(lease)
+        entry = self._entries[key]
+        entry.leases.discard(lease)
+        entry.used_ns = now_ns
+
+    def _is_under_way(self, asking: Asking) -> bool:
+        return any(
+            job.flight == asking.flight or (job.key and job.key == asking.key)
+            for job in self._jobs.values()
+        )
+
+    def _reserved_bytes(self) -> int:
+        return sum(job.reserved_bytes for job in self._jobs.values())
+
+    def _make_room(self, missing_bytes: int) -> list[Action] | None:
+        """None where it cannot be made: nothing is dropped in vain."""
+        victims = self._victims(missing_bytes)
+        if sum(each.size_bytes for each in victims) < missing_bytes:
+            return None
+        return [self._drop(each) for each in victims]
+
+    def _victims(self, missing_bytes: int) -> list[_Entry]:
+        free = [each for each in self._entries.values() if not each.leases]
+        chosen: list[_Entry] = []
+        for entry in sorted(free, key=lambda each: (each.used_ns, each.key)):
+            if sum(each.size_bytes for each in chosen) >= missing_bytes:
+                break
+            chosen.append(entry)
+        return chosen
+
+    def _drop(self, entry: _Entry) -> DropEntry:
+        del self._entries[entry.key]
+        return DropEntry(entry.key, entry.size_bytes)
+
+    def _no_space(self, needed_bytes: int, short_bytes: int) -> Failure:
+        lacking = f"; the file system lacks {short_bytes} bytes" if short_bytes > 0 else ""
+        return Failure(
+            "no_space",
+            f"{needed_bytes} bytes do not fit the cache of prepared models: budget "
+            f"{self.budget_bytes}, used {self.resident_bytes()}{lacking}; raise "
+            "TRIMS_PREPARED_BYTES, free disk space, or `trims evict`",
+            is_lasting=False,
+        )
+
+    def _refuse(self, job: _Job, failure: Failure, now_ns: int) -> list[Action]:
+        where = job.key or job.flight
+        before = self._refusals.get(where)
+        attempts = 1 if before is None else before.attempts + 1
+        deaths = (0 if before is None else before.deaths) + (failure.reason == _DEATH)
+        if failure.reason == _DEATH and deaths > _DEATHS_ALLOWED:
+            failure = Failure(failure.reason, failure.message, is_lasting=True)
+        pause = min(_LONGEST_PAUSE_NS, _FIRST_PAUSE_NS * _PAUSE_GROWTH ** min(attempts - 1, 10))
+        names = (job.name,) if job.name else ()
+        self._note(
+            where,
+            _Refusal(
+                job.key, failure, job.runtime, names, now_ns, now_ns + pause, attempts, deaths
+            ),
+        )
+        if failure.is_lasting and job.key:
+            return [KeepRefusal(job.key, failure.reason, failure.message, job.runtime, names)]
+        return []
+
+    def _note(self, where: Hashable, refusal: _Refusal) -> None:
+        self._refusals[where] = refusal
+        self._refusals.move_to_end(where)
+        while len(self._refusals) > _REFUSALS_LIMIT:
+            self._refusals.popitem(last=False)
+
+    def _meant(self, text: str) -> tuple[list[_Entry], list[Hashable]]:
+        """Entries and the places of refusals."""
+        if not text:
+            return list(self._entries.values()), list(self._refusals)
+        entries = [each for each in self._entries.values() if text in each.names]
+        refusals = [where for where, each in self._refusals.items() if text in each.names]
+        if not entries and not refusals and len(text) >= 6:
+            keys = {*self._entries, *(each.key for each in self._refusals.values())}
+            matches = [key for key in keys if key.startswith(text.lower())]
+            if len(matches) > 1:
+                raise UnknownImage(f"{text} means {len(matches)} models; write more digits")
+            entries = [self._entries[key] for key in matches if key in self._entries]
+            refusals = [where for where, each in self._refusals.items() if each.key in matches]
+        if not entries and not refusals:
+            raise UnknownImage(f"no prepared model {text!r}; `trims status` shows them")
+        return entries, refusals
+
+
+def _job_row(job: _Job) -> PreparedStatus:
+    return PreparedStatus(
+        key=job.key,
+        state="preparing",
+        size_bytes=job.reserved_bytes,
+        leases=0,
+        hits=0,
+        used_ns=job.started_ns,
+        prepare_ns=0,
+        names=(job.name,) if job.name else (),
+        runtime=job.runtime,
+    )
+
+
+def _entry_row(entry: _Entry) -> PreparedStatus:
+    return PreparedStatus(
+        key=entry.key,
+        state="ready",
+        size_bytes=entry.size_bytes,
+        leases=len(entry.leases),
+        hits=entry.hits,
+        used_ns=entry.used_ns,
+        prepare_ns=entry.prepare_ns,
+        names=tuple(entry.names),
+        runtime=entry.runtime,
+    )
+
+
+def _refusal_row(refusal: _Refusal) -> PreparedStatus:
+    return PreparedStatus(
+        key=refusal.key,
+        state="refused",
+        size_bytes=0,
+        leases=0,
+        hits=0,
+        used_ns=refusal.refused_ns,
+        prepare_ns=0,
+        names=refusal.names,
+        runtime=refusal.runtime,
+        reason=refusal.failure.reason,
+    )

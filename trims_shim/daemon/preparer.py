@@ -1,0 +1,241 @@
+"""The preparer: the process that makes one prepared ONNX model, and ends.
+
+It runs in the client's interpreter with the client's onnxruntime, at low priority, on files that
+anybody may have written: what kills it costs this one preparation. It speaks the preparer messages
+of :mod:`trims_shim.wire.messages` over the socket it was started with (:mod:`trims_shim.wire.
+frames`), writes only to the directory that it was given, and ends when the daemon does.
+
+The steps of :func:`prepare`: hash the files, ask whether the content is wanted, create and run the
+original, have onnxruntime save what it made of it, put that into its final form, and see whether a
+session of that is the same in everything that can be seen. Nothing is published from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+
+from trims_shim.daemon import background, optimising, preparer_cuda, verifying
+from trims_shim.daemon.installation import installation
+from trims_shim.daemon.model_files import ModelFiles
+from trims_shim.daemon.optimising import WEIGHTS_NAME, Refusal, Sessions
+from trims_shim.errors import MessageTooLarge, TrimsError, WireError
+from trims_shim.wire import frames, messages
+from trims_shim.wire.handover import clipped
+from trims_shim.wire.messages import PrepareReply, PrepareRequest, SourceHashed
+
+__all__ = ["main", "prepare"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+_DISK_FACTOR = 3
+"""Of the source's size: what onnxruntime saves, with packed weights, and its final form."""
+
+
+class _NotWanted(Exception):
+    """The daemon has this content already."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Do the one job that comes over the socket whose descriptor is the first argument.
+
+    The second one is for :func:`trims_shim.daemon.verifying.share_from`; then ``idle`` or
+    ``normal``, the priority.
+    """
+    descriptor, anyway_bytes, priority = arguments
+    background.be_expendable()
+    if priority == "idle":
+        background.give_way()
+    verifying.share_from(int(anyway_bytes))
+    # A daemon in a terminal finishes its work after Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    warnings.simplefilter("ignore")
+    connection = socket.socket(fileno=int(descriptor))
+    connection.set_inheritable(False)
+    with contextlib.suppress(OSError, WireError):  # The daemon is gone: nobody to tell.
+        _serve(connection)
+    # Not by way of the interpreter's end: nobody waits for what onnxruntime still has to free.
+    os._exit(0)
+
+
+def _serve(connection: socket.socket) -> None:
+    request = frames.receive(connection)
+    if not isinstance(request, PrepareRequest):
+        return
+    os.set_inheritable(request.source, False)
+
+    def ask(hashed: SourceHashed) -> bool:
+        try:
+            frames.send(connection, hashed)
+        except MessageTooLarge as error:
+            raise Refusal("too_many_files", str(error)) from error
+        verdict = frames.receive(connection)
+        if not isinstance(verdict, messages.PrepareVerdict):
+            os._exit(0)
+        threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+        return verdict.is_wanted
+
+    reply = prepare(request, request.source, ask)
+    if reply is not None:
+        frames.send(connection, reply)
+
+
+def _end_with(connection: socket.socket) -> None:
+    """Nothing else comes: when this returns, the daemon is gone or wants no answer."""
+    with contextlib.suppress(OSError):
+        connection.recv(1)
+    os._exit(0)
+
+
+def prepare(
+    request: PrepareRequest, source: int, on_hashed: Callable[[SourceHashed], bool]
+) -> PrepareReply | None:
+    """Write and verify ``model.onnx`` and ``weights.bin``; None when ``on_hashed`` says no.
+
+    ``source`` is a descriptor of the model, and stays the caller's. ``on_hashed`` is not called for
+    files that cannot be read. Never raises for what is wrong with a model: the reply has the reason
+    then, and the directory may hold anything. Blocks for seconds to minutes.
+    """
+    try:
+        return _prepare(request, source, on_hashed)
+    except _NotWanted:
+        return None
+    except Refusal as refusal:
+        return _refused(refusal.reason, refusal, is_lasting=refusal.is_lasting)
+    except WireError:
+        raise
+    except TrimsError as error:
+        return _refused(error.reason, error)
+    except MemoryError as error:
+        return _refused("no_memory", error)
+    # Border: one model less is prepared.
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return _refused("no_memory", error)
+        _logger.exception("preparing %s", request.path or "a model in memory")
+        return _refused("preparer_failed", f"{type(error).__name__}: {error}")
+
+
+def _refused(reason: str, message: object, *, is_lasting: bool = False) -> PrepareReply:
+    return PrepareReply(reason=reason, message=clipped(str(message)), is_lasting=is_lasting)
+
+
+def _prepare(
+    request: PrepareRequest, source: int, on_hashed: Callable[[SourceHashed], bool]
+) -> PrepareReply:
+    if request.protocol != messages.PROTOCOL_VERSION:
+        raise Refusal("other_protocol", f"protocol {request.protocol}", is_lasting=False)
+    files = ModelFiles(source, request.path)
+    try:
+        reply = _tried(request, files, on_hashed)
+    except Refusal:
+        # Of what was hashed, or of something else that had come in its place by then?
+        files.check_unchanged()
+        raise
+    # Sessions have opened the files again by then, and hashing had read them before.
+    files.check_unchanged()
+    return reply
+
+
+def _tried(
+    request: PrepareRequest, files: ModelFiles, on_hashed: Callable[[SourceHashed], bool]
+) -> PrepareReply:
+    files.hash()
+    refusal = _refusal_of(files)
+    if not on_hashed(files.hashed):
+        raise _NotWanted
+    if refusal is not None:
+        raise refusal
+    _check_room(request.directory, files.size_bytes)
+    _check_runtime(request)
+    sessions = preparer_cuda.sessions_of(request.recipe)
+    path = files.loadable_path
+    reference = verifying.observe(lambda: sessions.original(path))
+    return _made(request, sessions, path, reference)
+
+
+def _refusal_of(files: ModelFiles) -> Refusal | None:
+    """What the model's own content says against it; it is hashed all the same, to be known."""
+    try:
+        files.look_inside()
+    except Refusal as refusal:
+        if not refusal.is_lasting:
+            raise
+        return refusal
+    return None
+
+
+def _made(
+    request: PrepareRequest, sessions: Sessions, path: str, reference: verifying.Reference
+) -> PrepareReply:
+    """With packed weights; where that fails in any way, without."""
+    message = ""
+    if request.recipe.prepack == "share":
+        try:
+            return _attempt(request, sessions, path, reference, is_packed=True)
+        except Refusal as refusal:
+            if refusal.reason in ("disk_full", "metadata_differs", "no_gain"):
+                raise
+            message = f"without packed weights: {refusal.reason}: {refusal}"
+    reply = _attempt(request, sessions, path, reference, is_packed=False)
+    return PrepareReply(message=clipped(message), probe=reply.probe)
+
+
+def _attempt(
+    request: PrepareRequest,
+    sessions: Sessions,
+    path: str,
+    reference: verifying.Reference,
+    *,
+    is_packed: bool,
+) -> PrepareReply:
+    directory = request.directory
+    sessions.save(path, directory, is_packed=is_packed)
+    optimising.place(directory, source=path)
+    weights_bytes = os.stat(os.path.join(directory, WEIGHTS_NAME)).st_size
+    note = verifying.verify(
+        reference, lambda: sessions.prepared(directory), weights_bytes=weights_bytes
+    )
+    return PrepareReply(probe=clipped(note))
+
+
+def _check_room(directory: str, size_bytes: int) -> None:
+    status = os.statvfs(directory)
+    free_bytes = status.f_bavail * status.f_frsize
+    if free_bytes < _DISK_FACTOR * size_bytes:
+        raise optimising.disk_full(f"{directory}: {free_bytes} bytes are free")
+
+
+def _check_runtime(request: PrepareRequest) -> None:
+    """Raises Refusal unless the client's very onnxruntime is what is imported here."""
+    try:
+        found = installation()
+    # Border: an installation may be broken in any way.
+    except Exception as error:
+        raise Refusal(
+            "not_importable",
+            f"{sys.executable} cannot import {request.package}: {type(error).__name__}: {error}",
+            is_lasting=False,
+        ) from error
+    recipe = request.recipe
+    is_there = os.path.realpath(found.package) == os.path.realpath(request.package)
+    if not is_there or (found.runtime, found.build) != (recipe.runtime, recipe.build):
+        raise Refusal(
+            "other_onnxruntime",
+            f"{found.package} has {found.runtime} ({found.build}), and the client has "
+            f"{recipe.runtime} ({recipe.build}) from {request.package}",
+            is_lasting=False,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

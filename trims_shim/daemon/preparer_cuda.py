@@ -1,0 +1,240 @@
+"""What the preparer does for recipes of onnxruntime's CUDA provider, and for no others.
+
+Such a session takes initializers that are in device memory already
+(:mod:`trims_shim.patches.onnxruntime_cuda`). Which ones is onnxruntime's to decide: it plans some
+for host memory, and gives up some that a kernel packs. So it is asked: a session of the finished
+model is made with every candidate given to it, and those that it still holds afterwards are listed
+in the directory at the end of the weights (:mod:`trims_shim.formats.onnx_directory`).
+
+Packed weights are not saved: those of kernels on the device would be host copies of device memory.
+
+Never run on a GPU so far. Runs in the preparer; onnxruntime and numpy are the client's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import mmap
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from trims_shim.daemon.optimising import MODEL_NAME, WEIGHTS_NAME, Refusal, Sessions
+from trims_shim.errors import TrimsError
+from trims_shim.formats.onnx import OnnxModel, read_model
+from trims_shim.formats.onnx_directory import (
+    DTYPES,
+    ELEMENT_BYTES,
+    directory_of,
+    has_directory,
+    read_directory,
+)
+from trims_shim.memory import dlpack
+from trims_shim.specs import Record
+from trims_shim.wire.messages import SessionRecipe
+
+__all__ = ["MIN_SHARED_BYTES", "CudaSessions", "candidates", "sessions_of"]
+
+MIN_SHARED_BYTES = 1 << 10
+"""Smaller ones are most of the initializers, are often planned for the host, and weigh nothing."""
+_PROVIDER = "CUDAExecutionProvider"
+_DEVICE_OPTION = "device_id"
+
+
+def sessions_of(recipe: SessionRecipe) -> Sessions:
+    """What creates sessions of this recipe. Raises Refusal (``no_cuda``), and as Sessions does."""
+    if recipe.providers and recipe.providers[0][0] == _PROVIDER:
+        return CudaSessions(recipe)
+    return Sessions(recipe)
+
+
+class CudaSessions(Sessions):
+    """Sessions of the CUDA provider, which take what the directory lists from device memory."""
+
+    provider = _PROVIDER
+    device_type = dlpack.DeviceType.CUDA
+
+    def __init__(self, recipe: SessionRecipe) -> None:
+        self.index = self.index_of(recipe.providers[0])
+        self._values: list[tuple[str, Any]] = []
+        super().__init__(dataclasses.replace(recipe, providers=self._here(recipe.providers)))
+        if self.provider not in self._binding.get_available_providers():
+            raise _no_cuda("this onnxruntime is built without CUDA")
+        self.prepare_libraries()
+
+    def original(self, path: str) -> Any:
+        """As of Sessions. Raises Refusal (``no_cuda``) for a session without the device, too."""
+        session = super().original(path)
+        names = session.get_providers()
+        if self.provider not in names:
+            raise _no_cuda(f"onnxruntime makes sessions of {', '.join(names)} here")
+        return session
+
+    def save(self, path: str, directory: str, *, is_packed: bool) -> None:
+        """As of Sessions, never with packed weights."""
+        super().save(path, directory, is_packed=False)
+
+    def prepared(self, directory: str) -> Any:
+        """As of Sessions; the first time it finds out and lists what a hit will be given."""
+        weights = os.path.join(directory, WEIGHTS_NAME)
+        with _mapped(weights) as data:
+            is_listed = has_directory(data)
+            listed = read_directory(data) if is_listed else ()
+        if not is_listed:
+            listed = tuple(self._in_place(directory, self._candidates(directory)))
+            _append(weights, directory_of(listed))
+        return self._given(directory, listed)[0]
+
+    # --- what is different on an emulated device --------------------------------------------------
+
+    def index_of(self, provider: tuple[str, ...]) -> int:
+        """This process's number of the recipe's device, which it names by its id."""
+        from trims_shim.memory.driver import driver
+
+        device = dict(zip(provider[1::2], provider[2::2], strict=True)).get(_DEVICE_OPTION, "")
+        try:
+            return driver().index_of(device)
+        except TrimsError as error:
+            raise _no_cuda(f"device {device}: {error}") from error
+
+    def prepare_libraries(self) -> None:
+        """Load CUDA's libraries from the wheels they come in, if that is where they are."""
+        import onnxruntime
+
+        preload = getattr(onnxruntime, "preload_dlls", None)
+        if preload is not None:
+            # It prints what it cannot find; onnxruntime may still find it elsewhere.
+            with contextlib.redirect_stdout(io.StringIO()):
+                preload()
+
+    def put(self, data: memoryview) -> tuple[int, object]:
+        """The address of a copy on the device, and what keeps it."""
+        import numpy
+        import onnxruntime
+
+        array = numpy.frombuffer(data, numpy.uint8)
+        value = onnxruntime.OrtValue.ortvalue_from_numpy(array, "cuda", self.index)
+        return int(value.data_ptr()), value
+
+    # --- behind it --------------------------------------------------------------------------------
+
+    def _here(self, providers: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+        """A recipe's providers with the device's number instead of its id."""
+        name, *texts = providers[0]
+        options = dict(zip(texts[::2], texts[1::2], strict=True))
+        options[_DEVICE_OPTION] = str(self.index)
+        flat = (text for pair in sorted(options.items()) for text in pair)
+        return ((name, *flat), *providers[1:])
+
+    def _candidates(self, directory: str) -> list[Record]:
+        # Before onnxruntime 1.21 there was none.
+        if not hasattr(self._binding.OrtValue, "from_dlpack"):
+            return []
+        with _mapped(os.path.join(directory, MODEL_NAME)) as model:
+            return candidates(read_model(model), WEIGHTS_NAME)
+
+    def _in_place(self, directory: str, records: Iterable[Record]) -> list[Record]:
+        """Those that a session uses where they are given to it."""
+        session, lent = self._given(directory, records)
+        in_place = [record for record, hold in lent if hold() is not None]
+        del session
+        return in_place
+
+    def _given(
+        self, directory: str, records: Iterable[Record]
+    ) -> tuple[Any, list[tuple[Record, weakref.ref[_Hold]]]]:
+        """A session that is given these, and what it may hold of each."""
+        lent = []
+        with _mapped(os.path.join(directory, WEIGHTS_NAME)) as data:
+            for record in records:
+                with data[record.span.offset_bytes : record.span.end_bytes] as part:
+                    hold = _Hold(*self.put(part))
+                self._values.append((record.name, self._value(record, hold)))
+                lent.append((record, weakref.ref(hold)))
+                del hold
+        try:
+            return super().prepared(directory), lent
+        finally:
+            # The session has references of its own to what it uses.
+            self._values.clear()
+
+    def _create(self, path: str, options: Any) -> Any:
+        # Options have bare pointers to the values, which live until the session is there.
+        for name, value in self._values:
+            options.add_initializer(name, value)
+        return super()._create(path, options)
+
+    def _value(self, record: Record, hold: _Hold) -> Any:
+        import onnxruntime
+
+        tensor = dlpack.DlpackTensor(
+            hold.address, record.dtype, record.shape, self.device_type, self.index
+        )
+
+        def take(capsule: Any) -> Any:
+            return onnxruntime.OrtValue(self._binding.OrtValue.from_dlpack(capsule, False))
+
+        return dlpack.offer(tensor, hold, take)
+
+
+def candidates(model: OnnxModel, location: str) -> list[Record]:
+    """Initializers in that file that could be given to a session; in order of offset, apart."""
+    # add_initializer goes by the name alone, in all graphs at once.
+    names = Counter(each.name for each in model.tensors)
+    found = []
+    for each in model.tensors:
+        dtype = DTYPES.get(each.dtype)
+        if dtype is None or each.span is None or each.location != location:
+            continue
+        size_bytes = ELEMENT_BYTES[dtype]
+        for length in each.shape:
+            size_bytes *= length
+        if each.span.size_bytes == size_bytes >= MIN_SHARED_BYTES and names[each.name] == 1:
+            found.append(Record(each.name, each.span, dtype, each.shape))
+    apart: list[Record] = []
+    for record in sorted(found, key=lambda each: each.span.offset_bytes):
+        if not apart or record.span.offset_bytes >= apart[-1].span.end_bytes:
+            apart.append(record)
+    return apart
+
+
+class _Hold:
+    """One candidate's memory."""
+
+    __slots__ = ("__weakref__", "address", "keeper")
+
+    def __init__(self, address: int, keeper: object) -> None:
+        self.address = address
+        self.keeper = keeper
+
+
+def _no_cuda(message: str) -> Refusal:
+    return Refusal("no_cuda", message, is_lasting=False)
+
+
+def _append(path: str, data: bytes) -> None:
+    mode = os.stat(path).st_mode & 0o777
+    os.chmod(path, 0o600)
+    with open(path, "ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(path, mode)
+
+
+@contextlib.contextmanager
+def _mapped(path: str) -> Iterator[memoryview]:
+    """A file of ours. Of no bytes: nothing."""
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            yield memoryview(b"")
+            return
+        with (
+            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping,
+            memoryview(mapping) as view,
+        ):
+            yield view

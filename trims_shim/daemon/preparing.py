@@ -1,0 +1,297 @@
+"""The daemon's side of a preparer: starts the process, talks to it, checks what it says.
+
+A preparer is a process for one model (:mod:`trims_shim.daemon.preparer`), in the client's
+interpreter. Owns that process and the socket to it. Whatever it says is data of unknown origin: a
+model's author may have taken it over. It is ended, with all that it started, as soon as it has
+replied, said nonsense or run out of time. Where it died or stalled, the reply is made up here.
+
+:meth:`Preparer.run` blocks: it is for a worker thread. One process runs at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import socket
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trims_shim.errors import WireError
+from trims_shim.wire import frames, messages
+from trims_shim.wire.handover import clipped
+from trims_shim.wire.messages import PrepareReply, SourceHashed
+
+__all__ = ["Preparation", "Preparer"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+_END_PATIENCE_S = 5.0
+_PATH_LIMIT = 4096
+_FILE_SHARE = 0.45
+"""Of what is free on the disk: there are two large files at a time, and some should stay free."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_FILES = ("model.onnx", "weights.bin")
+# This very package, whatever the client's interpreter would find under its name; everything else
+# as the client finds it.
+_BOOT = (
+    "import importlib.util, json, sys; "
+    "package, paths, *arguments = sys.argv[1:]; "
+    "sys.path[:] = json.loads(paths); "
+    "spec = importlib.util.spec_from_file_location("
+    "'trims_shim', package + '/__init__.py', submodule_search_locations=[package]); "
+    "module = sys.modules['trims_shim'] = importlib.util.module_from_spec(spec); "
+    "spec.loader.exec_module(module); "
+    "from trims_shim.daemon.preparer import main; "
+    "main(arguments)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """A model to be prepared, and in what.
+
+    ``descriptor`` is open for reading and stays the caller's. ``path`` is the model's name, empty
+    where a client has it in memory only. ``directory`` is an empty one, for ``model.onnx`` and
+    ``weights.bin``; where there is a reason in the reply, the caller removes what is in it.
+    """
+
+    descriptor: int
+    path: str
+    recipe: messages.SessionRecipe
+    package: str
+    search_path: tuple[str, ...]
+    interpreter: str
+    directory: str
+
+
+class Preparer:
+    """Runs preparers, one after the other."""
+
+    def __init__(self, *, timeout_s: float, anyway_bytes: int = 0, gives_way: bool = True) -> None:
+        """``timeout_s`` is for one model, from its start to its reply.
+
+        ``anyway_bytes``: see :func:`trims_shim.daemon.verifying.share_from`. ``gives_way``: at idle
+        priority, which on a machine that is busy for good means never.
+        """
+        self._timeout_s = timeout_s
+        self._arguments = [str(anyway_bytes), "idle" if gives_way else "normal"]
+        self._turn = threading.Lock()
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+
+    def run(
+        self, preparation: Preparation, decide: Callable[[SourceHashed], bool]
+    ) -> PrepareReply | None:
+        """Prepare one model; None where ``decide`` said that its content is not wanted.
+
+        ``decide`` is called from this thread, at most once, and not at all for a model whose files
+        cannot be read. Blocks. Raises nothing of its own; what ``decide`` raises passes.
+        """
+        deadline_s = time.monotonic() + self._timeout_s
+        with self._turn:
+            ours, theirs = socket.socketpair()
+            with ours:
+                with theirs:
+                    child = self._start(preparation, theirs.fileno())
+                if isinstance(child, PrepareReply):
+                    return child
+                try:
+                    return self._converse(preparation, decide, ours, child, deadline_s)
+                finally:
+                    self._end(child)
+
+    def close(self) -> None:
+        """End what runs; from now on nothing starts. The run that is interrupted says so."""
+        with self._lock:
+            self._is_closed = True
+            if self._child is not None:
+                _kill(self._child)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        child = self._child
+        return None if child is None else child.pid
+
+    def _start(
+        self, preparation: Preparation, descriptor: int
+    ) -> subprocess.Popen[bytes] | PrepareReply:
+        with self._lock:
+            if self._is_closed:
+                return _failed("stopping", "the daemon is stopping")
+            try:
+                self._child = _launch(preparation, descriptor, self._arguments)
+                _limit_files(self._child.pid, preparation.directory)
+            except (OSError, RuntimeError, ValueError) as error:
+                return _failed("preparer_not_started", f"{preparation.interpreter}: {error}")
+            return self._child
+
+    def _end(self, child: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            _kill(child)
+            self._child = None
+        # One that hangs in the kernel, on a dead disk, is left to it; the next start reaps it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_END_PATIENCE_S)
+
+    def _converse(
+        self,
+        preparation: Preparation,
+        decide: Callable[[SourceHashed], bool],
+        connection: socket.socket,
+        child: subprocess.Popen[bytes],
+        deadline_s: float,
+    ) -> PrepareReply | None:
+        try:
+            frames.send(connection, _request_of(preparation), deadline_s=deadline_s)
+            message = frames.receive(connection, deadline_s=deadline_s)
+            if isinstance(message, SourceHashed):
+                _check_hashed(message)
+                is_wanted = decide(message)
+                if not is_wanted:
+                    return None
+                verdict = messages.PrepareVerdict(is_wanted)
+                frames.send(connection, verdict, deadline_s=deadline_s)
+                message = frames.receive(connection, deadline_s=deadline_s)
+        except TimeoutError:
+            return _failed("preparer_stalled", f"it took more than {self._timeout_s:g} s")
+        except WireError as error:
+            return _failed("preparer_confused", str(error))
+        except OSError:  # It is gone.
+            message = None
+        if message is None:
+            return self._death(preparation, child)
+        return _checked_reply(message, preparation.directory)
+
+    def _death(self, preparation: Preparation, child: subprocess.Popen[bytes]) -> PrepareReply:
+        try:
+            status = child.wait(_END_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return _failed("preparer_confused", "it closed its socket and went on")
+        if self._is_closed:
+            return _failed("stopping", "the daemon is stopping")
+        if status == -signal.SIGKILL:
+            # Not of the model by itself; most likely there was not enough memory.
+            return _failed("preparer_killed", "it was killed; perhaps memory was short")
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        reply = _failed("preparer_died", f"it died ({how}); see the daemon's log")
+        _logger.warning(
+            "the preparer of %s died: %s; it stays with onnxruntime's own way",
+            preparation.path or "a model in memory",
+            how,
+        )
+        return reply
+
+
+def _failed(reason: str, message: str) -> PrepareReply:
+    return PrepareReply(reason=reason, message=message, is_lasting=False)
+
+
+def _request_of(preparation: Preparation) -> messages.PrepareRequest:
+    return messages.PrepareRequest(
+        messages.PROTOCOL_VERSION,
+        preparation.descriptor,
+        preparation.path,
+        preparation.recipe,
+        preparation.package,
+        preparation.directory,
+    )
+
+
+def _check_hashed(message: SourceHashed) -> None:
+    """Raises WireError for what no preparer of ours would say."""
+    digests = [message.digest, *(each.digest for each in message.externals)]
+    texts = [text for each in message.externals for text in (each.location, each.path)]
+    if not all(map(_DIGEST.fullmatch, digests)):
+        raise WireError("a digest of another form")
+    if not all(0 < len(text) <= _PATH_LIMIT and "\0" not in text for text in texts):
+        raise WireError("an external file without a usable name")
+    if not all(os.path.isabs(each.path) for each in message.externals):
+        raise WireError("an external file with a relative path")
+
+
+def _checked_reply(message: object, directory: str) -> PrepareReply:
+    if not isinstance(message, PrepareReply):
+        return _failed("preparer_confused", f"it said {type(message).__name__}")
+    if not message.reason:
+        for name in _FILES:
+            if not _is_file(os.path.join(directory, name)):
+                return _failed("preparer_confused", f"it did not write {name}")
+    elif not _REASON.fullmatch(message.reason):
+        return _failed("preparer_confused", "it gave a reason of another form")
+    return PrepareReply(
+        message.reason, clipped(message.message), message.is_lasting, clipped(message.probe)
+    )
+
+
+def _is_file(path: str) -> bool:
+    """Whether it is a file of ours with one name, so that nobody else can have it open to write."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
+
+
+def _launch(
+    preparation: Preparation, descriptor: int, arguments: list[str]
+) -> subprocess.Popen[bytes]:
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    # Paths that depend on the working directory would let whoever owns it choose the code.
+    paths = [path for path in preparation.search_path if os.path.isabs(path)]
+    # onnxruntime chooses kernels by its variables. These are those of whoever started the daemon,
+    # and what is prepared is for everybody.
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("ORT_")}
+    # From 1.31 on it reports what it is used for; nobody has used it here.
+    environment.update(TRIMS_ENABLED="0", ORT_DISABLE_TELEMETRY="1")
+    return subprocess.Popen(
+        [
+            preparation.interpreter,
+            "-I",
+            "-S",
+            "-c",
+            _BOOT,
+            package,
+            json.dumps(paths),
+            str(descriptor),
+            *arguments,
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        cwd="/",
+        env=environment,
+        pass_fds=(descriptor, preparation.descriptor),
+        start_new_session=True,
+    )
+
+
+def _limit_files(pid: int, directory: str) -> None:
+    """Let a process write no file that, with another like it, fills the disk.
+
+    A model of a few bytes may have constants of any size, which onnxruntime computes and saves.
+    """
+    with contextlib.suppress(OSError):
+        status = os.statvfs(directory)
+        free_bytes = status.f_bavail * status.f_frsize
+        limit = int(_FILE_SHARE * free_bytes)
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        if hard == resource.RLIM_INFINITY or hard > limit:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, limit))
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """With everything that it started. Not once it was waited for: the number may be another's."""
+    if child.returncode is None:
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)

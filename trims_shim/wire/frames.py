@@ -1,0 +1,77 @@
+"""Messages over a stream socket: the length in four bytes, then the message.
+
+For a channel between two processes of this package whose messages may be longer than a handover
+packet, without descriptors. One thread of a process sends, and one receives.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from typing import Any
+
+from trims_shim.errors import MalformedMessage, MessageTooLarge
+from trims_shim.wire import codec
+from trims_shim.wire.messages import CONTROL_MESSAGE_LIMIT_BYTES
+
+__all__ = ["receive", "send"]
+
+_LENGTH = struct.Struct("<I")
+
+
+def send(connection: socket.socket, message: Any, *, deadline_s: float | None = None) -> None:
+    """Send one message; ``deadline_s`` is of time.monotonic().
+
+    Raises MessageTooLarge (nothing was sent), TimeoutError, OSError.
+    """
+    data = codec.encode(message)
+    if len(data) > CONTROL_MESSAGE_LIMIT_BYTES:
+        raise MessageTooLarge(
+            f"message of {len(data)} bytes; the limit is {CONTROL_MESSAGE_LIMIT_BYTES}"
+        )
+    _wait_until(connection, deadline_s)
+    connection.sendall(_LENGTH.pack(len(data)) + data, socket.MSG_NOSIGNAL)
+
+
+def receive(connection: socket.socket, *, deadline_s: float | None = None) -> Any:
+    """The next message, or None where the other end has closed after the one before.
+
+    Raises WireError for anything but a message of the protocol, TimeoutError, OSError.
+    """
+    head = _read(connection, _LENGTH.size, deadline_s)
+    if not head:
+        return None
+    (size,) = _LENGTH.unpack(head)
+    if size > CONTROL_MESSAGE_LIMIT_BYTES:
+        raise MessageTooLarge(
+            f"message of {size} bytes; the limit is {CONTROL_MESSAGE_LIMIT_BYTES}"
+        )
+    data = _read(connection, size, deadline_s)
+    if len(data) < size:
+        raise MalformedMessage(f"the stream ends before a message of {size} bytes")
+    return codec.decode(data, limit_bytes=CONTROL_MESSAGE_LIMIT_BYTES)
+
+
+def _read(connection: socket.socket, size: int, deadline_s: float | None) -> bytes:
+    """``size`` bytes, or none where the stream ends. Raises MalformedMessage when in between."""
+    parts = bytearray()
+    while len(parts) < size:
+        _wait_until(connection, deadline_s)
+        part = connection.recv(size - len(parts))
+        if not part:
+            if parts:
+                raise MalformedMessage(f"the stream ends after {len(parts)} of {size} bytes")
+            break
+        parts += part
+    return bytes(parts)
+
+
+def _wait_until(connection: socket.socket, deadline_s: float | None) -> None:
+    if deadline_s is None:
+        connection.settimeout(None)
+        return
+    left = deadline_s - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline has passed")
+    connection.settimeout(left)
