@@ -1,8 +1,9 @@
 """trims_shim: a model that is anywhere on the machine is loaded everywhere, without a copy.
 
-Importing the package is all it takes: ``torch.load``, safetensors and ``nn.Module.load_state_dict``
-then take weights from a local cache daemon that keeps one copy for every process. On any trouble
-the framework's own loader runs. ``TRIMS_ENABLED=0`` turns the import into a no-op.
+Importing the package is all it takes: ``torch.load``, safetensors, ``load_state_dict`` and
+``onnxruntime.InferenceSession`` then take weights from a local cache daemon that keeps one copy for
+every process. On any trouble the framework's own loader runs. ``TRIMS_ENABLED=0`` turns the import
+into a no-op.
 
 The import is cheap (no torch, no ZeroMQ, no thread, no daemon); the daemon starts with the first
 load. See docs/quickstart.md.

@@ -43,6 +43,7 @@ _Access = Literal["shared", "private"]
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _DEVICE_ID_PREFIXES = ("GPU-", "MIG-")
+_ONNX_SUFFIX = ".onnx"
 
 
 def enable() -> None:
@@ -93,13 +94,32 @@ def warm(
 
     Starts the daemon when none runs. ``pin`` keeps it resident. ``device`` as for :func:`open`.
     Returns the digest. Raises OSError for the file, TrimsError when the cache cannot take it.
+
+    An ONNX model (``.onnx``) is prepared, for sessions on the CPU without options; that needs
+    onnxruntime in this interpreter, knows neither ``pin`` nor ``device``, and returns the key.
     """
     from trims_shim.wire.messages import PinImageRequest
 
+    if os.fsdecode(path).endswith(_ONNX_SUFFIX):
+        return _warm_onnx(os.fsdecode(path), is_plain=not pin and device is None)
     with open(path, device=device) as handle:
         if pin:
             cache().request(PinImageRequest(handle.digest, is_pinned=True))
         return handle.digest
+
+
+def _warm_onnx(path: str, *, is_plain: bool) -> str:
+    if not is_plain:
+        raise UnsupportedFormat(f"{path}: prepared ONNX models are neither pinned nor on a device")
+    try:
+        from trims_shim.patches.onnxruntime_warm import prepare
+    except ImportError as error:
+        raise UnsupportedFormat(
+            f"{path}: preparing it needs onnxruntime: pip install onnxruntime ({error})"
+        ) from error
+    model = prepare(path)
+    model.release()
+    return model.key
 
 
 @overload

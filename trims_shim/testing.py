@@ -5,7 +5,8 @@ be. Everything above it is what production runs (patches, cache, leases, arenas)
 daemon's store, its loader, its request handlers and the message codec: every message is encoded and
 decoded, every segment is a sealed memfd that is really mapped. What is left out is what makes tests
 slow and flaky: start-up, sockets, the wait for a young file's time stamp to settle. Where there is
-a CUDA device it has a tier too, filled by an uploader process as in production.
+a CUDA device it has a tier too, filled by an uploader process as in production. ONNX models are
+prepared in this process, by the request that finds none: the next session is made from it.
 
     def test_the_second_request_finds_the_model():
         with trims_shim.testing.FakeDaemon() as daemon:
@@ -20,11 +21,15 @@ ours and may fork; a forked child finds no daemon and loads privately.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import secrets
+import shutil
+import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import count
@@ -39,6 +44,9 @@ from trims_shim.config import Config
 from trims_shim.daemon.eviction import policy_named
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.openings import Openings
+from trims_shim.daemon.prepared import Prepared
+from trims_shim.daemon.prepared_directory import PreparedSettings
+from trims_shim.daemon.preparing import Preparation
 from trims_shim.daemon.requests import Later, add_counters, handle
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.store import Announce, ImageRow, Store
@@ -51,10 +59,16 @@ from trims_shim.wire.handover import Peer
 
 __all__ = ["FakeDaemon", "Opened"]
 
+_Open = (messages.OpenImageRequest, messages.OpenPreparedRequest)
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An open request that was granted. ``outcome``: ``miss``, ``hit`` or ``joined``."""
+    """An open request that was answered. ``outcome``: ``miss``, ``hit`` or ``joined``.
+
+    Of ONNX models: ``hit``, ``preparing``, ``unknown`` or ``refused``; ``digest`` is the prepared
+    model's key then.
+    """
 
     name: str
     outcome: str
@@ -106,12 +120,17 @@ class FakeDaemon:
         ``trims_shim.stats()``.
         """
         outcomes = self._outcomes(name)
-        return len(outcomes) - outcomes.count("miss")
+        return outcomes.count("hit") + outcomes.count("joined")
 
     @property
     def images(self) -> list[ImageRow]:
         """Resident images, most recently used first; none while the daemon is away."""
         return self._server.images() if self._server else []
+
+    @property
+    def prepared(self) -> list[messages.PreparedStatus]:
+        """ONNX models that are prepared, or that cannot be (``refused``, with the reason)."""
+        return self._server.prepared_models() if self._server else []
 
     @property
     def leases(self) -> int:
@@ -183,6 +202,29 @@ class _Deferred(Executor):
             work()
 
 
+class _Preparer:
+    """Prepares in this process, with its onnxruntime, and whatever the size of the model."""
+
+    def run(
+        self, preparation: Preparation, decide: Callable[[messages.SourceHashed], bool]
+    ) -> messages.PrepareReply | None:
+        from trims_shim.daemon import preparer, verifying
+
+        verifying.share_from(0)
+        request = messages.PrepareRequest(
+            messages.PROTOCOL_VERSION,
+            preparation.descriptor,
+            preparation.path,
+            preparation.recipe,
+            preparation.package,
+            preparation.directory,
+        )
+        return preparer.prepare(request, preparation.descriptor, decide)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
 class _HostTier(HostTier):
     """What else the machine does must not decide a test."""
 
@@ -208,17 +250,19 @@ class _Server:
         self.config_hash = config.daemon_hash()
         self.sessions = Sessions(Limits())
         self._pool = _Deferred()
-        self.tiers = self._make_tiers(config)
+        numbers = count(1)
+        self.tiers = self._make_tiers(config, numbers)
         self.openings = Openings(self, self.tiers)
+        self._directory = os.path.join(tempfile.gettempdir(), f"trims-fake-{secrets.token_hex(8)}")
+        self.prepared = self._make_prepared(config, numbers)
         self._faults = faults
         self._opened = opened
         self._lines: dict[int, _Line] = {}
         self._names: dict[tuple[int, int], str] = {}
         self._released: deque[tuple[int, int]] = deque()
 
-    def _make_tiers(self, config: Config) -> Tiers:
+    def _make_tiers(self, config: Config, numbers: Iterator[int]) -> Tiers:
         memory = open_memory(SegmentKind.MEMFD, budget_bytes=config.host_bytes)
-        numbers = count(1)
         store = Store(
             config.host_bytes,
             policy=policy_named(config.eviction),
@@ -237,6 +281,22 @@ class _Server:
             trusts_young_files=True,
         )
 
+    def _make_prepared(self, config: Config, numbers: Iterator[int]) -> Prepared:
+        """The directory is made by the first request, in a place of its own."""
+        settings = PreparedSettings.of(config)
+        directory = os.path.join(self._directory, "prepared")
+        prepared = Prepared(
+            self,
+            dataclasses.replace(settings, directory=directory),
+            preparer=_Preparer(),
+            numbers=numbers,
+            wake=self._woken,
+            pool=self._pool,
+            trusts_young_files=True,
+        )
+        prepared.start()
+        return prepared
+
     def stop(self) -> None:
         """StopDaemonRequest: as :meth:`close`, but its answer still arrives."""
         for session in self.sessions:
@@ -245,9 +305,11 @@ class _Server:
     def close(self) -> None:
         with self.changed:
             self.stop()
+            self.prepared.close()
             self.openings.close()
             self.tiers.close()
             self.changed.notify_all()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def images(self) -> list[ImageRow]:
         with self.changed:
@@ -255,10 +317,15 @@ class _Server:
             rows = [row for tier in self.tiers for row in tier.store.images()]
             return sorted(rows, key=lambda row: -row.used_ns)
 
+    def prepared_models(self) -> list[messages.PreparedStatus]:
+        with self.changed:
+            self._take_released()
+            return self.prepared.rows()
+
     def lease_count(self) -> int:
         with self.changed:
             self._take_released()
-            return self.tiers.lease_count()
+            return self.tiers.lease_count() + self.prepared.lease_count()
 
     # --- sessions ---------------------------------------------------------------------------------
 
@@ -280,6 +347,7 @@ class _Server:
             self._take_released()
             self.tiers.close_session(session.number, time.time_ns())
             self.openings.close_session(session.number)
+            self.prepared.close_session(session.number)
             self.sessions.close(session)
             self.changed.notify_all()
 
@@ -300,7 +368,7 @@ class _Server:
             self._take_released()
             self.counters["requests"] += 1
             session.requests += 1
-            is_open = isinstance(envelope.message, messages.OpenImageRequest)
+            is_open = isinstance(envelope.message, _Open)
             if is_open and self._faults.stalls:
                 self._faults.stalls -= 1
                 return False
@@ -316,25 +384,38 @@ class _Server:
         return True
 
     def _handle(self, session: Session, request: int, message: Any) -> None:
-        # The handlers ask no more of a server than this class has.
-        reply = handle(cast(Any, self), session, message)
+        if isinstance(message, messages.EvictPreparedRequest):
+            reply: Any = self.prepared.evict(session, _routing(session.number), request, message)
+        else:
+            # The handlers ask no more of a server than this class has.
+            reply = handle(cast(Any, self), session, message)
         if isinstance(reply, Later):
             later = reply
             reply = later.work()
             later.finish()
-        self._answer(session.number, request, reply)
+        if reply is not None:
+            self._answer(session.number, request, reply)
 
-    def _open(self, session: Session, request: int, message: messages.OpenImageRequest) -> None:
+    def _open(self, session: Session, request: int, message: Any) -> None:
         if self._faults.refusals:
             self.counters["refused"] += 1
-            os.close(session.offers.pop(message.ticket))
+            if message.ticket:
+                os.close(session.offers.pop(message.ticket))
             raise self._faults.refusals.popleft()
-        self._names[(session.number, request)] = message.name
-        self.openings.open(session, _routing(session.number), request, message)
+        routing = _routing(session.number)
+        if isinstance(message, messages.OpenImageRequest):
+            self._names[(session.number, request)] = message.name
+            self.openings.open(session, routing, request, message)
+            return
+        self._names[(session.number, request)] = message.path
+        reply = self.prepared.open(session, routing, request, message)
+        if reply is not None:
+            self.reply(routing, request, reply)
 
     def _woken(self) -> None:
         with self.changed:
             self.openings.finish()
+            self.prepared.finish()
 
     def _answer(self, number: int, request: int, message: Any) -> None:
         data = codec.encode_envelope(codec.Envelope(request, b"", message))
@@ -345,21 +426,27 @@ class _Server:
         while self._released:
             session, lease = self._released.popleft()
             self.tiers.release(session, lease, time.time_ns())
+            self.prepared.release(session, lease)
 
     # --- what openings need -----------------------------------------------------------------------
 
     def take_offer(self, session: Session, ticket: int) -> int:
         return session.offers.pop(ticket)
 
-    def hand_over(self, session: Session, message: Any, descriptor: int) -> None:
-        self._lines[session.number].grants[(message.ticket, message.part)] = os.dup(descriptor)
+    def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
+        # Nothing is offered with a tier here, so nothing else is answered.
+        if descriptor is not None:
+            grants = self._lines[session.number].grants
+            grants[(message.ticket, message.part)] = os.dup(descriptor)
 
     def reply(self, routing: bytes, request: int, message: Any) -> None:
         number = int.from_bytes(routing, "big")
         if not isinstance(message, messages.Progress):
-            name = self._names.pop((number, request))
+            name = self._names.pop((number, request), "")
             if isinstance(message, messages.OpenImageReply):
                 self._opened.append(Opened(name, message.outcome, message.digest))
+            elif isinstance(message, messages.OpenPreparedReply):
+                self._opened.append(Opened(name, message.outcome, message.key))
         self._answer(number, request, message)
 
     def end_session(self, session: Session, reason: str) -> None:
@@ -408,6 +495,18 @@ class _Line:
         parts = sorted(part for ticket, part in self.grants if ticket == self._ticket)
         granted = [self.grants.pop((self._ticket, part)) for part in parts]
         return Granted(reply, granted[0], tuple(granted[1:]))
+
+    def open_prepared(
+        self, request: messages.OpenPreparedRequest, *, descriptor: int | None = None
+    ) -> messages.OpenPreparedReply:
+        if descriptor is not None:
+            self._ticket += 1
+            self._session.offers[self._ticket] = os.dup(descriptor)
+            request = dataclasses.replace(request, ticket=self._ticket)
+        reply = self.request(request)
+        if not isinstance(reply, messages.OpenPreparedReply):
+            raise WireError(f"{type(reply).__name__} answers OpenPreparedRequest")
+        return reply
 
     def request(self, message: Any) -> Any:
         self._check_open()

@@ -27,7 +27,7 @@ from trims_shim.client import device_arenas
 from trims_shim.client.arenas import Arena, Image
 from trims_shim.client.cache import Cache
 from trims_shim.client.device_arenas import DeviceArena, DeviceImage
-from trims_shim.config import load
+from trims_shim.config import PATCHABLE_LIBRARIES, load
 from trims_shim.errors import NotServed
 from trims_shim.formats import layout_of
 from trims_shim.patches import points, torch_device, torch_repoint
@@ -232,7 +232,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, devices: Devices, **settings: str) 
 
 def apply(*wanted: points.PatchPoint) -> Callable[[], None]:
     """Apply patch points, in the place of those that an import applied; what undoes that."""
-    libraries = ("torch", "safetensors") if patches.requested() else ()
+    libraries = PATCHABLE_LIBRARIES if patches.requested() else ()
     with unittest.mock.patch.object(patches, "_is_any_shared", return_value=False):
         patches.disable()  # also where a failed test's traceback keeps tensors
     applied = [points.apply(point) for point in wanted]

@@ -22,8 +22,15 @@ import torch
 from devices import LARGE, Devices, reasons, shared
 
 from trims_shim import patches
+from trims_shim.client import arenas
 from trims_shim.errors import DaemonTimeout, NotServed, UnknownDevice
-from trims_shim.patches import torch_device, torch_device_load, torch_load, torch_repoint
+from trims_shim.patches import (
+    torch_device,
+    torch_device_load,
+    torch_from_file,
+    torch_load,
+    torch_repoint,
+)
 
 COUNT = LARGE // 4  # float32
 CUDA_NAMES = {
@@ -162,6 +169,63 @@ def test_mmap(devices: Devices, save: Callable[..., str]) -> None:
     path = save(state())
     assert_same(torch.load(path, map_location="cuda", mmap=True), torch.load(path))
     assert len(devices.opened) == 1
+
+
+@pytest.fixture
+def mapping(devices: Devices) -> Iterator[Devices]:
+    """With the patch of what torch.load maps files with."""
+    undo = emulation.apply(*torch_from_file.POINTS)
+    yield devices
+    undo()
+
+
+def test_a_mapping_for_a_device_loads_no_host_image(
+    mapping: Devices, save: Callable[..., str]
+) -> None:
+    path = save(state())
+    actual = torch.load(path, map_location="cuda", mmap=True)
+    assert (len(mapping.opened), mapping.opened_on_host) == (1, [])
+    assert shared(actual["table"])
+    assert_same(actual, torch.load(path, map_location="cpu"))
+
+
+@pytest.mark.parametrize("location", [None, "cpu", {"cuda:0": "cpu"}])
+def test_a_mapping_for_the_cpu_is_the_caches(
+    mapping: Devices, save: Callable[..., str], location: Any
+) -> None:
+    path = save(state())
+    actual = torch.load(path, map_location=location, mmap=True)
+    assert mapping.opened_on_host == [path]
+    assert arenas.find(actual["table"].data_ptr(), 1) is not None
+    assert_same(actual, torch.load(path))
+
+
+def test_a_mapping_that_the_device_refuses_is_the_caches(
+    mapping: Devices, save: Callable[..., str]
+) -> None:
+    """Torch copies from it then, if it can."""
+    mapping.refusal = NotServed("device_off", "")
+    path = save(state())
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.load(path, map_location="cuda", mmap=True)
+    assert mapping.opened_on_host == [path]
+
+
+def test_a_mapping_for_other_pickles_is_the_caches(
+    mapping: Devices, save: Callable[..., str]
+) -> None:
+    """Torch itself unpickles what is no state dict, over the cache's bytes."""
+    path = save({"weights": [torch.randn(COUNT)], "set": {1, 2}})
+    actual = torch.load(path, mmap=True, weights_only=False)
+    assert mapping.opened_on_host == [path]
+    assert arenas.find(actual["weights"][0].data_ptr(), 1) is not None
+
+
+def test_other_mappings_are_served_at_once(mapping: Devices, save: Callable[..., str]) -> None:
+    path = save(state())
+    storage = torch.UntypedStorage.from_file(path, False, os.path.getsize(path))
+    assert mapping.opened_on_host == [path]
+    assert arenas.find(storage.data_ptr(), 1) is not None
 
 
 def test_an_open_file_is_left_where_torch_leaves_it(

@@ -23,6 +23,7 @@ from trims_shim._version import __version__
 from trims_shim.client import spawn
 from trims_shim.client.arenas import Arena, Image
 from trims_shim.client.connection import Connection, Granted
+from trims_shim.client.prepared import PreparedModel, prepared_model
 from trims_shim.config import Config
 from trims_shim.errors import (
     DaemonUnavailable,
@@ -56,6 +57,9 @@ class Line(Protocol):
     welcome: messages.Welcome
 
     def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted: ...
+    def open_prepared(
+        self, request: messages.OpenPreparedRequest, *, descriptor: int | None = None
+    ) -> messages.OpenPreparedReply: ...
     def request(self, message: Any) -> Any: ...
     def report(self, counters: dict[str, int]) -> None: ...
     def release(self, lease: int) -> None: ...
@@ -117,6 +121,37 @@ class Cache:
             diagnostics.count("open", "local")
         diagnostics.count("bytes_shared", amount=arena.size_bytes)
         return arena
+
+    def open_prepared(
+        self,
+        recipe: messages.SessionRecipe,
+        *,
+        package: str,
+        search_path: tuple[str, ...],
+        descriptor: int | None = None,
+        path: str = "",
+        digest: str = "",
+    ) -> PreparedModel:
+        """The prepared form of an ONNX model; has it made where there is none, and does not wait.
+
+        The model is the open file ``descriptor`` (the caller's), found at the absolute ``path`` or,
+        when that is empty, a memfd of its bytes; without a descriptor it is only looked for, by
+        ``digest``. ``package`` and ``search_path`` are for the process that prepares (see
+        :class:`OpenPreparedRequest`).
+
+        Raises NotServed (``preparing``, ``unknown``, or the reason of a refusal), any other
+        TrimsError when the cache cannot help.
+        """
+        request = messages.OpenPreparedRequest(0, path, digest, recipe, package, search_path)
+
+        def ask(connection: Line) -> tuple[messages.OpenPreparedReply, Callable[[], None]]:
+            reply = connection.open_prepared(request, descriptor=descriptor)
+            return reply, lambda: connection.release(reply.lease)
+
+        reply, release = self._with_connection(ask)
+        model = prepared_model(reply, name=path or digest[:12], release=release)
+        diagnostics.count("open", reply.outcome)
+        return model
 
     def _check(self, descriptor: int, name: str, min_bytes: int | None) -> Identity:
         status = os.fstat(descriptor)

@@ -26,6 +26,7 @@ _ELIDING = "trims_shim.patches.torch_module"
 _UNSHARING = "trims_shim.patches.torch_unshare"
 _INITIALIZING = "trims_shim.patches.torch_initializers"
 _MERGING = "trims_shim.patches.peft_merge"
+_SESSIONS = "onnxruntime.capi.onnxruntime_inference_collection"
 PATCH_FILES = (
     # (settings that ask for it, modules whose import completes the library, patch file)
     (("torch", "safetensors"), ("torch",), "trims_shim.patches.torch_from_file"),
@@ -43,6 +44,9 @@ PATCH_FILES = (
         "trims_shim.patches.transformers_load",
     ),
     (("torch", "safetensors"), ("peft.tuners.tuners_utils",), _MERGING),
+    (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_options"),
+    (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_seed"),
+    (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_session"),
 )
 _GUARDS = (_ELIDING, _UNSHARING, _INITIALIZING, _MERGING)
 """What keeps programs from writing to shared device memory, which is fatal; so it stays in place
@@ -133,7 +137,9 @@ def _apply(patch_file: str) -> None:
 
 def _preload() -> None:
     """Import what a load needs, while the program is importing anyway and not loading a model."""
-    if "torch" in sys.modules:
+    if "torch" in sys.modules or _SESSIONS in sys.modules:
         importlib.import_module("trims_shim.client.cache")
-        importlib.import_module("trims_shim.formats")
         importlib.import_module("trims_shim.wire.codec").prepare()
+    if "torch" in sys.modules:
+        importlib.import_module("trims_shim.formats")
+        importlib.import_module("zmq")

@@ -1,0 +1,44 @@
+"""onnxruntime.set_seed: what random nodes draw afterwards is what they draw without the shim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnxruntime
+import onnxruntime.capi.onnxruntime_pybind11_state as binding
+import pytest
+from onnx_models import sample, save
+from ort_sessions import new, outcomes
+from preparations import Preparations
+
+from trims_shim import diagnostics
+from trims_shim.patches import onnxruntime_seed
+from trims_shim.patches.points import PatchState, apply, undo
+
+
+def test_sessions_are_left_alone_after_it(
+    preparations: Preparations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.onnx"
+    save(sample("perceptron"))(path)
+    # Sessions of later tests are not to know of it.
+    monkeypatch.setattr(onnxruntime_seed, "_calls", [])
+    original = binding.set_seed
+    [point] = onnxruntime_seed.POINTS
+    patch = apply(point)
+    try:
+        assert patch.state is PatchState.APPLIED
+        assert onnxruntime.set_seed is binding.set_seed is not original
+        new(str(path))
+        new(str(path))
+        with pytest.raises(TypeError):
+            onnxruntime.set_seed("three")
+        new(str(path))
+        assert diagnostics.stats().served == 2
+        assert onnxruntime.set_seed(3) is None
+        new(str(path))
+        assert diagnostics.stats().served == 2
+        assert outcomes() == {"preparing": 1, "random_seed": 1}
+    finally:
+        undo(patch)
+    assert onnxruntime.set_seed is binding.set_seed is original

@@ -1,0 +1,181 @@
+"""The model that a session is made of: an open file, or bytes.
+
+Owns which models are worth a question to the daemon, the descriptors that go with it, and the
+digest of bytes. A path is opened once, and only where that can have no effect of its own: not a
+pipe, not a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trims_shim.config import Config
+from trims_shim.errors import MemoryFailure, NotServed
+
+__all__ = ["Model", "absolute", "digest_of", "least_bytes", "model_of", "offered", "opened"]
+
+_ORT_MAGIC = b"ORTM"
+"""At offset 4 of a model in onnxruntime's own format, a flat buffer."""
+_LEAST_FACTOR = 4
+"""A session of 2 MB takes 2 ms, as long as the first question of a process to the daemon."""
+_THREADS_LIMIT = 8
+_THREADS_WORTH_BYTES = 4 << 20
+_LOOK_LIMIT_BYTES = 16 << 20
+_LOCATION = re.compile(rb"\x0a\x08location\x12([\x01-\x7f])")
+"""StringStringEntryProto {key: "location", value: of up to 127 bytes} in a serialised model."""
+_F_ADD_SEALS = 1033
+_SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008  # SEAL, SHRINK, GROW, WRITE (linux/fcntl.h)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """``path`` as the user gave it, or ``data``; the other one is None. ``name`` is for people."""
+
+    path: str | None
+    data: bytes | None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.path or "a model of bytes"
+
+
+def least_bytes(config: Config) -> int:
+    """Smaller models are left alone: creating them takes hardly longer than asking for them."""
+    return _LEAST_FACTOR * int(config.min_bytes)
+
+
+def model_of(session: Any, *, min_bytes: int) -> Model:
+    """What an InferenceSession is about to load. Raises NotServed where that is not for the cache.
+
+    Files are looked at by name only; :func:`opened` decides about their content.
+    """
+    path, data = session._model_path, session._model_bytes
+    if not path:
+        return Model(None, _bytes_worth(data, min_bytes))
+    if type(path) is not str:
+        raise NotServed("arguments", f"the path is {type(path).__name__}")
+    if path.endswith(".ort"):
+        raise NotServed("ort_format", f"{path} is in onnxruntime's own format")
+    try:
+        path.encode()
+        status = os.stat(path)
+    # No file, no UTF-8, a null byte: onnxruntime has its own words for each.
+    except (OSError, ValueError) as error:
+        raise NotServed("not_a_file", str(error)) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise NotServed("not_regular", f"{path} is not a regular file")
+    return Model(path, None)
+
+
+def _bytes_worth(data: Any, min_bytes: int) -> bytes:
+    if not isinstance(data, bytes):
+        raise NotServed("arguments", f"the model is {type(data).__name__}")
+    if len(data) < max(1, min_bytes):
+        raise NotServed("small_file", f"a model of {len(data)} bytes")
+    if data[4:8] == _ORT_MAGIC:
+        raise NotServed("ort_format", "the model is in onnxruntime's own format")
+    return data
+
+
+def absolute(path: str) -> str:
+    """The path as another process can use it: the same file, and the same one beside it.
+
+    ``..`` is left to the kernel, for which it is not always the directory that is written before
+    it: that may be a symbolic link. Raises NotServed for what no message can carry.
+    """
+    is_plain = os.pardir not in path.split(os.sep)
+    try:
+        found = os.path.abspath(path) if is_plain else os.path.join(os.getcwd(), path)
+        found.encode()
+    except (OSError, UnicodeEncodeError) as error:
+        raise NotServed("arguments", f"{path} in the working directory: {error}") from None
+    return found
+
+
+@contextlib.contextmanager
+def opened(path: str, *, min_bytes: int) -> Iterator[int]:
+    """A descriptor of a model file that is large enough, with the files its weights are in.
+
+    Closed after the block. Raises NotServed.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise NotServed("not_a_file", str(error)) from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotServed("not_regular", f"{path} is not a regular file")
+        size_bytes = status.st_size
+        if size_bytes < min_bytes:
+            size_bytes += _external_bytes(descriptor, size_bytes, os.path.dirname(path))
+        if size_bytes < max(1, min_bytes):
+            raise NotServed("small_file", f"{path} has {size_bytes} bytes")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _external_bytes(descriptor: int, size_bytes: int, directory: str) -> int:
+    """Size of the external data that a small file seems to name.
+
+    A guess without parsing: it decides only whether the daemon is asked.
+    """
+    if size_bytes > _LOOK_LIMIT_BYTES:
+        return 0
+    content = os.pread(descriptor, size_bytes, 0)
+    names = set()
+    for match in _LOCATION.finditer(content):
+        names.add(content[match.end() : match.end() + match[1][0]])
+    total = 0
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):
+            total += os.stat(os.path.join(os.fsencode(directory), name)).st_size
+    return total
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def digest_of(data: bytes) -> str:
+    """The digest, computed by several threads for large models; they end with the call.
+
+    blake3.AUTO would leave a pool of threads behind, without which a forked child hangs.
+    """
+    from blake3 import blake3
+
+    threads = min(_THREADS_LIMIT, os.cpu_count() or 1) if len(data) > _THREADS_WORTH_BYTES else 1
+    digest: str = blake3(data, max_threads=threads).hexdigest()
+    return digest
+
+
+@contextlib.contextmanager
+def offered(data: bytes) -> Iterator[int]:
+    """A sealed memfd with a copy of these bytes, closed after the block. Raises MemoryFailure."""
+    try:
+        descriptor = os.memfd_create("trims-model", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise MemoryFailure(f"no memfd for a model of {len(data)} bytes: {error}") from error
+    try:
+        try:
+            _write(descriptor, data)
+            fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            raise MemoryFailure(f"a model of {len(data)} bytes: {error}") from error
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

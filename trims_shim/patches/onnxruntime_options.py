@@ -1,0 +1,170 @@
+"""onnxruntime.SessionOptions: the calls that set what cannot be read back are recorded.
+
+Methods of the compiled class are wrapped in place; the class object stays. What is recorded, and
+why, is said in :mod:`.onnxruntime_records`. Methods that this file does not know yet are wrapped as
+those that cannot be replayed, so that objects on which they were called are not served.
+
+One literal point for each method, because `trims info` reads them without importing onnxruntime.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from trims_shim.patches import onnxruntime_records as records
+from trims_shim.patches.points import PatchPoint
+
+__all__ = ["POINTS"]
+
+
+def _present() -> None:
+    """A method that is there can be wrapped."""
+
+
+_KNOWN: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        name="onnxruntime.SessionOptions.__init__",
+        library="onnxruntime",
+        targets=("onnxruntime.capi._pybind_state:SessionOptions.__init__",),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_new,
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.add_session_config_entry",
+        library="onnxruntime",
+        targets=("onnxruntime.capi._pybind_state:SessionOptions.add_session_config_entry",),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_entry,
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.add_free_dimension_override_by_name",
+        library="onnxruntime",
+        targets=(
+            "onnxruntime.capi._pybind_state:SessionOptions.add_free_dimension_override_by_name",
+        ),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_dimension("name"),
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.add_free_dimension_override_by_denotation",
+        library="onnxruntime",
+        targets=(
+            "onnxruntime.capi._pybind_state:SessionOptions.add_free_dimension_override_by_denotation",
+        ),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_dimension("denotation"),
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.add_external_initializers",
+        library="onnxruntime",
+        targets=("onnxruntime.capi._pybind_state:SessionOptions.add_external_initializers",),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_other,
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.add_external_initializers_from_files_in_memory",
+        library="onnxruntime",
+        targets=(
+            "onnxruntime.capi._pybind_state:SessionOptions.add_external_initializers_from_files_in_memory",
+        ),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_other,
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.add_initializer",
+        library="onnxruntime",
+        targets=("onnxruntime.capi._pybind_state:SessionOptions.add_initializer",),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_other,
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.add_provider",
+        library="onnxruntime",
+        targets=("onnxruntime.capi._pybind_state:SessionOptions.add_provider",),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_other,
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.add_provider_for_devices",
+        library="onnxruntime",
+        targets=("onnxruntime.capi._pybind_state:SessionOptions.add_provider_for_devices",),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_other,
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.clear_ep_context_data_read_func",
+        library="onnxruntime",
+        targets=("onnxruntime.capi._pybind_state:SessionOptions.clear_ep_context_data_read_func",),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_other,
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.register_custom_ops_library",
+        library="onnxruntime",
+        targets=("onnxruntime.capi._pybind_state:SessionOptions.register_custom_ops_library",),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_other,
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.set_ep_context_data_read_func",
+        library="onnxruntime",
+        targets=("onnxruntime.capi._pybind_state:SessionOptions.set_ep_context_data_read_func",),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_other,
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.set_load_cancellation_flag",
+        library="onnxruntime",
+        targets=("onnxruntime.capi._pybind_state:SessionOptions.set_load_cancellation_flag",),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_other,
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.set_provider_selection_policy",
+        library="onnxruntime",
+        targets=("onnxruntime.capi._pybind_state:SessionOptions.set_provider_selection_policy",),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_other,
+    ),
+    PatchPoint(
+        name="onnxruntime.SessionOptions.set_provider_selection_policy_delegate",
+        library="onnxruntime",
+        targets=(
+            "onnxruntime.capi._pybind_state:SessionOptions.set_provider_selection_policy_delegate",
+        ),
+        supported="1.19 and newer",
+        probe=_present,
+        wrap=records.recording_other,
+    ),
+)
+
+
+def _unknown() -> tuple[PatchPoint, ...]:
+    """Points for methods of a newer onnxruntime."""
+    return tuple(
+        dataclasses.replace(
+            _KNOWN[-1],
+            name=f"onnxruntime.SessionOptions.{name}",
+            targets=(f"onnxruntime.capi._pybind_state:SessionOptions.{name}",),
+            wrap=records.recording_other,
+        )
+        for name in records.changing_methods()
+        if name not in records.KNOWN_METHODS
+    )
+
+
+POINTS: tuple[PatchPoint, ...] = (*_KNOWN, *_unknown())

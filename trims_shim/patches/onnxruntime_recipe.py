@@ -1,0 +1,275 @@
+"""From a session's arguments to its recipe: all that decides what onnxruntime makes of a model.
+
+Two sessions of equal recipes on one model can share a prepared model; so everything that changes
+the graph, the kernels or the packed weights is in it, and what only changes how a session runs
+(threads, memory arenas, logging, profiling) is not. What is neither known to be the one nor the
+other is refused: :class:`NotServed` with the reason, and the original makes the session.
+
+Reads arguments and options only; calls nothing that warns, prints or changes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnxruntime.capi.onnxruntime_pybind11_state as binding
+
+from trims_shim.daemon.installation import installation
+from trims_shim.errors import NotServed
+from trims_shim.patches import onnxruntime_records as records
+from trims_shim.patches.onnxruntime_records import Record
+from trims_shim.wire.messages import SessionRecipe
+
+__all__ = [
+    "NO_PREPACKING",
+    "Settings",
+    "default_recipe",
+    "read_settings",
+    "recipe_of",
+    "search_path",
+]
+
+_CPU = "CPUExecutionProvider"
+_CUDA = "CUDAExecutionProvider"
+_HARMLESS = frozenset({_CPU, "AzureExecutionProvider"})
+"""Azure's provider is in the list of every CPU build and takes no node of an ordinary model."""
+
+NO_PREPACKING = "session.disable_prepacking"
+_OF_THE_RUN = frozenset(
+    {
+        "session.dynamic_block_base",
+        "session.force_spinning_stop",
+        "session.inter_op.allow_spinning",
+        "session.inter_op.spin_backoff_max",
+        "session.inter_op.spin_duration_us",
+        "session.intra_op.allow_spinning",
+        "session.intra_op.spin_backoff_max",
+        "session.intra_op.spin_duration_us",
+        "session.intra_op_thread_affinities",
+        "session.prepack.enable_parallel",
+        "session.use_device_allocator_for_initializers",
+        "session.use_env_allocators",
+    }
+)
+"""Config entries that decide how a session works, not what it is."""
+_OF_THE_MODEL = frozenset(
+    {
+        "mlas.disable_kleidiai",
+        "mlas.enable_gemm_fastmath_arm64_bfloat16",
+        "mlas.kleidiai.conv_igemm_max_work",
+        "mlas.nchwc_depthwise_sliding",
+        "mlas.nchwc_pointwise_conv_max_input_channel_batch",
+        "mlas.qnbit.force_fp32",
+        "mlas.use_lut_gemm",
+        "optimization.constant_folding_max_output_size_in_bytes",
+        "optimization.disable_specified_optimizers",
+        "optimization.enable_cast_chain_elimination",
+        "optimization.enable_gelu_approximation",
+        "session.disable_aot_function_inlining",
+        "session.disable_cpu_ep_fallback",
+        "session.disable_double_qdq_remover",
+        "session.disable_qdq_constant_folding",
+        "session.disable_quant_qdq",
+        "session.enable_dq_matmulnbits_fusion",
+        "session.enable_quant_qdq_cleanup",
+        "session.function_expansion_byte_limit",
+        "session.function_expansion_node_limit",
+        "session.gqa_value_layout",
+        "session.graph_optimizations_loop_level",
+        "session.qdq_matmulnbits_accuracy_level",
+        "session.qdq_matmulnbits_block_size",
+        "session.qdqisint8allowed",
+        "session.set_denormal_as_zero",
+        "session.x64quantprecision",
+    }
+)
+"""Config entries that are part of the recipe."""
+_NAMESPACES = ("ep.", "memory.", "mlas.", "optimization.", "session.")
+"""Of onnxruntime's own config entries; others are read by custom operators only."""
+
+
+# Now, while onnxruntime is being imported: what is on the disk later may be another one.
+installation()
+
+
+def search_path() -> tuple[str, ...]:
+    """``sys.path`` for another process: absolute directories with names in UTF-8."""
+    found = [each for each in sys.path if isinstance(each, str)]
+    try:
+        found = [os.path.abspath(each) for each in found]
+    except OSError:  # The working directory is gone.
+        found = [each for each in found if os.path.isabs(each)]
+    return tuple(each for each in found if each.encode(errors="replace").decode() == each)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a session was asked to be.
+
+    ``options`` is the user's object, None for the defaults; ``record`` what is known of it.
+    """
+
+    options: Any
+    record: Record
+    providers: tuple[tuple[str, ...], ...]
+    disabled_optimizers: tuple[str, ...]
+
+
+def read_settings(
+    options: Any, providers: Any, provider_options: Any, disabled_optimizers: Any
+) -> Settings:
+    """Of the arguments as onnxruntime gets them. Raises NotServed."""
+    record = Record() if options is None else _record(options)
+    return Settings(
+        options,
+        record,
+        _providers(_normalized(providers, provider_options)),
+        _optimizers(disabled_optimizers),
+    )
+
+
+def _record(options: Any) -> Record:
+    record = records.record_of(options)
+    if record is None:
+        raise NotServed("options_unknown", "these SessionOptions were made unseen")
+    if not records.is_watched():
+        raise NotServed("options_unknown", "SessionOptions has methods that nobody watches")
+    if record.other:
+        raise NotServed("session_option", f"SessionOptions.{record.other} was called")
+    unknown = records.unknown_settings(options)
+    if unknown:
+        raise NotServed("options_unknown", f"SessionOptions.{unknown[0]} is set")
+    if records.setting(options, "optimized_model_filepath"):
+        raise NotServed("session_option", "SessionOptions.optimized_model_filepath is set")
+    return record
+
+
+def _normalized(providers: Any, provider_options: Any) -> list[tuple[str, dict[str, str]]]:
+    """As onnxruntime normalises them; without its warnings, and refusing what it refuses."""
+    available: list[str] = binding.get_available_providers()
+    found = _pairs(providers, provider_options) if providers is not None else []
+    if not found:
+        return [(name, {}) for name in available]
+    pairs: dict[str, dict[str, str]] = {}
+    for name, options in found:
+        pairs.setdefault(name, {_text(key): _text(value) for key, value in options.items()})
+    strangers = pairs.keys() - set(binding.get_all_providers())
+    if strangers:
+        raise NotServed("provider", f"there is no {', '.join(sorted(strangers))}")
+    # The others that this build does not have are warned about and passed over.
+    return [(name, options) for name, options in pairs.items() if name in available]
+
+
+def _pairs(providers: Any, provider_options: Any) -> list[tuple[str, Any]]:
+    if type(providers) not in (list, tuple):
+        raise NotServed("arguments", f"providers are a {type(providers).__name__}")
+    if provider_options is None:
+        pairs = [each if type(each) is tuple else (each, {}) for each in providers]
+    elif type(provider_options) in (list, tuple) and len(provider_options) == len(providers):
+        pairs = list(zip(providers, provider_options, strict=True))
+    else:
+        raise NotServed("arguments", "provider_options do not fit providers")
+    for pair in pairs:
+        if len(pair) != 2 or type(pair[0]) is not str or type(pair[1]) is not dict:
+            raise NotServed("arguments", "a provider is neither a name nor (name, options)")
+    return pairs
+
+
+def _text(value: Any) -> str:
+    """As onnxruntime turns options into text; only where that cannot run code of the program."""
+    if type(value) not in (str, int, float, bool):
+        raise NotServed("arguments", f"a provider option is a {type(value).__name__}")
+    return str(value)
+
+
+def _providers(pairs: list[tuple[str, dict[str, str]]]) -> tuple[tuple[str, ...], ...]:
+    names = tuple(name for name, _ in pairs)
+    options = dict(pairs)
+    if set(names) <= _HARMLESS:
+        return (_flat(_CPU, options.get(_CPU, {})),)
+    if _CUDA in names:
+        from trims_shim.patches import onnxruntime_cuda
+
+        if onnxruntime_cuda.is_served(names):
+            described = onnxruntime_cuda.describe(options.pop(_CUDA))
+            return (_flat(_CUDA, described), _flat(_CPU, options.get(_CPU, {})))
+    raise NotServed("provider", f"providers {', '.join(names)}")
+
+
+def _flat(name: str, options: Mapping[str, str]) -> tuple[str, ...]:
+    return (name, *(text for pair in sorted(options.items()) for text in pair))
+
+
+def _optimizers(disabled: Any) -> tuple[str, ...]:
+    if disabled is None:
+        return ()
+    if type(disabled) not in (set, frozenset, list, tuple):
+        # An iterator would be used up by looking at it.
+        raise NotServed("arguments", f"disabled_optimizers are a {type(disabled).__name__}")
+    if not all(type(each) is str for each in disabled):
+        raise NotServed("arguments", "disabled_optimizers are not all names")
+    return tuple(sorted(set(disabled)))
+
+
+# --- recipes --------------------------------------------------------------------------------------
+
+
+def recipe_of(settings: Settings, *, prepack: str) -> SessionRecipe:
+    """Raises NotServed for a config entry that is not known to be harmless.
+
+    ``prepack`` is the setting of this name; a program that says itself whether weights are packed
+    is listened to.
+    """
+    entries = _entries(settings.record.entries)
+    asked = entries.pop(NO_PREPACKING, None)
+    if asked is not None:
+        prepack = "off" if asked == "1" else "share"
+    is_deterministic, level = _defaults()
+    if settings.options is not None:
+        is_deterministic = bool(records.setting(settings.options, "use_deterministic_compute"))
+        level = records.setting(settings.options, "graph_optimization_level").name
+    return SessionRecipe(
+        runtime=installation().runtime,
+        build=installation().build,
+        providers=settings.providers,
+        level=level,
+        entries=tuple(sorted(entries.items())),
+        free_dimensions=tuple(
+            sorted((kind, name, str(v)) for (kind, name), v in settings.record.dimensions.items())
+        ),
+        disabled_optimizers=settings.disabled_optimizers,
+        is_deterministic=is_deterministic,
+        prepack=prepack,
+    )
+
+
+def default_recipe(*, prepack: str) -> SessionRecipe:
+    """Of a session on the CPU without any option."""
+    settings = Settings(None, Record(), ((_CPU,),), ())
+    return recipe_of(settings, prepack=prepack)
+
+
+def _entries(found: Mapping[str, str]) -> dict[str, str]:
+    entries = {}
+    for key, value in found.items():
+        if key in _OF_THE_RUN:
+            continue
+        is_known = key in _OF_THE_MODEL or key == NO_PREPACKING
+        if not is_known and key.startswith(_NAMESPACES):
+            raise NotServed("config_entry", f"config entry {key} is set")
+        entries[key] = value
+    return entries
+
+
+@functools.cache
+def _defaults() -> tuple[bool, str]:
+    fresh = records.SessionOptions()
+    return bool(fresh.use_deterministic_compute), fresh.graph_optimization_level.name

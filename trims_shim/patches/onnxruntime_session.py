@@ -1,0 +1,362 @@
+"""onnxruntime.InferenceSession: made from the machine's prepared model where there is one.
+
+The seam is the method that makes the compiled session, ``_create_inference_session``: construction,
+its retry on the CPU, ``set_providers`` and the fallback of ``run`` all end there, and so do
+subclasses and programs that imported the class by name. The class object itself is never replaced.
+
+    hit       the original, on a clone of the user's options (no optimisation: that has been done)
+              and the path of the prepared model; then the session's attributes read as before
+    no hit    the original, untouched; the daemon has the model prepared meanwhile, for the next one
+
+Whatever goes wrong on a hit, the attributes are put back and the original makes the session as if
+nothing had been tried; so errors are the original's. Nothing here raises ValueError or RuntimeError
+into onnxruntime, which would take it for a failing provider and say so on the terminal.
+
+The lease of a prepared model lives as long as the compiled session: others may hold that one (an
+IOBinding, metadata), and ``set_providers`` replaces it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import onnxruntime.capi.onnxruntime_inference_collection as collection
+import onnxruntime.capi.onnxruntime_pybind11_state as binding
+
+from trims_shim import diagnostics, patches
+from trims_shim.client.cache import cache
+from trims_shim.client.prepared import PreparedModel
+from trims_shim.daemon.installation import installation
+from trims_shim.errors import ConfigError, NotServed, PatchError, TrimsError
+from trims_shim.memory import heap
+from trims_shim.patches import onnxruntime_models as models
+from trims_shim.patches import onnxruntime_records as records
+from trims_shim.patches import onnxruntime_seed
+from trims_shim.patches.onnxruntime_recipe import (
+    NO_PREPACKING,
+    Settings,
+    read_settings,
+    recipe_of,
+    search_path,
+)
+from trims_shim.patches.points import PatchPoint
+from trims_shim.wire.messages import SessionRecipe
+
+__all__ = ["POINTS"]
+
+_logger = logging.getLogger("trims_shim")
+
+_CPU = "CPUExecutionProvider"
+_ATTRIBUTES = ("_model_path", "_model_bytes", "_sess_options", "_read_config_from_model", "_sess")
+"""Of a session, which the original reads or sets and this file has to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A session that could be made from a prepared model."""
+
+    model: models.Model
+    settings: Settings
+    recipe: SessionRecipe
+
+    @property
+    def extra_entries(self) -> dict[str, str]:
+        """Config entries that the setting asks for, and the program leaves open."""
+        is_open = NO_PREPACKING not in self.settings.record.entries
+        return {NO_PREPACKING: "1"} if is_open and self.recipe.prepack == "off" else {}
+
+
+def _create(session: Any, original: Callable[[], Any], arguments: tuple[Any, Any, Any]) -> None:
+    """In place of ``original``, which makes the compiled session of ``session``."""
+    plan = _plan(session, arguments)
+    if plan is None:
+        original()
+        return
+    offer: Callable[[], None] | None = None
+    if plan.model.data is None:
+        prepared = _ask(plan, plan.model.path or "")
+    else:
+        prepared, offer = _ask_for_bytes(plan, plan.model.data)
+    failure: Exception | None = None
+    if prepared is not None:
+        try:
+            _create_prepared(session, original, plan, prepared)
+        # Border: nothing has changed; whatever it was, the original makes the session.
+        except Exception as error:
+            failure = error
+        else:
+            return
+    try:
+        _create_plainly(session, original, plan)
+        if failure is not None:
+            # Not before: what the original fails of as well is not ours to speak of.
+            with _Border(plan.model.name, reason="prepared_failed"):
+                raise failure
+    finally:
+        failure = None  # Its traceback has this frame.
+    if offer is not None:
+        offer()
+
+
+def _plan(session: Any, arguments: tuple[Any, Any, Any]) -> _Plan | None:
+    """What to ask for; None (counted) where the original has to do it."""
+    with _Border("a session"):
+        config = cache().config
+        model = models.model_of(session, min_bytes=models.least_bytes(config))
+        if session._read_config_from_model:
+            raise NotServed("model_config", f"{model.name}: its options are in the model")
+        if onnxruntime_seed.is_set():
+            raise NotServed("random_seed", f"{model.name}: onnxruntime.set_seed was called")
+        settings = read_settings(session._sess_options, *arguments)
+        return _Plan(model, settings, recipe_of(settings, prepack=config.ort_prepack))
+    return None
+
+
+# --- asking the daemon ----------------------------------------------------------------------------
+
+
+def _ask(plan: _Plan, path: str) -> PreparedModel | None:
+    with _Border(path):
+        shared = cache()
+        with models.opened(path, min_bytes=models.least_bytes(shared.config)) as descriptor:
+            return shared.open_prepared(
+                plan.recipe,
+                package=installation().package,
+                search_path=search_path(),
+                descriptor=descriptor,
+                path=models.absolute(path),
+            )
+    return None
+
+
+def _ask_for_bytes(
+    plan: _Plan, data: bytes
+) -> tuple[PreparedModel | None, Callable[[], None] | None]:
+    """Bytes are asked for by digest; what to do once the session is there, if they are unknown.
+
+    They are copied for the daemon only then, so that the first session waits for nothing.
+    """
+    digest = ""
+    with _Border(plan.model.name):
+        shared = cache()
+        # Nobody hashes a gigabyte for a daemon that is not there.
+        shared.welcome(may_start=shared.config.autostart)
+        digest = models.digest_of(data)
+        try:
+            return _look_for(plan, digest), None
+        except NotServed as error:
+            if error.reason != "unknown":
+                raise
+        diagnostics.fallback("unknown", what=plan.model.name)
+        return None, functools.partial(_offer, plan, data, digest)
+    return None, None
+
+
+def _look_for(plan: _Plan, digest: str, *, descriptor: int | None = None) -> PreparedModel:
+    return cache().open_prepared(
+        plan.recipe,
+        package=installation().package,
+        search_path=search_path(),
+        descriptor=descriptor,
+        digest=digest,
+    )
+
+
+def _offer(plan: _Plan, data: bytes, digest: str) -> None:
+    """Have these bytes prepared for the next session. Its own is there: nothing may fail now."""
+    try:
+        with models.offered(data) as descriptor:
+            _look_for(plan, digest, descriptor=descriptor).release()
+        reason = "hit"
+    except TrimsError as error:
+        reason = error.reason
+    # Border: the session has been made; there is nothing to fall back to.
+    except Exception as error:
+        reason = "internal_error"
+        _logger.debug("%s is not offered to the daemon: %r", plan.model.name, error)
+    diagnostics.count("offered", reason)
+
+
+# --- making the session ---------------------------------------------------------------------------
+
+
+def _create_prepared(
+    session: Any, original: Callable[[], Any], plan: _Plan, prepared: PreparedModel
+) -> None:
+    """From the prepared model. Raises whatever goes wrong; nothing has changed then."""
+    settings = plan.settings
+    with _releasing_on_error(prepared):
+        options = records.clone(
+            settings.options,
+            settings.record,
+            level=binding.GraphOptimizationLevel.ORT_DISABLE_ALL,
+            entries=plan.extra_entries,
+        )
+        shown = records.clone(settings.options, settings.record)
+        with (
+            heap.given_back(),
+            _with_attributes(session, prepared.path, None, options),
+            _on_device(session, options, prepared.path, plan.recipe),
+        ):
+            original()
+        session._sess_options = shown
+        weakref.finalize(session._sess, prepared.release).atexit = False
+    diagnostics.count("served", "onnxruntime")
+    diagnostics.count("bytes_shared", amount=prepared.size_bytes)
+
+
+def _create_plainly(session: Any, original: Callable[[], Any], plan: _Plan) -> None:
+    """By the original; with the entries that a hit would have, so that both give equal results."""
+    settings = plan.settings
+    options = shown = None
+    with _Border(plan.model.name):
+        if plan.extra_entries:
+            shown = records.clone(settings.options, settings.record)
+            options = records.clone(settings.options, settings.record, entries=plan.extra_entries)
+    if options is None:
+        original()
+        # As onnxruntime hands it out it has no record, and the next session may be given it.
+        with contextlib.suppress(TypeError):
+            records.adopt(session._sess_options, settings.record.copy())
+        return
+    with _with_attributes(session, session._model_path, session._model_bytes, options):
+        original()
+    session._sess_options = shown
+
+
+@contextlib.contextmanager
+def _with_attributes(
+    session: Any, path: str | None, data: bytes | None, options: Any
+) -> Iterator[None]:
+    """Let the original find another model and other options; the model's are put back in any case.
+
+    The options only on failure: the original replaces them by those of the compiled session.
+    """
+    before = session._model_path, session._model_bytes
+    options_before = session._sess_options
+    session._model_path, session._model_bytes, session._sess_options = path, data, options
+    try:
+        yield
+    except BaseException:
+        session._sess_options = options_before
+        raise
+    finally:
+        session._model_path, session._model_bytes = before
+
+
+def _on_device(
+    session: Any, options: Any, path: str, recipe: SessionRecipe
+) -> contextlib.AbstractContextManager[None]:
+    if recipe.providers[0][0] == _CPU:
+        return contextlib.nullcontext()
+    from trims_shim.patches import onnxruntime_cuda
+
+    return onnxruntime_cuda.creating(session, options, path, recipe.providers)
+
+
+@contextlib.contextmanager
+def _releasing_on_error(prepared: PreparedModel) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        prepared.release()
+        raise
+
+
+class _Border:
+    """Counts what goes wrong in its block, under its own name or ``reason``, and swallows it."""
+
+    def __init__(self, what: str, *, reason: str = "internal_error") -> None:
+        self._what = what
+        self._reason = reason
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if error is None or not isinstance(error, Exception):
+            return False
+        if isinstance(error, TrimsError):
+            if error.reason not in diagnostics.EXPECTED_REASONS and _is_strict():
+                return False
+            diagnostics.fallback(error.reason, error, what=self._what)
+            return True
+        # Border: the shim never makes a session fail; whatever it was, the original makes it.
+        if _is_strict():
+            text = f"{self._what}: {type(error).__name__}: {error}"
+            raise PatchError(text) from error
+        diagnostics.fallback(self._reason, error, what=self._what)
+        return True
+
+
+def _is_strict() -> bool:
+    try:
+        return bool(cache().config.strict)
+    except ConfigError:
+        return False
+
+
+# --- the patch point ------------------------------------------------------------------------------
+
+
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _create_inference_session(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = _arguments(args, kwargs) if patches.active() else None
+        if arguments is None:
+            return original(self, *args, **kwargs)
+        return _create(self, functools.partial(original, self, *args, **kwargs), arguments)
+
+    return _create_inference_session
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+    """(providers, provider_options, disabled_optimizers); None for a call onnxruntime refuses."""
+    names = ("providers", "provider_options", "disabled_optimizers")
+    given = dict(zip(names, args, strict=False))
+    if len(args) > len(names) or given.keys() & kwargs.keys() or not kwargs.keys() <= set(names):
+        return None
+    given.update(kwargs)
+    if len(given) < 2 or not given.keys() >= {"providers", "provider_options"}:
+        return None
+    return given["providers"], given["provider_options"], given.get("disabled_optimizers")
+
+
+def _probe() -> str | None:
+    method = vars(collection.InferenceSession).get("_create_inference_session")
+    code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+    if code is None:
+        return "InferenceSession._create_inference_session is not the method it was"
+    if code.co_varnames[: code.co_argcount] != (
+        "self",
+        "providers",
+        "provider_options",
+        "disabled_optimizers",
+    ):
+        return "InferenceSession._create_inference_session has other arguments"
+    missing = set(_ATTRIBUTES) - set(code.co_names)
+    if missing:
+        return f"InferenceSession has no {', '.join(sorted(missing))}"
+    return None
+
+
+POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        name="onnxruntime.InferenceSession",
+        library="onnxruntime",
+        targets=(
+            "onnxruntime.capi.onnxruntime_inference_collection:"
+            "InferenceSession._create_inference_session",
+        ),
+        supported="1.19 and newer",
+        probe=_probe,
+        wrap=_wrap,
+    ),
+)

@@ -1,0 +1,60 @@
+"""Have an ONNX model prepared before anybody needs it: for sessions on the CPU without options.
+
+The recipe is that of ``onnxruntime.InferenceSession(path)`` in this interpreter; sessions with
+options that change the graph are prepared when they are first made. Nothing is patched here, and no
+session is made.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import onnxruntime  # noqa: F401  before our own: its import has patches applied, which import those
+
+from trims_shim import diagnostics
+from trims_shim.client.cache import cache
+from trims_shim.client.prepared import PreparedModel
+from trims_shim.daemon.installation import installation
+from trims_shim.errors import DaemonTimeout, NotServed
+from trims_shim.patches.onnxruntime_models import absolute, opened
+from trims_shim.patches.onnxruntime_recipe import default_recipe, search_path
+
+__all__ = ["prepare"]
+
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 0.5
+_PATIENCE_S = 60.0
+"""Beyond ``prepare_timeout``: for models that others wait for."""
+
+
+def prepare(path: str) -> PreparedModel:
+    """The prepared model of a file of any size; its lease is the caller's. Blocks until it is done.
+
+    Starts the daemon when none runs. Raises OSError for the file, NotServed where it cannot be
+    prepared, other TrimsError when the cache cannot take it.
+    """
+    shared = cache()
+    recipe = default_recipe(prepack=shared.config.ort_prepack)
+    os.stat(path)
+    deadline_s = time.monotonic() + shared.config.prepare_timeout + _PATIENCE_S
+    pause_s = 0.0
+    while True:
+        with opened(path, min_bytes=0) as descriptor:
+            try:
+                model = shared.open_prepared(
+                    recipe,
+                    package=installation().package,
+                    search_path=search_path(),
+                    descriptor=descriptor,
+                    path=absolute(path),
+                )
+                diagnostics.count("warmed", "prepared" if pause_s else "already")
+                return model
+            except NotServed as error:
+                if error.reason != "preparing":
+                    raise
+        if time.monotonic() > deadline_s:
+            raise DaemonTimeout(f"{path} is not prepared in time; see `trims status`")
+        pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        time.sleep(pause_s)
