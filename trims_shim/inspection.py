@@ -29,6 +29,8 @@ from trims_shim import config as configuration
 from trims_shim._version import __version__
 from trims_shim.client.cache import Cache, cache
 from trims_shim.config import Config
+from trims_shim.daemon import prepared_directory
+from trims_shim.daemon.prepared_directory import PreparedSettings
 from trims_shim.errors import ConfigError, PatchError, TrimsError
 from trims_shim.patches.points import resolve
 from trims_shim.wire.endpoint import Endpoint
@@ -41,6 +43,7 @@ __all__ = [
     "LimitStatus",
     "MemoryKind",
     "PatchStatus",
+    "PreparedSupport",
     "SettingStatus",
     "SocketStatus",
     "WrapperChain",
@@ -151,6 +154,21 @@ class DeviceSupport:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedSupport:
+    """Whether ONNX models can be prepared here, as far as files go; ``problem`` is why not.
+
+    ``spare_bytes``: what is free of the file system, less the part that is left to others.
+    """
+
+    is_available: bool
+    problem: str
+    directory: str
+    exists: bool
+    budget_bytes: int
+    spare_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SocketStatus:
     """The socket directory; ``problem`` is why it is not usable (yet)."""
 
@@ -206,6 +224,7 @@ class Description:
     wrappers: tuple[WrapperChain, ...]
     memory: tuple[MemoryKind, ...]
     device: DeviceSupport
+    prepared: PreparedSupport
     socket: SocketStatus
     daemon: DaemonStatus
     limits: LimitStatus
@@ -238,6 +257,7 @@ def _look(the_cache: Cache, problems: tuple[str, ...]) -> Description:
         wrappers=tuple(_wrappers()),
         memory=_memory(),
         device=_device(settings),
+        prepared=_prepared(settings),
         socket=_socket(the_cache.endpoint),
         daemon=_daemon(the_cache),
         limits=_limits(),
@@ -447,6 +467,25 @@ def _ask_child(code: str) -> Any:
     # The interpreter may be an embedded one, the machine out of processes...
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise _NoAnswer(str(error)) from error
+
+
+def _prepared(settings: Config) -> PreparedSupport:
+    found = PreparedSettings.of(settings)
+    budget_bytes = spare_bytes = 0
+    problem = found.problem or prepared_directory.examine(found.directory)
+    try:
+        space = prepared_directory.space_of(found.directory)
+        budget_bytes, spare_bytes = found.budget.of(space.total_bytes), space.spare_bytes
+    except OSError as error:
+        problem = problem or str(error)
+    return PreparedSupport(
+        is_available=not problem,
+        problem=problem,
+        directory=found.directory,
+        exists=os.path.isdir(found.directory),
+        budget_bytes=budget_bytes,
+        spare_bytes=spare_bytes,
+    )
 
 
 def _socket(endpoint: Endpoint) -> SocketStatus:

@@ -34,9 +34,7 @@ def on_devices(
     trims: Trims, make_emulated_environment: Callable[..., dict[str, str]]
 ) -> Iterator[Trims]:
     """Commands on a machine with two devices."""
-    trims.environment.update(
-        make_emulated_environment(devices=2), TRIMS_DEVICE_HEADROOM_BYTES="64M"
-    )
+    trims.environment.update(make_emulated_environment(devices=2))
     yield trims
     if trims.sockets.exists():
         trims("stop")
@@ -72,6 +70,11 @@ def test_the_life_of_an_image_on_a_device(on_devices: Trims, model: Path) -> Non
     assert trims("warm", "--device", "cuda:0", str(model)).returncode == Exit.OK
     assert sorted(tiers(trims)) == sorted([first, "host"])
     assert "1 images: 1 on host, 0 on" in trims("status").stdout
+    digits = warmed["digest"][:12]
+    both = trims("verify", str(model)).stdout
+    assert both == f"{digits} sound on host\n{digits} sound on {first}\n"
+    assert trims("verify", "--device", "cuda:0", str(model)).stdout == f"{digits} sound\n"
+    assert trims("verify", "--all", "--device", "cuda:1").stdout == ""
     assert "evicted 1 images" in trims("evict", "--all", "--tier", "host").stdout
     assert tiers(trims) == [first]
     assert "held 1 images (2.0 MiB)" in trims("stop").stdout

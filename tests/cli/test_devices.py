@@ -21,6 +21,8 @@ from trims_shim.wire.messages import (
     DeviceStatus,
     EvictImageReply,
     EvictImageRequest,
+    EvictPreparedReply,
+    EvictPreparedRequest,
     GetStatusReply,
     ImageStatus,
     MemoryStatus,
@@ -85,6 +87,11 @@ WITH_DEVICES = dataclasses.replace(
         "client.not_on_device:no_space": 3,
         "client.not_on_device:capturing": 1,
         "client.unshared:optimizer": 7,
+        "images_copied_from_peer": 2,
+        "peer_copies_failed": 1,
+        "images_promoted": 5,
+        "images_demoted": 3,
+        "evicted_under_pressure": 4,
     },
     devices=(device(FIRST), device(SECOND, free_bytes=-1, lingering_bytes=-1, name="A100 MIG 1g")),
 )
@@ -130,6 +137,10 @@ def test_status_shows_devices_and_tiers(capsys: pytest.CaptureFixture[str]) -> N
     assert "lingering: ?" in second
     counted = "on GPUs   4 (capturing 1, no_space 3) not shared there; made private 7 (optimizer 7)"
     assert counted in shown
+    assert (
+        "moves     2 from device to device (1 failed, see the log), 5 up from host memory, "
+        "3 down to it; 4 evicted under pressure\n"
+    ) in shown
     assert "2 images: 1 on host, 2 on GPU-8f6c2d1e, 0 on MIG-77aa0b1c" in shown
     rows = [line.split() for line in shown.splitlines() if re.match(r"[ab]{12} ", line)]
     assert [(row[0][0], row[3]) for row in rows] == [
@@ -146,7 +157,7 @@ def test_status_without_devices(
     assert main(["status"]) == Exit.OK
     shown = capsys.readouterr().out
     assert "\n1 images\n" in shown
-    assert not re.search(r"^(device|on GPUs)", shown, re.MULTILINE)
+    assert not re.search(r"^(device|moves|on GPUs)", shown, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("daemon")
@@ -244,6 +255,8 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked: list[Any] = []
 
     def request(message: Any) -> Any:
+        if isinstance(message, EvictPreparedRequest):
+            return EvictPreparedReply((), 0)
         asked.append(message)
         return EvictImageReply(("a" * 64,), GIB)
 
@@ -354,7 +367,7 @@ def test_warm_names_a_device_before_any_daemon_runs(monkeypatch: pytest.MonkeyPa
 
 
 def shown_device(support: DeviceSupport) -> str:
-    found = Description({}, (), (), (), (), support, *[None] * 5)  # type: ignore[arg-type]
+    found = Description({}, (), (), (), (), support, *[None] * 6)  # type: ignore[arg-type]
     return info._device(found)
 
 

@@ -13,7 +13,7 @@ from trims_shim.cli import images
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.daemon import loader
-from trims_shim.wire.messages import VerifyImageReply
+from trims_shim.wire.messages import TierCheck, VerifyImageReply
 
 from .conftest import MODEL_BYTES, Trims
 
@@ -84,13 +84,27 @@ def test_verify(warmed: Trims, model: Path) -> None:
     assert all(reply["is_sound"] for reply in replies)
 
 
+def test_verify_at_one_tier(warmed: Trims, model: Path) -> None:
+    assert warmed("verify", "--tier", "host", str(model)).stdout.endswith(" sound\n")
+    assert warmed("verify", "--all", "--tier", "host").stdout.endswith(" sound\n")
+    elsewhere = warmed("verify", "--tier", "GPU-8f6c", str(model))
+    assert elsewhere.returncode == Exit.FAILED
+    assert "GPU-8f6c" in elsewhere.stderr
+    assert warmed("verify", "--tier", "host", "--device", "0", "--all").returncode == Exit.USAGE
+
+
 def test_verify_of_damaged_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Sealed memory cannot be damaged from here, so the daemon's answer is made up."""
-    monkeypatch.setattr(images, "_request", lambda message: VerifyImageReply("a" * 64, "b" * 64))
+    found = (("host", "a" * 64), ("GPU-1", "b" * 64), ("GPU-2", "", "no"))
+    reply = VerifyImageReply("a" * 64, "b" * 64, tuple(TierCheck(*each) for each in found))
+    monkeypatch.setattr(images, "_request", lambda message: reply)
     assert main(["verify", "aaaaaaaa"]) == Exit.FAILED
-    assert "DAMAGED" in capsys.readouterr().out
+    host, first, second = capsys.readouterr().out.splitlines()
+    assert host == "a" * 12 + " sound on host"
+    assert first.startswith("a" * 12 + " DAMAGED on GPU-1: its bytes now hash to bbbb")
+    assert second == "a" * 12 + " NOT CHECKED on GPU-2: no"
     assert main(["verify", "aaaaaaaa", "--json"]) == Exit.FAILED
     assert json.loads(capsys.readouterr().out)[0]["is_sound"] is False
 

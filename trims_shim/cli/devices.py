@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from trims_shim.cli.text import bar, size
 from trims_shim.errors import UnknownDevice
@@ -54,8 +54,23 @@ def short(tier: str) -> str:
 
 
 def device_lines(reply: GetStatusReply) -> list[str]:
-    """Two lines for each device tier."""
-    return [line for device in reply.devices for line in _lines(device, reply)]
+    """Two lines for each device tier, and what has moved between tiers."""
+    if not reply.devices:
+        return []
+    lines = [line for device in reply.devices for line in _lines(device, reply)]
+    return [*lines, _moves(reply.counters)]
+
+
+def _moves(counters: Mapping[str, int]) -> str:
+    count = counters.get
+    failed = count("peer_copies_failed", 0)
+    return (
+        f"moves     {count('images_copied_from_peer', 0)} from device to device"
+        + (f" ({failed} failed, see the log)" if failed else "")
+        + f", {count('images_promoted', 0)} up from host memory, "
+        f"{count('images_demoted', 0)} down to it; "
+        f"{count('evicted_under_pressure', 0)} evicted under pressure"
+    )
 
 
 def _lines(device: DeviceStatus, reply: GetStatusReply) -> tuple[str, str]:

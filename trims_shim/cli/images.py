@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import glob
+import importlib.util
 import os
 import sys
 import time
@@ -34,6 +35,8 @@ __all__ = ["evict", "pin", "unpin", "verify", "warm"]
 
 MODEL_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """Files taken from a directory; a file that is named itself may be called anything."""
+ONNX_SUFFIX = ".onnx"
+"""Taken as well where there is an onnxruntime to prepare them with."""
 
 
 # --- warm -----------------------------------------------------------------------------------------
@@ -77,6 +80,9 @@ def warm(arguments: argparse.Namespace) -> Exit:
 def _files(word: str) -> Iterator[str]:
     """The model files that a word of the command line means; a missing one is kept, to be named."""
     matches = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
+    suffixes: tuple[str, ...] = MODEL_SUFFIXES
+    if importlib.util.find_spec("onnxruntime") is not None:
+        suffixes = (*MODEL_SUFFIXES, ONNX_SUFFIX)
     for match in matches or [word]:
         if not os.path.isdir(match):
             yield match
@@ -84,7 +90,7 @@ def _files(word: str) -> Iterator[str]:
         for directory, names, files in os.walk(match):
             names.sort()
             for name in sorted(files):
-                if name.endswith(MODEL_SUFFIXES):
+                if name.endswith(suffixes):
                     yield os.path.join(directory, name)
 
 
@@ -99,7 +105,10 @@ def _warm(path: str, tier: str, *, is_pinned: bool) -> _Warmed:
     start = time.monotonic()
     before = _hits()
     try:
-        with api.open(path, device=None if tier == HOST_TIER else tier) as handle:
+        device = None if tier == HOST_TIER else tier
+        if path.endswith(ONNX_SUFFIX):
+            return _prepare(path, device, is_pinned=is_pinned)
+        with api.open(path, device=device) as handle:
             if is_pinned:
                 cache().request(messages.PinImageRequest(handle.digest, is_pinned=True))
             seconds = time.monotonic() - start
@@ -109,6 +118,20 @@ def _warm(path: str, tier: str, *, is_pinned: bool) -> _Warmed:
         raise  # True of every file.
     except (TrimsError, OSError) as error:
         return _Warmed(path, tier=tier, error=str(error))
+
+
+def _prepare(path: str, device: str | None, *, is_pinned: bool) -> _Warmed:
+    """An ONNX model; the size that is shown is that of the file that was named."""
+    start = time.monotonic()
+    before = _prepared()
+    key = api.warm(path, device=device, pin=is_pinned)
+    outcome = "prepared" if _prepared() > before else "prepared already"
+    seconds = time.monotonic() - start
+    return _Warmed(path, key, os.path.getsize(path), seconds, outcome, "prepared")
+
+
+def _prepared() -> int:
+    return api.stats().events.get("warmed:prepared", 0)
 
 
 def _hits() -> int:
@@ -139,29 +162,51 @@ def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
 
 
 def evict(arguments: argparse.Namespace) -> Exit:
-    """Drop one image, or all that are neither leased nor pinned."""
-    image = "" if arguments.all else _name_of(arguments.image)
-    word = arguments.device or arguments.tier
-    named = device_named if arguments.device else tier_named
-    tier = named(word, _devices()) if word else ""
-    reply: messages.EvictImageReply = _request(messages.EvictImageRequest(image, tier))
+    """Drop one image or prepared model, or all that are neither leased nor pinned."""
+    name = "" if arguments.all else _name_of(arguments.image)
+    tier = _tier_of(arguments)
+    images, prepared = _evict(name, tier)
     if arguments.json:
-        print_json(dataclasses.asdict(reply))
+        keys = {"prepared": prepared.keys, "prepared_freed_bytes": prepared.freed_bytes}
+        print_json(dataclasses.asdict(images) | keys)
     else:
-        print(f"evicted {len(reply.digests)} images, {size(reply.freed_bytes)}")
+        text = f"evicted {len(images.digests)} images, {size(images.freed_bytes)}"
+        if prepared.keys or not images.digests:
+            text += f", and {len(prepared.keys)} prepared models, {size(prepared.freed_bytes)}"
+        print(text)
     return Exit.OK
 
 
+def _evict(name: str, tier: str) -> tuple[messages.EvictImageReply, messages.EvictPreparedReply]:
+    """What a name means may be either, or both; prepared models are at no tier."""
+    images, prepared = messages.EvictImageReply((), 0), messages.EvictPreparedReply((), 0)
+    unknown = []
+    try:
+        images = _request(messages.EvictImageRequest(name, tier))
+    except UnknownImage as error:
+        unknown.append(error)
+    if not tier:
+        try:
+            prepared = _request(messages.EvictPreparedRequest(name))
+        except UnknownImage as error:
+            unknown.append(error)
+    if len(unknown) == (1 if tier else 2):
+        raise unknown[0]
+    return images, prepared
+
+
 def verify(arguments: argparse.Namespace) -> Exit:
-    """Hash images again; a different digest means damaged memory."""
+    """Hash images again, wherever they are; a different digest means damaged memory."""
+    tier = _tier_of(arguments)
     if arguments.all:
-        images = list(dict.fromkeys(image.digest for image in ask().images))
+        found = (image for image in ask().images if tier in ("", image.tier))
+        images = list(dict.fromkeys(image.digest for image in found))
     else:
         images = [_name_of(arguments.image)]
     checked = []
     for image in images:
         try:
-            checked.append(_request(messages.VerifyImageRequest(image)))
+            checked.append(_request(messages.VerifyImageRequest(image, tier)))
         except UnknownImage:
             if not arguments.all:
                 raise  # Under --all it was evicted meanwhile.
@@ -170,17 +215,28 @@ def verify(arguments: argparse.Namespace) -> Exit:
         print_json([dataclasses.asdict(r) | {"is_sound": r not in damaged} for r in checked])
     else:
         for reply in checked:
-            print(f"{reply.digest[:12]} {_verdict(reply)}")
+            for check in reply.tiers:
+                where = f" on {check.tier}" if len(reply.tiers) > 1 else ""
+                print(f"{reply.digest[:12]} {_verdict(reply.digest, check, where)}")
     return Exit.FAILED if damaged else Exit.OK
 
 
-def _verdict(reply: messages.VerifyImageReply) -> str:
-    if reply.computed == reply.digest:
-        return "sound"
+def _verdict(digest: str, check: messages.TierCheck, where: str) -> str:
+    if check.error:
+        return f"NOT CHECKED{where}: {check.error}"
+    if check.computed == digest:
+        return f"sound{where}"
     return (
-        f"DAMAGED: its bytes now hash to {reply.computed[:12]}; run `trims evict "
-        f"{reply.digest[:12]}`, restart what uses it, and check the machine's memory"
+        f"DAMAGED{where}: its bytes now hash to {check.computed[:12]}; run `trims evict "
+        f"{digest[:12]}`, restart what uses it, and check the machine's memory"
     )
+
+
+def _tier_of(arguments: argparse.Namespace) -> str:
+    """The tier that ``--device`` or ``--tier`` means; empty where neither is given."""
+    word = arguments.device or arguments.tier
+    named = device_named if arguments.device else tier_named
+    return named(word, _devices()) if word else ""
 
 
 def _name_of(text: str) -> str:

@@ -34,7 +34,7 @@ def _sections(found: Description) -> list[str]:
     if wrapped:
         lines = "\n".join(f"  {each.target}\n    " + "\n    ".join(each.chain) for each in wrapped)
         sections.append(f"wrapped functions, outermost first\n{lines}")
-    machine = [_memory(found), _device(found), _daemon(found), _limits(found)]
+    machine = [_memory(found), _device(found), _prepared(found), _daemon(found), _limits(found)]
     return [*sections, *machine, _settings(found)]
 
 
@@ -75,6 +75,17 @@ def _found(device: DeviceFound) -> str:
     free = f"{size(device.free_bytes)} free" if device.free_bytes >= 0 else "free: ?"
     export = "" if device.can_export else "; cannot export memory (backend vmm)"
     return f"{device.name}, {device.id}, {size(device.total_bytes)}, {free}{export}"
+
+
+def _prepared(found: Description) -> str:
+    prepared = found.prepared
+    place = prepared.directory + ("" if prepared.exists else " (made when it is needed)")
+    lines = [
+        ("models", "can be prepared" if prepared.is_available else f"off: {prepared.problem}"),
+        ("directory", place),
+        ("budget", f"{size(prepared.budget_bytes)}, {size(max(0, prepared.spare_bytes))} to spare"),
+    ]
+    return "prepared ONNX models (TRIMS_CACHE_DIR)\n" + _pairs(lines)
 
 
 def _daemon(found: Description) -> str:

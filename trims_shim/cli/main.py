@@ -179,7 +179,7 @@ def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
         commands,
         "evict",
         "images:evict",
-        "drop images that no process uses",
+        "drop images and prepared ONNX models that no process uses",
         "trims evict 3f2a9c01d4e5",
     )
     verify = _add(
@@ -189,10 +189,10 @@ def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
         "hash images again and compare; status 1 if memory was damaged",
         "trims verify --all",
     )
-    where = evict.add_mutually_exclusive_group()
-    where.add_argument("--device", metavar="DEVICE", help=f"only there: {_DEVICE}")
-    where.add_argument("--tier", metavar="TIER", help="only there: host, or a device")
     for parser in (evict, verify):
+        where = parser.add_mutually_exclusive_group()
+        where.add_argument("--device", metavar="DEVICE", help=f"only there: {_DEVICE}")
+        where.add_argument("--tier", metavar="TIER", help="only there: host, or a device")
         which = parser.add_mutually_exclusive_group(required=True)
         _add_image(which, nargs="?")
         which.add_argument("--all", action="store_true", help="every image")

@@ -9,6 +9,7 @@ from typing import Any
 
 from trims_shim.cli.devices import account, device_lines, image_count, short
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.prepared import counts, prepared_lines, prepared_table
 from trims_shim.cli.text import ago, duration, print_json, size, table
 from trims_shim.client.cache import cache
 from trims_shim.errors import DaemonUnavailable
@@ -84,6 +85,7 @@ def loads(counters: dict[str, int]) -> dict[str, Any]:
             "joined": counters.get("open_joined", 0),
             "refused": counters.get("refused", 0),
         },
+        "prepared_opens": counts(counters),
         "clients_reported": {
             "served": reported("served"),
             "elided": reported("elided"),
@@ -111,6 +113,7 @@ def headline(reply: GetStatusReply) -> list[str]:
         f"memory    {memory.kind}" + (f" ({memory.reason})" if memory.reason else ""),
         f"host      {account(memory)}",
         *device_lines(reply),
+        *prepared_lines(reply),
         f"opens     {opens['hits']} hits, {opens['misses']} misses, {opens['joined']} joined, "
         f"{opens['refused']} refused",
         f"loads     served {_by_reason(clients['served'])}; copies elided "
@@ -143,6 +146,8 @@ def _show(reply: GetStatusReply) -> None:
         print(_images(reply.images[:_IMAGES_SHOWN], reply.now_ns))
     if len(reply.images) > _IMAGES_SHOWN:
         print(f"... {len(reply.images) - _IMAGES_SHOWN} more: `trims ls`")
+    if reply.prepared:
+        print(f"\nprepared ONNX models\n{prepared_table(reply)}")
     clients = _others(reply)
     print(f"\n{len(clients)} clients")
     if clients:

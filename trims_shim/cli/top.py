@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trims_shim.cli.devices import short
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.prepared import TITLES, row_of
 from trims_shim.cli.status import ask, describe, headline
 from trims_shim.cli.text import ago, print_json, size
 from trims_shim.errors import DaemonUnavailable
@@ -21,8 +22,16 @@ from trims_shim.wire.messages import GetStatusReply
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
 __all__ = ["top"]
+
+_RATES = (
+    ("open_hit", "hits"),
+    ("open_miss", "misses"),
+    ("prepared_hit", "prepared"),
+    ("refused", "refusals"),
+)
 
 
 def top(arguments: argparse.Namespace) -> Exit:
@@ -87,7 +96,26 @@ def _draw(now: GetStatusReply, before: GetStatusReply | None) -> Group:
             style="bold" if image.leases else None,
         )
     lines = [*headline(now), _rates(now, before)]
-    return Group(Text("\n".join(line for line in lines if line)), table)
+    tables = [table, _draw_prepared(now)] if now.prepared else [table]
+    return Group(Text("\n".join(line for line in lines if line)), *tables)
+
+
+def _draw_prepared(now: GetStatusReply) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    *titles, names = TITLES
+    for title in titles:
+        side: Literal["left", "right"] = "left" if title in ("KEY", "STATE") else "right"
+        table.add_column(title.lower(), justify=side, no_wrap=True)
+    table.add_column(names.lower())
+    for each in now.prepared:
+        *cells, last = row_of(each, now.now_ns)
+        style = "bold" if each.leases else None
+        table.add_row(*cells, Text(last, overflow="ellipsis", no_wrap=True), style=style)
+    return table
 
 
 def _rates(now: GetStatusReply, before: GetStatusReply | None) -> str:
@@ -97,6 +125,6 @@ def _rates(now: GetStatusReply, before: GetStatusReply | None) -> str:
     seconds = (now.now_ns - before.now_ns) / 1e9
     rates = [
         f"{(now.counters.get(key, 0) - before.counters.get(key, 0)) / seconds:.1f} {name}/s"
-        for key, name in (("open_hit", "hits"), ("open_miss", "misses"), ("refused", "refusals"))
+        for key, name in _RATES
     ]
     return f"rate      {', '.join(rates)}; {len(now.clients) - 1} clients"

@@ -1,0 +1,179 @@
+"""Prepared ONNX models as ``trims`` shows and evicts them, made by a program that knows nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from onnx_models import perceptron
+
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.prepared import prepared_lines, prepared_table
+from trims_shim.wire import messages
+
+from .conftest import Trims
+
+PROGRAM = """\
+import sys, onnxruntime
+onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+"""
+PATIENCE_S = 150
+
+
+def _status(trims: Trims) -> Any:
+    return json.loads(trims("status", "--json").stdout)
+
+
+def _wait(trims: Trims) -> list[Any]:
+    """What became of it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        rows: list[Any] = _status(trims)["prepared"]
+        if rows and all(row["state"] != "preparing" for row in rows):
+            return rows
+        assert time.monotonic() < deadline, "not prepared in time"
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def onnx_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("onnx") / "m.onnx"
+    path.write_bytes(perceptron(width=512).content)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prepared(new_trims: Callable[[], Trims], onnx_model: Path) -> Trims:
+    """A daemon runs and has the model prepared."""
+    trims = new_trims()
+    trims.environment.update(
+        TRIMS_MIN_BYTES="1", TRIMS_PREPARE_ANYWAY_BYTES="1", TRIMS_PREPARE_PRIORITY="normal"
+    )
+    done = trims("run", "-c", PROGRAM, str(onnx_model))
+    assert done.returncode == 0, done.stderr
+    assert [row["state"] for row in _wait(trims)] == ["ready"]
+    return trims
+
+
+def test_status_shows_it(prepared: Trims, onnx_model: Path) -> None:
+    prepared("run", "-c", PROGRAM, str(onnx_model))
+    found = _status(prepared)
+    (row,) = found["prepared"]
+    assert row["names"] == [str(onnx_model)]
+    assert row["hits"] >= 1
+    assert found["prepared_opens"]["made"] == 1
+    storage = found["storage"]
+    assert storage["directory"] == f"{prepared.environment['XDG_CACHE_HOME']}/trims/prepared"
+    assert storage["resident_bytes"] == row["size_bytes"]
+    text = prepared("status").stdout
+    assert f"in {storage['directory']}\n" in text
+    assert "1 ONNX models, 0 in preparation, 0 not servable" in text
+    assert row["key"][:12] in text
+
+
+def test_top_shows_it(prepared: Trims, onnx_model: Path) -> None:
+    text = prepared("top", COLUMNS="200").stdout
+    assert "ready" in text
+    assert onnx_model.name in text
+
+
+def test_info_shows_the_place(prepared: Trims) -> None:
+    found = json.loads(prepared("info", "--json").stdout)["prepared"]
+    assert found["is_available"]
+    assert found["exists"]
+    assert found["budget_bytes"] > 0
+    text = prepared("info").stdout
+    assert "prepared ONNX models" in text
+    assert found["directory"] in text
+
+
+def test_info_says_why_there_are_none(trims: Trims, tmp_path: Path) -> None:
+    (tmp_path / "prepared").symlink_to(tmp_path)
+    done = trims("info", TRIMS_CACHE_DIR=str(tmp_path))
+    assert "off: " in done.stdout
+    assert f"{tmp_path}/prepared is not a directory" in done.stdout
+    done = trims("info", "--json", TRIMS_PREPARED_BYTES="0")
+    found = json.loads(done.stdout)["prepared"]
+    assert not found["is_available"]
+    assert found["problem"] == "TRIMS_PREPARED_BYTES=0"
+
+
+def test_evict(prepared: Trims, onnx_model: Path) -> None:
+    (row,) = _status(prepared)["prepared"]
+    done = prepared("evict", "--json", onnx_model.name, cwd=onnx_model.parent)
+    assert done.returncode == Exit.OK, done.stderr
+    reply = json.loads(done.stdout)
+    assert reply["prepared"] == [row["key"]]
+    assert reply["prepared_freed_bytes"] == row["size_bytes"]
+    assert reply["digests"] == []
+    assert _status(prepared)["prepared"] == []
+    again = prepared("evict", str(onnx_model))
+    assert again.returncode == Exit.FAILED
+    assert "no resident image" in again.stderr
+    assert "0 prepared models" in prepared("evict", "--all").stdout
+
+
+def test_a_restart_serves_what_was_prepared(
+    new_trims: Callable[[], Trims], onnx_model: Path
+) -> None:
+    trims = new_trims()
+    trims.environment.update(
+        TRIMS_MIN_BYTES="1", TRIMS_PREPARE_ANYWAY_BYTES="1", TRIMS_PREPARE_PRIORITY="normal"
+    )
+    trims("run", "-c", PROGRAM, str(onnx_model))
+    _wait(trims)
+    assert trims("stop").returncode == Exit.OK
+    trims("run", "-c", PROGRAM, str(onnx_model))
+    assert _status(trims)["prepared_opens"]["hit"] == 1
+
+
+# --- without a daemon -----------------------------------------------------------------------------
+
+
+def _reply(*rows: messages.PreparedStatus, problem: str = "") -> messages.GetStatusReply:
+    memory = messages.MemoryStatus("memfd", "", 1, 0, 0, 0)
+    storage = messages.PreparedStorage("/cache/prepared", 1 << 20, 1 << 19, problem)
+    return messages.GetStatusReply(
+        "1.0", 3, 1, 0, 10**9, 0.0, "", memory, (), (), {}, (), rows, storage
+    )
+
+
+def _row(state: str, key: str = "a" * 64, reason: str = "") -> messages.PreparedStatus:
+    return messages.PreparedStatus(key, state, 1 << 20, 1, 2, 0, 5, ("/m.onnx",), "1.31.1", reason)
+
+
+def test_lines() -> None:
+    rows = (_row("ready"), _row("preparing", ""), _row("refused", reason="unknown_model"))
+    first, second = prepared_lines(_reply(*rows))
+    assert first.endswith("512 KiB of 1.0 MiB in /cache/prepared")
+    assert "1 ONNX models, 1 in preparation, 1 not servable" in second
+    assert prepared_lines(_reply(problem="no disk")) == ["prepared  no ONNX models: no disk"]
+    nothing_told = messages.GetStatusReply(
+        "1.0", 3, 1, 0, 0, 0.0, "", messages.MemoryStatus("memfd", "", 1, 0, 0, 0), (), ()
+    )
+    assert prepared_lines(nothing_told) == []
+
+
+def test_table() -> None:
+    rows = (_row("ready"), _row("preparing", ""), _row("refused", reason="unknown_model"))
+    _, ready, preparing, refused = prepared_table(_reply(*rows)).splitlines()
+    assert ready.split() == [
+        "aaaaaaaaaaaa",
+        "ready",
+        "1.0",
+        "MiB",
+        "1",
+        "2",
+        "1",
+        "s",
+        "ago",
+        "/m.onnx",
+    ]
+    assert preparing.split()[:2] == ["?", "preparing"]
+    assert "refused: unknown_model" in refused
+    many = prepared_table(_reply(*[_row("ready")] * 25))
+    assert many.endswith("... 5 more: `trims status --json`")

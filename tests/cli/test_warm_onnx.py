@@ -1,0 +1,70 @@
+"""``trims warm`` of ONNX models: they are prepared, by a real daemon and preparer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from onnx_models import perceptron, save
+
+from trims_shim.cli import images
+from trims_shim.cli.exits import Exit
+
+from .conftest import Trims
+
+PROGRAM = """\
+import sys, onnxruntime, trims_shim
+onnxruntime.InferenceSession(sys.argv[1])
+print(trims_shim.stats().served)
+"""
+
+
+@pytest.fixture(scope="module")
+def trims(new_trims: Callable[[], Trims]) -> Trims:
+    trims = new_trims()
+    trims.environment.update(TRIMS_PREPARE_ANYWAY_BYTES="1", TRIMS_PREPARE_PRIORITY="normal")
+    return trims
+
+
+def test_models_are_prepared_and_sessions_find_them(trims: Trims, tmp_path: Path) -> None:
+    model = tmp_path / "model.onnx"
+    save(perceptron(width=700))(model)
+    (tmp_path / "rubbish.onnx").write_bytes(b"rubbish" * 1000)
+    done = trims("warm", str(tmp_path), "--json")
+    assert done.returncode == Exit.FAILED
+    found, rubbish = json.loads(done.stdout)
+    assert (found["path"], found["outcome"], found["tier"]) == (str(model), "prepared", "prepared")
+    assert found["size_bytes"] == model.stat().st_size
+    assert "rubbish.onnx" in rubbish["error"]
+    assert trims("run", "-c", PROGRAM, str(model)).stdout == "1\n"
+    again = trims("warm", str(model))
+    assert again.returncode == Exit.OK
+    assert "prepared already" in again.stderr
+    (row,) = [
+        row
+        for row in json.loads(trims("status", "--json").stdout)["prepared"]
+        if row["state"] == "ready"
+    ]
+    assert (row["key"], row["leases"]) == (found["digest"], 0)
+
+
+def test_what_cannot_be_done_with_them(trims: Trims, tmp_path: Path) -> None:
+    model = tmp_path / "model.onnx"
+    save(perceptron())(model)
+    done = trims("warm", "--pin", str(model))
+    assert done.returncode == Exit.FAILED
+    assert "neither pinned nor on a device" in done.stderr
+    missing = trims("warm", str(tmp_path / "missing.onnx"))
+    assert missing.returncode == Exit.FAILED
+    assert "No such file" in missing.stderr
+
+
+def test_directories_without_onnxruntime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.onnx").touch()
+    assert list(images._files(str(tmp_path))) == [str(tmp_path / "model.onnx")]
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert list(images._files(str(tmp_path))) == []
+    assert list(images._files(str(tmp_path / "model.onnx"))) == [str(tmp_path / "model.onnx")]

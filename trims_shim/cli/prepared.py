@@ -1,0 +1,59 @@
+"""Prepared ONNX models on the command line: how ``trims status`` and ``trims top`` show them."""
+
+from __future__ import annotations
+
+from trims_shim.cli.text import ago, bar, size, table
+from trims_shim.wire.messages import GetStatusReply, PreparedStatus
+
+__all__ = ["TITLES", "counts", "prepared_lines", "prepared_table", "row_of"]
+
+TITLES = ("KEY", "STATE", "SIZE", "LEASES", "HITS", "USED", "NAMES")
+_RIGHT = "SIZE LEASES HITS USED"
+_SHOWN = 20
+
+
+def counts(counters: dict[str, int]) -> dict[str, int]:
+    """What became of requests for prepared models, and of preparations."""
+    names = ("hit", "unknown", "preparing", "refused", "made", "failed", "dropped", "damaged")
+    return {name: counters.get(f"prepared_{name}", 0) for name in names}
+
+
+def prepared_lines(reply: GetStatusReply) -> list[str]:
+    """Two lines above the tables; none where another user's daemon does not tell."""
+    storage = reply.storage
+    if storage is None:
+        return []
+    if storage.problem:
+        return [f"prepared  no ONNX models: {storage.problem}"]
+    states = [each.state for each in reply.prepared]
+    became = counts(reply.counters)
+    account = bar([(storage.resident_bytes, "#")], storage.budget_bytes)
+    return [
+        f"prepared  {account} {size(storage.resident_bytes)} of {size(storage.budget_bytes)} in "
+        f"{storage.directory}",
+        f"          {states.count('ready')} ONNX models, {states.count('preparing')} in "
+        f"preparation, {states.count('refused')} not servable; {became['hit']} hits, "
+        f"{became['made']} made, {became['failed']} failed, {became['refused']} refused",
+    ]
+
+
+def prepared_table(reply: GetStatusReply) -> str:
+    """The first of them, as many as are in the reply or fit a screen."""
+    rows = [row_of(each, reply.now_ns) for each in reply.prepared[:_SHOWN]]
+    text = table(TITLES, rows, right=_RIGHT)
+    more = len(reply.prepared) - _SHOWN
+    return f"{text}\n... {more} more: `trims status --json`" if more > 0 else text
+
+
+def row_of(each: PreparedStatus, now_ns: int) -> tuple[str, ...]:
+    """Its cells, in the order of :data:`TITLES`."""
+    is_ready = each.state == "ready"
+    return (
+        each.key[:12] or "?",
+        f"{each.state}: {each.reason}" if each.reason else each.state,
+        size(each.size_bytes) if is_ready else "",
+        str(each.leases) if is_ready else "",
+        str(each.hits) if is_ready else "",
+        ago(each.used_ns, now_ns),
+        ", ".join(each.names),
+    )
