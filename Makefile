@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2 --dist loadfile
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test lint bench gpu-check docs setup clean
+.PHONY: demo test lint bench bench-ort gpu-check docs setup clean
 
 setup: $(STAMP)
 
@@ -28,6 +28,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.host $(BENCH_ARGS)
+
+bench-ort: $(STAMP)
+	$(BIN)/python -m benchmarks.ort $(BENCH_ARGS)
 
 # On a machine with a GPU and its own torch; WHEELS: a folder made by scripts/gpu_wheels.sh.
 gpu-check:

@@ -156,6 +156,9 @@ def _environment(config: pytest.Config, run: _Run) -> dict[str, str]:
         changes["TRIMS_HOST_BYTES"] = config.getini("trims_host_bytes")
     if run.is_isolated and "TRIMS_IDLE_EXIT" not in os.environ:
         changes["TRIMS_IDLE_EXIT"] = _IDLE_EXIT_S
+    if run.is_directory_ours and "TRIMS_CACHE_DIR" not in os.environ:
+        # Models of tests are prepared for this run, and do not push the user's out.
+        changes["TRIMS_CACHE_DIR"] = os.path.join(run.socket_dir, "cache")
     return changes
 
 

@@ -190,7 +190,7 @@ def _pinned_rate(descriptor: int, layout: DeviceLayout, address: int) -> dict[st
 def _plain_read(descriptor: int, layout: DeviceLayout, address: int) -> dict[str, Any]:
     """Into buffers that are used again, by as many threads as an upload has."""
     with memoryview(bytearray(copying.RING_CHUNKS * _CHUNK_BYTES)) as view:
-        threads = copying._sizes(0, layout)["threads"]
+        threads = copying._route(layout, address, 0, "file").threads
         start = time.perf_counter()
         _read(descriptor, layout.file_bytes, view, threads)
         end = time.perf_counter()

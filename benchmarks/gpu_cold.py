@@ -96,7 +96,8 @@ class Bench:
         """A function that brings the cache into its state and takes one sample."""
         path = self.files[name, side.file_format]
         where = self.server(side)
-        arguments = {"name": name, "path": path, "how": side.how, "device": self.run.plan.device}
+        device = self.run.plan.device
+        arguments: Result = {"name": name, "path": path, "how": side.how, "device": device}
 
         def sample() -> Result:
             if side.is_shared:

@@ -52,9 +52,9 @@ def _measure_map(run: Run, trims: Shared, size_bytes: int, tensors: int, rounds:
     path = str(run.directory / f"map-{size_bytes}-{tensors}.safetensors")
     made = trims.server.run("outline", path=path, tensors=tensors, size_bytes=size_bytes)
     let_settle(path)
-    image = {"path": path, "device_id": run.device_id, "times": 1 + _REMAPS}
+    image: Result = {"path": path, "device_id": run.device_id, "times": 1 + _REMAPS}
     trims.server.learn("open_image", **(image | {"times": 1}))  # uploads it
-    findings = {"image": trims.server.run("open_image", **image)}
+    findings: Result = {"image": trims.server.run("open_image", **image)}
     what = f"{made['size_bytes'] / 1e6:.0f} MB, {tensors} tensors"
     row = Row("open + map", what, figure=_in_ms(findings["image"]["again_s"]), unit="ms")
     run.findings.rows.append(row)

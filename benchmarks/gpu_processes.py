@@ -7,6 +7,7 @@ management library and never the product.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -115,8 +116,7 @@ def shared(device_id: str, **settings: str) -> Iterator[Shared]:
 
 def free_bytes(device_id: str) -> int:
     """Free memory of a device by the driver's management library. Raises its errors."""
-    import pynvml
-
+    pynvml = importlib.import_module("pynvml")
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByUUID(device_id)
     return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)

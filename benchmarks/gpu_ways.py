@@ -6,6 +6,7 @@ loads and gives the model back. ``device`` is ``cuda``, or ``cpu`` where a run i
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,7 @@ def _by_safetensors(name: str, path: str, device: str) -> Load:
 
 
 def _by_fastsafetensors(name: str, path: str, device: str) -> Load:
-    from fastsafetensors import fastsafe_open
+    fastsafe_open = importlib.import_module("fastsafetensors").fastsafe_open
 
     from benchmarks.gpu_models import empty_model
 

@@ -7,8 +7,8 @@ allocator does not hold, and one number for all weights.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.process_memory import areas, areas_holding, is_segment
 
@@ -22,7 +22,8 @@ def _private_ranges(device: str) -> list[tuple[int, int]]:
     """The device memory that torch's own allocator holds, by its own account."""
     import torch
 
-    segments = torch.cuda.memory_snapshot() if device == "cuda" else []
+    snapshot: Callable[[], list[dict[str, Any]]] = torch.cuda.memory_snapshot
+    segments = snapshot() if device == "cuda" else []
     return [(s["address"], s["address"] + s["total_size"]) for s in segments]
 
 

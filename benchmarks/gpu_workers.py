@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import sys
@@ -212,10 +213,10 @@ def describe(*, device: str) -> Result:
         facts["name"] = properties.name
         facts["total_bytes"] = properties.total_memory
         facts["capability"] = f"{properties.major}.{properties.minor}"
-        facts["cudnn"] = torch.backends.cudnn.version()
+        cudnn: Any = torch.backends.cudnn
+        facts["cudnn"] = cudnn.version()
     with contextlib.suppress(Exception):  # the figures are of use without it
-        import pynvml
-
+        pynvml = importlib.import_module("pynvml")
         pynvml.nvmlInit()
         facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
     return facts

@@ -20,7 +20,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["ARCHITECTURES", "Checkpoint", "build", "ensure_checkpoint", "state_bytes"]
+__all__ = [
+    "ARCHITECTURES",
+    "Checkpoint",
+    "build",
+    "cache_directory",
+    "ensure_checkpoint",
+    "state_bytes",
+]
 
 FORMATS = ("pt", "safetensors")
 _ENVELOPE_BYTES = 1 << 20
@@ -303,14 +310,15 @@ def state_bytes(architecture: str) -> tuple[int, int]:
 def ensure_checkpoint(architecture: str, file_format: str) -> Checkpoint:
     """The cached checkpoint of an architecture, written first where it is missing."""
     expected, tensors = state_bytes(architecture)
-    path = _cache_directory() / f"{architecture}.{file_format}"
+    path = cache_directory() / f"{architecture}.{file_format}"
     size = path.stat().st_size if path.exists() else 0
     if not expected <= size <= expected * 1.2 + _ENVELOPE_BYTES:
         _write(architecture, file_format, path)
     return Checkpoint(architecture, path, path.stat().st_size, tensors)
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
+    """Where model files are kept between runs; made when it is missing."""
     default = Path(tempfile.gettempdir()) / f"trims-bench-{os.getuid()}"
     directory = Path(os.environ.get("TRIMS_BENCH_DIR") or default)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -27,7 +27,10 @@ __all__ = [
     "drop_cached",
     "is_segment",
     "machine_cpu_time",
+    "peak_bytes",
     "processes_with_environment",
+    "pss_bytes",
+    "reset_peak",
     "settle",
     "wait_for_reporting",
     "warm_cached",
@@ -168,6 +171,27 @@ def warm_cached(path: os.PathLike[str] | str) -> float:
         while file.read(_READ_BYTES):
             pass
     return cached_fraction(path)
+
+
+def pss_bytes(pid: int) -> int:
+    """The proportional set size of a process: shared pages count by the number of their users."""
+    return _memory_field(f"/proc/{pid}/smaps_rollup", "Pss")
+
+
+def reset_peak() -> int:
+    """Let this process's peak begin anew; returns what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+    return _memory_field("/proc/self/status", "VmRSS")
+
+
+def peak_bytes() -> int:
+    """The most that was resident in this process since :func:`reset_peak`."""
+    return _memory_field("/proc/self/status", "VmHWM")
+
+
+def _memory_field(path: str, name: str) -> int:
+    with open(path) as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(f"{name}:")) * 1024
 
 
 def cpu_time(pid: int) -> CpuTime:

@@ -47,7 +47,8 @@ class Target:
 class Row:
     """One line of the table. ``figure`` is what the target is about; its unit is in ``unit``.
 
-    ``baseline`` and ``shim`` are seconds, but copies where ``unit`` is "copies".
+    ``baseline`` and ``shim`` are seconds, but copies where ``unit`` is "copies", and bytes where
+    ``measured`` says so.
     """
 
     measurement: str
@@ -58,6 +59,7 @@ class Row:
     unit: str = "x"
     target: Target | None = None
     note: str = ""
+    measured: str = "s"
 
     @property
     def is_met(self) -> bool | None:
@@ -110,8 +112,8 @@ def table(rows: Iterable[Row], title: str) -> Table:
         shown.add_row(
             row.measurement,
             row.subject,
-            _quantity(row.baseline, row.unit),
-            _quantity(row.shim, row.unit),
+            _quantity(row.baseline, row),
+            _quantity(row.shim, row),
             _figure(row),
             "" if row.target is None else str(row.target),
             _verdict(row.is_met),
@@ -130,11 +132,13 @@ def verdicts(rows: Iterable[Row]) -> dict[str, int]:
     }
 
 
-def _quantity(summary: Summary | None, unit: str) -> str:
+def _quantity(summary: Summary | None, row: Row) -> str:
     if summary is None:
         return ""
-    if unit == "copies":
+    if row.unit == "copies":
         return f"{summary.median:.2f}"
+    if row.measured == "bytes":
+        return f"{_short(summary.median / MEGA)} MB"
     return f"{summary.median * 1e3:.1f} ms"
 
 

@@ -1,7 +1,7 @@
 """Checks the documentation: relative links resolve, the configuration table is the code's, and the
-figures in the README are the measured ones in docs/results/host.json.
+figures in README.md and docs/onnxruntime.md are the measured ones in docs/results.
 
-``--write`` writes both tables. ``make docs`` checks.
+``--write`` writes the tables. ``make docs`` checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "configuration.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results" / "host.json"
-MARKED = re.compile(r"(<!-- results -->\n).*(<!-- end of results -->)", re.DOTALL)
+ONNX_RESULTS = ROOT / "docs" / "results" / "ort.json"
+MARKED = re.compile(r"(<!-- ([a-z ]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 
 HEAD = """# Configuration
@@ -27,7 +28,7 @@ Strongest first: argument, environment variable, `~/.config/trims/trims.toml` (k
 without `TRIMS_`), default. `trims info` shows each value and where it comes from. An unknown
 `TRIMS_*` variable or an unclear value is an error; a program then runs without the shim, with one
 warning. Sizes: `512M`, `8GiB`, `40%` (of the memory the process may use; for settings of a device,
-of the device's). Booleans: `1` or `0`.
+of the device's; for `TRIMS_PREPARED_BYTES`, of the file system's size). Booleans: `1` or `0`.
 
 Settings marked *daemon* are read when the daemon starts: `trims stop` to apply a change.
 
@@ -86,8 +87,70 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
+def onnx_results(path: Path = ONNX_RESULTS, *, only_promised: bool = False) -> str:
+    """The table of what was measured with onnxruntime, or a line that says it was not."""
+    if not path.exists():
+        return "*Not measured yet: `make bench-ort` measures it on your machine.*\n"
+    measured = json.loads(path.read_text())
+    machine = measured["machine"]
+    rows = [row for row in measured["rows"] if row["target"] or not only_promised]
+    lines = [
+        "| measured | model | onnxruntime | with trims | gain (smallest to largest) | target |",
+        "|---|---|---|---|---|---|",
+        *(_onnx_row(row) for row in rows),
+        "",
+        *(f"Left out: {reason}." for reason in measured["left_out"]),
+        *(f"**Not valid: {fault}.**" for fault in measured["faults"]),
+        f"{machine['processor']}, {machine['processors']} cores, onnxruntime "
+        f"{machine['versions']['onnxruntime']}, {machine['date'][:10]}; medians of up to "
+        f"{measured['plan']['rounds']} rounds, fresh processes, timed after imports.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _onnx_row(row: dict[str, Any]) -> str:
+    figure, unit = row["figure"], row["unit"]
+    spread = ""
+    if len(figure["samples"]) > 1:
+        spread = f" ({figure['low']:.3g} to {figure['high']:.3g})"
+    if unit == "x":
+        gain = f"**{figure['median']:.3g}x**{spread}"
+    else:
+        gain = f"{figure['median']:.3g}{spread} {unit}"
+    sides = [_quantity(row[side], row["measured"]) for side in ("baseline", "shim")]
+    cells = [row["measurement"], row["subject"], *sides, gain, _verdict(row)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _quantity(side: dict[str, Any] | None, measured: str) -> str:
+    if side is None:
+        return ""
+    if measured == "bytes":
+        mega = side["median"] / 1e6
+        return f"{mega:.0f} MB" if mega >= 10 else f"{mega:.1f} MB"
+    return _milliseconds(side["median"])
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    target = row["target"]
+    if not target:
+        return ""
+    is_least = target["at_least"] is not None
+    bound = f"≥ {target['at_least']:.3g}" if is_least else f"≤ {target['at_most']:.3g}"
+    return f"{bound}: {'met' if row['is_met'] else '**missed**'}"
+
+
+WRITTEN = {
+    "results": results,
+    "onnx results": lambda: onnx_results(only_promised=True),
+    "all onnx results": onnx_results,
+}
+"""What stands between the marks ``<!-- name -->`` and ``<!-- end of name -->``."""
+PAGES = (README, ROOT / "docs" / "onnxruntime.md")
+
+
 def _with_results(text: str) -> str:
-    return MARKED.sub(lambda match: match[1] + results() + match[2], text)
+    return MARKED.sub(lambda match: match[1] + WRITTEN[match[2]]() + match[3], text)
 
 
 def broken_links() -> list[str]:
@@ -104,12 +167,15 @@ def main() -> int:
     """Check, or write with ``--write``; the exit status."""
     if "--write" in sys.argv:
         TABLE.write_text(table())
-        README.write_text(_with_results(README.read_text()))
+        for page in PAGES:
+            page.write_text(_with_results(page.read_text()))
     problems = broken_links()
     if not TABLE.exists() or TABLE.read_text() != table():
         problems.append(f"{TABLE.relative_to(ROOT)} is stale: python {sys.argv[0]} --write")
-    if README.read_text() != _with_results(README.read_text()):
-        problems.append(f"the results in README.md are stale: python {sys.argv[0]} --write")
+    for page in PAGES:
+        if page.read_text() != _with_results(page.read_text()):
+            name = page.relative_to(ROOT)
+            problems.append(f"the results in {name} are stale: python {sys.argv[0]} --write")
     for problem in problems:
         print(problem)
     return 1 if problems else 0

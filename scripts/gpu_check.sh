@@ -4,7 +4,8 @@
 #                        [-- ARGUMENTS OF benchmarks.gpu]
 #   --wheels DIR   wheels to install where the machine lacks them (scripts/gpu_wheels.sh fetches them)
 #   --output DIR   where the results go: docs/results, but for a dry run a new temporary directory
-#   --steps LIST   some of environment,native,tests,benchmarks; environment is always made
+#   --steps LIST   some of environment,native,tests,onnxruntime,benchmarks; environment is always
+#                  made, onnxruntime done only where onnxruntime-gpu is installed
 #   --budget-s N   seconds for everything (540)
 #   --dry-run      the same steps on an emulated device with small sizes: checks this script, and
 #                  measures nothing
@@ -12,10 +13,10 @@
 # that is cut off leaves results. Ends with status 1 when a step failed, 2 when it cannot begin.
 set -uo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
-wheels="" output="" dry_run="" budget_s=540 steps="environment,native,tests,benchmarks"
+wheels="" output="" dry_run="" budget_s=540 steps="environment,native,tests,onnxruntime,benchmarks"
 
 usage() {
-    sed -n '2,13p' "$root/scripts/gpu_check.sh" | cut -c3- >&2
+    sed -n '2,14p' "$root/scripts/gpu_check.sh" | cut -c3- >&2
     exit 2
 }
 
@@ -39,8 +40,8 @@ done
 [[ "$budget_s" =~ ^[0-9]+$ ]] || fail "--budget-s takes a whole number of seconds"
 for step in ${steps//,/ }; do
     case "$step" in
-        environment | native | tests | benchmarks) ;;
-        *) fail "there is no step $step: environment, native, tests, benchmarks" ;;
+        environment | native | tests | onnxruntime | benchmarks) ;;
+        *) fail "there is no step $step: environment, native, tests, onnxruntime, benchmarks" ;;
     esac
 done
 [ -z "$wheels" ] || [ -d "$wheels" ] || fail "$wheels is not a directory"
@@ -138,6 +139,15 @@ sys.exit(why_no_device() or 0)
 EOF
 }
 
+# The package is 255 MB: it is not carried, and not missed.
+has_onnxruntime() {
+    "$python" - <<'EOF' 2>/dev/null
+import sys
+import onnxruntime
+sys.exit("CUDAExecutionProvider" not in onnxruntime.get_available_providers())
+EOF
+}
+
 emulate() {
     local base=/dev/shm
     [ -w "$base" ] || base=/tmp
@@ -177,7 +187,18 @@ if has_step tests; then
     variables=()
     [ -z "$dry_run" ] || variables=("GPU_CHECK_EMULATED=$emulated")
     PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 run tests "$limit_s" env "${variables[@]}" \
-        "$python" -m pytest -p pytest_timeout --timeout 100 -m gpu -v --maxfail 20 tests/gpu
+        "$python" -m pytest -p pytest_timeout --timeout 100 -m gpu -v --maxfail 20 tests/gpu \
+        --ignore tests/gpu/test_gpu_onnxruntime.py
+fi
+
+if has_step onnxruntime && [ -z "$dry_run" ]; then
+    if has_onnxruntime; then
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 run onnxruntime 150 \
+            "$python" -m pytest -p pytest_timeout --timeout 120 -m gpu -v --maxfail 5 \
+            tests/gpu/test_gpu_onnxruntime.py
+    else
+        echo "onnxruntime-gpu is not installed: its sessions are not checked"
+    fi
 fi
 
 if has_step benchmarks; then

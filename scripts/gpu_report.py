@@ -32,6 +32,7 @@ LIBRARIES = (
     "msgpack",
     "blake3",
     "numpy",
+    "onnxruntime-gpu",
 )
 LOG_LINES = 60
 """Of a failed step: what the end of its output says is why."""

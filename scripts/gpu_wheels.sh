@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Fetches the packages that scripts/gpu_check.sh may find missing on a machine without network.
 #   scripts/gpu_wheels.sh DIR [PACKAGE...]
-# PYTHON_VERSION is that of the machine with the GPU.
+# PYTHON_VERSION is that of the machine with the GPU. onnxruntime-gpu is fetched only where it is
+# named: it has 255 MB, without the CUDA 13 and cuDNN 9 that it needs.
 set -euo pipefail
 if [ $# -lt 1 ] || [ "${1:0:1}" = "-" ]; then
-    sed -n '2,4p' "$0" | cut -c3- >&2
+    sed -n '2,5p' "$0" | cut -c3- >&2
     exit 2
 fi
 directory="$1"

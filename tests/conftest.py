@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -24,6 +25,8 @@ for _name in [name for name in os.environ if name.startswith("TRIMS_")]:
 os.environ["TRIMS_AUTOSTART"] = "0"
 os.environ["TRIMS_SOCKET_DIR"] = os.path.join(tempfile.gettempdir(), "trims-tests-without-daemon")
 os.environ["XDG_CONFIG_HOME"] = os.devnull
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="trims-tests-cache-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture

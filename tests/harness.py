@@ -179,6 +179,7 @@ class World:
             "host_bytes": "256M",
             "stall_timeout": "10",
             "ingest_threads": "1",
+            "cache_dir": os.path.join(self.root, "cache"),
             **settings,
         }
         self.variables: dict[str, str] = {}

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,9 +26,16 @@ UNMODIFIED = (
     "safetensors_unmodified.py",
     "transformers_local.py",
     "gpu_unmodified.py",
+    "onnx_unmodified.py",
 )
 RESULT_LINES = ("answer", "sum of weights", "same tensor")
 """Starts of the lines that must not depend on how weights were loaded."""
+
+COUNTED = """
+import runpy, trims_shim
+runpy.run_path({program!r}, run_name="__main__")
+print("served by the cache:", trims_shim.stats().served)
+"""
 
 Run = Callable[..., str]
 
@@ -44,6 +52,7 @@ def environment() -> Iterator[dict[str, str]]:
     variables = inherited | {
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(directory),
+        "XDG_CACHE_HOME": str(directory / "cache"),
         "TRIMS_SOCKET_DIR": str(sockets),
     }
     try:
@@ -92,6 +101,20 @@ def test_unmodified_program_gives_the_same_results_with_trims(run: Run, name: st
     first = run("-m", "trims_shim", "run", program)
     second = run("-m", "trims_shim", "run", program)
     assert results(plain) == results(first) == results(second)
+
+
+def test_onnx_program_is_given_the_prepared_model(run: Run, environment: dict[str, str]) -> None:
+    program = str(EXAMPLES / "onnx_unmodified.py")
+    plain = run(program, TRIMS_ENABLED="0")
+    run("-m", "trims_shim", "run", program)
+    prepared = Path(environment["XDG_CACHE_HOME"]) / "trims" / "prepared"
+    end = time.monotonic() + LIMIT_S
+    while not any(not found.parent.name.startswith(".") for found in prepared.glob("*/entry.json")):
+        assert time.monotonic() < end, "the model was not prepared"
+        time.sleep(0.1)
+    served = run("-c", COUNTED.format(program=program))
+    assert results(served) == results(plain) != []
+    assert "served by the cache: 1" in served
 
 
 def test_prefork_workers_share_the_weights(run: Run) -> None:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import gpu_report  # noqa: E402
+from gpu import onnx_file  # noqa: E402
 
 from benchmarks import gpu_cold  # noqa: E402
 from benchmarks.forking import Server, server  # noqa: E402
@@ -107,6 +108,24 @@ def test_dry_run_on_the_emulated_device(tmp_path: Path) -> None:
     assert "upload, share of the slower limit" in measured
     # Nothing here may look like a promise kept.
     assert {row["target"] for row in results["rows"]} == {None}
+
+
+def test_the_model_for_onnxruntime_is_one(tmp_path: Path) -> None:
+    """It is written without the onnx package, which a machine with a GPU may lack."""
+    import numpy
+    import onnx
+    import onnxruntime
+
+    path = onnx_file.write_dense(str(tmp_path / "model.onnx"))
+    onnx.checker.check_model(path, full_check=True)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    ids = numpy.array([0, onnx_file.ROWS - 1])
+    (output,) = session.run(None, {"ids": ids})
+    assert output.shape == (2, onnx_file.WIDTH)
+    assert numpy.isfinite(output).all()
+    assert not numpy.array_equal(*output)
+    other = onnx_file.write_dense(str(tmp_path / "other.onnx"), seed=2)
+    assert Path(other).read_bytes() != Path(path).read_bytes()
 
 
 # --- the report -----------------------------------------------------------------------------------

@@ -19,12 +19,24 @@ ROOT = Path(trims_shim.__file__).parent
 LAYERS = (
     ("_version", "errors", "specs", "config"),
     ("diagnostics", "wire.messages", "wire.codec", "formats", "daemon.store", "daemon.eviction"),
-    ("memory", "wire.endpoint", "wire.handover", "daemon.ingest", "client.session"),
+    ("daemon.prepared_store", "daemon.prepared_manifest"),
+    ("memory", "wire.endpoint", "wire.frames", "wire.handover", "daemon.ingest", "client.session"),
     ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
+    ("client.prepared",),
     ("client.device_arenas",),
     ("daemon.control", "daemon.sessions", "daemon.loader"),
-    ("daemon.uploader", "daemon.uploading", "daemon.device_loader", "daemon.tiers"),
-    ("client.cache", "daemon.openings", "daemon.requests", "daemon.server"),
+    ("daemon.prepared_directory",),
+    ("daemon.prepared_key", "daemon.prepared_files", "daemon.prepared_clients"),
+    ("daemon.uploader", "daemon.uploading", "daemon.peer_copying"),
+    ("daemon.device_account", "daemon.device_loader", "daemon.tiers"),
+    ("daemon.installation",),
+    ("daemon.background", "daemon.interpreters", "daemon.fingerprints", "daemon.probe_inputs"),
+    ("daemon.probing", "daemon.optimising"),
+    ("daemon.model_files", "daemon.verifying", "daemon.preparer_cuda"),
+    ("daemon.preparer", "daemon.preparing"),
+    ("client.cache", "daemon.openings"),
+    ("daemon.prepared_making",),
+    ("daemon.prepared", "daemon.requests", "daemon.server"),
     ("daemon.main", "daemon.detached"),
     ("patches", "testing"),
     ("inspection", "api", "_activate"),
@@ -43,6 +55,8 @@ PURE = (
     "formats",
     "daemon.store",
     "daemon.eviction",
+    "daemon.prepared_store",
+    "daemon.prepared_manifest",
     "client.session",
 )
 IMPURE_MODULES = {
@@ -57,10 +71,10 @@ HEAVY_MODULES = {
 # Where a heavy module is what the file is about; it is imported when that library is there.
 MAY_IMPORT_HEAVY = {
     "wire.codec": {"msgpack"},
-    "client.connection": {"zmq"},
     "daemon.control": {"zmq"},
     "daemon.server": {"zmq"},
     "daemon.ingest": {"blake3"},
+    "daemon.prepared_key": {"blake3"},
     "memory.copying": {"blake3"},
 }
 MAY_PRINT = ("cli", "__main__", "_bootstrap")
@@ -68,6 +82,7 @@ MAY_READ_ENVIRONMENT = {
     "config": "the one place that reads it",
     "client.spawn": "hands it on to the daemon",
     "daemon.detached": "does not look through its starter's CUDA_VISIBLE_DEVICES",
+    "daemon.preparing": "hands it on to the preparer",
     "daemon.uploading": "hands it on to the uploader",
     "inspection": "says where the configuration file is, and hands it on to a child",
 }

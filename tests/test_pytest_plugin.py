@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from onnx_models import perceptron, save
 from safetensors.numpy import save_file
 
 pytest_plugins = ("pytester",)
@@ -123,6 +124,30 @@ def test_workers_share_one_daemon(pytester: pytest.Pytester) -> None:
     assert len(re.findall(r"trims: on, .* isolated \(from ini\)", output)) == 1
     assert "4 loads served" in output, "counted over both workers"
     assert "small_file 1" in output
+    assert leftovers() <= before
+
+
+def test_models_of_onnxruntime_are_prepared_for_the_run(
+    pytester: pytest.Pytester, tmp_path: Path
+) -> None:
+    before = leftovers()
+    save(perceptron(width=700))(tmp_path / "model.onnx")
+    pytester.makepyfile(
+        test_suite="import os, onnxruntime\n"
+        f"MODEL = {str(tmp_path / 'model.onnx')!r}\n"
+        "def test_served(trims_daemon, trims_stats):\n"
+        "    key = trims_daemon.warm(MODEL)\n"
+        "    onnxruntime.InferenceSession(MODEL)\n"
+        "    assert trims_stats().served == 1\n"
+        "    status = trims_daemon.status()\n"
+        "    assert status.storage.directory.startswith(os.environ['TRIMS_SOCKET_DIR'])\n"
+        "    assert [row.key for row in status.prepared] == [key]\n"
+    )
+    variables = {"TRIMS_PREPARE_ANYWAY_BYTES": "1", "TRIMS_PREPARE_PRIORITY": "normal"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        run(pytester, "--trims").assert_outcomes(passed=1)
     assert leftovers() <= before
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
+import onnx_models
+import onnxruntime
 import pytest
 import safetensors.numpy
 import torch
 
 import trims_shim
-from trims_shim import diagnostics
+from trims_shim import diagnostics, patches
 from trims_shim.client import cache as caches
 from trims_shim.errors import (
     ConfigError,
@@ -25,6 +29,7 @@ from trims_shim.errors import (
     NotServed,
     ReadFailed,
     UnknownImage,
+    UnsupportedFormat,
 )
 from trims_shim.testing import FakeDaemon
 from trims_shim.wire import messages
@@ -294,3 +299,108 @@ class TestPatchedLibraries:
             daemon.refuse(NoSpace("full"))
             with pytest.raises(NoSpace):
                 torch.load(model)
+
+
+class TestSessions:
+    """ONNX models, which the fake daemon has prepared in this process."""
+
+    @pytest.fixture
+    def model(self, tmp_path: Path) -> str:
+        path = tmp_path / "model.onnx"
+        onnx_models.save(onnx_models.sample("perceptron"))(path)
+        return str(path)
+
+    @pytest.fixture(autouse=True)
+    def _active(self) -> Iterator[None]:
+        trims_shim.enable()
+        token = patches.overridden.set(True)
+        yield
+        patches.overridden.reset(token)
+
+    @pytest.fixture
+    def _collected(self, no_leak: None) -> Iterator[None]:
+        """What errors hold on to, in frames of their tracebacks, goes before leaks are counted."""
+        yield
+        gc.collect()
+
+    def run(self, model: str | bytes) -> list[bytes]:
+        session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+        feeds = onnx_models.sample("perceptron").feeds
+        return [session.run(None, feed)[0].tobytes() for feed in feeds]
+
+    def test_the_second_session_is_made_from_the_prepared_model(self, model: str) -> None:
+        with FakeDaemon(strict="1") as daemon:
+            served = trims_shim.stats().served
+            with trims_shim.disabled():
+                expected = self.run(model)
+            assert [self.run(model), self.run(model)] == [expected] * 2
+            assert [each.outcome for each in daemon.opened] == ["preparing", "hit"]
+            assert (daemon.reads(model), daemon.hits(model)) == (0, 1)
+            assert trims_shim.stats().served == served + 1
+            assert [row.state for row in daemon.prepared] == ["ready"]
+            assert daemon.prepared[0].names == (model,)
+            gc.collect()
+            assert daemon.leases == 0
+            assert daemon.counters["prepared_hit"] == 1
+
+    def test_bytes(self, model: str) -> None:
+        content = Path(model).read_bytes()
+        with FakeDaemon(strict="1") as daemon:
+            assert self.run(content) == self.run(content)
+            outcomes = [each.outcome for each in daemon.opened]
+            assert outcomes == ["unknown", "preparing", "hit"]
+
+    @pytest.mark.usefixtures("_collected")
+    def test_a_model_that_cannot_be_prepared(self, tmp_path: Path) -> None:
+        path = tmp_path / "rubbish.onnx"
+        path.write_bytes(b"rubbish" * 1000)
+        with FakeDaemon() as daemon:
+            for _ in range(2):
+                with pytest.raises(Exception, match="Protobuf parsing failed"):
+                    onnxruntime.InferenceSession(str(path), enable_fallback=0)
+            assert [each.outcome for each in daemon.opened] == ["preparing", "refused"]
+            assert [(row.state, bool(row.reason)) for row in daemon.prepared] == [("refused", True)]
+
+    def test_faults(self, model: str) -> None:
+        with FakeDaemon() as daemon:
+            expected = self.run(model)
+            daemon.refuse(NoSpace("full"))
+            assert self.run(model) == expected
+            daemon.stall()
+            assert self.run(model) == expected
+            daemon.go_away()
+            assert self.run(model) == expected
+            daemon.come_back()
+            assert self.run(model) == expected
+            assert daemon.opened[-1].outcome == "preparing", "its models went with it"
+
+    def test_warm(self, model: str) -> None:
+        with FakeDaemon(strict="1") as daemon:
+            key = trims_shim.warm(model)
+            assert daemon.prepared[0].key == key
+            assert trims_shim.warm(model) == key
+            assert daemon.leases == 0
+            self.run(model)
+            assert [each.outcome for each in daemon.opened] == ["preparing", "hit", "hit", "hit"]
+
+    @pytest.mark.usefixtures("_collected")
+    def test_warm_where_it_cannot_be_done(self, tmp_path: Path, model: str) -> None:
+        path = tmp_path / "rubbish.onnx"
+        path.write_bytes(b"rubbish" * 1000)
+        with FakeDaemon():
+            with pytest.raises(NotServed):
+                trims_shim.warm(path)
+            with pytest.raises(FileNotFoundError):
+                trims_shim.warm(tmp_path / "missing.onnx")
+            with pytest.raises(UnsupportedFormat, match="pinned"):
+                trims_shim.warm(model, pin=True)
+            with pytest.raises(UnsupportedFormat, match="device"):
+                trims_shim.warm(model, device="cuda")
+
+    def test_nothing_is_left_on_the_disk(self, model: str) -> None:
+        with FakeDaemon() as daemon:
+            trims_shim.warm(model)
+            assert daemon._server is not None
+            directory = Path(daemon._server._directory)
+            assert (directory / "prepared").is_dir()
+        assert not directory.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -64,3 +65,26 @@ def make_device_world(
         return world
 
     return make
+
+
+# --- prepared ONNX models -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_prepared_world(make_world: Callable[..., World]) -> Callable[..., World]:
+    """Worlds with settings whose daemon prepares every model, however small."""
+
+    def make(**settings: str) -> World:
+        world = make_world(
+            min_bytes="1", prepare_anyway_bytes="0", prepare_priority="normal", **settings
+        )
+        world.settings["cache_dir"] = os.path.join(world.root, "cache")
+        return world
+
+    return make
+
+
+@pytest.fixture
+def prepared_world(make_prepared_world: Callable[..., World]) -> World:
+    """A world whose daemon prepares every model, with the settings most tests use."""
+    return make_prepared_world()

@@ -188,6 +188,24 @@ def test_packets_without_hello(watch: Watch) -> None:
         watch.honest()
 
 
+def prepared_request(ticket: int) -> bytes:
+    recipe = messages.SessionRecipe("1", "b", (("CPUExecutionProvider",),), "ORT_ENABLE_ALL")
+    return codec.encode(messages.OpenPreparedRequest(ticket, "/m.onnx", "", recipe, "/o", ()))
+
+
+def test_a_request_before_hello(watch: Watch) -> None:
+    with raw_connection(watch.world, hello=False) as connection:
+        connection.send(prepared_request(0))
+        assert isinstance(codec.decode(connection.recv(4096)), messages.Goodbye)
+
+
+def test_answers_that_nobody_reads(watch: Watch) -> None:
+    with raw_connection(watch.world) as connection, contextlib.suppress(OSError):
+        for _ in range(20_000):
+            connection.send(prepared_request(0))
+        raise AssertionError("the daemon goes on")
+
+
 Attacker = Callable[[], contextlib.AbstractContextManager[Callable[[], bool]]]
 
 

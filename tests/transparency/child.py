@@ -31,6 +31,7 @@ from .registry import Case, Work, load_topics
 __all__ = ["main", "run_case"]
 
 PASSES = ("first", "second")
+_CASES_AT_A_TIME = 10
 
 
 def main(request_path: str, result_path: str) -> None:
@@ -42,14 +43,34 @@ def main(request_path: str, result_path: str) -> None:
     if is_shimmed and early:
         shim.activate()
     table = load_topics(tuple(dict.fromkeys(name.partition(".")[0] for name in names)))
-    results: dict[str, dict[str, Any]] = {}
-    for name in names:
-        directory = Path(request["directory"]) / _file_name(name)
-        directory.mkdir(parents=True, exist_ok=True)
-        results[name] = {
-            label: _run_forked(table[name], directory, is_shimmed) for label in request["passes"]
-        }
+    results: dict[str, dict[str, Any]] = {name: {} for name in names}
+    # The daemon refuses to prepare more than some models at a time.
+    size = _CASES_AT_A_TIME if request["is_prepared"] else 1
+    for start in range(0, len(names), size):
+        for label in request["passes"]:
+            if request["is_prepared"] and is_shimmed and label != PASSES[0]:
+                _settle()
+            for name in names[start : start + size]:
+                directory = Path(request["directory"]) / _file_name(name)
+                directory.mkdir(parents=True, exist_ok=True)
+                results[name][label] = _run_forked(table[name], directory, is_shimmed)
     Path(result_path).write_text(json.dumps(results))
+
+
+def _settle() -> None:
+    """Wait until the daemon prepares nothing, in a process of its own: cases fork from this one."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            shim.settle(Path(os.environ["TRIMS_SOCKET_DIR"]))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    if os.waitpid(pid, 0)[1] != 0:
+        raise RuntimeError("the daemon does not finish its preparations")
 
 
 def _die_with_parent() -> None:
@@ -113,9 +134,10 @@ def _kill_group(pid: int) -> None:
 
 def run_case(case: Case, directory: Path, is_shimmed: bool) -> dict[str, Any]:
     """Run one pass of a case in this process and describe everything it shows."""
-    import torch
+    if not case.is_prepared:
+        import torch
 
-    torch.manual_seed(0)
+        torch.manual_seed(0)
     os.chdir(directory)
     normalise = Normaliser(str(directory))
     work = Work(directory, shim.activate if is_shimmed else lambda: None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +19,9 @@ __all__ = ["Normaliser", "Observer", "type_name"]
 _PATTERNS = (
     (re.compile(r"0x[0-9a-fA-F]{6,}"), "<address>"),
     (re.compile(r"\[([WE])\d{4} \d\d:\d\d:\d\d\.\d+ "), r"[\1 "),
+    (re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3,}"), "<time>"),
     (re.compile(r"/proc/\d+"), "/proc/<pid>"),
-    (re.compile(r"/tmp/tmp\w+"), "<temporary>"),
+    (re.compile(r"/tmp/(tmp|transparency-)\w+"), "<temporary>"),
 )
 
 
@@ -78,16 +80,18 @@ class Observer:
 
     def _object(self, value: Any) -> Any:
         import numpy
-        import torch
 
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
-            return self._storage_object(value)
+        if "torch" in sys.modules:
+            import torch
+
+            if isinstance(value, torch.Tensor):
+                return self._tensor(value)
+            if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+                return self._storage_object(value)
+            if isinstance(value, torch.nn.Module):
+                return self._module(value)
         if isinstance(value, numpy.ndarray):
             return self._array(value)
-        if isinstance(value, torch.nn.Module):
-            return self._module(value)
         if isinstance(value, Mapping):
             return self._mapping(value)
         if isinstance(value, (set, frozenset)):
@@ -128,15 +132,18 @@ class Observer:
         }
 
     def _array(self, array: Any) -> Any:
-        return {
+        described = {
             "type": type_name(array),
             "dtype": str(array.dtype),
             "shape": list(array.shape),
             "strides": list(array.strides),
             "writeable": bool(array.flags.writeable),
             "owns": bool(array.flags.owndata),
-            "sha256": _digest(array.tobytes()),
         }
+        # The bytes of an array of objects are addresses.
+        if array.dtype.hasobject:
+            return {**described, "items": [self.describe(item) for item in array.flat]}
+        return {**described, "sha256": _digest(array.tobytes())}
 
     def _storage_object(self, storage: Any) -> Any:
         untyped = storage if not hasattr(storage, "_untyped_storage") else storage._untyped_storage

@@ -3,7 +3,8 @@
 Owns the declaration only. A case is a function of a :class:`Work` directory that returns what a
 program can observe; :mod:`.observe` makes it comparable, :mod:`.child` runs it, :mod:`.compare`
 compares. A case runs twice over the same directory (first load, then a load of a file that is
-already resident), so files are made with :meth:`Work.file` unless the case changes them.
+already resident), so files are made with :meth:`Work.file` unless the case changes them. Between
+the passes of cases of onnxruntime (topics ``ort_*``) the daemon finishes what it prepares.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ TOPICS = tuple(
 """Every module ``cases_<topic>`` beside this one."""
 
 BATCH_OF_TOPIC = {"transformers": "transformers"}
-"""Topics whose import is slow have their own process; all others share the batch ``torch``."""
+"""Topics whose import is slow have their own process; all others share the batch ``torch``,
+or ``onnxruntime``."""
 
 
 @dataclass
@@ -62,7 +64,8 @@ class Case:
     ``served``: True where the cache must have served at least one load, False where it must have
     served none, None where either is right. ``elided``: the same for load_state_dict's copies.
     ``fresh``: the case needs an interpreter of its own. ``early``: the shim is imported before the
-    case starts (else the case calls ``work.enable_shim()``).
+    case starts (else the case calls ``work.enable_shim()``). ``reason``: what must be counted as
+    the reason of a fallback.
     """
 
     name: str
@@ -73,11 +76,24 @@ class Case:
     fresh: bool = False
     early: bool = True
     timeout_s: float = 60.0
+    reason: str = ""
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether what it loads is made ready between the passes: it is of onnxruntime."""
+        return self.topic.startswith("ort_")
 
     @property
     def batch(self) -> str:
         """The process the case runs in."""
-        return f"fresh:{self.name}" if self.fresh else BATCH_OF_TOPIC.get(self.topic, "torch")
+        if self.fresh:
+            return f"fresh:{self.name}"
+        return "onnxruntime" if self.is_prepared else BATCH_OF_TOPIC.get(self.topic, "torch")
+
+    def served_in(self, label: str) -> bool | None:
+        """``served``, for a pass: the first one only makes the daemon prepare a model."""
+        is_early = self.is_prepared and label == "first"
+        return None if is_early and self.served else self.served
 
 
 CASES: dict[str, Case] = {}

@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     mode.add_argument("--compare", action="store_true", help="compare without and with")
     mode.add_argument("--rerun", action="store_true", help="compare without and without")
     options = parser.parse_args(arguments)
+    sys.path.insert(0, str(shim.ROOT / "tests"))
     table = load_topics()
     selected = [case for case in table.values() if _matches(case, options.patterns)]
     if options.list:
@@ -86,7 +87,8 @@ def _show_differences(
             lines = _problems(case, original[case.name][label], other[case.name][label])
             if with_counters:
                 seen = other[case.name][label].get("counters", {})
-                lines += compare.expectation_errors(seen, case.served, case.elided)
+                served = case.served_in(label)
+                lines += compare.expectation_errors(seen, served, case.elided, case.reason)
             for line in lines:
                 print(f"{case.name} ({label}): {line}")
             bad += bool(lines)

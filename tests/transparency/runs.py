@@ -26,18 +26,19 @@ def run(
     selected: Iterable[Case], socket_directory: Path | None, passes: tuple[str, ...]
 ) -> Results:
     """Observations of these cases, without the shim where ``socket_directory`` is None."""
-    batches: dict[tuple[str, bool], list[str]] = {}
+    batches: dict[tuple[str, bool, bool], list[str]] = {}
     for case in selected:
-        batches.setdefault((case.batch, case.early), []).append(case.name)
+        batches.setdefault((case.batch, case.early, case.is_prepared), []).append(case.name)
     results: Results = {}
     with tempfile.TemporaryDirectory(prefix="transparency-") as directory:
-        for (_, early), names in batches.items():
+        for (_, early, is_prepared), names in batches.items():
             request = {
                 "cases": names,
                 "early": early,
                 "passes": passes,
                 "shim": socket_directory is not None,
                 "directory": f"{directory}/work",
+                "is_prepared": is_prepared,
             }
             results |= _run_batch(request, Path(directory), socket_directory)
     return results
@@ -56,7 +57,7 @@ def _run_batch(request: dict[str, Any], directory: Path, sockets: Path | None) -
             status: object = subprocess.run(
                 command,
                 cwd=shim.ROOT,
-                env=shim.environment(sockets),
+                env=shim.environment(sockets, min_bytes="1" if request["is_prepared"] else "1M"),
                 timeout=_SECONDS_PER_BATCH,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

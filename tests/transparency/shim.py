@@ -12,11 +12,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SocketDirectory", "activate", "count", "counters", "environment", "is_available"]
+__all__ = [
+    "SocketDirectory",
+    "activate",
+    "count",
+    "counters",
+    "environment",
+    "is_available",
+    "settle",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +36,7 @@ def is_available() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def environment(socket_directory: Path | None) -> dict[str, str]:
+def environment(socket_directory: Path | None, *, min_bytes: str = "1M") -> dict[str, str]:
     """The environment of a run: with an own daemon, or with the shim off where that is None."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("TRIMS_")}
     kept |= {
@@ -36,7 +45,7 @@ def environment(socket_directory: Path | None) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *_inherited_path()]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *_inherited_path()]),
     }
     if socket_directory is None:
         return kept | {"TRIMS_ENABLED": "0"}
@@ -45,6 +54,10 @@ def environment(socket_directory: Path | None) -> dict[str, str]:
         "TRIMS_ENABLED": "1",
         "TRIMS_SOCKET_DIR": str(socket_directory),
         "TRIMS_HOST_BYTES": "2G",
+        "TRIMS_CACHE_DIR": str(socket_directory / "cache"),
+        "TRIMS_MIN_BYTES": min_bytes,
+        "TRIMS_PREPARE_ANYWAY_BYTES": "0",
+        "TRIMS_PREPARE_PRIORITY": "normal",
     }
 
 
@@ -56,6 +69,32 @@ def _inherited_path() -> list[str]:
 def activate() -> None:
     """Turn the shim on in this process."""
     importlib.import_module("trims_shim")
+
+
+def settle(socket_directory: Path, timeout_s: float = 300.0) -> None:
+    """Wait until the daemon has prepared what it was asked for. Raises TimeoutError."""
+    from trims_shim import config, errors
+    from trims_shim.client.cache import Cache
+    from trims_shim.client.connection import Connection
+    from trims_shim.wire import messages
+
+    settings = config.load({}, socket_dir=str(socket_directory), autostart="0")
+    try:
+        connection = Connection(Cache(settings).endpoint, config_hash="", stall_timeout_s=30)
+    except errors.DaemonUnavailable:
+        return  # nobody has asked it for anything
+    deadline = time.monotonic() + timeout_s
+    try:
+        while True:
+            status: Any = connection.request(messages.GetStatusRequest())
+            waiting = [each.names for each in status.prepared if each.state == "preparing"]
+            if not waiting:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still being prepared: {waiting}")
+            time.sleep(0.1)
+    finally:
+        connection.close()
 
 
 def counters() -> dict[str, int]:

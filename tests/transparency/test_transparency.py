@@ -59,9 +59,11 @@ def test_shim_changes_nothing(case: Case, label: str, observations: PAIR) -> Non
     found = compare.differences(expected, actual)
     allowed = compare.DIFFERENCES.get(case.name, {})
     stale = {path: reason for path, reason in allowed.items() if path not in found}
-    assert not stale, f"listed in DIFFERENCES but equal: {stale}"
+    # While a model is being prepared, the session is the original.
+    assert not stale or case.served_in(label) is None, f"in DIFFERENCES but equal: {stale}"
     _report({path: text for path, text in found.items() if path not in allowed})
-    errors = compare.expectation_errors(actual["counters"], case.served, case.elided)
+    served = case.served_in(label)
+    errors = compare.expectation_errors(actual["counters"], served, case.elided, case.reason)
     assert not errors, errors
 
 
@@ -73,6 +75,7 @@ def test_original_agrees_with_itself(case: Case, observations: PAIR) -> None:
 
 
 def test_table_is_large_enough_to_be_a_proof() -> None:
-    assert len(ALL) >= 110
-    assert sum(case.served is True for case in ALL) >= 60
+    assert len(ALL) >= 400
+    assert sum(case.served is True for case in ALL) >= 200
+    assert sum(case.served is True and case.is_prepared for case in ALL) >= 120
     assert set(compare.DIFFERENCES) <= set(CASES)

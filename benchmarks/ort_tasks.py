@@ -1,0 +1,186 @@
+"""What is measured of onnxruntime: one task per process, ``python -m benchmarks.ort_tasks TASK``.
+
+Owns the clocked regions. Both sides of a comparison run the same lines; the only difference is that
+a process with ``TRIMS_ENABLED=1`` imports trims_shim first. Imports, reading a model's bytes and
+making inputs are outside the clock; connecting to the daemon is inside it. torch is imported by the
+exporting task only, so that memory is onnxruntime's and numpy's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.process_memory import areas, peak_bytes, reset_peak
+
+__all__: list[str] = []
+
+_WARM_UPS = 2
+_VOCABULARY = 1000
+
+
+def _emit(descriptor: int, result: Mapping[str, Any]) -> None:
+    os.write(descriptor, json.dumps(result).encode() + b"\n")
+
+
+def _activate() -> None:
+    """What a user's program does: one import, before everything else."""
+    if os.environ.get("TRIMS_ENABLED") == "1":
+        import trims_shim  # noqa: F401
+
+
+def _fallbacks() -> dict[str, int]:
+    """Why sessions were left to onnxruntime, as the shim counts it."""
+    if os.environ.get("TRIMS_ENABLED") != "1":
+        return {}
+    import trims_shim
+
+    return trims_shim.stats().fallbacks
+
+
+def _options(entries: Mapping[str, str]) -> Any:
+    """Session options with these config entries; None, as most programs have it, for none."""
+    import onnxruntime
+
+    if not entries:
+        return None
+    options = onnxruntime.SessionOptions()
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
+    return options
+
+
+def _feeds(session: Any) -> dict[str, Any]:
+    """Inputs that depend on the names and shapes only."""
+    import numpy as np
+
+    random = np.random.RandomState(0)
+    feeds = {}
+    for each in session.get_inputs():
+        if each.name == "mask":
+            feeds[each.name] = np.ones(each.shape, np.int64)
+        elif each.type == "tensor(int64)":
+            feeds[each.name] = random.randint(1, _VOCABULARY, each.shape)
+        else:
+            feeds[each.name] = random.standard_normal(each.shape).astype(np.float32)
+    return feeds
+
+
+def _checksum(outputs: Sequence[Any]) -> str:
+    """The same for outputs of equal types, shapes and bits."""
+    digest = hashlib.sha256()
+    for each in outputs:
+        digest.update(f"{each.dtype} {each.shape}".encode())
+        digest.update(each.tobytes())
+    return digest.hexdigest()
+
+
+def _mapped_bytes(directory: str) -> int:
+    """How much of what lies in a directory this process has mapped, by the kernel's account."""
+    inside = [area for area in areas("self") if directory and area.path.startswith(directory)]
+    return sum(area.end - area.start for area in inside)
+
+
+def _create(
+    model: str, how: str, entries: Mapping[str, str], prepared: str
+) -> tuple[Any, dict[str, Any]]:
+    import numpy  # noqa: F401
+    import onnxruntime
+
+    source: Any = Path(model).read_bytes() if how == "bytes" else model
+    options = _options(entries)
+    resident_bytes = reset_peak()
+    began = time.time()
+    start = time.perf_counter()
+    session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    create_s = time.perf_counter() - start
+    facts = {
+        "began": began,
+        "create_s": create_s,
+        "peak_bytes": peak_bytes() - resident_bytes,
+        "mapped_bytes": _mapped_bytes(prepared),
+        "fallbacks": _fallbacks(),
+    }
+    return session, facts
+
+
+def _timed_runs(session: Any, feeds: dict[str, Any], runs: int) -> list[float]:
+    times = []
+    for _ in range(_WARM_UPS + runs):
+        start = time.perf_counter()
+        session.run(None, feeds)
+        times.append(time.perf_counter() - start)
+    return times[_WARM_UPS:]
+
+
+def session(
+    descriptor: int,
+    *,
+    model: str,
+    how: str = "path",
+    entries: Mapping[str, str] | None = None,
+    prepared: str = "",
+    runs: int = 0,
+) -> None:
+    """Create a session, run it, and report times, memory and the outputs' checksum.
+
+    ``how`` is ``path`` or ``bytes``; ``prepared`` is the directory that a hit maps.
+    """
+    _activate()
+    made, facts = _create(model, how, entries or {}, prepared)
+    feeds = _feeds(made)
+    start = time.perf_counter()
+    outputs = made.run(None, feeds)
+    facts["first_run_s"] = time.perf_counter() - start
+    facts["checksum"] = _checksum(outputs)
+    facts["run_s"] = _timed_runs(made, feeds, runs) if runs else []
+    _emit(descriptor, facts)
+
+
+def hold(descriptor: int, *, model: str, prepared: str = "") -> None:
+    """Create a session from a path, run it once, and keep it until released."""
+    _activate()
+    made, facts = _create(model, "path", {}, prepared)
+    checksum = _checksum(made.run(None, _feeds(made)))
+    _emit(descriptor, facts | {"pid": os.getpid(), "checksum": checksum})
+    sys.stdin.readline()
+
+
+def export(descriptor: int, *, name: str) -> None:
+    """Make a model's file, where the cache of models lacks it."""
+    import contextlib
+
+    from benchmarks.ort_models import ensure_model
+
+    with contextlib.redirect_stdout(sys.stderr):  # the exporter talks
+        path = ensure_model(name)
+    _emit(descriptor, {"path": str(path), "size_bytes": path.stat().st_size})
+
+
+def start(descriptor: int, *, path: str) -> None:
+    """Get a daemon running, by a load that has nothing to do with onnxruntime."""
+    import trims_shim
+
+    trims_shim.warm(path)
+    _emit(descriptor, {})
+
+
+_TASKS: dict[str, Callable[..., None]] = {
+    task.__name__: task for task in (session, hold, export, start)
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Run one task."""
+    task, parameters, descriptor = arguments
+    _TASKS[task](int(descriptor), **json.loads(parameters))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

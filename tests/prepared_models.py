@@ -1,0 +1,83 @@
+"""Prepared models without onnxruntime, for tests: who makes them, of files of any content."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from blake3 import blake3
+
+from trims_shim.daemon.preparing import Preparation
+from trims_shim.wire import messages
+from trims_shim.wire.messages import ExternalFile, FileIdentity, PrepareReply, SessionRecipe
+
+PATIENCE_S = 20
+RECIPE = SessionRecipe(
+    runtime="1.31.1",
+    build="git-0000000; 123; 456",
+    providers=(("CPUExecutionProvider",),),
+    level="ORT_ENABLE_ALL",
+)
+
+
+def digest_of(data: bytes) -> str:
+    digest: str = blake3(data).hexdigest()
+    return digest
+
+
+def identity_of(path: str | Path) -> FileIdentity:
+    status = os.stat(path)
+    return FileIdentity(
+        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    )
+
+
+class FakePreparer:
+    """In the place of :class:`trims_shim.daemon.preparing.Preparer`.
+
+    ``externals`` are locations of weights beside the model. While ``gate`` is cleared a preparation
+    waits before it hashes. ``reply`` is what it says in the end.
+    """
+
+    def __init__(self) -> None:
+        self.preparations: list[Preparation] = []
+        self.verdicts: list[bool] = []
+        self.externals: tuple[str, ...] = ()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reply = PrepareReply(probe="equal")
+        self.weights: bytes | None = b"packed weights"
+        self.on_made: Callable[[Preparation], None] = lambda preparation: None
+        self.is_closed = False
+
+    def run(
+        self, preparation: Preparation, decide: Callable[[messages.SourceHashed], bool]
+    ) -> PrepareReply | None:
+        self.preparations.append(preparation)
+        while not self.gate.wait(0.01):
+            if self.is_closed:
+                return PrepareReply(reason="stopping", is_lasting=False)
+        model = os.pread(preparation.descriptor, 1 << 30, 0)
+        directory = os.path.dirname(preparation.path)
+        hashed = messages.SourceHashed(
+            digest_of(model), tuple(_external(directory, each) for each in self.externals)
+        )
+        self.verdicts.append(decide(hashed))
+        if not self.verdicts[-1]:
+            return None
+        if not self.reply.reason:
+            Path(preparation.directory, "model.onnx").write_bytes(b"prepared " + model)
+            if self.weights is not None:
+                Path(preparation.directory, "weights.bin").write_bytes(self.weights)
+        self.on_made(preparation)
+        return self.reply
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def _external(directory: str, location: str) -> ExternalFile:
+    path = os.path.join(directory, location)
+    return ExternalFile(location, path, digest_of(Path(path).read_bytes()), identity_of(path))
