@@ -12,9 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trims_shim.config import SETTINGS
-
 ROOT = Path(__file__).resolve().parents[1]
+# The settings are those of this checkout, whatever is installed.
+sys.path.insert(0, str(ROOT))
+
+from trims_shim.config import SETTINGS  # noqa: E402
+
 TABLE = ROOT / "docs" / "configuration.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results" / "host.json"
