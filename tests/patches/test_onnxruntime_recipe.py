@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,11 @@ from trims_shim.wire.messages import SessionRecipe
 
 LEVELS = onnxruntime.GraphOptimizationLevel
 CPU = "CPUExecutionProvider"
+
+
+def label(value: object) -> str:
+    """Of a parameter, the same in every process: without addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +85,7 @@ def test_of_a_session_without_options() -> None:
         {"disabled": ["MatMulAddFusion"]},
         {"providers": [(CPU, {"a": "1"})]},
     ],
-    ids=str,
+    ids=label,
 )
 def test_what_changes_the_result_is_in_it(change: dict[str, Any]) -> None:
     seen = {recipe(), recipe(*change.pop("changes", ()), **change)}
@@ -122,7 +128,7 @@ def test_all_of_these_are_different() -> None:
         {"providers": [CPU], "provider_options": [{}]},
         {"disabled": set()},
     ],
-    ids=str,
+    ids=label,
 )
 def test_what_does_not_change_the_result_is_not(change: dict[str, Any]) -> None:
     assert recipe(*change.pop("changes", ()), **change) == recipe()
@@ -177,7 +183,7 @@ def test_it_is_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
         ("arguments", {"disabled": iter(["MatMulAddFusion"])}),
         ("arguments", {"disabled": [1]}),
     ],
-    ids=str,
+    ids=label,
 )
 def test_arguments_that_are_not_understood(reason: str, arguments: Any) -> None:
     with pytest.raises(NotServed) as caught:
@@ -256,7 +262,7 @@ class Session:
         ("arguments", Session(b"/path")),
         ("arguments", Session(None, None)),
     ],
-    ids=str,
+    ids=label,
 )
 def test_models_that_are_left_alone(reason: str, session: Session) -> None:
     with pytest.raises(NotServed) as caught:
