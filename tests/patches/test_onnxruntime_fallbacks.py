@@ -244,7 +244,7 @@ class TestNotServed:
             external = tmp_path / "external.onnx"
             save_external(large)(external)
             with open(tmp_path / "weights.bin", "ab") as file:
-                file.truncate(2 << 20)
+                file.truncate(5 << 20)
             new(str(external))
             assert len(preparations.requests) == 1, "its weights are what counts"
 
