@@ -111,7 +111,7 @@ class _Export:
 
 
 def _perceptron() -> nn.Module:
-    width = 512
+    width = 768
     return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
 
 
@@ -128,7 +128,7 @@ def _numbers(*shape: int) -> Callable[[], dict[str, torch.Tensor]]:
 
 
 MODELS: dict[str, _Export] = {
-    "perceptron": _Export(_perceptron, _numbers(1, 512)),
+    "perceptron": _Export(_perceptron, _numbers(1, 768)),
     "mobilenetv2": _Export(_mobilenet_v2, _numbers(*_PICTURE)),
     "minilm": _Export(
         lambda: Encoder(

@@ -143,7 +143,11 @@ def test_models_of_onnxruntime_are_prepared_for_the_run(
         "    assert status.storage.directory.startswith(os.environ['TRIMS_SOCKET_DIR'])\n"
         "    assert [row.key for row in status.prepared] == [key]\n"
     )
-    variables = {"TRIMS_PREPARE_ANYWAY_BYTES": "1", "TRIMS_PREPARE_PRIORITY": "normal"}
+    variables = {
+        "TRIMS_MIN_BYTES": "1",
+        "TRIMS_PREPARE_ANYWAY_BYTES": "1",
+        "TRIMS_PREPARE_PRIORITY": "normal",
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
