@@ -19,20 +19,6 @@ from trims_shim.errors import FileChanged
 from trims_shim.wire.messages import SourceHashed
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    made = tmp_path / "made"
-    made.mkdir(0o700)
-    return made
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    save(perceptron())(path)
-    return path
-
-
 class TestModelFiles:
     def test_what_is_loaded(self, model: Path) -> None:
         """By the descriptor, so that a replaced path changes nothing."""

@@ -15,20 +15,6 @@ from trims_shim.daemon import optimising, preparer
 from trims_shim.daemon.optimising import Sessions
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    made = tmp_path / "made"
-    made.mkdir(0o700)
-    return made
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    save(perceptron())(path)
-    return path
-
-
 class TestRecipe:
     """Every part of it has its effect on what is made."""
 

@@ -27,20 +27,6 @@ from trims_shim.wire import frames, messages
 from trims_shim.wire.messages import PrepareReply, SourceHashed
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    made = tmp_path / "made"
-    made.mkdir(0o700)
-    return made
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    save(perceptron())(path)
-    return path
-
-
 def run(session: Any, feeds: dict[str, Any]) -> list[str]:
     names = [each.name for each in session.outputs_meta]
     return [fingerprint(each) for each in session.run(names, feeds, None)]

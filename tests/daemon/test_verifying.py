@@ -20,20 +20,6 @@ from trims_shim.daemon.optimising import Sessions
 from trims_shim.daemon.probe_inputs import Argument
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    made = tmp_path / "made"
-    made.mkdir(0o700)
-    return made
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    save(perceptron())(path)
-    return path
-
-
 class TestVerification:
     """What onnxruntime saved is not trusted."""
 

@@ -8,39 +8,16 @@ import os
 import subprocess
 import sys
 import threading
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import onnxruntime
 
-from .observe import Normaliser, Observer
-from .registry import Work, attempt, case, cases
+from .forked import described_here, in_forked_child
+from .registry import Work, case, cases
 from .sessions import described, made, model_file, options, ran
 
 Session = onnxruntime.InferenceSession
-
-
-def _observed(value: object) -> Any:
-    return Observer(Normaliser(os.getcwd())).describe(value)
-
-
-def _in_forked_child(function: Any) -> object:
-    """What the function returns in a forked child, described there."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with open(writing, "wb") as pipe:
-                pipe.write(json.dumps(_observed(attempt(function))).encode())
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as pipe:
-        data = pipe.read()
-    return [json.loads(data), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])]
 
 
 @cases({"one_model": 1, "three_models": 3}, served=True)
@@ -72,7 +49,7 @@ def child_uses_the_parents_session(work: Work) -> object:
     """One thread: onnxruntime's pools do not survive a fork."""
     sample = made("transformer", seed=100)
     session = Session(model_file(work, sample), options())
-    child = _in_forked_child(lambda: [ran(session, sample.feeds), described(session)])
+    child = in_forked_child(lambda: [ran(session, sample.feeds), described(session)])
     return [child, ran(session, sample.feeds)]
 
 
@@ -81,9 +58,9 @@ def child_makes_its_own_session(work: Work) -> object:
     sample = made("transformer", seed=100)
     path = model_file(work, sample)
     first = ran(Session(path, options()), sample.feeds)
-    child = _in_forked_child(lambda: ran(Session(path, options()), sample.feeds))
-    grandchild = _in_forked_child(
-        lambda: _in_forked_child(lambda: ran(Session(path, options()), sample.feeds))
+    child = in_forked_child(lambda: ran(Session(path, options()), sample.feeds))
+    grandchild = in_forked_child(
+        lambda: in_forked_child(lambda: ran(Session(path, options()), sample.feeds))
     )
     return [first, child, grandchild, ran(Session(path, options()), sample.feeds)]
 
@@ -92,7 +69,7 @@ def child_makes_its_own_session(work: Work) -> object:
 def child_makes_the_first_session(work: Work) -> object:
     sample = made("transformer", seed=100)
     path = model_file(work, sample)
-    child = _in_forked_child(lambda: ran(Session(path, options()), sample.feeds))
+    child = in_forked_child(lambda: ran(Session(path, options()), sample.feeds))
     return [child, ran(Session(path, options()), sample.feeds)]
 
 
@@ -107,7 +84,7 @@ def parent_drops_while_child_runs(work: Work) -> object:
     if pid == 0:
         try:
             os.read(go, 1)
-            os.write(answering, json.dumps(_observed(ran(session, sample.feeds))).encode())
+            os.write(answering, json.dumps(described_here(ran(session, sample.feeds))).encode())
         finally:
             os._exit(0)
     del session
@@ -119,7 +96,7 @@ def parent_drops_while_child_runs(work: Work) -> object:
 def _spawned(path: str, kind: str, seed: int, target: str) -> None:
     sample = made(kind, seed)
     with open(target, "w") as file:
-        json.dump(_observed(ran(Session(path, options()), sample.feeds)), file)
+        json.dump(described_here(ran(Session(path, options()), sample.feeds)), file)
 
 
 @case(served=True)

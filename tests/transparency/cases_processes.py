@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,31 +12,9 @@ import torch
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset
 
-from .observe import Normaliser, Observer
+from .forked import described_here, in_forked_child
 from .payloads import net, saved, state
-from .registry import Work, attempt, case, cases
-
-
-def _described(value: object) -> object:
-    return Observer(Normaliser(os.getcwd())).describe(value)
-
-
-def _in_forked_child(function: Any) -> object:
-    """What the function returns in a forked child, described there."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with open(writing, "wb") as pipe:
-                pipe.write(json.dumps(_described(attempt(function))).encode())
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as pipe:
-        data = pipe.read()
-    return [json.loads(data), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])]
+from .registry import Work, case, cases
 
 
 @cases({"plain": {}, "mmap": {"mmap": True}}, served=True)
@@ -49,7 +26,7 @@ def child_uses_loaded_tensors(work: Work, options: dict[str, Any]) -> object:
         loaded["weight"].zero_()
         return loaded
 
-    child = _in_forked_child(use)
+    child = in_forked_child(use)
     loaded["bias"].add_(1)
     return [child, loaded]
 
@@ -58,15 +35,15 @@ def child_uses_loaded_tensors(work: Work, options: dict[str, Any]) -> object:
 def child_loads_again(work: Work) -> object:
     path = work.file("model.pt", saved(state()))
     loaded = torch.load(path)
-    child = _in_forked_child(lambda: [loaded, torch.load(path), torch.load(path, mmap=True)])
-    grandchild = _in_forked_child(lambda: _in_forked_child(lambda: [loaded, torch.load(path)]))
+    child = in_forked_child(lambda: [loaded, torch.load(path), torch.load(path, mmap=True)])
+    grandchild = in_forked_child(lambda: in_forked_child(lambda: [loaded, torch.load(path)]))
     return [child, grandchild, loaded, torch.load(path)]
 
 
 @case()
 def child_loads_first(work: Work) -> object:
     path = work.file("model.pt", saved(state()))
-    return [_in_forked_child(lambda: torch.load(path)), torch.load(path)]
+    return [in_forked_child(lambda: torch.load(path)), torch.load(path)]
 
 
 @case(served=True)
@@ -78,7 +55,7 @@ def child_drops_the_tensors(work: Work) -> object:
         loaded.clear()
         return len(loaded)
 
-    return [_in_forked_child(drop), loaded, torch.load(path)]
+    return [in_forked_child(drop), loaded, torch.load(path)]
 
 
 @case(served=True)
@@ -91,7 +68,7 @@ def parent_drops_while_child_uses(work: Work) -> object:
     if pid == 0:
         try:
             os.read(reading, 1)
-            os.write(answer_writing, json.dumps(_described(loaded)).encode())
+            os.write(answer_writing, json.dumps(described_here(loaded)).encode())
         finally:
             os._exit(0)
     loaded.clear()
@@ -104,7 +81,7 @@ def parent_drops_while_child_uses(work: Work) -> object:
 def _queue_child(queue: Any, back: Any) -> None:
     received = queue.get(timeout=50)
     received["weight"].add_(100)
-    back.put([_described(received), os.path.basename(os.getcwd())])
+    back.put([described_here(received), os.path.basename(os.getcwd())])
 
 
 @cases({"fork": "fork", "spawn": "spawn"}, served=True)
@@ -124,7 +101,7 @@ def queue(work: Work, method: str) -> object:
 
 def _argument_child(path: str, loaded: Any, target: str) -> None:
     with open(target, "w") as file:
-        json.dump(_described([loaded, torch.load(path)]), file)
+        json.dump(described_here([loaded, torch.load(path)]), file)
 
 
 @case(served=True)
@@ -199,4 +176,4 @@ def shared_before_fork(work: Work) -> object:
         loaded["bias"].fill_(3)
         return None
 
-    return [_in_forked_child(use), loaded]
+    return [in_forked_child(use), loaded]
