@@ -19,6 +19,7 @@ from onnx_models import SAMPLES, Graph, Sample, perceptron
 from onnx_on_host import CPU, HostSessions, prepare, recipe
 
 from trims_shim.daemon import preparer, preparer_cuda, verifying
+from trims_shim.daemon.fingerprints import fingerprint
 from trims_shim.daemon.installation import installation
 from trims_shim.daemon.optimising import Refusal, Sessions
 from trims_shim.daemon.preparer_cuda import CudaSessions, candidates, sessions_of
@@ -82,7 +83,7 @@ class TestListing:
             for ours, theirs in zip(
                 prepared.run(names, feeds, None), original.run(names, feeds, None), strict=True
             ):
-                np.testing.assert_array_equal(ours, theirs)
+                assert fingerprint(ours) == fingerprint(theirs)
 
     def test_a_listed_session_reads_what_it_is_given(self, tmp_path: Path) -> None:
         """The file is not where a session has its weights from."""
