@@ -10,8 +10,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from trims_shim.daemon.preparing import Preparation
+from trims_shim.specs import Identity
 from trims_shim.wire import messages
-from trims_shim.wire.messages import ExternalFile, FileIdentity, PrepareReply, SessionRecipe
+from trims_shim.wire.messages import ExternalFile, PrepareReply, SessionRecipe
 
 PATIENCE_S = 20
 RECIPE = SessionRecipe(
@@ -27,11 +28,9 @@ def digest_of(data: bytes) -> str:
     return digest
 
 
-def identity_of(path: str | Path) -> FileIdentity:
+def identity_of(path: str | Path) -> Identity:
     status = os.stat(path)
-    return FileIdentity(
-        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    )
+    return Identity.from_stat(status)
 
 
 class FakePreparer:

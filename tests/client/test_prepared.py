@@ -23,8 +23,9 @@ from trims_shim.errors import (
     TrimsError,
     WireError,
 )
+from trims_shim.specs import Identity
 from trims_shim.wire import messages
-from trims_shim.wire.messages import FileIdentity, OpenPreparedReply
+from trims_shim.wire.messages import OpenPreparedReply
 
 RECIPE = messages.SessionRecipe("1.31.1", "build", (("CPUExecutionProvider",),), "ORT_ENABLE_ALL")
 
@@ -46,11 +47,9 @@ def reply(tmp_path: Path) -> OpenPreparedReply:
     )
 
 
-def identity(path: Path) -> FileIdentity:
+def identity(path: Path) -> Identity:
     status = path.stat()
-    return FileIdentity(
-        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    )
+    return Identity.from_stat(status)
 
 
 class Released:

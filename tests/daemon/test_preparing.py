@@ -264,7 +264,7 @@ class TestDistrust:
     )
     def test_external_files(self, location: str, path: str, digest: str, fakes: Fakes) -> None:
         code = (
-            "identity = messages.FileIdentity(1, 2, 3, 4, 5)\n"
+            "identity = messages.Identity(1, 2, 3, 4, 5)\n"
             f"external = messages.ExternalFile({location!r}, {path!r}, {digest!r}, identity)\n"
             "say(messages.SourceHashed(hashed.digest, (external,)))\n"
         )

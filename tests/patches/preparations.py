@@ -21,8 +21,9 @@ from trims_shim.daemon import preparer, verifying
 from trims_shim.errors import DaemonUnavailable
 from trims_shim.patches import onnxruntime_options, onnxruntime_session
 from trims_shim.patches.points import AppliedPatch, PatchState, apply, undo
+from trims_shim.specs import Identity
 from trims_shim.wire import messages
-from trims_shim.wire.messages import FileIdentity, OpenPreparedReply, OpenPreparedRequest
+from trims_shim.wire.messages import OpenPreparedReply, OpenPreparedRequest
 
 WELCOME = messages.Welcome(messages.PROTOCOL_VERSION, "1", 1, "i", b"t")
 POINTS = (*onnxruntime_options.POINTS, *onnxruntime_session.POINTS)
@@ -147,12 +148,10 @@ def digest_of(descriptor: int) -> str:
     return digest
 
 
-def identity(path: Path) -> FileIdentity:
+def identity(path: Path) -> Identity:
     """Of a file, as the daemon tells it."""
     status = path.stat()
-    return FileIdentity(
-        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    )
+    return Identity.from_stat(status)
 
 
 def apply_points() -> Callable[[], None]:

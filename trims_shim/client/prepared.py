@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trims_shim.errors import NotServed, WireError
+from trims_shim.specs import Identity
 from trims_shim.wire import messages
 
 __all__ = ["PreparedModel", "prepared_model"]
@@ -71,17 +72,10 @@ def _hit(
     return PreparedModel(reply.model, reply.key, size_bytes, release)
 
 
-def _check(path: str, identity: messages.FileIdentity, name: str) -> None:
+def _check(path: str, identity: Identity, name: str) -> None:
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError as error:
         raise NotServed("prepared_changed", f"{name}: {error}") from error
-    found = messages.FileIdentity(
-        device=status.st_dev,
-        inode=status.st_ino,
-        size_bytes=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-        ctime_ns=status.st_ctime_ns,
-    )
-    if found != identity:
+    if Identity.from_stat(status) != identity:
         raise NotServed("prepared_changed", f"{name}: {path} is not the file that was verified")

@@ -19,7 +19,8 @@ from trims_shim.daemon.ingest import Meter
 from trims_shim.daemon.optimising import Refusal
 from trims_shim.errors import FileChanged, FormatError
 from trims_shim.formats.onnx import OnnxModel, is_ort_format, read_model
-from trims_shim.wire.messages import ExternalFile, FileIdentity, SourceHashed
+from trims_shim.specs import Identity
+from trims_shim.wire.messages import ExternalFile, SourceHashed
 
 __all__ = ["ModelFiles"]
 
@@ -34,7 +35,7 @@ class ModelFiles:
         """``path`` is empty for a model that the client has in memory only."""
         self._descriptor = descriptor
         self._path = path
-        self._identity = _identity(os.fstat(descriptor))
+        self._identity = Identity.from_stat(os.fstat(descriptor))
         self._externals: tuple[ExternalFile, ...] = ()
         self.digest = ""
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -84,14 +85,14 @@ class ModelFiles:
 
     def check_unchanged(self) -> None:
         """Raises FileChanged unless all files are what they were in the beginning."""
-        if _identity(os.fstat(self._descriptor)) != self._identity:
+        if Identity.from_stat(os.fstat(self._descriptor)) != self._identity:
             raise FileChanged(f"{self._path or 'the model'} changed while it was prepared")
         expected = [(each.path, each.identity) for each in self._externals]
         if self._path:
             expected.append((self._path, self._identity))
         for path, identity in expected:
             try:
-                found = _identity(os.stat(path))
+                found = Identity.from_stat(os.stat(path))
             except OSError as error:
                 raise FileChanged(f"{path} changed while it was prepared: {error}") from error
             if found != identity:
@@ -111,7 +112,7 @@ class ModelFiles:
             digest = ingest.hash_file(descriptor, status.st_size, meter=meter, name=path)
         finally:
             os.close(descriptor)
-        return ExternalFile(location, path, digest, _identity(status))
+        return ExternalFile(location, path, digest, Identity.from_stat(status))
 
 
 def _read(view: memoryview) -> OnnxModel:
@@ -140,13 +141,3 @@ def _mapped(descriptor: int, size_bytes: int) -> Iterator[memoryview]:
         raise FileChanged("the model became shorter before it was read") from error
     # Closed with its last reference: an error's traceback may still look at it.
     yield memoryview(mapping)
-
-
-def _identity(status: os.stat_result) -> FileIdentity:
-    return FileIdentity(
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-    )

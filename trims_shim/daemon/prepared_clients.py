@@ -66,31 +66,20 @@ class Offer:
 
 def hit_reply(grant: Grant, published: Published) -> messages.OpenPreparedReply:
     """The files of a model, and the lease."""
-    weights = published.weights_identity
     return messages.OpenPreparedReply(
         "hit",
         lease=grant.lease,
         key=grant.key,
         model=published.model,
-        model_identity=_on_the_wire(published.model_identity),
+        model_identity=published.model_identity,
         weights=published.weights,
-        weights_identity=None if weights is None else _on_the_wire(weights),
+        weights_identity=published.weights_identity,
     )
 
 
 def refusal_reply(reason: str, message: str) -> messages.OpenPreparedReply:
     """No model, and why."""
     return messages.OpenPreparedReply("refused", reason=reason, message=clipped(message))
-
-
-def _on_the_wire(identity: Identity) -> messages.FileIdentity:
-    return messages.FileIdentity(
-        identity.device,
-        identity.inode,
-        identity.size_bytes,
-        identity.mtime_ns,
-        identity.ctime_ns,
-    )
 
 
 def flight_of(message: messages.OpenPreparedRequest, identity: Identity | None) -> Flight:

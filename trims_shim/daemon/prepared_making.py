@@ -237,7 +237,7 @@ class Preparations:
         making.key = self._key_of(content, making.request.recipe)
         if not making.is_memory:
             directory = os.path.dirname(making.request.path) if files else ""
-            identities = tuple(_identity(each.identity) for each in files)
+            identities = tuple(each.identity for each in files)
             known = Known(making.identity, content, directory, identities)
             making.known = known
         self._check_unchanged(making)
@@ -275,16 +275,6 @@ def _is_sealed(descriptor: int) -> bool:
     except OSError:
         return False
     return bool(seals & fcntl.F_SEAL_WRITE and seals & fcntl.F_SEAL_SHRINK)
-
-
-def _identity(identity: messages.FileIdentity) -> Identity:
-    return Identity(
-        identity.device,
-        identity.inode,
-        identity.size_bytes,
-        identity.mtime_ns,
-        identity.ctime_ns,
-    )
 
 
 def _preparation(making: Making, directory: str) -> Preparation:

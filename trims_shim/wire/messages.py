@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trims_shim.specs import Identity
+
 __all__ = [
     "CONTROL_MESSAGE_LIMIT_BYTES",
     "HANDOVER_PACKET_LIMIT_BYTES",
@@ -31,7 +33,6 @@ __all__ = [
     "EvictPreparedReply",
     "EvictPreparedRequest",
     "ExternalFile",
-    "FileIdentity",
     "FileOffer",
     "GetStatusReply",
     "GetStatusRequest",
@@ -317,17 +318,6 @@ class SessionRecipe:
 
 
 @dataclass(frozen=True, slots=True)
-class FileIdentity:
-    """:class:`trims_shim.specs.Identity` on the wire."""
-
-    device: int
-    inode: int
-    size_bytes: int
-    mtime_ns: int
-    ctime_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class OpenPreparedRequest:
     """Lease the prepared model of an ONNX model; has it made where there is none.
 
@@ -358,9 +348,9 @@ class OpenPreparedReply:
     lease: int = 0
     key: str = ""
     model: str = ""
-    model_identity: FileIdentity | None = None
+    model_identity: Identity | None = None
     weights: str = ""
-    weights_identity: FileIdentity | None = None
+    weights_identity: Identity | None = None
     reason: str = ""
     message: str = ""
 
@@ -676,7 +666,7 @@ class ExternalFile:
     location: str
     path: str
     digest: str
-    identity: FileIdentity
+    identity: Identity
 
 
 @dataclass(frozen=True, slots=True)
