@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,3 +120,20 @@ def _forget_devices() -> None:
     driver.forget()
     nvml.forget()
     emulation.reset()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_patch_is_forgotten() -> Iterator[None]:
+    """What a test file leaves patched is known to the switch, so that later files can undo it.
+
+    A wrapper that nobody knows of stays for good, and is wrapped once more by the next test.
+    """
+    yield
+    patches = sys.modules.get("trims_shim.patches")
+    collection = sys.modules.get("onnxruntime.capi.onnxruntime_inference_collection")
+    if patches is None or collection is None:
+        return
+    sessions = "trims_shim.patches.onnxruntime_session"
+    method = collection.InferenceSession._create_inference_session
+    assert hasattr(method, "__wrapped__") == (sessions in patches.applied())
+    assert not hasattr(getattr(method, "__wrapped__", None), "__wrapped__")

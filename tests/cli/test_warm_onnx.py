@@ -25,7 +25,9 @@ print(trims_shim.stats().served)
 @pytest.fixture(scope="module")
 def trims(new_trims: Callable[[], Trims]) -> Trims:
     trims = new_trims()
-    trims.environment.update(TRIMS_PREPARE_ANYWAY_BYTES="1", TRIMS_PREPARE_PRIORITY="normal")
+    trims.environment.update(
+        TRIMS_MIN_BYTES="1", TRIMS_PREPARE_ANYWAY_BYTES="1", TRIMS_PREPARE_PRIORITY="normal"
+    )
     return trims
 
 

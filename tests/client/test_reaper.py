@@ -66,7 +66,7 @@ def test_it_is_dropped_and_no_thread_is_left() -> None:
         for each in things:
             reaper.retire(each)
         wait_until(lambda things=things: all(each.drops for each in things), "dropped")
-        wait_until(lambda: thread_count() == before, "no thread is left")
+        wait_until(lambda: thread_count() <= before, "no thread is left")
     assert reaper.dropped == 6
 
 

@@ -161,6 +161,7 @@ class TestVerification:
     def test_no_gain(self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Creating a session of what was prepared takes longer; unless much memory is shared."""
         monkeypatch.setattr(verifying, "_NOISE_S", -1e9)
+        monkeypatch.setattr(verifying, "_SHARED_ANYWAY_BYTES", 1 << 30)
         reply = prepare(model, directory)
         assert (reply.reason, reply.is_lasting) == ("no_gain", True)
         monkeypatch.setattr(verifying, "_SHARED_ANYWAY_BYTES", 1000)
