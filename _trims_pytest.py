@@ -26,7 +26,7 @@ import pytest
 
 if TYPE_CHECKING:
     from trims_shim.diagnostics import Stats
-    from trims_shim.wire.messages import GetStatusReply
+    from trims_shim.wire.admin import GetStatusReply
 
 __all__ = ["TrimsDaemon"]
 
@@ -310,7 +310,7 @@ class TrimsDaemon:
     def status(self) -> GetStatusReply:
         """Its images, clients and counters. Raises DaemonUnavailable before the first load."""
         from trims_shim.client.cache import cache
-        from trims_shim.wire.messages import GetStatusRequest
+        from trims_shim.wire.admin import GetStatusRequest
 
         reply: GetStatusReply = cache().request(GetStatusRequest())
         return reply

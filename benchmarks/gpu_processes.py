@@ -87,7 +87,7 @@ class Shared:
 
     def _try_to_evict(self, path: str, tier: str) -> None:
         from trims_shim.errors import RequestRefused
-        from trims_shim.wire.messages import EvictImageRequest
+        from trims_shim.wire.admin import EvictImageRequest
 
         # Refused while the process of the last sample is still letting go of its lease.
         with contextlib.suppress(RequestRefused):
@@ -98,7 +98,7 @@ class Shared:
         return not any(each.reserved_bytes for each in (status.memory, *status.devices))
 
     def _status(self) -> Any:
-        from trims_shim.wire.messages import GetStatusRequest
+        from trims_shim.wire.admin import GetStatusRequest
 
         return self.request(GetStatusRequest())
 

@@ -27,7 +27,7 @@ from trims_shim import config
 from trims_shim.client.cache import Cache
 from trims_shim.client.connection import Connection
 from trims_shim.errors import DaemonError
-from trims_shim.wire import messages
+from trims_shim.wire import admin, messages
 
 __all__ = [
     "CONTENT_BYTES",
@@ -51,7 +51,7 @@ from trims_shim import config, errors
 from trims_shim.client import cache as cache_module
 from trims_shim.client.cache import Cache, cache
 from trims_shim.client.connection import Connection
-from trims_shim.wire import handover, messages
+from trims_shim.wire import handover, messages, admin
 def say(value=None):
     sys.stdout.write(json.dumps(value) + "\\n"); sys.stdout.flush()
 def hear():
@@ -274,11 +274,11 @@ class World:
         values = [line for line in said if line]
         return json.loads(values[-1]) if values else None
 
-    def status(self) -> messages.GetStatusReply:
+    def status(self) -> admin.GetStatusReply:
         """The daemon's status, over a connection of its own. Raises DaemonError."""
         connection = self.connection()
         try:
-            reply: messages.GetStatusReply = connection.request(messages.GetStatusRequest())
+            reply: admin.GetStatusReply = connection.request(admin.GetStatusRequest())
             return reply
         finally:
             connection.close()
@@ -296,7 +296,7 @@ class World:
         connection = self.connection()
         try:
             wait_until(
-                lambda: connection.request(messages.GetStatusRequest()).memory.reserved_bytes > 0,
+                lambda: connection.request(admin.GetStatusRequest()).memory.reserved_bytes > 0,
                 "a load in progress",
                 interval_s=0.0005,
             )
@@ -324,7 +324,7 @@ class World:
             connection = self.connection()
             try:
                 pid = connection.welcome.pid
-                connection.request(messages.StopDaemonRequest())
+                connection.request(admin.StopDaemonRequest())
             finally:
                 connection.close()
             wait_until(lambda: process_state(pid) in ("", "Z"), f"daemon {pid} gone")

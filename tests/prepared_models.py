@@ -11,8 +11,9 @@ from blake3 import blake3
 
 from trims_shim.daemon.preparing import Preparation
 from trims_shim.specs import Identity
-from trims_shim.wire import messages
-from trims_shim.wire.messages import ExternalFile, PrepareReply, SessionRecipe
+from trims_shim.wire import duties
+from trims_shim.wire.duties import ExternalFile, PrepareReply
+from trims_shim.wire.messages import SessionRecipe
 
 PATIENCE_S = 20
 RECIPE = SessionRecipe(
@@ -52,7 +53,7 @@ class FakePreparer:
         self.is_closed = False
 
     def run(
-        self, preparation: Preparation, decide: Callable[[messages.SourceHashed], bool]
+        self, preparation: Preparation, decide: Callable[[duties.SourceHashed], bool]
     ) -> PrepareReply | None:
         self.preparations.append(preparation)
         while not self.gate.wait(0.01):
@@ -60,7 +61,7 @@ class FakePreparer:
                 return PrepareReply(reason="stopping", is_lasting=False)
         model = os.pread(preparation.descriptor, 1 << 30, 0)
         directory = os.path.dirname(preparation.path)
-        hashed = messages.SourceHashed(
+        hashed = duties.SourceHashed(
             digest_of(model), tuple(_external(directory, each) for each in self.externals)
         )
         self.verdicts.append(decide(hashed))

@@ -18,7 +18,16 @@ ROOT = Path(trims_shim.__file__).parent
 # prefix that fits a module's name decides.
 LAYERS = (
     ("_version", "errors", "specs", "config"),
-    ("diagnostics", "wire.messages", "wire.codec", "formats", "daemon.store", "daemon.eviction"),
+    (
+        "diagnostics",
+        "wire.messages",
+        "wire.admin",
+        "wire.duties",
+        "wire.codec",
+        "formats",
+        "daemon.store",
+        "daemon.eviction",
+    ),
     ("daemon.prepared_store", "daemon.prepared_manifest"),
     ("memory", "wire.endpoint", "wire.frames", "wire.handover", "daemon.ingest", "client.session"),
     ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
@@ -51,6 +60,8 @@ PURE = (
     "specs",
     "errors",
     "wire.messages",
+    "wire.admin",
+    "wire.duties",
     "wire.codec",
     "formats",
     "daemon.store",

@@ -32,7 +32,7 @@ from trims_shim.errors import (
     UnsupportedFormat,
 )
 from trims_shim.testing import FakeDaemon
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 pytestmark = pytest.mark.usefixtures("no_leak")
 
@@ -210,19 +210,19 @@ class TestRequests:
         with FakeDaemon() as daemon:
             digest = trims_shim.warm(path, pin=True)
             ask = caches.cache().request
-            status = ask(messages.GetStatusRequest())
+            status = ask(admin.GetStatusRequest())
             assert status.images[0].names == (path,)
             assert status.images[0].is_pinned
             assert status.clients[0].pid == os.getpid()
-            verified = ask(messages.VerifyImageRequest(digest))
+            verified = ask(admin.VerifyImageRequest(digest))
             assert verified.computed == verified.digest == digest
             with pytest.raises(NoSpace, match="pinned"):
-                ask(messages.EvictImageRequest(path))
-            ask(messages.PinImageRequest(path, is_pinned=False))
-            assert ask(messages.EvictImageRequest(path)).digests == (digest,)
+                ask(admin.EvictImageRequest(path))
+            ask(admin.PinImageRequest(path, is_pinned=False))
+            assert ask(admin.EvictImageRequest(path)).digests == (digest,)
             assert daemon.images == []
             with pytest.raises(UnknownImage):
-                ask(messages.EvictImageRequest(path))
+                ask(admin.EvictImageRequest(path))
 
     def test_counters_of_the_process_are_reported(self, path: str) -> None:
         diagnostics.take_unreported()

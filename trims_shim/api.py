@@ -98,7 +98,7 @@ def warm(
     An ONNX model (``.onnx``) is prepared, for sessions on the CPU without options; that needs
     onnxruntime in this interpreter, knows neither ``pin`` nor ``device``, and returns the key.
     """
-    from trims_shim.wire.messages import PinImageRequest
+    from trims_shim.wire.admin import PinImageRequest
 
     if os.fsdecode(path).endswith(_ONNX_SUFFIX):
         return _warm_onnx(os.fsdecode(path), is_plain=not pin and device is None)

@@ -54,7 +54,7 @@ from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tiers
 from trims_shim.errors import DaemonUnavailable, RequestRefused, TrimsError, WireError
 from trims_shim.memory.host import open_memory
 from trims_shim.specs import HOST_TIER, SegmentKind
-from trims_shim.wire import codec, messages
+from trims_shim.wire import admin, codec, duties, messages
 from trims_shim.wire.handover import Peer
 
 __all__ = ["FakeDaemon", "Opened"]
@@ -128,7 +128,7 @@ class FakeDaemon:
         return self._server.images() if self._server else []
 
     @property
-    def prepared(self) -> list[messages.PreparedStatus]:
+    def prepared(self) -> list[admin.PreparedStatus]:
         """ONNX models that are prepared, or that cannot be (``refused``, with the reason)."""
         return self._server.prepared_models() if self._server else []
 
@@ -206,12 +206,12 @@ class _Preparer:
     """Prepares in this process, with its onnxruntime, and whatever the size of the model."""
 
     def run(
-        self, preparation: Preparation, decide: Callable[[messages.SourceHashed], bool]
-    ) -> messages.PrepareReply | None:
+        self, preparation: Preparation, decide: Callable[[duties.SourceHashed], bool]
+    ) -> duties.PrepareReply | None:
         from trims_shim.daemon import preparer, verifying
 
         verifying.share_from(0)
-        request = messages.PrepareRequest(
+        request = duties.PrepareRequest(
             messages.PROTOCOL_VERSION,
             preparation.descriptor,
             preparation.path,
@@ -317,7 +317,7 @@ class _Server:
             rows = [row for tier in self.tiers for row in tier.store.images()]
             return sorted(rows, key=lambda row: -row.used_ns)
 
-    def prepared_models(self) -> list[messages.PreparedStatus]:
+    def prepared_models(self) -> list[admin.PreparedStatus]:
         with self.changed:
             self._take_released()
             return self.prepared.rows()
@@ -384,7 +384,7 @@ class _Server:
         return True
 
     def _handle(self, session: Session, request: int, message: Any) -> None:
-        if isinstance(message, messages.EvictPreparedRequest):
+        if isinstance(message, admin.EvictPreparedRequest):
             reply: Any = self.prepared.evict(session, _routing(session.number), request, message)
         else:
             # The handlers ask no more of a server than this class has.

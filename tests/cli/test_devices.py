@@ -17,7 +17,7 @@ from trims_shim.cli.main import main
 from trims_shim.client import device_arenas
 from trims_shim.errors import DaemonUnavailable, DriverFailure, NoSpace, UnknownDevice
 from trims_shim.inspection import Description, DeviceFound, DeviceSupport
-from trims_shim.wire.messages import (
+from trims_shim.wire.admin import (
     DeviceStatus,
     EvictImageReply,
     EvictImageRequest,

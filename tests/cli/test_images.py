@@ -13,7 +13,7 @@ from trims_shim.cli import images
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.daemon import loader
-from trims_shim.wire.messages import TierCheck, VerifyImageReply
+from trims_shim.wire.admin import TierCheck, VerifyImageReply
 
 from .conftest import MODEL_BYTES, Trims
 

@@ -13,7 +13,7 @@ from onnx_models import perceptron
 
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import prepared_lines, prepared_table
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 from .conftest import Trims
 
@@ -134,16 +134,16 @@ def test_a_restart_serves_what_was_prepared(
 # --- without a daemon -----------------------------------------------------------------------------
 
 
-def _reply(*rows: messages.PreparedStatus, problem: str = "") -> messages.GetStatusReply:
-    memory = messages.MemoryStatus("memfd", "", 1, 0, 0, 0)
-    storage = messages.PreparedStorage("/cache/prepared", 1 << 20, 1 << 19, problem)
-    return messages.GetStatusReply(
+def _reply(*rows: admin.PreparedStatus, problem: str = "") -> admin.GetStatusReply:
+    memory = admin.MemoryStatus("memfd", "", 1, 0, 0, 0)
+    storage = admin.PreparedStorage("/cache/prepared", 1 << 20, 1 << 19, problem)
+    return admin.GetStatusReply(
         "1.0", 3, 1, 0, 10**9, 0.0, "", memory, (), (), {}, (), rows, storage
     )
 
 
-def _row(state: str, key: str = "a" * 64, reason: str = "") -> messages.PreparedStatus:
-    return messages.PreparedStatus(key, state, 1 << 20, 1, 2, 0, 5, ("/m.onnx",), "1.31.1", reason)
+def _row(state: str, key: str = "a" * 64, reason: str = "") -> admin.PreparedStatus:
+    return admin.PreparedStatus(key, state, 1 << 20, 1, 2, 0, 5, ("/m.onnx",), "1.31.1", reason)
 
 
 def test_lines() -> None:
@@ -152,8 +152,8 @@ def test_lines() -> None:
     assert first.endswith("512 KiB of 1.0 MiB in /cache/prepared")
     assert "1 ONNX models, 1 in preparation, 1 not servable" in second
     assert prepared_lines(_reply(problem="no disk")) == ["prepared  no ONNX models: no disk"]
-    nothing_told = messages.GetStatusReply(
-        "1.0", 3, 1, 0, 0, 0.0, "", messages.MemoryStatus("memfd", "", 1, 0, 0, 0), (), ()
+    nothing_told = admin.GetStatusReply(
+        "1.0", 3, 1, 0, 0, 0.0, "", admin.MemoryStatus("memfd", "", 1, 0, 0, 0), (), ()
     )
     assert prepared_lines(nothing_told) == []
 

@@ -137,7 +137,7 @@ def test_a_client_that_is_killed_leaves_nothing(world: DeviceWorld) -> None:
     child, _ = world.reader(path)
     child.kill()
     wait_until(lambda: world.leases() == 0, "its lease is released")
-    world.run("cache().request(messages.EvictImageRequest())")
+    world.run("cache().request(admin.EvictImageRequest())")
     wait_until(lambda: world.machine.used_bytes() == 0, "the memory is freed")
 
 
@@ -177,7 +177,7 @@ def test_a_client_of_a_dead_daemon_loads_again(world: DeviceWorld) -> None:
     assert world.pid() != old
     child.say()
     child.hear()
-    world.run("cache().request(messages.EvictImageRequest())")
+    world.run("cache().request(admin.EvictImageRequest())")
     wait_until(lambda: world.machine.used_bytes() == 0, "nothing of either daemon is left")
 
 
@@ -247,7 +247,7 @@ def test_a_fork_goes_its_own_way(world: DeviceWorld) -> None:
         + "    try: open_device(path); os._exit(2)\n"
         + "    except errors.DriverFailure: os._exit(0)\n"
         + "status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
-        + "reply = cache().request(messages.GetStatusRequest())\n"
+        + "reply = cache().request(admin.GetStatusRequest())\n"
         + "leases = [image.leases for image in reply.images if image.tier != 'host']\n"
         + "say([status, digest(arena) == wanted, leases])\n"
     )

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from trims_shim import errors
 from trims_shim.client.session import Conversation, error_from
 from trims_shim.errors import DaemonError, DaemonTimeout, NoSpace, NotServed, TrimsError
+from trims_shim.wire.admin import GetStatusRequest, PinImageReply
 from trims_shim.wire.codec import Envelope
-from trims_shim.wire.messages import ErrorReply, GetStatusRequest, PinImageReply, Progress
+from trims_shim.wire.messages import ErrorReply, Progress
 
 REQUEST = GetStatusRequest()
 REPLY = PinImageReply("digest")

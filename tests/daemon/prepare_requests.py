@@ -10,8 +10,8 @@ from typing import Any
 
 from trims_shim.daemon import preparer
 from trims_shim.daemon.installation import installation
-from trims_shim.wire import messages
-from trims_shim.wire.messages import PrepareReply, SourceHashed
+from trims_shim.wire import duties, messages
+from trims_shim.wire.duties import PrepareReply, SourceHashed
 
 __all__ = ["Daemon", "opened", "prepare", "recipe", "request"]
 
@@ -28,7 +28,7 @@ def recipe(**fields: Any) -> messages.SessionRecipe:
     return messages.SessionRecipe(**{**values, **fields})
 
 
-def request(path: str | Path, directory: str | Path, **fields: Any) -> messages.PrepareRequest:
+def request(path: str | Path, directory: str | Path, **fields: Any) -> duties.PrepareRequest:
     """For the model at a path; ``fields`` of the recipe, or of the request."""
     own = {
         name: fields.pop(name)
@@ -43,7 +43,7 @@ def request(path: str | Path, directory: str | Path, **fields: Any) -> messages.
         "package": installation().package,
         "directory": os.fspath(directory),
     }
-    return messages.PrepareRequest(**{**values, **own})
+    return duties.PrepareRequest(**{**values, **own})
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from prepare_requests import Daemon, opened, prepare, request
 from trims_shim.daemon import model_files, preparer, verifying
 from trims_shim.daemon.optimising import Refusal
 from trims_shim.errors import FileChanged
-from trims_shim.wire.messages import SourceHashed
+from trims_shim.wire.duties import SourceHashed
 
 
 class TestModelFiles:

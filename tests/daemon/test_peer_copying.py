@@ -16,7 +16,7 @@ from trims_shim.daemon.peer_copying import PeerCopies, PeerImage
 from trims_shim.daemon.uploading import Uploader
 from trims_shim.errors import DriverFailure, NoSpace, ReadFailed
 from trims_shim.memory.device import DeviceAllocation, DeviceSegment
-from trims_shim.wire import messages
+from trims_shim.wire import duties
 
 HERE, NEAR, FAR = "GPU-here", "GPU-near", "GPU-far"
 DIGEST = "d" * 64
@@ -44,13 +44,13 @@ class FakeUploader:
         size_bytes: int,
         is_hashed: bool,
         on_progress: Callable[[int], None],
-    ) -> messages.UploadReply:
+    ) -> duties.UploadReply:
         assert (outline, source, size_bytes) == (9, (7,), 1000)
         self.hashed.append(is_hashed)
         if self.failure is not None:
             raise self.failure
         on_progress(10)
-        return messages.UploadReply(1, self.digest if is_hashed else "")
+        return duties.UploadReply(1, self.digest if is_hashed else "")
 
 
 @pytest.fixture

@@ -35,9 +35,10 @@ from trims_shim.errors import (
     TooManyRequests,
     UnknownImage,
 )
-from trims_shim.wire import messages
+from trims_shim.wire import admin, messages
+from trims_shim.wire.duties import PrepareReply
 from trims_shim.wire.handover import Peer
-from trims_shim.wire.messages import OpenPreparedReply, OpenPreparedRequest, PrepareReply
+from trims_shim.wire.messages import OpenPreparedReply, OpenPreparedRequest
 
 MIB = 1 << 20
 
@@ -156,7 +157,7 @@ class World:
         self.end_aside()
         return sorted(os.listdir(self.directory)) if self.directory.exists() else []
 
-    def row(self) -> messages.PreparedStatus:
+    def row(self) -> admin.PreparedStatus:
         (row,) = self.prepared.rows()
         return row
 
@@ -538,7 +539,7 @@ class TestRefusals:
         world.preparer.reply = PrepareReply(reason="metadata_differs")
         world.make(model)
         assert world.prepared.evict(world.session, b"", 1, _evict(str(model))) == (
-            messages.EvictPreparedReply((), 0)
+            admin.EvictPreparedReply((), 0)
         )
         world.preparer.reply = PrepareReply(probe="equal")
         world.make(model)
@@ -808,8 +809,8 @@ class TestEviction:
             world.prepared.evict(other, b"", 1, _evict())
 
 
-def _evict(model: str = "") -> messages.EvictPreparedRequest:
-    return messages.EvictPreparedRequest(model)
+def _evict(model: str = "") -> admin.EvictPreparedRequest:
+    return admin.EvictPreparedRequest(model)
 
 
 def test_storage(world: World, model: Path) -> None:

@@ -17,7 +17,7 @@ from trims_shim.daemon import main as daemon_main
 from trims_shim.daemon import requests
 from trims_shim.daemon.prepared_store import Entry
 from trims_shim.errors import DaemonUnavailable, NotServed, UnknownImage
-from trims_shim.wire import codec, messages
+from trims_shim.wire import admin, codec, messages
 from trims_shim.wire.handover import Peer
 
 DATA = b"an ONNX model " * 1000
@@ -54,7 +54,7 @@ class Setting:
         assert self.reason(path) == "preparing"
         wait_until(lambda: not self.daemon.server.prepared.is_busy(), "prepared")
 
-    def row(self) -> messages.PreparedStatus:
+    def row(self) -> admin.PreparedStatus:
         (row,) = self.world.status().prepared
         return row
 
@@ -125,10 +125,10 @@ def test_bytes(setting: Setting) -> None:
 
 def test_eviction(setting: Setting) -> None:
     setting.make()
-    reply = setting.cache.request(messages.EvictPreparedRequest(setting.model))
+    reply = setting.cache.request(admin.EvictPreparedRequest(setting.model))
     assert len(reply.keys) == 1
     with pytest.raises(UnknownImage):
-        setting.cache.request(messages.EvictPreparedRequest(setting.model))
+        setting.cache.request(admin.EvictPreparedRequest(setting.model))
     setting.make()
 
 
@@ -205,7 +205,7 @@ def test_other_users_see_nothing_of_it(setting: Setting) -> None:
     session = next(iter(server.sessions))
     ours, session.peer = session.peer, Peer(1, os.geteuid() + 1, 1)
     try:
-        reply = requests.handle(server, session, messages.GetStatusRequest())
+        reply = requests.handle(server, session, admin.GetStatusRequest())
     finally:
         session.peer = ours
     assert (reply.prepared, reply.storage) == ((), None)

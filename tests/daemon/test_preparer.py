@@ -23,8 +23,8 @@ from trims_shim.daemon.fingerprints import fingerprint
 from trims_shim.daemon.optimising import Sessions
 from trims_shim.errors import MessageTooLarge
 from trims_shim.formats.onnx import read_model
-from trims_shim.wire import frames, messages
-from trims_shim.wire.messages import PrepareReply, SourceHashed
+from trims_shim.wire import duties, frames, messages
+from trims_shim.wire.duties import PrepareReply, SourceHashed
 
 
 def run(session: Any, feeds: dict[str, Any]) -> list[str]:
@@ -179,7 +179,7 @@ class TestServing:
     def test_a_conversation(self, serve: Callable[[], socket.socket], model: Path) -> None:
         connection = serve()
         assert self.hear(connection) == SourceHashed(blake3(model.read_bytes()).hexdigest())
-        frames.send(connection, messages.PrepareVerdict(True))
+        frames.send(connection, duties.PrepareVerdict(True))
         assert self.hear(connection) == PrepareReply(probe="equal")
 
     def test_so_many_files_that_there_is_no_message_for_them(
@@ -199,7 +199,7 @@ class TestServing:
     def test_what_is_no_request(self) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            frames.send(ours, messages.PrepareVerdict(True))
+            frames.send(ours, duties.PrepareVerdict(True))
             preparer._serve(theirs)
             ours.settimeout(0)
             with pytest.raises(BlockingIOError):

@@ -28,7 +28,7 @@ from trims_shim.formats.onnx import OnnxModel, StoredTensor, read_model
 from trims_shim.formats.onnx_directory import read_directory
 from trims_shim.memory import dlpack
 from trims_shim.specs import Span
-from trims_shim.wire import messages
+from trims_shim.wire import duties, messages
 
 CUDA_RECIPE = recipe(providers=(("CUDAExecutionProvider", "device_id", "GPU-1", "use_tf32", "0"),))
 
@@ -264,7 +264,7 @@ class TestThePreparer:
         assert sorted(os.listdir(directory)) == ["model.onnx", "weights.bin"]
         assert (512, 256) in shapes(directory)
 
-    def prepare(self, tmp_path: Path, asked: messages.SessionRecipe) -> messages.PrepareReply:
+    def prepare(self, tmp_path: Path, asked: messages.SessionRecipe) -> duties.PrepareReply:
         path = tmp_path / "model.onnx"
         path.write_bytes(perceptron().content)
         directory = tmp_path / "making"
@@ -272,7 +272,7 @@ class TestThePreparer:
         package = installation().package
         with path.open("rb") as file:
             source = file.fileno()
-            request = messages.PrepareRequest(
+            request = duties.PrepareRequest(
                 messages.PROTOCOL_VERSION, source, str(path), asked, package, str(directory)
             )
             reply = preparer.prepare(request, source, lambda hashed: True)

@@ -27,13 +27,13 @@ from trims_shim.daemon.installation import installation
 from trims_shim.daemon.interpreters import interpreter_of
 from trims_shim.daemon.preparing import Preparation, Preparer
 from trims_shim.wire import frames
-from trims_shim.wire.messages import PrepareReply, SourceHashed
+from trims_shim.wire.duties import PrepareReply, SourceHashed
 
 DIGEST = "0" * 64
 PRELUDE = f"""\
 import os, signal, socket, sys, time
 sys.path.insert(0, {str(Path(trims_shim.__file__).parents[1])!r})
-from trims_shim.wire import frames, messages
+from trims_shim.wire import frames, messages, duties
 connection = socket.socket(fileno=int(sys.argv[-3]))
 request = frames.receive(connection)
 def say(message): frames.send(connection, message)
@@ -41,7 +41,7 @@ def hear(): return frames.receive(connection)
 def write(*names):
     for name in names or ("model.onnx", "weights.bin"):
         open(os.path.join(request.directory, name), "w").close()
-hashed = messages.SourceHashed({DIGEST!r})
+hashed = duties.SourceHashed({DIGEST!r})
 """
 
 Decide = Callable[[SourceHashed], bool]
@@ -118,9 +118,7 @@ def yes(hashed: SourceHashed) -> bool:
 
 class TestConversation:
     def test_a_model(self, fakes: Fakes, no_leak: None) -> None:
-        code = (
-            "say(hashed); assert hear().is_wanted; write(); say(messages.PrepareReply(probe='p'))"
-        )
+        code = "say(hashed); assert hear().is_wanted; write(); say(duties.PrepareReply(probe='p'))"
         assert fakes.run(code) == PrepareReply(probe="p")
         assert fakes.hashed == [SourceHashed(DIGEST)]
 
@@ -128,8 +126,8 @@ class TestConversation:
         code = (
             "content = os.pread(request.source, 1 << 30, 0)\n"
             "from blake3 import blake3\n"
-            "say(messages.SourceHashed(blake3(content).hexdigest()))\n"
-            "hear(); say(messages.PrepareReply(reason='x', message=repr(request)))\n"
+            "say(duties.SourceHashed(blake3(content).hexdigest()))\n"
+            "hear(); say(duties.PrepareReply(reason='x', message=repr(request)))\n"
         )
         reply = fakes.run(code)
         assert reply is not None
@@ -144,7 +142,7 @@ class TestConversation:
         monkeypatch.setenv("TRIMS_OTHER", "1")
         code = (
             "found = [name for name in os.environ if name.startswith(('ORT_', 'TRIMS_O'))]\n"
-            "say(messages.PrepareReply(reason='x', message=repr(sorted(found))))\n"
+            "say(duties.PrepareReply(reason='x', message=repr(sorted(found))))\n"
         )
         reply = fakes.run(code)
         assert reply is not None
@@ -161,7 +159,7 @@ class TestConversation:
             "        file.write(bytes(1_000_000))\n"
             "except OSError as error:\n"
             "    size = os.stat(os.path.join(request.directory, 'weights.bin')).st_size\n"
-            "    say(messages.PrepareReply(reason='x', message=f'{error.errno} {size}'))\n"
+            "    say(duties.PrepareReply(reason='x', message=f'{error.errno} {size}'))\n"
         )
         reply = fakes.run(code)
         assert reply is not None
@@ -172,11 +170,11 @@ class TestConversation:
         assert fakes.run(code, is_wanted=False) is None
 
     def test_a_reason(self, fakes: Fakes) -> None:
-        code = "say(hashed); hear(); say(messages.PrepareReply('invalid_model', 'why', True))"
+        code = "say(hashed); hear(); say(duties.PrepareReply('invalid_model', 'why', True))"
         assert fakes.run(code) == PrepareReply("invalid_model", "why", True)
 
     def test_a_reason_before_the_model_is_hashed(self, fakes: Fakes) -> None:
-        code = "say(messages.PrepareReply('file_changed', is_lasting=False))"
+        code = "say(duties.PrepareReply('file_changed', is_lasting=False))"
         assert fakes.run(code) == PrepareReply("file_changed", is_lasting=False)
         assert fakes.hashed == []
 
@@ -195,7 +193,7 @@ class TestConversation:
         code = (
             f"descriptor = os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL)\n"
             f"time.sleep(0.1); os.unlink({str(lock)!r})\n"
-            "say(messages.PrepareReply('done'))\n"
+            "say(duties.PrepareReply('done'))\n"
         )
         preparation = fakes.preparation(code)
         replies: list[PrepareReply | None] = []
@@ -225,22 +223,22 @@ class TestDistrust:
             ("connection.send(b'\\xff' * 100)", "preparer_confused"),
             ("say(messages.DrainRequest('x'))", "preparer_confused"),
             ("say(hashed); hear(); say(hashed)", "preparer_confused"),
-            ("say(messages.SourceHashed('ABC'))", "preparer_confused"),
-            ("say(messages.SourceHashed('../../x' * 9 + 'x'))", "preparer_confused"),
-            ("say(messages.PrepareReply())", "preparer_confused"),
-            ("write('model.onnx'); say(messages.PrepareReply())", "preparer_confused"),
+            ("say(duties.SourceHashed('ABC'))", "preparer_confused"),
+            ("say(duties.SourceHashed('../../x' * 9 + 'x'))", "preparer_confused"),
+            ("say(duties.PrepareReply())", "preparer_confused"),
+            ("write('model.onnx'); say(duties.PrepareReply())", "preparer_confused"),
             (
                 "write('model.onnx'); os.symlink('/etc/passwd', request.directory + '/weights.bin')"
-                "; say(messages.PrepareReply())",
+                "; say(duties.PrepareReply())",
                 "preparer_confused",
             ),
             (
                 "write(); os.link(request.directory + '/model.onnx', request.directory + '/kept')"
-                "; say(messages.PrepareReply())",
+                "; say(duties.PrepareReply())",
                 "preparer_confused",
             ),
-            ("say(messages.PrepareReply('Not A Reason'))", "preparer_confused"),
-            ("say(messages.PrepareReply('x' * 65))", "preparer_confused"),
+            ("say(duties.PrepareReply('Not A Reason'))", "preparer_confused"),
+            ("say(duties.PrepareReply('x' * 65))", "preparer_confused"),
         ],
     )
     def test_what_a_preparer_may_do(
@@ -265,8 +263,8 @@ class TestDistrust:
     def test_external_files(self, location: str, path: str, digest: str, fakes: Fakes) -> None:
         code = (
             "identity = messages.Identity(1, 2, 3, 4, 5)\n"
-            f"external = messages.ExternalFile({location!r}, {path!r}, {digest!r}, identity)\n"
-            "say(messages.SourceHashed(hashed.digest, (external,)))\n"
+            f"external = duties.ExternalFile({location!r}, {path!r}, {digest!r}, identity)\n"
+            "say(duties.SourceHashed(hashed.digest, (external,)))\n"
         )
         reply = fakes.run(code)
         assert reply is not None
@@ -274,7 +272,7 @@ class TestDistrust:
         assert fakes.hashed == []
 
     def test_texts_are_clipped(self, fakes: Fakes) -> None:
-        reply = fakes.run("say(messages.PrepareReply('x', 'm' * 900000, probe='p' * 9000))")
+        reply = fakes.run("say(duties.PrepareReply('x', 'm' * 900000, probe='p' * 9000))")
         assert reply is not None
         assert (len(reply.message), len(reply.probe)) == (1000, 1000)
 
@@ -294,7 +292,7 @@ class TestDistrust:
     def test_nothing_it_started_goes_on(self, fakes: Fakes) -> None:
         code = (
             "child = os.fork() or time.sleep(600)\n"
-            "say(messages.PrepareReply('x', message=f'{os.getpid()} {child}'))\n"
+            "say(duties.PrepareReply('x', message=f'{os.getpid()} {child}'))\n"
             "time.sleep(600)\n"
         )
         reply = fakes.run(code)
@@ -303,7 +301,7 @@ class TestDistrust:
             wait_until(lambda pid=pid: process_state(pid) in ("", "Z"), f"{pid} is gone")
 
     def test_what_it_prints_goes_nowhere(self, fakes: Fakes, capfd: Any) -> None:
-        fakes.run("print('hello', flush=True); say(messages.PrepareReply('x'))")
+        fakes.run("print('hello', flush=True); say(duties.PrepareReply('x'))")
         assert capfd.readouterr().out == ""
 
     @pytest.mark.parametrize("interpreter", ["/nowhere/python", "/etc/passwd", "python\0"])

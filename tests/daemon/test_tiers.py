@@ -28,7 +28,7 @@ from trims_shim.errors import TooManyRequests, TrimsError, UnknownDevice, Unknow
 from trims_shim.memory.device import DeviceMemory
 from trims_shim.memory.host import MemfdMemory
 from trims_shim.specs import Identity, SegmentKind
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 PATIENCE_S = 20
 GIB = 1 << 30
@@ -385,7 +385,7 @@ class TestAll:
     def test_status(self, machine: _Machine) -> None:
         machine.put(machine.device, A, "/a")
         status = machine.device.status()
-        assert status == messages.DeviceStatus(
+        assert status == admin.DeviceStatus(
             device=GPU,
             name="Emulated GPU",
             backend="vmm",
@@ -439,9 +439,9 @@ def test_the_fake_daemon_has_them_too(
         assert daemon.leases == 2
         with pytest.raises(UnknownDevice):
             line.open_image(descriptor, path, tier=GPU2)
-        status = line.request(messages.GetStatusRequest())
+        status = line.request(admin.GetStatusRequest())
         assert [image.tier for image in status.images] == [GPU]
-        verified = line.request(messages.VerifyImageRequest(path))
+        verified = line.request(admin.VerifyImageRequest(path))
         assert verified.computed == verified.digest
         os.close(descriptor)
         line.close()

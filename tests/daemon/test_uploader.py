@@ -30,7 +30,7 @@ from trims_shim.errors import (
 from trims_shim.formats.device_layout import layout_of
 from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceAllocation, DeviceMemory, sparse_outline
-from trims_shim.wire import messages
+from trims_shim.wire import duties
 
 CONTENT = safetensors((3 * MIB, 5, MIB))
 SLOW_HEADER = safetensors([1] * 400_000)
@@ -57,7 +57,7 @@ class TestPlan:
 
     @staticmethod
     def plan(descriptor: int, size_bytes: int, limit_bytes: int = 1 << 40) -> object:
-        request = messages.PlanUploadRequest(1, size_bytes, limit_bytes, True, "model")
+        request = duties.PlanUploadRequest(1, size_bytes, limit_bytes, True, "model")
         return process_module.plan(descriptor, request)
 
     def test_a_layout(self, source: int) -> None:
@@ -236,7 +236,7 @@ def test_only_one_job_is_parsed_at_a_time_and_that_one_is_to_blame(
                 )
                 parsed.set()
                 # Waits for parts that never come.
-                job._wait(messages.UploadReply, lambda done: None)
+                job._wait(duties.UploadReply, lambda done: None)
             except DriverFailure as error:
                 outcomes[name] = (job.is_innocent, str(error))
 
@@ -333,7 +333,7 @@ def test_closing_ends_jobs_under_way(make: Callable[..., Harness], source: int) 
     def run() -> None:
         try:
             with harness.uploader.job() as job:
-                job._wait(messages.UploadReply, lambda done: None)
+                job._wait(duties.UploadReply, lambda done: None)
         except DriverFailure as error:
             errors.append(error)
 
@@ -350,7 +350,7 @@ def test_an_implausible_plan_is_not_believed(
 ) -> None:
     harness = make()
     with harness.uploader.job() as job:
-        reply = messages.PlanUploadReply(job.number, 1 << 50, "x")
+        reply = duties.PlanUploadReply(job.number, 1 << 50, "x")
         monkeypatch.setattr(job, "_wait", lambda kind, on_progress: reply)
         with pytest.raises(WireError, match="plans"):
             job.plan(source, size_bytes=10, limit_bytes=100, is_hashed=True, name="m")
@@ -360,7 +360,7 @@ class TestLegacy:
     """Memory of the backend ipc is the process's own."""
 
     @staticmethod
-    def upload(harness: Harness, source: int) -> tuple[int, messages.UploadReply]:
+    def upload(harness: Harness, source: int) -> tuple[int, duties.UploadReply]:
         outline = sparse_outline(len(CONTENT))
         try:
             with harness.uploader.job() as job:

@@ -9,7 +9,7 @@ from typing import Any
 import onnx_models
 from harness import Child, World, wait_until
 
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 __all__ = [
     "SESSIONS",
@@ -114,7 +114,7 @@ def sessions(world: World, **settings: str) -> Sessions:
     return Sessions(world.spawn(_LOOP, **settings))
 
 
-def rows(world: World) -> tuple[messages.PreparedStatus, ...]:
+def rows(world: World) -> tuple[admin.PreparedStatus, ...]:
     """What the daemon says of prepared models."""
     return world.status().prepared
 

@@ -9,7 +9,7 @@ import signal
 import pytest
 from harness import InProcessDaemon, World, wait_until
 
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 _HANG = "signal.pause()\n"
 
@@ -90,7 +90,7 @@ def test_killed_while_its_load_runs(make_world: object) -> None:
         world.assert_account()
         connection = world.connection()
         try:
-            connection.request(messages.EvictImageRequest())
+            connection.request(admin.EvictImageRequest())
         finally:
             connection.close()
         world.assert_quiet(before)

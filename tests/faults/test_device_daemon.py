@@ -36,7 +36,7 @@ from trims_shim.errors import (
     UnknownDevice,
     UnknownImage,
 )
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 # --- serving --------------------------------------------------------------------------------------
 
@@ -260,29 +260,29 @@ def test_pin_evict_and_verify(make_device_world: MakeWorld) -> None:
     path = model(world)
     digest = touch(world, path).digest
     with connected(world) as connection:
-        verified = connection.request(messages.VerifyImageRequest(path))
+        verified = connection.request(admin.VerifyImageRequest(path))
         assert (verified.digest, verified.computed) == (digest, digest)
         assert world.status().memory.reserved_bytes == 0
-        connection.request(messages.PinImageRequest(path, True))
+        connection.request(admin.PinImageRequest(path, True))
         with pytest.raises(NoSpace, match="pinned"):
-            connection.request(messages.EvictImageRequest(path))
-        connection.request(messages.PinImageRequest(path, False))
+            connection.request(admin.EvictImageRequest(path))
+        connection.request(admin.PinImageRequest(path, False))
         with pytest.raises(UnknownImage):
-            connection.request(messages.EvictImageRequest(path, tier="host"))
+            connection.request(admin.EvictImageRequest(path, tier="host"))
         with pytest.raises(UnknownDevice):
-            connection.request(messages.EvictImageRequest(tier=GPU2))
+            connection.request(admin.EvictImageRequest(tier=GPU2))
         # From one tier: it may move. From all: it is to be gone.
-        reply = connection.request(messages.EvictImageRequest(path, tier=GPU))
+        reply = connection.request(admin.EvictImageRequest(path, tier=GPU))
         assert (reply.digests, reply.freed_bytes) == ((digest,), 8 * MIB)
         wait_until(lambda: tiers(world) == {"host": {digest}}, "it moves to the host")
         assert image_memory(world) == 0
         touch(world, path)
-        reply = connection.request(messages.EvictImageRequest(path))
+        reply = connection.request(admin.EvictImageRequest(path))
         assert reply.digests == (digest,)
         assert reply.freed_bytes > 16 * MIB - 2 * MIB
         assert tiers(world) == {}
         touch(world, path)
-        connection.request(messages.EvictImageRequest())
+        connection.request(admin.EvictImageRequest())
         assert tiers(world) == {}
 
 

@@ -32,7 +32,7 @@ from faults.device_worlds import (
     uploaders,
 )
 from trims_shim.errors import NoSpace, UnknownDevice
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 THIRD = emulated_cuda.device_ids(3)[2]
 
@@ -175,13 +175,13 @@ def test_the_source_stays_while_it_is_copied(make_device_world: MakeWorld) -> No
     wait_for_copy(world)
     with connected(world) as connection:
         with pytest.raises(NoSpace, match="being copied"):
-            connection.request(messages.EvictImageRequest(paths[0], tier=GPU))
+            connection.request(admin.EvictImageRequest(paths[0], tier=GPU))
         with pytest.raises(NoSpace, match="TRIMS_DEVICE_BYTES"):
             open_on(connection, paths[1], GPU)
         assert tiers(world)[GPU] == {digest}
         assert load.join() == ("miss", True)
         assert copies(world) == (1, 0, 0)
-        assert connection.request(messages.EvictImageRequest(paths[0], tier=GPU)).digests
+        assert connection.request(admin.EvictImageRequest(paths[0], tier=GPU)).digests
     assert digest not in tiers(world).get(GPU, set())
 
 
@@ -198,7 +198,7 @@ def test_who_asked_may_die_while_it_is_copied(make_device_world: MakeWorld) -> N
     child.kill()
     wait_until(lambda: tiers(world).get(GPU2), "the image is there")
     with connected(world) as connection:
-        assert len(connection.request(messages.EvictImageRequest(path)).digests) == 1
+        assert len(connection.request(admin.EvictImageRequest(path)).digests) == 1
     assert image_memory(world) == 0
 
 
@@ -319,21 +319,21 @@ def test_every_tier_is_verified_or_the_one_that_is_named(make_device_world: Make
     path = model(world)
     digest, _, _ = (touch(world, path, tier).digest for tier in ("host", GPU, GPU2))
     with connected(world) as connection, opened(connection, path, GPU) as image:
-        sound = connection.request(messages.VerifyImageRequest(path))
+        sound = connection.request(admin.VerifyImageRequest(path))
         assert sound.computed == digest
         assert [each.tier for each in sound.tiers] == ["host", GPU, GPU2]
         assert {each.computed for each in sound.tiers} == {digest}
         os.pwrite(image.granted.allocations[0], b"damage", 1000)
-        damaged = connection.request(messages.VerifyImageRequest(path))
+        damaged = connection.request(admin.VerifyImageRequest(path))
         assert damaged.computed not in ("", digest)
         verdicts = {each.tier: each.computed == digest for each in damaged.tiers}
         assert verdicts == {"host": True, GPU: False, GPU2: True}
         for tier, is_sound in verdicts.items():
-            one = connection.request(messages.VerifyImageRequest(path, tier))
+            one = connection.request(admin.VerifyImageRequest(path, tier))
             assert [each.tier for each in one.tiers] == [tier]
             assert (one.computed == digest) == is_sound
         with pytest.raises(UnknownDevice):
-            connection.request(messages.VerifyImageRequest(path, THIRD))
+            connection.request(admin.VerifyImageRequest(path, THIRD))
 
 
 def test_a_tier_that_cannot_be_verified_does_not_hide_the_others(
@@ -345,7 +345,7 @@ def test_a_tier_that_cannot_be_verified_does_not_hide_the_others(
     digest = touch(world, path, "host").digest
     touch(world, path, GPU)
     with connected(world) as connection:
-        reply = connection.request(messages.VerifyImageRequest(path))
+        reply = connection.request(admin.VerifyImageRequest(path))
     host, device = reply.tiers
     assert (host.computed, host.error) == (digest, "")
     assert (device.computed, reply.computed) == ("", "")
@@ -358,7 +358,7 @@ def test_verifying_takes_no_host_memory(make_device_world: MakeWorld) -> None:
     path = model(world)
     digest = touch(world, path, GPU).digest
     with connected(world) as connection:
-        assert connection.request(messages.VerifyImageRequest(path)).computed == digest
+        assert connection.request(admin.VerifyImageRequest(path)).computed == digest
 
 
 # --- MIG ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import zmq
 from harness import World, content, raw_connection, wait_until
 
 from trims_shim.errors import TrimsError
-from trims_shim.wire import codec, messages
+from trims_shim.wire import admin, codec, messages
 
 ANSWER_S = 2.0
 RSS_SLACK = 48 << 20
@@ -98,7 +98,7 @@ PACKETS: dict[str, bytes] = {
     "unknown verb": pack(verb="Format"),
     "verb is a number": pack(verb=7),
     "our reply": codec.encode(messages.Goodbye("x")),
-    "a request": codec.encode(messages.GetStatusRequest()),
+    "a request": codec.encode(admin.GetStatusRequest()),
     "no fields": pack(verb="Hello"),
     "text for a number": pack(verb="Hello", protocol="1", package="x", pid=1),
     "a boolean for a number": pack(verb="Hello", protocol=True, package="x", pid=1),
@@ -351,16 +351,16 @@ FRAMES: dict[str, Callable[[], list[bytes]]] = {
     "empty": lambda: [b""],
     "noise": lambda: [os.urandom(200)],
     "three parts": lambda: [b"a", b"b", b"c"],
-    "delimiter first": lambda: [b"", envelope(messages.GetStatusRequest())],
+    "delimiter first": lambda: [b"", envelope(admin.GetStatusRequest())],
     "a thousand parts": lambda: [b"x"] * 1000,
     "just below the limit": lambda: [b"\x91" * 65_000],
     "oversize": lambda: [b"x" * 100_000],
     "far oversize": lambda: [b"x" * (64 << 20)],
-    "no token": lambda: [envelope(messages.GetStatusRequest())],
-    "a wrong token": lambda: [envelope(messages.StopDaemonRequest(), os.urandom(16))],
-    "a long token": lambda: [envelope(messages.StopDaemonRequest(), b"x" * 5000)],
+    "no token": lambda: [envelope(admin.GetStatusRequest())],
+    "a wrong token": lambda: [envelope(admin.StopDaemonRequest(), os.urandom(16))],
+    "a long token": lambda: [envelope(admin.StopDaemonRequest(), b"x" * 5000)],
     "a handover message": lambda: [envelope(messages.DrainRequest("9"))],
-    "a reply": lambda: [envelope(messages.StopDaemonReply(1))],
+    "a reply": lambda: [envelope(admin.StopDaemonReply(1))],
 }
 
 
@@ -399,7 +399,7 @@ def test_wrong_tokens_without_end(watch: Watch) -> None:
         until = time.monotonic() + 1
         while time.monotonic() < until:
             with contextlib.suppress(zmq.ZMQError):
-                control.send(envelope(messages.GetStatusRequest(), os.urandom(16)))
+                control.send(envelope(admin.GetStatusRequest(), os.urandom(16)))
         watch.honest(5)
     assert watch.world.status().counters["rejected_messages"] > 0
 
@@ -411,7 +411,7 @@ def test_requests_without_end_and_no_answer_read(watch: Watch) -> None:
     def attacker() -> Iterator[Callable[[], bool]]:
         with raw_connection(watch.world) as connection:
             welcome = codec.decode(connection.recv(4096))
-            data = envelope(messages.GetStatusRequest(), welcome.token)
+            data = envelope(admin.GetStatusRequest(), welcome.token)
             with dealer(watch.world) as control:
 
                 def send() -> bool:

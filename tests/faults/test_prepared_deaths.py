@@ -24,15 +24,15 @@ from faults.prepared_worlds import (
     settled,
     wait_for_preparer,
 )
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 MakeWorld = Callable[..., World]
 
 
-def evict(world: World, text: str = "") -> messages.EvictPreparedReply:
+def evict(world: World, text: str = "") -> admin.EvictPreparedReply:
     connection = world.connection()
     try:
-        reply: messages.EvictPreparedReply = connection.request(messages.EvictPreparedRequest(text))
+        reply: admin.EvictPreparedReply = connection.request(admin.EvictPreparedRequest(text))
         return reply
     finally:
         connection.close()

@@ -24,7 +24,7 @@ from faults.prepared_worlds import (
     wait_for_preparer,
 )
 from trims_shim.errors import NoSpace
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 MakeWorld = Callable[..., World]
 MIB = 1 << 20
@@ -32,10 +32,10 @@ WIDE = 2048
 """A model of this width has about 5 MiB."""
 
 
-def evict(world: World, text: str = "") -> messages.EvictPreparedReply:
+def evict(world: World, text: str = "") -> admin.EvictPreparedReply:
     connection = world.connection()
     try:
-        reply: messages.EvictPreparedReply = connection.request(messages.EvictPreparedRequest(text))
+        reply: admin.EvictPreparedReply = connection.request(admin.EvictPreparedRequest(text))
         return reply
     finally:
         connection.close()

@@ -93,7 +93,7 @@ def test_every_way_to_write_is_refused(make_world: Any, kind: str) -> None:
     assert status.memory.kind == kind
     connection = world.connection()
     try:
-        from trims_shim.wire.messages import VerifyImageRequest
+        from trims_shim.wire.admin import VerifyImageRequest
 
         verified = connection.request(VerifyImageRequest(status.images[0].digest))
     finally:

@@ -16,7 +16,7 @@ from trims_shim.client.cache import Cache
 from trims_shim.errors import NoSpace, TrimsError
 from trims_shim.memory import host
 from trims_shim.specs import SegmentKind
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 MIB = 1 << 20
 KINDS = ["memfd", "tmpfs-huge", "tmpfs-huge-userns"]
@@ -63,17 +63,17 @@ def test_leased_and_pinned_images_stay(make_world: Any, kind: str) -> None:
     cache = world.cache()
     leased = load(cache, world.file(1, 3 * MIB))
     pinned = load(cache, world.file(2, 3 * MIB)).image.digest
-    cache.request(messages.PinImageRequest(pinned, True))
+    cache.request(admin.PinImageRequest(pinned, True))
     for _ in range(3):
         with pytest.raises(NoSpace, match="TRIMS_HOST_BYTES"):
             load(cache, world.file(3, 3 * MIB))
         world.assert_account()
     assert {image.digest for image in world.status().images} == {pinned, leased.image.digest}
     with pytest.raises(NoSpace, match="pinned"):
-        cache.request(messages.EvictImageRequest(pinned))
+        cache.request(admin.EvictImageRequest(pinned))
     with pytest.raises(NoSpace, match="in use"):
-        cache.request(messages.EvictImageRequest(leased.image.digest))
-    cache.request(messages.PinImageRequest(pinned, False))
+        cache.request(admin.EvictImageRequest(leased.image.digest))
+    cache.request(admin.PinImageRequest(pinned, False))
     assert bytes_of(load(cache, world.file(3, 3 * MIB))) == content(3, 3 * MIB)
     assert bytes_of(leased) == content(1, 3 * MIB)
 
@@ -121,7 +121,7 @@ def test_evicted_but_mapped_is_counted_apart(make_world: Any, kind: str) -> None
     child.hear()
     wait_until(lambda: not world.status().images[0].leases, "the lease is gone")
     cache = world.cache()
-    evicted = cache.request(messages.EvictImageRequest())
+    evicted = cache.request(admin.EvictImageRequest())
     assert evicted.freed_bytes == 3 * MIB
     memory = world.status().memory
     assert (memory.resident_bytes, memory.lingering_bytes) == (0, 3 * MIB)

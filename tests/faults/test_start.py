@@ -11,7 +11,7 @@ import pytest
 from harness import World, content, process_state, wait_until
 
 from trims_shim.errors import IncompatibleDaemon, TrimsError
-from trims_shim.wire import messages
+from trims_shim.wire import admin, messages
 
 CROWD = """
 path, number = {path!r}, {number}
@@ -150,14 +150,14 @@ def test_idle_exit_only_without_lease_and_pin(make_world: Any) -> None:
     time.sleep(2.5)
     assert process_state(pid) == "S", "it exited while an image was leased"
     pinner = world.connection()
-    pinner.request(messages.PinImageRequest(digest, True))
+    pinner.request(admin.PinImageRequest(digest, True))
     pinner.close()
     holder.say()
     holder.wait()
     time.sleep(2.5)
     assert process_state(pid) == "S", "it exited while an image was pinned"
     pinner = world.connection()
-    pinner.request(messages.PinImageRequest(digest, False))
+    pinner.request(admin.PinImageRequest(digest, False))
     pinner.close()
     wait_until(lambda: process_state(pid) == "", "idle exit", timeout_s=6)
     assert not [name for name in os.listdir(world.sockets) if ".sock" in name]

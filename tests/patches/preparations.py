@@ -22,7 +22,7 @@ from trims_shim.errors import DaemonUnavailable
 from trims_shim.patches import onnxruntime_options, onnxruntime_session
 from trims_shim.patches.points import AppliedPatch, PatchState, apply, undo
 from trims_shim.specs import Identity
-from trims_shim.wire import messages
+from trims_shim.wire import duties, messages
 from trims_shim.wire.messages import OpenPreparedReply, OpenPreparedRequest
 
 WELCOME = messages.Welcome(messages.PROTOCOL_VERSION, "1", 1, "i", b"t")
@@ -88,7 +88,7 @@ class Preparations:
         directory = self.directory / f"entry-{len(self.made) + len(self.refused)}"
         directory.mkdir(parents=True)
         reply = preparer.prepare(
-            messages.PrepareRequest(
+            duties.PrepareRequest(
                 messages.PROTOCOL_VERSION,
                 descriptor,
                 request.path,

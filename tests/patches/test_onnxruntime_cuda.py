@@ -38,7 +38,7 @@ from trims_shim.memory import dlpack
 from trims_shim.memory.driver import driver, forget
 from trims_shim.patches import onnxruntime_cuda, onnxruntime_recipe, onnxruntime_session
 from trims_shim.patches.onnxruntime_cuda import creating, describe, is_served
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 TESTS = str(Path(__file__).resolve().parents[1])
 PROVIDERS = ((CPU,),)
@@ -598,7 +598,7 @@ def test_what_leaves_the_device_comes_back_whole(
         wait_until(lambda: len(world.status().images) == 2, "the first one is in the host tier")
         assert [image.tier for image in world.status().images].count("host") == 1
         for image in world.status().images:
-            reply = world.cache().request(messages.VerifyImageRequest(image.digest))
+            reply = world.cache().request(admin.VerifyImageRequest(image.digest))
             assert reply.computed == image.digest
         assert first[0] is second[0] is True
         assert first[1] != second[1]

@@ -76,7 +76,7 @@ def settle(socket_directory: Path, timeout_s: float = 300.0) -> None:
     from trims_shim import config, errors
     from trims_shim.client.cache import Cache
     from trims_shim.client.connection import Connection
-    from trims_shim.wire import messages
+    from trims_shim.wire import admin
 
     settings = config.load({}, socket_dir=str(socket_directory), autostart="0")
     try:
@@ -86,7 +86,7 @@ def settle(socket_directory: Path, timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     try:
         while True:
-            status: Any = connection.request(messages.GetStatusRequest())
+            status: Any = connection.request(admin.GetStatusRequest())
             waiting = [each.names for each in status.prepared if each.state == "preparing"]
             if not waiting:
                 return

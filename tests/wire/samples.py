@@ -7,10 +7,15 @@ import types
 import typing
 from typing import Any
 
-from trims_shim.wire import messages
+from trims_shim.wire import admin, duties, messages
 
 KINDS = sorted(
-    (value for value in vars(messages).values() if dataclasses.is_dataclass(value)),
+    {
+        value
+        for module in (messages, admin, duties)
+        for value in vars(module).values()
+        if dataclasses.is_dataclass(value)
+    },
     key=lambda kind: kind.__name__,
 )
 

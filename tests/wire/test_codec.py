@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trims_shim.errors import MalformedMessage, MessageTooLarge, UnknownMessage, WireError
-from trims_shim.wire import codec, messages
+from trims_shim.wire import admin, codec, messages
 from trims_shim.wire.codec import Envelope
 from wire.samples import KINDS, is_optional, sample
 
@@ -115,7 +115,7 @@ def test_a_damaged_device_grant_is_refused(damage: dict[str, Any]) -> None:
 
 
 def test_an_integer_is_a_float_where_one_is_expected() -> None:
-    body = {**as_map(sample(messages.GetStatusReply)), "idle_exit_s": 3}
+    body = {**as_map(sample(admin.GetStatusReply)), "idle_exit_s": 3}
     decoded = codec.decode(msgpack.packb(body))
     assert type(decoded.idle_exit_s) is float
 
@@ -206,8 +206,8 @@ def test_a_path_that_is_not_utf8_arrives_as_escapes() -> None:
 
 
 def test_memoryviews_are_decoded() -> None:
-    data = codec.encode_envelope(Envelope(1, b"t", messages.GetStatusRequest()))
-    assert codec.decode_envelope(memoryview(data)).message == messages.GetStatusRequest()
+    data = codec.encode_envelope(Envelope(1, b"t", admin.GetStatusRequest()))
+    assert codec.decode_envelope(memoryview(data)).message == admin.GetStatusRequest()
 
 
 @given(st.binary(max_size=200))

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from trims_shim.errors import MalformedMessage, MessageTooLarge, UnknownMessage
-from trims_shim.wire import codec, frames, messages
+from trims_shim.wire import codec, duties, frames
 
-LONG = messages.PrepareReply(message="x" * 900_000)
+LONG = duties.PrepareReply(message="x" * 900_000)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def soon() -> float:
 
 def test_messages_arrive_in_order(pair: Pair) -> None:
     ours, theirs = pair
-    sent = [messages.PrepareVerdict(True), messages.PrepareVerdict(False)]
+    sent = [duties.PrepareVerdict(True), duties.PrepareVerdict(False)]
     for message in sent:
         frames.send(ours, message)
     assert [frames.receive(theirs, deadline_s=soon()) for _ in sent] == sent
@@ -49,16 +49,16 @@ def test_a_message_longer_than_a_socket_buffer(pair: Pair) -> None:
 
 def test_the_end(pair: Pair) -> None:
     ours, theirs = pair
-    frames.send(ours, messages.PrepareVerdict(True))
+    frames.send(ours, duties.PrepareVerdict(True))
     ours.close()
-    assert frames.receive(theirs, deadline_s=soon()) == messages.PrepareVerdict(True)
+    assert frames.receive(theirs, deadline_s=soon()) == duties.PrepareVerdict(True)
     assert frames.receive(theirs, deadline_s=soon()) is None
 
 
 @pytest.mark.parametrize("kept", [1, 3, 4, 5, 20])
 def test_an_end_inside_of_a_message(pair: Pair, kept: int) -> None:
     ours, theirs = pair
-    data = codec.encode(messages.PrepareVerdict(True))
+    data = codec.encode(duties.PrepareVerdict(True))
     ours.sendall((struct.pack("<I", len(data)) + data)[:kept])
     ours.close()
     with pytest.raises(MalformedMessage, match="ends"):
@@ -68,7 +68,7 @@ def test_an_end_inside_of_a_message(pair: Pair, kept: int) -> None:
 def test_a_message_that_is_too_long_is_not_sent(pair: Pair) -> None:
     ours, theirs = pair
     with pytest.raises(MessageTooLarge):
-        frames.send(ours, messages.PrepareReply(message="x" * (1 << 20)))
+        frames.send(ours, duties.PrepareReply(message="x" * (1 << 20)))
     ours.close()
     assert frames.receive(theirs, deadline_s=soon()) is None
 
@@ -109,6 +109,6 @@ def test_a_receiver_that_does_not_read(pair: Pair) -> None:
 def test_a_deadline_that_has_passed(pair: Pair) -> None:
     ours, theirs = pair
     with pytest.raises(TimeoutError):
-        frames.send(ours, messages.PrepareVerdict(True), deadline_s=time.monotonic())
+        frames.send(ours, duties.PrepareVerdict(True), deadline_s=time.monotonic())
     with pytest.raises(TimeoutError):
         frames.receive(theirs, deadline_s=time.monotonic())

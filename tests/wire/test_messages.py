@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trims_shim.wire import codec, messages
+from trims_shim.wire import codec, duties, messages
 from wire.samples import KINDS, sample
 
 GOLDEN = Path(__file__).parent / "golden" / f"protocol_{messages.PROTOCOL_VERSION}.json"
@@ -58,11 +58,11 @@ ALLOCATIONS_OF_A_TERABYTE = (4 << 30,) * 256
 LONGEST = (
     messages.Goodbye("ü" * 500),
     messages.SegmentGrant(LARGEST, LARGEST, LARGEST),
-    messages.PlanUploadRequest(LARGEST, LARGEST, LARGEST, True, "ü" * 1000),
-    messages.PlanUploadReply(LARGEST, LARGEST, "f" * 60),
-    messages.UploadRequest(LARGEST, ALLOCATIONS_OF_A_TERABYTE),
-    messages.DownloadRequest(LARGEST, LARGEST, ALLOCATIONS_OF_A_TERABYTE),
-    messages.UploadFailed(LARGEST, "UnsupportedFormat", "ü" * 1000),
+    duties.PlanUploadRequest(LARGEST, LARGEST, LARGEST, True, "ü" * 1000),
+    duties.PlanUploadReply(LARGEST, LARGEST, "f" * 60),
+    duties.UploadRequest(LARGEST, ALLOCATIONS_OF_A_TERABYTE),
+    duties.DownloadRequest(LARGEST, LARGEST, ALLOCATIONS_OF_A_TERABYTE),
+    duties.UploadFailed(LARGEST, "UnsupportedFormat", "ü" * 1000),
 )
 
 

@@ -18,8 +18,8 @@ from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import duration, print_json, size
 from trims_shim.client.connection import Connection
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable
+from trims_shim.wire import admin, handover, messages
 from trims_shim.wire import endpoint as endpoints
-from trims_shim.wire import handover, messages
 from trims_shim.wire.endpoint import Endpoint
 
 __all__ = ["Stopped", "serve", "stop", "stop_daemon"]
@@ -33,7 +33,7 @@ class Stopped:
 
     pid: int
     package: str
-    last_status: messages.GetStatusReply | None
+    last_status: admin.GetStatusReply | None
 
 
 def serve(_arguments: argparse.Namespace) -> Exit:
@@ -119,14 +119,14 @@ def _watch(pid: int | None) -> Iterator[Callable[[], bool]]:
         os.close(descriptor)
 
 
-def _ask(connection: Connection) -> messages.GetStatusReply | None:
+def _ask(connection: Connection) -> admin.GetStatusReply | None:
     """Its last statistics; None from a daemon of another protocol, which understands only this."""
     if connection.welcome.protocol != messages.PROTOCOL_VERSION or not connection.welcome.token:
         connection.drain()
         return None
-    status: messages.GetStatusReply = connection.request(messages.GetStatusRequest())
+    status: admin.GetStatusReply = connection.request(admin.GetStatusRequest())
     try:
-        connection.request(messages.StopDaemonRequest())
+        connection.request(admin.StopDaemonRequest())
     except DaemonUnavailable:
         pass  # It was faster than its answer.
     return status

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from trims_shim.cli.text import bar, size
 from trims_shim.errors import UnknownDevice
 from trims_shim.specs import HOST_TIER, DeviceId
-from trims_shim.wire.messages import DeviceStatus, GetStatusReply, MemoryStatus
+from trims_shim.wire.admin import DeviceStatus, GetStatusReply, MemoryStatus
 
 __all__ = ["account", "device_lines", "device_named", "image_count", "short", "tier_named"]
 

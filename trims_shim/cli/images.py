@@ -29,7 +29,7 @@ from trims_shim.errors import (
     UnknownImage,
 )
 from trims_shim.specs import HOST_TIER
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 __all__ = ["evict", "pin", "unpin", "verify", "warm"]
 
@@ -110,7 +110,7 @@ def _warm(path: str, tier: str, *, is_pinned: bool) -> _Warmed:
             return _prepare(path, device, is_pinned=is_pinned)
         with api.open(path, device=device) as handle:
             if is_pinned:
-                cache().request(messages.PinImageRequest(handle.digest, is_pinned=True))
+                cache().request(admin.PinImageRequest(handle.digest, is_pinned=True))
             seconds = time.monotonic() - start
             outcome = "in the cache already" if _hits() > before else "loaded"
             return _Warmed(path, handle.digest, handle.size_bytes, seconds, outcome, tier)
@@ -152,7 +152,7 @@ def unpin(arguments: argparse.Namespace) -> Exit:
 
 
 def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
-    request = messages.PinImageRequest(_name_of(arguments.image), is_pinned=is_pinned)
+    request = admin.PinImageRequest(_name_of(arguments.image), is_pinned=is_pinned)
     reply = _request(request)
     if arguments.json:
         print_json({"digest": reply.digest, "is_pinned": is_pinned})
@@ -177,17 +177,20 @@ def evict(arguments: argparse.Namespace) -> Exit:
     return Exit.OK
 
 
-def _evict(name: str, tier: str) -> tuple[messages.EvictImageReply, messages.EvictPreparedReply]:
+def _evict(name: str, tier: str) -> tuple[admin.EvictImageReply, admin.EvictPreparedReply]:
     """What a name means may be either, or both; prepared models are at no tier."""
-    images, prepared = messages.EvictImageReply((), 0), messages.EvictPreparedReply((), 0)
+    images, prepared = (
+        admin.EvictImageReply((), 0),
+        admin.EvictPreparedReply((), 0),
+    )
     unknown = []
     try:
-        images = _request(messages.EvictImageRequest(name, tier))
+        images = _request(admin.EvictImageRequest(name, tier))
     except UnknownImage as error:
         unknown.append(error)
     if not tier:
         try:
-            prepared = _request(messages.EvictPreparedRequest(name))
+            prepared = _request(admin.EvictPreparedRequest(name))
         except UnknownImage as error:
             unknown.append(error)
     if len(unknown) == (1 if tier else 2):
@@ -206,7 +209,7 @@ def verify(arguments: argparse.Namespace) -> Exit:
     checked = []
     for image in images:
         try:
-            checked.append(_request(messages.VerifyImageRequest(image, tier)))
+            checked.append(_request(admin.VerifyImageRequest(image, tier)))
         except UnknownImage:
             if not arguments.all:
                 raise  # Under --all it was evicted meanwhile.
@@ -221,7 +224,7 @@ def verify(arguments: argparse.Namespace) -> Exit:
     return Exit.FAILED if damaged else Exit.OK
 
 
-def _verdict(digest: str, check: messages.TierCheck, where: str) -> str:
+def _verdict(digest: str, check: admin.TierCheck, where: str) -> str:
     if check.error:
         return f"NOT CHECKED{where}: {check.error}"
     if check.computed == digest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trims_shim.cli.text import ago, bar, size, table
-from trims_shim.wire.messages import GetStatusReply, PreparedStatus
+from trims_shim.wire.admin import GetStatusReply, PreparedStatus
 
 __all__ = ["TITLES", "counts", "prepared_lines", "prepared_table", "row_of"]
 

@@ -13,7 +13,12 @@ from trims_shim.cli.prepared import counts, prepared_lines, prepared_table
 from trims_shim.cli.text import ago, duration, print_json, size, table
 from trims_shim.client.cache import cache
 from trims_shim.errors import DaemonUnavailable
-from trims_shim.wire.messages import ClientStatus, GetStatusReply, GetStatusRequest, ImageStatus
+from trims_shim.wire.admin import (
+    ClientStatus,
+    GetStatusReply,
+    GetStatusRequest,
+    ImageStatus,
+)
 
 __all__ = ["RESTART_HINT", "ask", "describe", "headline", "list_images", "loads", "status"]
 

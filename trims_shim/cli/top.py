@@ -18,7 +18,7 @@ from trims_shim.cli.prepared import TITLES, row_of
 from trims_shim.cli.status import ask, describe, headline
 from trims_shim.cli.text import ago, print_json, size
 from trims_shim.errors import DaemonUnavailable
-from trims_shim.wire.messages import GetStatusReply
+from trims_shim.wire.admin import GetStatusReply
 
 if TYPE_CHECKING:
     from rich.console import Group

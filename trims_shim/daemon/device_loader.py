@@ -48,7 +48,7 @@ from trims_shim.memory.device import (
 )
 from trims_shim.memory.host import HostMemory, SealedSegment
 from trims_shim.specs import Digest
-from trims_shim.wire import messages
+from trims_shim.wire import duties
 
 __all__ = ["DeviceLoader"]
 
@@ -358,9 +358,9 @@ class DeviceLoader(Loads[DeviceSegment]):
         self,
         job: Job,
         memory: DeviceAllocation | None,
-        reply: messages.UploadReply,
+        reply: duties.UploadReply,
         outline: int,
-        planned: messages.PlanUploadReply,
+        planned: duties.PlanUploadReply,
     ) -> DeviceSegment:
         try:
             sealed = seal_outline(outline)

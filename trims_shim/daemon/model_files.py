@@ -20,7 +20,7 @@ from trims_shim.daemon.optimising import Refusal
 from trims_shim.errors import FileChanged, FormatError
 from trims_shim.formats.onnx import OnnxModel, is_ort_format, read_model
 from trims_shim.specs import Identity
-from trims_shim.wire.messages import ExternalFile, SourceHashed
+from trims_shim.wire.duties import ExternalFile, SourceHashed
 
 __all__ = ["ModelFiles"]
 

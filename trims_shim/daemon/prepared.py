@@ -70,7 +70,7 @@ from trims_shim.errors import (
 )
 from trims_shim.memory.host import available_bytes
 from trims_shim.specs import Identity
-from trims_shim.wire import messages
+from trims_shim.wire import admin, messages
 from trims_shim.wire.handover import clipped
 
 __all__ = ["Prepared"]
@@ -174,12 +174,12 @@ class Prepared:
         session: Session,
         routing: bytes,
         request: int,
-        message: messages.EvictPreparedRequest,
-    ) -> messages.EvictPreparedReply | None:
+        message: admin.EvictPreparedRequest,
+    ) -> admin.EvictPreparedReply | None:
         """Forget models; None: it is answered later. Raises AccessDenied, UnknownImage, NoSpace."""
         if session.peer.uid not in (0, os.geteuid()):
             raise AccessDenied("prepared models are the daemon's own user's")
-        reply: messages.EvictPreparedReply | None = self._when_open(
+        reply: admin.EvictPreparedReply | None = self._when_open(
             session, routing, request, lambda _: self._evict(message.model)
         )
         return reply
@@ -232,13 +232,13 @@ class Prepared:
         """Leases of one session, or of all."""
         return self._store.lease_count(session)
 
-    def rows(self) -> list[messages.PreparedStatus]:
+    def rows(self) -> list[admin.PreparedStatus]:
         """What is being prepared, what is there, what was refused."""
         return self._store.rows(time.time_ns())
 
-    def storage(self) -> messages.PreparedStorage:
+    def storage(self) -> admin.PreparedStorage:
         """Where it is, and the account."""
-        return messages.PreparedStorage(
+        return admin.PreparedStorage(
             self._settings.directory,
             self._store.budget_bytes,
             self._store.resident_bytes(),
@@ -360,9 +360,9 @@ class Prepared:
             self._touched_ns[key] = now_ns
             self._do_aside(self._files.touch, key)
 
-    def _evict(self, text: str) -> messages.EvictPreparedReply:
+    def _evict(self, text: str) -> admin.EvictPreparedReply:
         dropped = self._execute(self._store.evict(text))
-        return messages.EvictPreparedReply(
+        return admin.EvictPreparedReply(
             tuple(each.key for each in dropped), sum(each.size_bytes for each in dropped)
         )
 

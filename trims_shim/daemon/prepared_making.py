@@ -33,7 +33,7 @@ from trims_shim.daemon.preparing import Preparation
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.memory.host import available_bytes
 from trims_shim.specs import Identity
-from trims_shim.wire import messages
+from trims_shim.wire import duties, messages
 
 __all__ = ["Ended", "Hashed", "Making", "Preparations", "Preparer", "external_identities"]
 
@@ -55,8 +55,8 @@ class Preparer(Protocol):
     """What makes prepared models; :class:`trims_shim.daemon.preparing.Preparer` in production."""
 
     def run(
-        self, preparation: Preparation, decide: Callable[[messages.SourceHashed], bool]
-    ) -> messages.PrepareReply | None: ...
+        self, preparation: Preparation, decide: Callable[[duties.SourceHashed], bool]
+    ) -> duties.PrepareReply | None: ...
     def close(self) -> None: ...
 
 
@@ -211,7 +211,7 @@ class Preparations:
             return True
         return making.is_memory and _is_sealed(making.descriptor)
 
-    def _decide(self, making: Making, hashed: messages.SourceHashed, started_ns: int) -> bool:
+    def _decide(self, making: Making, hashed: duties.SourceHashed, started_ns: int) -> bool:
         try:
             self._note_content(making, hashed, started_ns)
         except NotServed as error:
@@ -229,7 +229,7 @@ class Preparations:
                 if self._closing.is_set():
                     return False
 
-    def _note_content(self, making: Making, hashed: messages.SourceHashed, started_ns: int) -> None:
+    def _note_content(self, making: Making, hashed: duties.SourceHashed, started_ns: int) -> None:
         """Raises NotServed where the files are not what they were, or may not have been."""
         files = sorted(hashed.externals, key=lambda each: each.location)
         content = Content(hashed.digest, tuple((each.location, each.digest) for each in files))
@@ -290,7 +290,7 @@ def _preparation(making: Making, directory: str) -> Preparation:
     )
 
 
-def _manifest(making: Making, reply: messages.PrepareReply, started_ns: int) -> Manifest:
+def _manifest(making: Making, reply: duties.PrepareReply, started_ns: int) -> Manifest:
     assert making.content is not None
     now_ns = time.time_ns()
     return Manifest(

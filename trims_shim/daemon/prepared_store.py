@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 from trims_shim.errors import NoSpace, UnknownImage
 from trims_shim.specs import Digest, Identity
-from trims_shim.wire.messages import PreparedStatus
+from trims_shim.wire.admin import PreparedStatus
 
 __all__ = [
     "Asking",

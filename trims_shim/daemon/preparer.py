@@ -28,9 +28,9 @@ from trims_shim.daemon.installation import installation
 from trims_shim.daemon.model_files import ModelFiles
 from trims_shim.daemon.optimising import WEIGHTS_NAME, Refusal, Sessions
 from trims_shim.errors import MessageTooLarge, TrimsError, WireError
-from trims_shim.wire import frames, messages
+from trims_shim.wire import duties, frames, messages
+from trims_shim.wire.duties import PrepareReply, PrepareRequest, SourceHashed
 from trims_shim.wire.handover import clipped
-from trims_shim.wire.messages import PrepareReply, PrepareRequest, SourceHashed
 
 __all__ = ["main", "prepare"]
 
@@ -79,7 +79,7 @@ def _serve(connection: socket.socket) -> None:
         except MessageTooLarge as error:
             raise Refusal("too_many_files", str(error)) from error
         verdict = frames.receive(connection)
-        if not isinstance(verdict, messages.PrepareVerdict):
+        if not isinstance(verdict, duties.PrepareVerdict):
             os._exit(0)
         threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
         return verdict.is_wanted

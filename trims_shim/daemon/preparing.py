@@ -26,9 +26,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trims_shim.errors import WireError
-from trims_shim.wire import frames, messages
+from trims_shim.wire import duties, frames, messages
+from trims_shim.wire.duties import PrepareReply, SourceHashed
 from trims_shim.wire.handover import clipped
-from trims_shim.wire.messages import PrepareReply, SourceHashed
 
 __all__ = ["Preparation", "Preparer"]
 
@@ -161,7 +161,7 @@ class Preparer:
                 is_wanted = decide(message)
                 if not is_wanted:
                     return None
-                verdict = messages.PrepareVerdict(is_wanted)
+                verdict = duties.PrepareVerdict(is_wanted)
                 frames.send(connection, verdict, deadline_s=deadline_s)
                 message = frames.receive(connection, deadline_s=deadline_s)
         except TimeoutError:
@@ -198,8 +198,8 @@ def _failed(reason: str, message: str) -> PrepareReply:
     return PrepareReply(reason=reason, message=message, is_lasting=False)
 
 
-def _request_of(preparation: Preparation) -> messages.PrepareRequest:
-    return messages.PrepareRequest(
+def _request_of(preparation: Preparation) -> duties.PrepareRequest:
+    return duties.PrepareRequest(
         messages.PROTOCOL_VERSION,
         preparation.descriptor,
         preparation.path,

@@ -28,7 +28,7 @@ from trims_shim.errors import (
     UnknownMessage,
 )
 from trims_shim.specs import Digest
-from trims_shim.wire import messages
+from trims_shim.wire import admin, messages
 
 if TYPE_CHECKING:
     from trims_shim.daemon.server import Server
@@ -86,11 +86,11 @@ def _find(server: Server, session: Session, text: str, *, tier: str = "") -> Dig
 
 
 def _status(
-    server: Server, session: Session, message: messages.GetStatusRequest
-) -> messages.GetStatusReply:
+    server: Server, session: Session, message: admin.GetStatusRequest
+) -> admin.GetStatusReply:
     host = server.tiers.host
     totals = host.store.totals()
-    memory = messages.MemoryStatus(
+    memory = admin.MemoryStatus(
         host.loader.memory.kind.value,
         server.memory_reason,
         totals.budget_bytes,
@@ -99,7 +99,7 @@ def _status(
         host.lingering_bytes(),
     )
     may_see_prepared = _is_privileged(session)
-    return messages.GetStatusReply(
+    return admin.GetStatusReply(
         package=__version__,
         protocol=messages.PROTOCOL_VERSION,
         pid=os.getpid(),
@@ -117,7 +117,7 @@ def _status(
     )
 
 
-def _images_status(server: Server, session: Session) -> list[messages.ImageStatus]:
+def _images_status(server: Server, session: Session) -> list[admin.ImageStatus]:
     """As many images as fit a reply, most recently used first; names go before images do."""
     found = []
     left = _STATUS_NAMES_LIMIT_BYTES
@@ -140,7 +140,7 @@ def _fitting(names: tuple[str, ...], left_bytes: int) -> tuple[tuple[str, ...], 
     return tuple(found), left_bytes
 
 
-def _prepared_status(server: Server) -> list[messages.PreparedStatus]:
+def _prepared_status(server: Server) -> list[admin.PreparedStatus]:
     """As many prepared models as fit a reply: those under way first, then by their last use."""
     found = []
     left = _PREPARED_NAMES_LIMIT_BYTES
@@ -150,11 +150,11 @@ def _prepared_status(server: Server) -> list[messages.PreparedStatus]:
     return found
 
 
-def _image_status(row: ImageRow, session: Session, tier: str) -> messages.ImageStatus:
+def _image_status(row: ImageRow, session: Session, tier: str) -> admin.ImageStatus:
     names = tuple(
         path for owner, path in row.names if _is_privileged(session) or owner == session.peer.uid
     )
-    return messages.ImageStatus(
+    return admin.ImageStatus(
         digest=row.digest,
         size_bytes=row.size_bytes,
         resident_bytes=row.resident_bytes,
@@ -169,9 +169,9 @@ def _image_status(row: ImageRow, session: Session, tier: str) -> messages.ImageS
     )
 
 
-def _client_status(server: Server, session: Session) -> list[messages.ClientStatus]:
+def _client_status(server: Server, session: Session) -> list[admin.ClientStatus]:
     return [
-        messages.ClientStatus(
+        admin.ClientStatus(
             each.pid or each.peer.pid,
             each.peer.uid,
             each.package,
@@ -184,19 +184,17 @@ def _client_status(server: Server, session: Session) -> list[messages.ClientStat
     ]
 
 
-def _pin(
-    server: Server, session: Session, message: messages.PinImageRequest
-) -> messages.PinImageReply:
+def _pin(server: Server, session: Session, message: admin.PinImageRequest) -> admin.PinImageReply:
     digest = _find(server, session, message.image)
     for tier in server.tiers.holding(digest):
         actions = tier.store.pin(digest, is_pinned=message.is_pinned)
         server.openings.execute(tier, actions)
-    return messages.PinImageReply(digest)
+    return admin.PinImageReply(digest)
 
 
 def _evict(
-    server: Server, session: Session, message: messages.EvictImageRequest
-) -> messages.EvictImageReply:
+    server: Server, session: Session, message: admin.EvictImageRequest
+) -> admin.EvictImageReply:
     """From all tiers: it is to be gone. From one tier: its memory is wanted, so it may move."""
     if message.image:
         digest = _find(server, session, message.image, tier=message.tier)
@@ -221,10 +219,10 @@ def _evict(
         server.openings.execute(tier, actions, may_demote=bool(message.tier))
     if refusal is not None and not dropped:
         raise refusal
-    return messages.EvictImageReply(tuple(dropped), sum(dropped.values()))
+    return admin.EvictImageReply(tuple(dropped), sum(dropped.values()))
 
 
-def _verify(server: Server, session: Session, message: messages.VerifyImageRequest) -> Later:
+def _verify(server: Server, session: Session, message: admin.VerifyImageRequest) -> Later:
     """At every tier that has it, or at the one that is named."""
     digest = _find(server, session, message.image, tier=message.tier)
     tiers = server.tiers.holding(digest, tier=message.tier)
@@ -235,20 +233,20 @@ def _verify(server: Server, session: Session, message: messages.VerifyImageReque
             held.callback(hashings[tier.name].close)
         closing = held.pop_all()
 
-    def work() -> messages.VerifyImageReply:
+    def work() -> admin.VerifyImageReply:
         with closing:
             checks = tuple(_check(tier, hashing) for tier, hashing in hashings.items())
         others = [each.computed for each in checks if each.computed != digest]
-        return messages.VerifyImageReply(digest, others[0] if others else digest, checks)
+        return admin.VerifyImageReply(digest, others[0] if others else digest, checks)
 
     return Later(tiers[0], work)
 
 
-def _check(tier: str, hashing: Hashing) -> messages.TierCheck:
+def _check(tier: str, hashing: Hashing) -> admin.TierCheck:
     try:
-        return messages.TierCheck(tier, hashing.compute())
+        return admin.TierCheck(tier, hashing.compute())
     except TrimsError as error:
-        return messages.TierCheck(tier, "", str(error)[:_CHECK_LIMIT])
+        return admin.TierCheck(tier, "", str(error)[:_CHECK_LIMIT])
 
 
 def add_counters(server: Server, report: messages.StatsReport) -> None:
@@ -264,18 +262,18 @@ def add_counters(server: Server, report: messages.StatsReport) -> None:
 
 
 def _stop(
-    server: Server, session: Session, message: messages.StopDaemonRequest
-) -> messages.StopDaemonReply:
+    server: Server, session: Session, message: admin.StopDaemonRequest
+) -> admin.StopDaemonReply:
     if not _is_privileged(session):
         raise AccessDenied("only the daemon's own user may stop it")
     server.stop()
-    return messages.StopDaemonReply(os.getpid())
+    return admin.StopDaemonReply(os.getpid())
 
 
 _HANDLERS: dict[type, Callable[[Server, Session, Any], Any]] = {
-    messages.GetStatusRequest: _status,
-    messages.PinImageRequest: _pin,
-    messages.EvictImageRequest: _evict,
-    messages.VerifyImageRequest: _verify,
-    messages.StopDaemonRequest: _stop,
+    admin.GetStatusRequest: _status,
+    admin.PinImageRequest: _pin,
+    admin.EvictImageRequest: _evict,
+    admin.VerifyImageRequest: _verify,
+    admin.StopDaemonRequest: _stop,
 }

@@ -35,7 +35,7 @@ from trims_shim.daemon.sessions import Session, Sessions, descriptors_are_scarce
 from trims_shim.daemon.store import Announce
 from trims_shim.daemon.tiers import Tiers
 from trims_shim.errors import AccessDenied, MalformedMessage, TrimsError, WireError
-from trims_shim.wire import codec, handover, messages
+from trims_shim.wire import admin, codec, handover, messages
 from trims_shim.wire.endpoint import Endpoint
 
 __all__ = ["Server"]
@@ -329,7 +329,7 @@ class Server:
             if self._control.reply(routing, 0, reply):
                 self._control.condemn(frames[-1])
             return
-        if not isinstance(envelope.message, messages.GetStatusRequest):
+        if not isinstance(envelope.message, admin.GetStatusRequest):
             self._last_active = time.monotonic()  # Being watched is not being used.
         self._on_request(session, routing, envelope)
 
@@ -359,7 +359,7 @@ class Server:
         message = envelope.message
         if isinstance(message, messages.OpenPreparedRequest):
             return self.prepared.open(session, routing, envelope.request_id, message)
-        if isinstance(message, messages.EvictPreparedRequest):
+        if isinstance(message, admin.EvictPreparedRequest):
             return self.prepared.evict(session, routing, envelope.request_id, message)
         return handle(self, session, message)
 
@@ -397,7 +397,7 @@ class Server:
 
     def publish(self, event: Announce) -> None:
         """See :class:`Front`."""
-        body = messages.ImageEvent(event.event, event.digest, event.size_bytes, time.time_ns())
+        body = admin.ImageEvent(event.event, event.digest, event.size_bytes, time.time_ns())
         with contextlib.suppress(zmq.ZMQError):
             topic = f"image.{event.event}".encode()
             self._events.send_multipart([topic, codec.encode(body)], zmq.NOBLOCK)

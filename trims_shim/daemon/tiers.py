@@ -32,7 +32,7 @@ from trims_shim.memory.device import DeviceMemory
 from trims_shim.memory.driver import driver
 from trims_shim.memory.host import available_bytes
 from trims_shim.specs import HOST_TIER, DeviceId, Digest, Identity
-from trims_shim.wire import messages
+from trims_shim.wire import admin
 
 __all__ = ["DeviceSettings", "DeviceTier", "HostTier", "Tier", "Tiers"]
 
@@ -191,10 +191,10 @@ class DeviceTier(Tier):
             return 0
         return self.headroom_bytes - self.free_bytes() - self.loader.leaving_bytes()
 
-    def status(self) -> messages.DeviceStatus:
+    def status(self) -> admin.DeviceStatus:
         """What ``trims status`` shows."""
         totals = self.store.totals()
-        return messages.DeviceStatus(
+        return admin.DeviceStatus(
             device=self.name,
             name=self.label,
             backend=self.loader.memory.backend,

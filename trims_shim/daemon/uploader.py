@@ -39,7 +39,7 @@ from trims_shim.memory import copying, peer_copy
 from trims_shim.memory.device import DeviceAllocation, DeviceMemory, map_allocations
 from trims_shim.memory.driver import OUT_OF_MEMORY, driver
 from trims_shim.specs import DeviceId
-from trims_shim.wire import handover, messages
+from trims_shim.wire import duties, handover
 from trims_shim.wire.handover import Packet
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ __all__ = ["Uploader", "main", "plan"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
-_JOBS = messages.PlanUploadRequest | messages.DownloadRequest | messages.CopyImageRequest
+_JOBS = duties.PlanUploadRequest | duties.DownloadRequest | duties.CopyImageRequest
 """What begins a job."""
 _OUTLINE_FLOOR_BYTES = 1 << 20
 """An outline is host memory that the device's budget pays for: it may be as large as the tensors,
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
         os._exit(status)
 
 
-def plan(source: int, request: messages.PlanUploadRequest) -> DeviceLayout:
+def plan(source: int, request: duties.PlanUploadRequest) -> DeviceLayout:
     """Where the tensors of a source will be.
 
     Raises FormatError for what is no model file, or one that takes more than it is worth;
@@ -139,7 +139,7 @@ class Uploader:
             threading.Thread(target=self._serve, args=(packet, inbox), daemon=True).start()
             return
         known = self._inboxes.get(message.job)
-        if isinstance(message, messages.JobRelease):
+        if isinstance(message, duties.JobRelease):
             self._release(message.job, known)
         elif known is not None:
             known.put(packet)
@@ -158,9 +158,9 @@ class Uploader:
         held = [] if packet.descriptor is None else [packet.descriptor]
         reply: Any
         try:
-            if isinstance(request, messages.PlanUploadRequest):
+            if isinstance(request, duties.PlanUploadRequest):
                 reply = self._upload(request, held, inbox)
-            elif isinstance(request, messages.CopyImageRequest):
+            elif isinstance(request, duties.CopyImageRequest):
                 reply = self._copy(request, held, inbox)
             else:
                 reply = self._download(request, held, inbox)
@@ -182,13 +182,13 @@ class Uploader:
     # --- jobs -------------------------------------------------------------------------------------
 
     def _upload(
-        self, request: messages.PlanUploadRequest, held: list[int], inbox: Inbox
-    ) -> messages.UploadReply | None:
+        self, request: duties.PlanUploadRequest, held: list[int], inbox: Inbox
+    ) -> duties.UploadReply | None:
         """``held``: descriptors to be closed afterwards. None: the daemon gave the job up."""
         (source,) = held
         layout = plan(source, request)
         fingerprint = layout.fingerprint()
-        self._send(messages.PlanUploadReply(request.job, layout.size_bytes, fingerprint))
+        self._send(duties.PlanUploadReply(request.job, layout.size_bytes, fingerprint))
         begin = inbox.get()
         if begin is None:
             return None
@@ -212,8 +212,8 @@ class Uploader:
                 raise FileChanged(f"{request.name} changed while it was being read; load it again")
         made = self._memory.get(request.job)
         if made is None:
-            return messages.UploadReply(request.job, digest)
-        return messages.UploadReply(request.job, digest, made.allocations, made.handles)
+            return duties.UploadReply(request.job, digest)
+        return duties.UploadReply(request.job, digest, made.allocations, made.handles)
 
     def _index(self) -> int:
         """The device's number, once it has a context. Raises NoSpace where that does not fit."""
@@ -244,8 +244,8 @@ class Uploader:
         self._memory[job] = memory
 
     def _download(
-        self, request: messages.DownloadRequest, held: list[int], inbox: Inbox
-    ) -> messages.UploadReply:
+        self, request: duties.DownloadRequest, held: list[int], inbox: Inbox
+    ) -> duties.UploadReply:
         count = len(request.allocations) if self._backend == "vmm" else 0
         outline, *parts, target = _collect(2 + count, held, inbox)
         layout = _layout(outline, request.size_bytes, "the image's outline")
@@ -258,11 +258,11 @@ class Uploader:
                 device_index=driver().index_of(self._device),
                 on_progress=lambda done: self._report(request.job, done),
             )
-        return messages.UploadReply(request.job, digest)
+        return duties.UploadReply(request.job, digest)
 
     def _copy(
-        self, request: messages.CopyImageRequest, held: list[int], inbox: Inbox
-    ) -> messages.UploadReply:
+        self, request: duties.CopyImageRequest, held: list[int], inbox: Inbox
+    ) -> duties.UploadReply:
         count = len(request.allocations)
         outline, *parts = _collect(1 + 2 * count, held, inbox)
         index = self._index()
@@ -281,10 +281,15 @@ class Uploader:
             digest = ""
             if request.is_hashed:
                 digest = self._read_back(request, outline, target, done_bytes=size)
-        return messages.UploadReply(request.job, digest)
+        return duties.UploadReply(request.job, digest)
 
     def _read_back(
-        self, request: messages.CopyImageRequest, outline: int, address: int, *, done_bytes: int
+        self,
+        request: duties.CopyImageRequest,
+        outline: int,
+        address: int,
+        *,
+        done_bytes: int,
     ) -> str:
         """The digest of an image that is mapped here."""
         layout = _layout(outline, request.size_bytes, "the image's outline")
@@ -312,7 +317,7 @@ class Uploader:
             mapping.unmap()
 
     @contextlib.contextmanager
-    def _readable(self, request: messages.DownloadRequest, parts: Sequence[int]) -> Iterator[int]:
+    def _readable(self, request: duties.DownloadRequest, parts: Sequence[int]) -> Iterator[int]:
         if self._backend == "vmm":
             with self._mapped(parts, request.allocations, is_writable=False) as address:
                 yield address
@@ -323,7 +328,7 @@ class Uploader:
         yield memory.address
 
     def _report(self, job: int, done_bytes: int) -> None:
-        self._send(messages.UploadProgress(job, done_bytes))
+        self._send(duties.UploadProgress(job, done_bytes))
 
 
 def _collect(count: int, held: list[int], inbox: Inbox) -> list[int]:
@@ -338,8 +343,8 @@ def _collect(count: int, held: list[int], inbox: Inbox) -> list[int]:
     return found
 
 
-def _failed(job: int, error: TrimsError) -> messages.UploadFailed:
-    return messages.UploadFailed(job, type(error).__name__, handover.clipped(str(error)))
+def _failed(job: int, error: TrimsError) -> duties.UploadFailed:
+    return duties.UploadFailed(job, type(error).__name__, handover.clipped(str(error)))
 
 
 if __name__ == "__main__":

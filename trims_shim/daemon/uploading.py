@@ -29,7 +29,7 @@ from trims_shim.client.session import error_from
 from trims_shim.errors import DriverFailure, TrimsError, WireError
 from trims_shim.memory.device import DeviceAllocation
 from trims_shim.specs import DeviceId
-from trims_shim.wire import codec, handover, messages
+from trims_shim.wire import codec, duties, handover, messages
 
 __all__ = ["Job", "Uploader"]
 
@@ -103,7 +103,7 @@ class Uploader:
             if process is not None and job in process.memory:
                 process.memory.discard(job)
                 process.idle_since_s = time.monotonic()
-                process.tell(messages.JobRelease(job))
+                process.tell(duties.JobRelease(job))
 
     def keeps(self, job: int) -> bool:
         """Whether the memory that a job made exists."""
@@ -173,15 +173,15 @@ class Job:
 
     def plan(
         self, source: int, *, size_bytes: int, limit_bytes: int, is_hashed: bool, name: str
-    ) -> messages.PlanUploadReply:
+    ) -> duties.PlanUploadReply:
         """Have a source parsed. Raises FormatError, FileChanged, DriverFailure..."""
-        request = messages.PlanUploadRequest(
+        request = duties.PlanUploadRequest(
             self.number, size_bytes, limit_bytes, is_hashed, handover.clipped(name)
         )
         with self._parsing:
             self._send(request, source)
             self._is_planned = self._is_blamed = True
-            planned = self._wait(messages.PlanUploadReply, _ignore)
+            planned = self._wait(duties.PlanUploadReply, _ignore)
             self._is_blamed = False
         if not 0 < planned.device_bytes <= limit_bytes:
             raise WireError(f"the uploader plans {planned.device_bytes} bytes of {limit_bytes}")
@@ -192,16 +192,16 @@ class Job:
         memory: DeviceAllocation | None,
         outline: int,
         on_progress: Callable[[int], None],
-    ) -> messages.UploadReply:
+    ) -> duties.UploadReply:
         """Go on with what was planned; ``memory`` None: made by the process, until it is freed."""
         allocations = () if memory is None else memory.allocations
-        self._send(messages.UploadRequest(self.number, allocations))
+        self._send(duties.UploadRequest(self.number, allocations))
         self._is_planned = False
         self._send_parts(outline, *(() if memory is None else memory.descriptors))
         if memory is None:
             self._process.memory.add(self.number)
         try:
-            return self._wait(messages.UploadReply, on_progress)
+            return self._wait(duties.UploadReply, on_progress)
         except TrimsError:
             self._process.memory.discard(self.number)
             raise
@@ -215,12 +215,12 @@ class Job:
         allocations: tuple[int, ...],
         descriptors: tuple[int, ...],
         memory: int,
-    ) -> messages.UploadReply:
+    ) -> duties.UploadReply:
         """Write an image back to ``target``; ``memory`` is the job that made it, where one did."""
-        request = messages.DownloadRequest(self.number, size_bytes, allocations, memory)
+        request = duties.DownloadRequest(self.number, size_bytes, allocations, memory)
         self._send(request)
         self._send_parts(outline, *descriptors, target)
-        return self._wait(messages.UploadReply, _ignore)
+        return self._wait(duties.UploadReply, _ignore)
 
     def copy(
         self,
@@ -231,21 +231,21 @@ class Job:
         size_bytes: int,
         is_hashed: bool,
         on_progress: Callable[[int], None],
-    ) -> messages.UploadReply:
+    ) -> duties.UploadReply:
         """Copy an image from the allocations of another device to equal ones of this one."""
-        request = messages.CopyImageRequest(self.number, size_bytes, memory.allocations, is_hashed)
+        request = duties.CopyImageRequest(self.number, size_bytes, memory.allocations, is_hashed)
         self._send(request)
         self._send_parts(outline, *source, *memory.descriptors)
-        return self._wait(messages.UploadReply, on_progress)
+        return self._wait(duties.UploadReply, on_progress)
 
     def end(self) -> None:
         """Nobody goes on with the job."""
         if self._is_planned:
-            self._process.tell(messages.JobRelease(self.number))
+            self._process.tell(duties.JobRelease(self.number))
 
     def _send_parts(self, *descriptors: int) -> None:
         for part, descriptor in enumerate(descriptors):
-            self._send(messages.UploadPart(self.number, part), descriptor)
+            self._send(duties.UploadPart(self.number, part), descriptor)
 
     def _send(self, message: Any, descriptor: int | None = None) -> None:
         try:
@@ -265,9 +265,9 @@ class Job:
                 raise self._death(f"said nothing for {self._stall_timeout_s:g} s") from None
             if message is None:
                 raise self._death("died")
-            if isinstance(message, messages.UploadProgress):
+            if isinstance(message, duties.UploadProgress):
                 on_progress(message.done_bytes)
-            elif isinstance(message, messages.UploadFailed):
+            elif isinstance(message, duties.UploadFailed):
                 self._is_planned = False
                 raise self._failure(message)
             elif isinstance(message, kind):
@@ -282,7 +282,7 @@ class Job:
             f"the uploader of {self._process.device} {what}; see the daemon's log, and load again"
         )
 
-    def _failure(self, message: messages.UploadFailed) -> TrimsError:
+    def _failure(self, message: duties.UploadFailed) -> TrimsError:
         error = error_from(messages.ErrorReply(message.error, message.message))
         if isinstance(error, DriverFailure) and self._process.memory <= {self.number}:
             # Its context may be broken for good; memory of images has to stay there all the same.

@@ -2,12 +2,16 @@
 
 Pure. A message travels as ``{"verb": <class name>, **fields}``; control messages carry ``id`` and
 ``token`` beside it (:class:`Envelope`). Decoding never builds anything but the dataclasses of
-:mod:`trims_shim.wire.messages`, and its cost is bounded by the length limit.
+:mod:`trims_shim.wire.messages`, :mod:`~trims_shim.wire.admin` and :mod:`~trims_shim.wire.duties`,
+and its cost is bounded by the length limit. The latter two, which a program that loads models never
+meets, are imported by the first verb that is not in the former.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import types
 import typing
 from typing import Any
@@ -19,9 +23,6 @@ from trims_shim.wire import messages
 
 __all__ = ["Envelope", "decode", "decode_envelope", "encode", "encode_envelope", "prepare"]
 
-_VERBS: dict[str, Any] = {
-    name: value for name, value in vars(messages).items() if dataclasses.is_dataclass(value)
-}
 _TOKEN_BYTES_LIMIT = 64
 _FIELDS: dict[Any, tuple[tuple[str, Any], ...]] = {}
 _PLAIN_TYPES = (int, float, bool, str, bytes)
@@ -69,8 +70,8 @@ def decode_envelope(
 
 
 def prepare() -> None:
-    """Look at every message's fields now, so that the first load does not have to."""
-    for kind in _VERBS.values():
+    """Look at the fields of what a load sends and gets now, so that the first does not have to."""
+    for kind in _kinds(messages).values():
         _fields(kind)
 
 
@@ -110,10 +111,27 @@ def _plain(value: Any) -> Any:
 
 def _from_map(body: dict[str, Any]) -> Any:
     verb = body.get("verb")
-    kind = _VERBS.get(verb) if isinstance(verb, str) else None
+    kind = _kind(verb) if isinstance(verb, str) else None
     if kind is None:
         raise UnknownMessage(f"unknown message {verb!r:.60}; is the other side newer?")
     return _build(kind, body)
+
+
+def _kind(verb: str) -> Any:
+    return _kinds(messages).get(verb) or _rare_kinds().get(verb)
+
+
+@functools.cache
+def _kinds(module: types.ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if dataclasses.is_dataclass(value)}
+
+
+@functools.cache
+def _rare_kinds() -> dict[str, Any]:
+    kinds: dict[str, Any] = {}
+    for name in ("admin", "duties"):
+        kinds.update(_kinds(importlib.import_module(f"trims_shim.wire.{name}")))
+    return kinds
 
 
 def _build(kind: Any, body: dict[str, Any]) -> Any:

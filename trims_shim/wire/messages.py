@@ -1,6 +1,9 @@
-"""All messages of the protocol, and nothing else.
+"""Messages between programs that load models and the daemon, and nothing else.
 
-Two channels carry them (see :mod:`trims_shim.wire.handover` and docs/protocol.md):
+Those of the command line are in :mod:`trims_shim.wire.admin`, those between the daemon and its own
+processes in :mod:`trims_shim.wire.duties`: every program with a model imports this file, and pays
+for each class in it. Two channels carry them (see :mod:`trims_shim.wire.handover` and
+docs/protocol.md):
 
 * *handover*: a UNIX SEQPACKET socket; one message a packet, with at most one descriptor.
 * *control*: ZeroMQ DEALER to ROUTER; one message a request, answered by ``<Verb><Object>Reply``,
@@ -13,7 +16,7 @@ does not know. Sizes are bytes, times nanoseconds of CLOCK_REALTIME. ``Hello``, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trims_shim.specs import Identity
 
@@ -21,57 +24,22 @@ __all__ = [
     "CONTROL_MESSAGE_LIMIT_BYTES",
     "HANDOVER_PACKET_LIMIT_BYTES",
     "PROTOCOL_VERSION",
-    "ClientStatus",
-    "CopyImageRequest",
     "DeviceGrant",
-    "DeviceStatus",
-    "DownloadRequest",
     "DrainRequest",
     "ErrorReply",
-    "EvictImageReply",
-    "EvictImageRequest",
-    "EvictPreparedReply",
-    "EvictPreparedRequest",
-    "ExternalFile",
     "FileOffer",
-    "GetStatusReply",
-    "GetStatusRequest",
     "Goodbye",
     "Hello",
-    "ImageEvent",
-    "ImageStatus",
-    "JobRelease",
     "LeaseRelease",
-    "MemoryStatus",
     "OfferReply",
     "OpenImageReply",
     "OpenImageRequest",
     "OpenPreparedReply",
     "OpenPreparedRequest",
-    "PinImageReply",
-    "PinImageRequest",
-    "PlanUploadReply",
-    "PlanUploadRequest",
-    "PrepareReply",
-    "PrepareRequest",
-    "PrepareVerdict",
-    "PreparedStatus",
-    "PreparedStorage",
     "Progress",
     "SegmentGrant",
     "SessionRecipe",
-    "SourceHashed",
     "StatsReport",
-    "StopDaemonReply",
-    "StopDaemonRequest",
-    "TierCheck",
-    "UploadFailed",
-    "UploadPart",
-    "UploadProgress",
-    "UploadReply",
-    "UploadRequest",
-    "VerifyImageReply",
-    "VerifyImageRequest",
     "Welcome",
 ]
 
@@ -229,70 +197,6 @@ class OpenImageReply:
     device: DeviceGrant | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PinImageRequest:
-    """Keep an image resident (``is_pinned``), or let it be evicted again."""
-
-    image: str
-    is_pinned: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PinImageReply:
-    """Response for PinImageRequest."""
-
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class EvictImageRequest:
-    """Drop an unleased image, or every unleased and unpinned one when ``image`` is empty.
-
-    ``tier`` limits it to one tier; empty: all of them.
-    """
-
-    image: str = ""
-    tier: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class EvictImageReply:
-    """Response for EvictImageRequest."""
-
-    digests: tuple[str, ...]
-    freed_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyImageRequest:
-    """Hash a resident image again, at every tier or (``tier``) at one."""
-
-    image: str
-    tier: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TierCheck:
-    """One tier's part of VerifyImageReply; ``error`` says why nothing could be ``computed``."""
-
-    tier: str
-    computed: str
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyImageReply:
-    """Response for VerifyImageRequest.
-
-    ``computed`` equals ``digest`` unless memory was damaged, or could not be read (then empty):
-    at which tier is in ``tiers``.
-    """
-
-    digest: str
-    computed: str
-    tiers: tuple[TierCheck, ...] = ()
-
-
 # --- handover or control: prepared ONNX models ----------------------------------------------------
 
 
@@ -355,154 +259,7 @@ class OpenPreparedReply:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class EvictPreparedRequest:
-    """Forget a prepared model by key or name, or every unleased one when ``model`` is empty.
-
-    What was found not to be servable is forgotten with it, and tried again on the next load.
-    """
-
-    model: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class EvictPreparedReply:
-    """Response for EvictPreparedRequest."""
-
-    keys: tuple[str, ...]
-    freed_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedStatus:
-    """One prepared model in GetStatusReply.
-
-    ``state`` is ``ready``, ``preparing`` or ``refused`` (with ``reason``).
-    """
-
-    key: str
-    state: str
-    size_bytes: int
-    leases: int
-    hits: int
-    used_ns: int
-    prepare_ns: int
-    names: tuple[str, ...]
-    runtime: str
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedStorage:
-    """Where prepared models are, and their accounting; part of GetStatusReply.
-
-    ``problem``: why there are none; empty if there can be.
-    """
-
-    directory: str
-    budget_bytes: int
-    resident_bytes: int
-    problem: str = ""
-
-
 # --- control: daemon ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class GetStatusRequest:
-    """Ask for everything ``trims status`` shows."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageStatus:
-    """One image in GetStatusReply. ``names`` are paths, shown to their own users only."""
-
-    digest: str
-    size_bytes: int
-    resident_bytes: int
-    leases: int
-    is_pinned: bool
-    loaded_ns: int
-    used_ns: int
-    hits: int
-    load_ns: int
-    names: tuple[str, ...]
-    tier: str = "host"
-
-
-@dataclass(frozen=True, slots=True)
-class ClientStatus:
-    """One connection in GetStatusReply."""
-
-    pid: int
-    user: int
-    package: str
-    leases: int
-    requests: int
-    connected_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryStatus:
-    """The host tier's accounting. ``lingering_bytes``: evicted but still mapped; -1 if unknown."""
-
-    kind: str
-    reason: str
-    budget_bytes: int
-    resident_bytes: int
-    reserved_bytes: int
-    lingering_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceStatus:
-    """A device tier's accounting. ``free_bytes``: of the device, by NVML; -1 if unknown.
-
-    ``lingering_bytes``: evicted but still mapped by somebody, as far as can be told; -1 if not.
-    """
-
-    device: str
-    name: str
-    backend: str
-    total_bytes: int
-    free_bytes: int
-    budget_bytes: int
-    headroom_bytes: int
-    resident_bytes: int
-    reserved_bytes: int
-    lingering_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class GetStatusReply:
-    """Response for GetStatusRequest."""
-
-    package: str
-    protocol: int
-    pid: int
-    started_ns: int
-    now_ns: int
-    idle_exit_s: float
-    config_hash: str
-    memory: MemoryStatus
-    images: tuple[ImageStatus, ...]
-    clients: tuple[ClientStatus, ...]
-    counters: dict[str, int] = field(default_factory=dict)
-    devices: tuple[DeviceStatus, ...] = ()
-    prepared: tuple[PreparedStatus, ...] = ()
-    storage: PreparedStorage | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StopDaemonRequest:
-    """Finish requests in flight and exit."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopDaemonReply:
-    """Response for StopDaemonRequest; the process is gone when the handover socket closes."""
-
-    pid: int
 
 
 # --- control: any request -------------------------------------------------------------------------
@@ -527,185 +284,7 @@ class ErrorReply:
 # --- uploader: the daemon and the process that fills device memory --------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PlanUploadRequest:
-    """Carries the source, a file or host segment of ``size_bytes``; answered by PlanUploadReply.
-
-    ``limit_bytes``: the device memory that may be used. ``is_hashed``: work out the digest.
-    """
-
-    job: int
-    size_bytes: int
-    limit_bytes: int
-    is_hashed: bool
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlanUploadReply:
-    """Carries nothing; ``device_bytes`` is what the records need, ``layout`` its fingerprint."""
-
-    job: int
-    device_bytes: int
-    layout: str
-
-
-@dataclass(frozen=True, slots=True)
-class UploadRequest:
-    """Go on with a planned job: parts follow as :class:`UploadPart`, the outline first.
-
-    No ``allocations``: the uploader makes them itself (backend ``ipc``), only the outline comes.
-    """
-
-    job: int
-    allocations: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class UploadPart:
-    """Carries a descriptor; in an upload part 0 is the empty outline, the others allocations."""
-
-    job: int
-    part: int
-
-
-@dataclass(frozen=True, slots=True)
-class UploadProgress:
-    """Bytes of the source that were read so far."""
-
-    job: int
-    done_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class UploadReply:
-    """The records are in device memory and the rest in the outline; all mappings are gone.
-
-    ``digest`` is empty unless it was asked for. ``allocations`` and ``handles`` are of memory that
-    the uploader made and keeps until :class:`JobRelease`.
-    """
-
-    job: int
-    digest: str
-    allocations: tuple[int, ...] = ()
-    handles: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class DownloadRequest:
-    """Write a device image back into a host segment of ``size_bytes``.
-
-    Followed by UploadPart packets: part 0 is the outline, the allocations, and last the writable
-    host segment. Answered by UploadReply with the digest of what was written. ``memory`` is the
-    upload that made the allocations, where the uploader did; they do not follow then.
-    """
-
-    job: int
-    size_bytes: int
-    allocations: tuple[int, ...]
-    memory: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CopyImageRequest:
-    """Copy an image of ``size_bytes`` out of the memory of another device.
-
-    Followed by UploadPart packets: part 0 is the image's outline, then its allocations, then as
-    many new ones of the same sizes. Answered by UploadReply; with ``is_hashed`` its digest is of
-    what can be read from the new ones.
-    """
-
-    job: int
-    size_bytes: int
-    allocations: tuple[int, ...]
-    is_hashed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class JobRelease:
-    """Forget a job that was planned and is not gone on with, or free the memory made for it.
-
-    Not answered.
-    """
-
-    job: int
-
-
-@dataclass(frozen=True, slots=True)
-class UploadFailed:
-    """A job ended without a result; ``error`` names a class of trims_shim.errors."""
-
-    job: int
-    error: str
-    message: str
-
-
 # --- preparer: the daemon and the process that prepares ONNX models -------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareRequest:
-    """The one job of a preparer.
-
-    ``source`` is the number of an inherited descriptor of the model, ``path`` its name or empty.
-    ``directory`` is a fresh directory for ``model.onnx`` and ``weights.bin``.
-    """
-
-    protocol: int
-    source: int
-    path: str
-    recipe: SessionRecipe
-    package: str
-    directory: str
-
-
-@dataclass(frozen=True, slots=True)
-class ExternalFile:
-    """A file that a model's initializers are in; ``location`` is as the model gives it."""
-
-    location: str
-    path: str
-    digest: str
-    identity: Identity
-
-
-@dataclass(frozen=True, slots=True)
-class SourceHashed:
-    """What is to be prepared, by content; answered by PrepareVerdict."""
-
-    digest: str
-    externals: tuple[ExternalFile, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareVerdict:
-    """``is_wanted``: go on; otherwise it has been prepared already, and the preparer ends."""
-
-    is_wanted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareReply:
-    """The files are written and verified, or ``reason`` says why they never will be.
-
-    ``probe`` is ``equal`` where a run gave the same bits as the original model, else why there was
-    none. ``is_lasting``: the reason holds for this model and recipe, not just for now.
-    """
-
-    reason: str = ""
-    message: str = ""
-    is_lasting: bool = True
-    probe: str = ""
-
-
 # --- events ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ImageEvent:
-    """Published on the event socket: ``loaded``, ``evicted``, ``pinned`` or ``unpinned``."""
-
-    event: str
-    digest: str
-    size_bytes: int
-    at_ns: int
