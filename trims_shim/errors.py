@@ -25,6 +25,11 @@
     │   └── TooManyRequests          a limit on what one client may have open was reached
     ├── MemoryFailure            a segment could not be made, mapped or sealed
     ├── DriverFailure            a call of the CUDA driver failed, or there is no driver
+    ├── BatchingError            a request of a batcher was not answered
+    │   ├── RequestDropped           it cannot be answered in time, or would make others late
+    │   ├── QueueFull                too many requests are waiting already
+    │   ├── BatcherClosed            the batcher takes no more requests
+    │   └── BadBatch                 the batch function did not return one result for each item
     ├── NotServed                the load gains nothing or cannot be shared; not a fault
     └── PatchError               a patch point could not be applied
 
@@ -36,6 +41,9 @@ from __future__ import annotations
 
 __all__ = [
     "AccessDenied",
+    "BadBatch",
+    "BatcherClosed",
+    "BatchingError",
     "ConfigError",
     "CorruptFile",
     "DaemonError",
@@ -52,7 +60,9 @@ __all__ = [
     "NoSpace",
     "NotServed",
     "PatchError",
+    "QueueFull",
     "ReadFailed",
+    "RequestDropped",
     "RequestRefused",
     "TooManyRequests",
     "TrimsError",
@@ -217,6 +227,43 @@ class DriverFailure(TrimsError):
 
     reason = "driver"
     result = ""
+
+
+class BatchingError(TrimsError):
+    """A request of a batcher was not answered."""
+
+    reason = "batching"
+
+
+class RequestDropped(BatchingError):
+    """It could not be answered before its deadline, or would have made others late.
+
+    ``reason`` is ``hopeless`` or ``shed``.
+    """
+
+    reason = "dropped"
+
+    def __init__(self, reason: str, message: str = "") -> None:
+        super().__init__(message or reason)
+        self.reason = reason
+
+
+class QueueFull(BatchingError):
+    """Too many requests are waiting already."""
+
+    reason = "queue_full"
+
+
+class BatcherClosed(BatchingError):
+    """The batcher takes no more requests."""
+
+    reason = "closed"
+
+
+class BadBatch(BatchingError):
+    """The batch function did not return one result for each item."""
+
+    reason = "bad_batch"
 
 
 class NotServed(TrimsError):

@@ -1,0 +1,114 @@
+"""Every rule of batch generation names a batch that is in time, and the largest one is largest."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trims_shim.batching.ordering import DeadlineQueue
+from trims_shim.batching.policies.generation import (
+    Generation,
+    by_earliest,
+    by_largest,
+    by_window,
+)
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import Request
+
+RULES = (by_earliest, by_largest, by_window)
+PROFILE = LatencyProfile([10, 12, 15, 19, 24, 30])
+
+
+def queue_of(*deadlines: int, priorities: tuple[int, ...] = ()) -> list[Request]:
+    queue = DeadlineQueue()
+    for number, deadline_ns in enumerate(deadlines):
+        priority = priorities[number] if priorities else 0
+        queue.add(Request(number, 0, deadline_ns, priority))
+    return list(queue)
+
+
+def deadlines_of(requests: object) -> list[int]:
+    return [each.deadline_ns for each in requests]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(
+    deadlines=st.lists(st.integers(0, 40), max_size=8),
+    priorities=st.lists(st.integers(0, 1), min_size=8, max_size=8),
+    start_ns=st.integers(0, 15),
+    most=st.integers(1, 6),
+)
+def test_a_candidate_is_in_time_and_there_is_one_if_there_can_be(
+    rule: Generation, deadlines: list[int], priorities: list[int], start_ns: int, most: int
+) -> None:
+    requests = queue_of(*deadlines, priorities=tuple(priorities))
+    found = rule(start_ns, requests, PROFILE, most)
+    batch, given_up = list(found.batch), list(found.given_up)
+    assert len(batch) <= most
+    assert len({each.number for each in batch + given_up}) == len(batch) + len(given_up)
+    assert {each.number for each in batch + given_up} <= set(range(len(requests)))
+    can_be = any(each.deadline_ns >= start_ns + PROFILE.latency_ns(1) for each in requests)
+    assert bool(batch) == can_be
+    if batch:
+        end_ns = start_ns + PROFILE.latency_ns(len(batch))
+        assert min(deadlines_of(batch)) >= end_ns
+
+
+@given(
+    deadlines=st.lists(st.integers(0, 40), max_size=7),
+    start_ns=st.integers(0, 15),
+    most=st.integers(1, 6),
+)
+def test_the_largest_is_the_largest(deadlines: list[int], start_ns: int, most: int) -> None:
+    requests = queue_of(*deadlines)
+
+    def is_in_time(batch: tuple[Request, ...]) -> bool:
+        end_ns = start_ns + PROFILE.latency_ns(len(batch))
+        return min(deadlines_of(batch)) >= end_ns
+
+    sizes = [
+        size
+        for size in range(1, min(len(requests), most) + 1)
+        if any(is_in_time(batch) for batch in combinations(requests, size))
+    ]
+    assert len(by_largest(start_ns, requests, PROFILE, most).batch) == max(sizes, default=0)
+
+
+def test_the_earliest_deadline_bounds_the_batch() -> None:
+    """10 alone, 12 for two: the second would make the first late."""
+    found = by_earliest(0, queue_of(11, 30, 30), PROFILE, 6)
+    assert deadlines_of(found.batch) == [11]
+
+
+def test_the_largest_batch_passes_over_who_is_in_its_way() -> None:
+    requests = queue_of(11, 15, 16, 17)
+    found = by_largest(0, requests, PROFILE, 6)
+    assert deadlines_of(found.batch) == [15, 16, 17]
+    assert not found.given_up
+
+
+def test_the_window_gives_them_up() -> None:
+    found = by_window(0, queue_of(11, 15, 16, 17), PROFILE, 6)
+    assert deadlines_of(found.batch) == [15, 16, 17]
+    assert deadlines_of(found.given_up) == [11]
+
+
+def test_the_largest_batch_is_filled_from_the_earliest() -> None:
+    found = by_largest(0, queue_of(20, 30, 40), PROFILE, 2)
+    assert deadlines_of(found.batch) == [20, 30]
+
+
+def test_lower_priorities_fill_up_and_never_push_out() -> None:
+    """Two urgent ones until 12; three others would make a larger batch without them."""
+    requests = queue_of(12, 12, 30, 30, 30, priorities=(1, 1, 0, 0, 0))
+    assert deadlines_of(by_largest(0, requests, PROFILE, 6).batch) == [12, 12]
+    requests = queue_of(16, 16, 30, 30, 30, priorities=(1, 1, 0, 0, 0))
+    assert deadlines_of(by_largest(0, requests, PROFILE, 6).batch) == [16, 16, 30]
+
+
+def test_lower_priorities_go_when_none_of_the_higher_can() -> None:
+    requests = queue_of(3, 30, 30, priorities=(1, 0, 0))
+    assert deadlines_of(by_largest(0, requests, PROFILE, 6).batch) == [30, 30]

@@ -1,0 +1,162 @@
+"""Early drop by goodput: what is given up, for what, and how large the batch is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from batching.checking import ms
+from batching.policies.instances import Instance, offline_optimum, run
+from trims_shim.batching.policies.early_drop import EarlyDrop
+from trims_shim.batching.policies.goodput import Goodput
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import DropReason, Request
+from trims_shim.batching.rules import Rule
+
+LINE = LatencyProfile.linear(1, 10, max_batch_size=8)
+
+
+def asked(
+    deadlines_ms: Sequence[float],
+    profile: LatencyProfile = LINE,
+    *,
+    now_ms: float = 40,
+    arrivals_ms: Sequence[float] | None = None,
+    priorities: Sequence[int] | None = None,
+    has_rivals: bool = False,
+) -> tuple[Rule, int]:
+    """A rule whose queue holds such requests, and its answer."""
+    rule = Goodput(profile, max_batch_size=profile.max_batch_size)
+    rule.has_rivals = has_rivals
+    for number, deadline_ms in enumerate(deadlines_ms):
+        arrival_ns = ms(0 if arrivals_ms is None else arrivals_ms[number])
+        priority = 0 if priorities is None else priorities[number]
+        rule.queue.add(Request(number, arrival_ns, ms(deadline_ms), priority))
+    return rule, rule.choose(ms(now_ms))
+
+
+def dropped(rule: Rule) -> dict[DropReason, list[int]]:
+    return {
+        drop.reason: [request.number for request in drop.requests] for drop in rule.take_drops()
+    }
+
+
+def test_all_that_are_in_time_go_at_once() -> None:
+    rule, size = asked([100] * 5)
+    assert size == 5
+    assert not dropped(rule)
+
+
+def test_what_is_late_even_alone_is_hopeless() -> None:
+    rule, size = asked([50.9, 51, 100])
+    assert dropped(rule) == {DropReason.HOPELESS: [0]}
+    assert size == 1
+
+
+def test_a_batch_that_keeps_up_with_arrivals_gives_nothing_up() -> None:
+    """Two in 12 ms are more than the queue of five has grown by in 40."""
+    rule, size = asked([52, 60, 60, 60, 60])
+    assert size == 2
+    assert not dropped(rule)
+
+
+def test_to_keep_up_is_not_enough_while_others_wait_for_the_device() -> None:
+    rule, size = asked([52, 60, 60, 60, 60], has_rivals=True)
+    assert size == 4
+    assert dropped(rule) == {DropReason.SHED: [0]}
+
+
+def test_in_a_backlog_the_first_are_given_up_for_a_better_rate() -> None:
+    """One in 11 ms would never serve a queue that has grown by eight in 40."""
+    rule, size = asked([51, *[80] * 7])
+    assert dropped(rule) == {DropReason.SHED: [0]}
+    assert size == 7
+
+
+def test_a_rate_that_is_hardly_better_is_not_worth_many_requests() -> None:
+    """Where batches cost next to nothing, a window would give four up for one batch of six."""
+    cheap = LatencyProfile.linear(4, 0.1, max_batch_size=8)
+    deadlines_ms = [*[53] * 4, *[80] * 6]
+    rule, size = asked(deadlines_ms, cheap)
+    assert size == 3
+    assert not dropped(rule)
+    window = EarlyDrop(cheap, max_batch_size=8)
+    for number, deadline_ms in enumerate(deadlines_ms):
+        window.queue.add(Request(number, 0, ms(deadline_ms)))
+    assert window.choose(ms(40)) == 6
+    assert dropped(window) == {DropReason.SHED: [0, 1, 2, 3]}
+
+
+def test_the_first_may_have_a_short_deadline_of_its_own() -> None:
+    """It came last: no sign of a backlog, and the others have time after it."""
+    rule, size = asked([90, 90, 90, 51.5], arrivals_ms=[30, 31, 32, 40])
+    assert size == 1
+    assert rule.queue[0].number == 3
+    assert not dropped(rule)
+
+
+def test_of_padded_sizes_the_one_with_the_best_rate_runs() -> None:
+    padded = LatencyProfile.measured({1: 30e6, 2: 42e6, 4: 70e6, 8: 120e6}, pads=True)
+    sizes = {count: asked([500] * count, padded)[1] for count in range(1, 9)}
+    assert sizes == {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 7, 8: 8}
+
+
+def test_two_at_once_may_take_longer_than_one_after_the_other() -> None:
+    profile = LatencyProfile.measured({1: 33e6, 2: 76e6, 4: 103e6}, pads=True)
+    assert asked([500] * 2, profile)[1] == 1
+    assert asked([500] * 4, profile)[1] == 4
+
+
+def test_a_profile_that_is_replaced_is_read_afresh() -> None:
+    rule = Goodput(LINE, max_batch_size=4)
+    for number in range(3):
+        rule.queue.add(Request(number, 0, ms(500)))
+    assert rule.choose(0) == 3
+    rule.profile = LatencyProfile.measured({1: 10e6, 2: 12e6, 4: 90e6}, pads=True)
+    assert rule.choose(0) == 2
+
+
+@pytest.mark.parametrize("low_ms", [58, 200])
+def test_lower_priorities_only_fill_up(low_ms: float) -> None:
+    """A batch of three would be late for those due at 52; one of lower priority is no reason."""
+    rule, size = asked([52, 52, low_ms], priorities=[1, 1, 0])
+    assert size == 2
+    assert not dropped(rule)
+    rule, size = asked([58, 58, low_ms], priorities=[1, 1, 0])
+    assert size == 3
+
+
+def test_of_what_varies_as_many_go_as_are_expected_to_be_in_time() -> None:
+    """Half of the batches take their profile, half of them twice as long."""
+    rule = Goodput(LINE, max_batch_size=8)
+    rule.stretches = (1.0, 2.0)
+    for number in range(8):
+        rule.queue.add(Request(number, 0, ms(30)))
+    # 8 in 18 ms or 36 would be 4 in time; 5 in 15 or 30 all of them.
+    assert rule.choose(0) == 5
+    rule.stretches = (1.0, 1.0, 1.0, 1.0, 2.0)
+    assert rule.choose(0) == 8
+
+
+def test_hopeless_is_only_what_is_late_even_with_the_quickest_batch() -> None:
+    rule = Goodput(LINE, max_batch_size=8)
+    rule.queue.add(Request(0, 0, ms(30)))
+    rule.stretches = (1.0, 100.0)
+    assert rule.choose(0) == 1
+    assert not dropped(rule)
+    rule.stretches = (3.0, 4.0)
+    assert rule.choose(0) == 0
+    assert dropped(rule) == {DropReason.HOPELESS: [0]}
+
+
+def test_it_is_no_worse_than_the_window_where_both_can_be_compared_with_the_optimum() -> None:
+    totals = {Goodput: 0, EarlyDrop: 0}
+    optimum = 0
+    for gap_ms in (0, 3, 7, 11, 14):
+        requests = tuple(Request(n, ms(n * gap_ms), ms(n * gap_ms + 36)) for n in range(9))
+        instance = Instance(requests, LatencyProfile.linear(4, 6, max_batch_size=4))
+        optimum += offline_optimum(instance)
+        for maker in totals:
+            totals[maker] += run(maker, instance).in_time(requests)
+    assert totals[EarlyDrop] <= totals[Goodput] <= optimum

@@ -1,0 +1,36 @@
+"""Quantiles of the last values, against sorting them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trims_shim.batching.policies.recent import Recent
+
+
+@given(st.lists(st.integers(-5, 5)), st.integers(1, 8), st.floats(0, 1))
+def test_a_quantile_is_of_the_last_values_only(values: list[int], count: int, share: float) -> None:
+    recent = Recent(count)
+    for value in values:
+        recent.add(value)
+    kept = sorted(values[-count:])
+    assert len(recent) == len(kept)
+    assert recent.quantile(share) == (kept[int(share * (len(kept) - 1))] if kept else 0)
+
+
+def test_one_outlier_among_few_values_is_above_every_quantile_but_the_last() -> None:
+    recent = Recent(100)
+    for value in (1, 2, 1000, 1):
+        recent.add(value)
+    assert recent.quantile(0.99) == 2
+    assert recent.quantile(1) == 1000
+
+
+def test_what_is_cleared_is_forgotten() -> None:
+    recent = Recent(2)
+    recent.add(7)
+    recent.clear()
+    assert len(recent) == 0
+    assert recent.quantile(0.5) == 0
+    recent.add(1)
+    assert recent.quantile(0.5) == 1

@@ -1,0 +1,89 @@
+"""Latencies by batch size: what they are made from, and what is read off them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trims_shim.batching.profile import LatencyProfile
+
+latencies = st.lists(st.integers(1, 1000), min_size=1, max_size=20)
+
+
+def table(profile: LatencyProfile) -> list[int]:
+    return [profile.latency_ns(size) for size in range(1, profile.max_batch_size + 1)]
+
+
+def test_a_line() -> None:
+    profile = LatencyProfile.linear(2, 20, max_batch_size=3)
+    assert table(profile) == [22_000_000, 24_000_000, 26_000_000]
+    assert profile.line_ns() == pytest.approx((2_000_000, 20_000_000))
+    assert repr(profile) == "<LatencyProfile of 1 to 3: about 20 + 2 b ms>"
+
+
+@given(latencies)
+def test_a_larger_batch_is_never_quicker(measured: list[int]) -> None:
+    found = table(LatencyProfile(measured))
+    assert found == [max(measured[: size + 1]) for size in range(len(measured))]
+
+
+@given(latencies, st.integers(0, 1100), st.integers(1, 25))
+def test_the_largest_batch_within_a_time(measured: list[int], budget: int, limit: int) -> None:
+    profile = LatencyProfile(measured)
+    fitting = [size for size, each in enumerate(table(profile), start=1) if each <= budget]
+    expected = max((size for size in fitting if size <= limit), default=0)
+    assert profile.largest_within(budget, limit) == expected
+
+
+def test_sizes_between_measured_ones_lie_on_the_line_between_them() -> None:
+    profile = LatencyProfile.measured({1: 10, 4: 40, 8: 60}, pads=False)
+    assert table(profile) == [10, 20, 30, 40, 45, 50, 55, 60]
+
+
+def test_padded_sizes_take_what_the_next_measured_one_takes() -> None:
+    profile = LatencyProfile.measured({2: 20, 4: 40, 8: 60}, pads=True)
+    assert table(profile) == [20, 20, 40, 40, 60, 60, 60, 60]
+
+
+def test_smaller_than_all_measured_is_no_quicker() -> None:
+    assert table(LatencyProfile.measured({3: 30, 4: 40}, pads=False)) == [30, 30, 30, 40]
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_beyond_the_largest_measured_size_every_item_costs_what_one_costs_there(pads: bool) -> None:
+    profile = LatencyProfile.measured({1: 10, 4: 20}, max_batch_size=6, pads=pads)
+    assert table(profile)[3:] == [20, 25, 30]
+
+
+def test_a_shorter_profile() -> None:
+    profile = LatencyProfile([1, 2, 3])
+    assert profile.limited(2) == LatencyProfile([1, 2])
+    assert profile.limited(2) != profile
+    assert profile != [1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_the_line_through_a_table_of_one_value(size: int) -> None:
+    assert LatencyProfile([5] * size).line_ns() == (0, 5)
+
+
+def test_the_fixed_cost_is_never_below_nothing() -> None:
+    assert LatencyProfile([1, 10, 100]).line_ns()[1] == 0
+
+
+@pytest.mark.parametrize("wrong", [[], [0], [5, -1], [float("nan")]])
+def test_latencies_are_positive(wrong: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"latency of at least one|not positive"):
+        LatencyProfile(wrong)
+
+
+@pytest.mark.parametrize("wrong", [{}, {0: 5}])
+def test_sizes_start_at_one(wrong: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match="from 1 on"):
+        LatencyProfile.measured(wrong, pads=False)
+
+
+def test_profiles_are_not_keys() -> None:
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(LatencyProfile([1]))

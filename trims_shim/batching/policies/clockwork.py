@@ -1,0 +1,71 @@
+"""Clockwork's choice of a batch (OSDI'20; ``infer5_scheduler`` in its code).
+
+Work conserving. Each supported batch size has a queue of its own, which holds the requests that a
+batch of that size, started now, would answer in time; the largest size whose queue holds a full
+batch runs. Requests that were in front of those are not looked at again. Clockwork keeps 5 ms free
+before each deadline (``margin_ms=5``) and takes the 99th percentile of the last runs for a
+latency; its worker windows and its loading of weights have no place here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import DropReason, Request
+from trims_shim.batching.rules import Rule
+
+__all__ = ["Clockwork"]
+
+
+class Clockwork(Rule):
+    """The largest supported batch that can be filled with requests that are all in time.
+
+    ``batch_sizes`` are the supported ones; by default the powers of two, which Clockwork compiles.
+    """
+
+    def __init__(
+        self,
+        profile: LatencyProfile,
+        *,
+        max_batch_size: int,
+        margin_ms: float = 0.0,
+        batch_sizes: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
+        if batch_sizes is not None and 1 not in batch_sizes:
+            raise ValueError(f"batch_sizes are {list(batch_sizes)}; 1 has to be among them")
+        self._batch_sizes = None if batch_sizes is None else sorted(batch_sizes)
+
+    def choose(self, now_ns: int) -> int:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        self.drop_hopeless(now_ns)
+        most = self.room()
+        while most:
+            size = self._supported(most)
+            late = self._in_front(size, now_ns)
+            if late is not None:
+                for request in late:
+                    self.queue.discard(request)
+                self.drop(late, DropReason.SHED)
+                return size
+            most = size - 1
+        return 0
+
+    def _supported(self, most: int) -> int:
+        """The largest supported size up to this."""
+        if self._batch_sizes is None:
+            return 1 << most.bit_length() - 1
+        return self._batch_sizes[bisect_right(self._batch_sizes, most) - 1]
+
+    def _in_front(self, size: int, now_ns: int) -> list[Request] | None:
+        """Those in the way of a batch of ``size``; None if there are not enough behind them."""
+        end_ns = now_ns + self.margin_ns + self.profile.latency_ns(size)
+        late: list[Request] = []
+        for index, request in enumerate(self.queue):
+            if request.deadline_ns < end_ns:
+                late.append(request)
+            elif index + 1 - len(late) == size:
+                return late
+        return None

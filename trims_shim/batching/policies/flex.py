@@ -1,0 +1,367 @@
+"""Flex (Shepherd, NSDI'23, section 5): several models on pooled devices, with preemption.
+
+When a device is free it gets the best batch that any model could run in time. When a request
+arrives and no device is free, a running batch is given up for one that is at least
+``preemption_factor`` (lambda in the paper) times as large; its requests are queued again, as if
+they had just arrived. A batch can be given up only at its exit points, the places between stages.
+
+While a device is on its way to an exit point, the batch it is preempted for is reserved: no other
+device is preempted for it, and none takes it that has anything else to do. What really runs is
+decided afresh when the device is free (late binding).
+
+Two things are not the paper's, and can be turned off (:meth:`Flex.of_paper` does). The paper's best
+batch is the largest; here the models' deadlines count too
+(:func:`~trims_shim.batching.policies.choice.by_need`). And the paper preempts also where the larger
+batch could have waited for the next device.
+
+Work conserving: no device idles while a request is queued that could be answered in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trims_shim.batching.ordering import DeadlineQueue
+from trims_shim.batching.policies.choice import Choice, Offer, by_need, by_size
+from trims_shim.batching.policies.generation import (
+    Candidate,
+    Generation,
+    by_earliest,
+    by_largest,
+)
+from trims_shim.batching.policies.staged_model import StagedModel
+from trims_shim.batching.protocol import (
+    NEVER_NS,
+    Action,
+    Cancelled,
+    Drop,
+    DropReason,
+    Event,
+    Finished,
+    Preempt,
+    Preempted,
+    Request,
+    Run,
+)
+
+__all__ = ["PREEMPTION_FACTOR", "Flex"]
+
+PREEMPTION_FACTOR = 3.03
+"""The paper's lambda; it makes its bound against a clairvoyant schedule smallest."""
+_MOST_KEYS = 1024
+"""As many as :class:`~trims_shim.batching.single.Batching` keeps idle rules for."""
+
+
+@dataclass(slots=True)
+class _Running:
+    key: Hashable
+    batch: Sequence[Request]
+    started_ns: int
+    end_ns: int
+    """By the profile."""
+    worth: float
+    """In requests, when it was chosen."""
+    is_preempted: bool = False
+    reserved: list[Request] = field(default_factory=list)
+    """Taken out of their queue for when this device has stopped."""
+
+
+class Flex:
+    """A :class:`~trims_shim.batching.protocol.Policy`; the key of a request names its model.
+
+    ``generation`` says which requests of a model could run, ``choice`` which model does; the batch
+    whose first request has the higher priority goes in any case.
+
+    ``preemption_factor`` None never preempts. With ``preemption_gain``, preempting must also save
+    that many times as many requests, compared with waiting for the next device, as it gives up.
+    ``margin_ns`` is kept between the end that a profile promises and every deadline.
+
+    Raises ValueError for no devices, or a factor that is not above 1, with which two batches could
+    preempt each other for ever.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[Hashable, StagedModel],
+        *,
+        devices: int = 1,
+        preemption_factor: float | None = PREEMPTION_FACTOR,
+        preemption_gain: float = 1.0,
+        generation: Generation = by_largest,
+        choice: Choice = by_need,
+        margin_ns: int = 0,
+    ) -> None:
+        if devices < 1:
+            raise ValueError(f"devices is {devices}; at least one is needed")
+        if preemption_factor is not None and preemption_factor <= 1:
+            raise ValueError(f"preemption_factor is {preemption_factor}; it must be above 1")
+        self.models = dict(models)
+        """By key; replace a model here when its profile has changed."""
+        self.margin_ns = margin_ns
+        self._factor = preemption_factor
+        self._gain = preemption_gain
+        self._generation = generation
+        self._choice = choice
+        self._queues = {key: DeadlineQueue() for key in models}
+        self._free = list(range(devices - 1, -1, -1))
+        self._running: dict[int, _Running] = {}
+
+    @classmethod
+    def of_paper(
+        cls,
+        models: Mapping[Hashable, StagedModel],
+        *,
+        devices: int = 1,
+        preemption_factor: float | None = PREEMPTION_FACTOR,
+        generation: Generation = by_earliest,
+    ) -> Flex:
+        """As published: the largest batch first, and preemption by size alone."""
+        return cls(
+            models,
+            devices=devices,
+            preemption_factor=preemption_factor,
+            preemption_gain=0.0,
+            generation=generation,
+            choice=by_size,
+        )
+
+    @property
+    def queues(self) -> Mapping[Hashable, DeadlineQueue]:
+        """By key; for statistics. Reserved requests are in none."""
+        return self._queues
+
+    def add(self, key: Hashable, model: StagedModel) -> None:
+        """From now on requests of this key are taken; forgets others if there are very many."""
+        self.models[key] = model
+        self._queues.setdefault(key, DeadlineQueue())
+        if len(self._queues) > _MOST_KEYS:
+            self._forget_idle(key)
+
+    def _forget_idle(self, new: Hashable) -> None:
+        busy = {running.key for running in self._running.values()}
+        busy |= {each.key for running in self._running.values() for each in running.reserved}
+        for key in [key for key, queue in self._queues.items() if not queue]:
+            if key != new and key not in busy:
+                del self._queues[key], self.models[key]
+
+    def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
+        """See :class:`~trims_shim.batching.protocol.Policy`; ValueError for unknown models."""
+        actions: list[Action] = []
+        if isinstance(event, Request):
+            self._queue_of(event.key).add(event)
+            if not self._free:
+                self._preempt_for(event.key, now_ns, actions)
+                return actions
+        elif isinstance(event, Finished):
+            self._release(event.device)
+        elif isinstance(event, Preempted):
+            self._requeue(event, now_ns, actions)
+            return actions
+        elif isinstance(event, Cancelled):
+            self._cancel(event.request)
+        self._fill(now_ns, actions)
+        return actions
+
+    def next_deadline_ns(self) -> int | None:
+        """None: it waits for nothing but events."""
+        return None
+
+    # --- a device is free -------------------------------------------------------------------------
+
+    def _fill(self, now_ns: int, actions: list[Action]) -> None:
+        while self._free:
+            for key in self._queues:
+                self._drop_hopeless(now_ns, key, actions)
+            best = self._best(now_ns)
+            if best is not None:
+                self._start(now_ns, *best, actions)
+            elif not self._unreserve():
+                return
+
+    def _start(
+        self, now_ns: int, worth: float, batch: Sequence[Request], actions: list[Action]
+    ) -> None:
+        key = batch[0].key
+        queue = self._queues[key]
+        given_up = self._generate(key, now_ns, queue).given_up
+        _remove(queue, batch)
+        _remove(queue, given_up)
+        if given_up:
+            actions.append(Drop(list(given_up), DropReason.SHED))
+        device = self._free.pop()
+        end_ns = now_ns + self._latency_ns(batch)
+        self._running[device] = _Running(key, batch, now_ns, end_ns, worth)
+        actions.append(Run(device, batch))
+
+    def _best(self, now_ns: int) -> tuple[float, Sequence[Request]] | None:
+        """(worth, batch) of what should run now; None if nothing can."""
+        offers = [self._offer(key, now_ns) for key, queue in self._queues.items() if queue]
+        possible = [each for each in offers if each is not None]
+        if not possible:
+            return None
+        priorities = [each.batch[0].priority for each in possible]
+        if min(priorities) < max(priorities):
+            possible = [each for each in possible if each.batch[0].priority == max(priorities)]
+        ends_ns = [max(now_ns, each.end_ns) for each in self._running.values()]
+        ends_ns += [now_ns] * (len(self._free) - 1)
+        best, worth = self._choice(now_ns, possible, ends_ns)
+        return worth, best.batch
+
+    def _offer(self, key: Hashable, now_ns: int) -> Offer | None:
+        queue = list(self._queues[key])
+        batch = self._candidate(key, now_ns, queue)
+        if not batch:
+            return None
+        latency_ns = self._latency_ns(batch)
+        spent_ns = latency_ns + self.margin_ns
+        due_ns = [batch[0].deadline_ns - spent_ns]
+        due_ns += [each.deadline_ns - spent_ns for each in queue[len(batch) :: len(batch)]]
+        return Offer(
+            batch,
+            latency_ns,
+            due_ns,
+            lambda start_ns: len(self._candidate(key, start_ns, queue)),
+        )
+
+    def _drop_hopeless(self, now_ns: int, key: Hashable, actions: list[Action]) -> None:
+        soonest_ns = now_ns + self.margin_ns + self.models[key].profile.latency_ns(1)
+        hopeless = self._queues[key].take_due(soonest_ns)
+        if hopeless:
+            actions.append(Drop(hopeless, DropReason.HOPELESS))
+
+    # --- no device is free ------------------------------------------------------------------------
+
+    def _preempt_for(self, key: Hashable, now_ns: int, actions: list[Action]) -> None:
+        """Preempt the batch that is worth least for one of this model, if that is worth it.
+
+        Only the model that has a new request is looked at: with the paper's rules the candidates of
+        others were too small when the batches that run now were started, and only shrink with time.
+        """
+        found = self._preemption(key, now_ns)
+        if found is None:
+            return
+        device, batch = found
+        running = self._running[device]
+        running.is_preempted = True
+        running.reserved = [each for each in batch if each not in running.batch]
+        _remove(self._queues[key], running.reserved)
+        actions.append(Preempt(device))
+
+    def _preemption(self, key: Hashable, now_ns: int) -> tuple[int, Sequence[Request]] | None:
+        """(device, batch instead); None if there is no good one."""
+        if self._factor is None:
+            return None
+        possible = sorted(self._candidates_for(key))
+        if not possible:
+            return None
+        next_ns = self._soonest_end_ns()
+        # How many can be answered as well by waiting for the next device.
+        waiting = len(self._candidate(key, next_ns, self._queues[key])) if self._gain else 0
+        for worth, device, most in possible:
+            least = max(1.0, self._factor * worth, waiting + self._gain * worth)
+            if most >= least:
+                batch = self._instead(self._running[device], key, now_ns, next_ns)
+                if len(batch) >= least:
+                    return device, batch
+        return None
+
+    def _candidates_for(self, key: Hashable) -> Iterator[tuple[float, int, int]]:
+        """(worth, device, how many could run there instead at most) of batches small enough."""
+        assert self._factor is not None
+        queued, most = len(self._queues[key]), self.models[key].max_batch_size
+        for device, running in self._running.items():
+            again = len(running.batch) if running.key == key else 0
+            instead = min(queued + again, most)
+            if instead >= self._factor * running.worth and not running.is_preempted:
+                yield running.worth, device, instead
+
+    def _instead(
+        self, running: _Running, key: Hashable, now_ns: int, next_ns: int
+    ) -> Sequence[Request]:
+        """What a model could run from the next exit point on; empty if it is not to."""
+        passed_ns = now_ns - running.started_ns
+        exit_ns = self.models[running.key].next_exit_ns(len(running.batch), passed_ns)
+        queue, start_ns = self._queues[key], running.started_ns + exit_ns
+        if exit_ns == NEVER_NS or running.batch[0].priority > queue[0].priority:
+            return ()
+        if self._gain and next_ns <= start_ns:
+            return ()
+        requests = _merged(queue, running.batch) if running.key == key else queue
+        return self._candidate(key, start_ns, requests)
+
+    # --- bookkeeping ------------------------------------------------------------------------------
+
+    def _generate(self, key: Hashable, start_ns: int, requests: Iterable[Request]) -> Candidate:
+        model = self.models[key]
+        start_ns += self.margin_ns
+        return self._generation(start_ns, list(requests), model.profile, model.max_batch_size)
+
+    def _candidate(
+        self, key: Hashable, start_ns: int, requests: Iterable[Request]
+    ) -> Sequence[Request]:
+        return self._generate(key, start_ns, requests).batch
+
+    def _latency_ns(self, batch: Sequence[Request]) -> int:
+        return self.models[batch[0].key].profile.latency_ns(len(batch))
+
+    def _soonest_end_ns(self) -> int:
+        return min((each.end_ns for each in self._running.values()), default=NEVER_NS)
+
+    def _queue_of(self, key: Hashable) -> DeadlineQueue:
+        try:
+            return self._queues[key]
+        except KeyError:
+            known = ", ".join(map(str, self._queues))
+            raise ValueError(f"no model {key!r}; there are {known}") from None
+
+    def _release(self, device: int) -> None:
+        """The device has stopped; what was reserved for it is up for decision again."""
+        running = self._running.pop(device)
+        self._free.append(device)
+        for request in running.reserved:
+            self._queues[request.key].add(request)
+
+    def _unreserve(self) -> bool:
+        """Queue again what is reserved, for a device that would idle; False if nothing is."""
+        reserved = [each for running in self._running.values() for each in running.reserved]
+        for running in self._running.values():
+            running.reserved = []
+        for request in reserved:
+            self._queues[request.key].add(request)
+        return bool(reserved)
+
+    def _requeue(self, event: Preempted, now_ns: int, actions: list[Action]) -> None:
+        """What was preempted has just arrived, once more."""
+        self._release(event.device)
+        for request in event.batch:
+            self._queues[request.key].add(request)
+        self._fill(now_ns, actions)
+        for key in {request.key for request in event.batch}:
+            if not self._free and self._queues[key]:
+                self._preempt_for(key, now_ns, actions)
+
+    def _cancel(self, request: Request) -> None:
+        if self._queue_of(request.key).discard(request):
+            return
+        for running in self._running.values():
+            if request in running.reserved:
+                running.reserved.remove(request)
+
+
+def _remove(queue: DeadlineQueue, requests: Sequence[Request]) -> None:
+    count = len(requests)
+    if not count:
+        return
+    if count <= len(queue) and queue[0] is requests[0] and queue[count - 1] is requests[-1]:
+        queue.take(count)  # both are in the same order, so these are the first ones
+        return
+    for request in requests:
+        queue.discard(request)
+
+
+def _merged(queue: DeadlineQueue, again: Sequence[Request]) -> Iterable[Request]:
+    merged = DeadlineQueue()
+    for request in (*queue, *again):
+        merged.add(request)
+    return merged

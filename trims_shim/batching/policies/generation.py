@@ -1,0 +1,157 @@
+"""How Flex forms the batch it would run for one model, without touching the queue.
+
+Each :class:`Generation` looks at a model's requests in the order of its queue, and at the time at
+which a batch could start, and names the batch, and who would be given up for it. What happens to
+both is :class:`trims_shim.batching.policies.flex.Flex`'s business: a candidate may come to nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import Request
+
+__all__ = ["Candidate", "Generation", "by_earliest", "by_largest", "by_window"]
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A batch that could run now, whose members would all be in time."""
+
+    batch: Sequence[Request]
+    given_up: Sequence[Request] = field(default=())
+    """Requests ahead of some of the batch that would not be answered in time with it."""
+
+
+class Generation(Protocol):
+    """A rule of batch generation (Shepherd, NSDI'23, section 5, ``BatchGen``).
+
+    ``requests`` are in the order of a queue, ``start_ns`` is when the batch would start,
+    ``max_batch_size`` at least 1. The candidate is empty only where no request can be in time.
+    """
+
+    def __call__(
+        self,
+        start_ns: int,
+        requests: Sequence[Request],
+        profile: LatencyProfile,
+        max_batch_size: int,
+    ) -> Candidate: ...
+
+
+def by_earliest(
+    start_ns: int, requests: Sequence[Request], profile: LatencyProfile, max_batch_size: int
+) -> Candidate:
+    """Take requests in their order while the first deadline among them can be met.
+
+    The listing of the paper, with its line 10 read as Nexus' authors corrected it: the batch is
+    tested with the new request in it, against the earliest deadline in the batch. Requests that
+    cannot be in time even alone are passed over.
+    """
+    soonest_ns = start_ns + profile.latency_ns(1)
+    batch: list[Request] = []
+    earliest_ns = 0
+    for request in requests:
+        if request.deadline_ns < soonest_ns:
+            continue
+        first_ns = min(earliest_ns, request.deadline_ns) if batch else request.deadline_ns
+        if start_ns + profile.latency_ns(len(batch) + 1) > first_ns:
+            break
+        batch.append(request)
+        earliest_ns = first_ns
+        if len(batch) == max_batch_size:
+            break
+    return Candidate(batch)
+
+
+def by_largest(
+    start_ns: int, requests: Sequence[Request], profile: LatencyProfile, max_batch_size: int
+) -> Candidate:
+    """The largest batch there is, of the earliest requests that can be in it.
+
+    The two-pass rule that the paper's author describes: the size from the latest deadlines, then
+    filled from the earliest. Who is passed over stays in the queue, for another device. Only those
+    of the highest priority decide; others fill the batch up where they make nobody late.
+    """
+    most = min(len(requests), max_batch_size)
+    is_one_class = most > 0 and requests[0].priority == requests[-1].priority
+    if is_one_class and requests[0].deadline_ns >= start_ns + profile.latency_ns(most):
+        return Candidate(requests[:most])  # the usual case: time enough for as many as there can be
+    first_class = _first_class(requests)
+    deadlines = [request.deadline_ns for request in first_class]
+    size = _largest(start_ns, deadlines, profile, max_batch_size)
+    first = bisect_left(deadlines, start_ns + profile.latency_ns(size)) if size else 0
+    batch = first_class[first : first + size]
+    others = requests[len(first_class) :]
+    if others and batch:
+        return Candidate(_filled_up(start_ns, batch, others, profile, max_batch_size))
+    if others:
+        return by_largest(start_ns, others, profile, max_batch_size)
+    return Candidate(batch)
+
+
+def by_window(
+    start_ns: int, requests: Sequence[Request], profile: LatencyProfile, max_batch_size: int
+) -> Candidate:
+    """The same batch, and all who are passed over are given up (after Nexus' early drop).
+
+    Under overload it keeps the queue at requests that still have time, so that the next batch is
+    large too. Where other devices are about to be free, it may give up what they could answer.
+    """
+    found = by_largest(start_ns, requests, profile, max_batch_size)
+    if not found.batch:
+        return found
+    chosen, last = set(found.batch), found.batch[-1]
+    before_last = requests[: [*requests].index(last)]
+    return Candidate(found.batch, [each for each in before_last if each not in chosen])
+
+
+def _first_class(requests: Sequence[Request]) -> Sequence[Request]:
+    """Those of the highest priority; their deadlines ascend."""
+    if not requests or requests[-1].priority == requests[0].priority:
+        return requests
+    return [each for each in requests if each.priority == requests[0].priority]
+
+
+def _filled_up(
+    start_ns: int,
+    batch: Sequence[Request],
+    others: Sequence[Request],
+    profile: LatencyProfile,
+    max_batch_size: int,
+) -> Sequence[Request]:
+    """With those of lower priority that make nobody late."""
+    filled = list(batch)
+    earliest_ns = filled[0].deadline_ns
+    for request in others:
+        if len(filled) == max_batch_size:
+            break
+        end_ns = start_ns + profile.latency_ns(len(filled) + 1)
+        if end_ns > earliest_ns:
+            break
+        if request.deadline_ns >= end_ns:
+            filled.append(request)
+            earliest_ns = min(earliest_ns, request.deadline_ns)
+    return filled
+
+
+def _largest(
+    start_ns: int, deadlines: Sequence[int], profile: LatencyProfile, max_batch_size: int
+) -> int:
+    """The largest size for which there are that many deadlines at or after its end.
+
+    The more requests a batch has, the later it ends and the fewer can be in it, so halving works.
+    """
+    count, low, high = len(deadlines), 0, min(len(deadlines), max_batch_size)
+    while low < high:
+        size = (low + high + 1) // 2
+        end_ns = start_ns + profile.latency_ns(size)
+        if count - bisect_left(deadlines, end_ns) >= size:
+            low = size
+        else:
+            high = size - 1
+    return low

@@ -1,0 +1,174 @@
+"""Early drop by goodput: give requests up only where those that are answered instead are more.
+
+Work conserving. With ``k`` first requests given up, the next one's deadline allows a batch of
+``b(k)``, which is answered at the rate ``b / L(b)`` (``L``: latency of a batch). Early drop over a
+window (Nexus, SOSP'19, section 6.3) takes the ``k`` with the largest batch whatever it costs;
+giving up only what is hopeless takes ``k = 0`` whatever it costs. Here it is the ``k`` with the
+largest ``min(b(k) / L(b(k)), a) H - k``: what the better rate brings for as long as there is a
+backlog, ``H``, less what is given up for it. No rate is worth more than ``a``, that at which the
+queue has grown: a batch that keeps up with arrivals needs to give up nothing. With other keys that
+wait for the device, there is no such limit.
+
+Where batches do not always take the same, there is no one size that a deadline allows. Then each of
+the sizes that would be in time if it took this or that is compared by how many of it are expected
+to be in time.
+
+Where batches are padded to some sizes, one of 4 may be answered at a higher rate than one of 5: of
+the sizes that a deadline allows, the one with the best rate runs.
+
+No request is given up for the sake of those of lower priority; these only fill a batch up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import islice
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import DropReason
+from trims_shim.batching.rules import Rule
+
+__all__ = ["Goodput"]
+
+# H, in distances from a request's arrival to its deadline. From 8 to 24, violations differ by 1 %
+# of themselves (docs/decisions/0009): fewer are better where a fixed cost is small, more where it
+# is large.
+_BACKLOG_LASTS = 12
+# A smaller batch has to be answered at so much of a higher rate, since profiles are measured.
+_CLEARLY = 1.1
+
+
+class Goodput(Rule):
+    """The batch with the highest rate that is worth what has to be given up for it."""
+
+    def __init__(
+        self, profile: LatencyProfile, *, max_batch_size: int, margin_ms: float = 0.0
+    ) -> None:
+        super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
+        self.stretches: Sequence[float] = (1.0,)
+        """What batches take, as multiples of their profile: equally likely, ascending."""
+        self.has_shed = False
+        """Whether the last decision gave up a request that alone would have been in time."""
+        self._efficient: list[int] = []
+        self._known: LatencyProfile | None = None
+
+    def choose(self, now_ns: int) -> int:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        size = self.fitting(now_ns)
+        return self.efficient(size) if size else 0
+
+    def fitting(self, now_ns: int) -> int:
+        """Give up what does not fit, and return how many of the rest may go."""
+        if self._known is not self.profile:
+            self._know(self.profile)
+        ready_ns = now_ns + self.margin_ns
+        size = self.room()
+        self.has_shed = False
+        if self._is_in_time(size, self.queue.deadline_ns(size) - ready_ns):
+            return size
+        soonest_ns = ready_ns + int(self.stretches[0] * self.profile.latency_ns(1))
+        self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)
+        if not self.queue:
+            return 0
+        peers = self.queue.peers(0)
+        shed, size = self._best(now_ns, ready_ns, peers)
+        if shed:
+            self.has_shed = True
+            self.drop(self.queue.take(shed), DropReason.SHED)
+        if size == peers - shed:
+            size = self._filled_up(size, ready_ns)
+        return min(size, self.room())
+
+    def efficient(self, size: int) -> int:
+        """Of the sizes up to ``size``, the one that is answered at the highest rate."""
+        return self._efficient[size]
+
+    def _is_in_time(self, size: int, budget_ns: int) -> bool:
+        return budget_ns >= self.stretches[-1] * self.profile.latency_ns(size)
+
+    def _know(self, profile: LatencyProfile) -> None:
+        """``profile`` is new: make what is read from it at each decision."""
+        self._known = profile
+        self._efficient = _most_efficient(profile)
+
+    def _best(self, now_ns: int, ready_ns: int, peers: int) -> tuple[int, int]:
+        """How many of the first ``peers`` to give up, and how many of the next go then."""
+        profile, first = self.profile, self.queue[0]
+        due_ns = [request.deadline_ns for request in islice(self.queue, peers)]
+        needed = peers / max(1, now_ns - first.arrival_ns)
+        if self.has_rivals:  # while this runs, others do not
+            needed = float("inf")
+        lasts_ns = _BACKLOG_LASTS * (first.deadline_ns - first.arrival_ns)
+        best, best_shed, best_size = float("-inf"), 0, 1
+        larger_ns = surely = 0
+        for shed, deadline_ns in enumerate(due_ns):
+            if peers - shed <= surely:
+                break
+            if deadline_ns < larger_ns:
+                continue  # without the one before it, the batch could be no larger
+            limit = min(peers - shed, self.max_batch_size)
+            is_enough, seen = False, 0
+            for stretch in self.stretches:
+                # What is not hopeless may go alone, though it is a risk.
+                surely = profile.largest_within((deadline_ns - ready_ns) / stretch, limit) or 1
+                size = self.efficient(surely)
+                if size == seen:
+                    continue
+                seen = size
+                in_time = self._expected(due_ns, shed, size, ready_ns)
+                rate = in_time / profile.latency_ns(size)
+                worth = min(rate, needed) * lasts_ns - shed - (size - in_time)
+                if worth > best:
+                    best, best_shed, best_size = worth, shed, size
+                is_enough = rate >= needed and in_time == size
+            if is_enough or surely == limit:
+                break
+            if not shed and self._is_overtaken(surely, ready_ns):
+                break
+            larger_ns = ready_ns + int(self.stretches[-1] * profile.latency_ns(surely + 1))
+        return best_shed, best_size
+
+    def _expected(self, due_ns: list[int], start: int, size: int, ready_ns: int) -> float:
+        """How many of ``size`` from ``start`` on will be in time if they run together."""
+        latency_ns = self.profile.latency_ns(size)
+        end = start + size
+        in_time = 0
+        for stretch in self.stretches:
+            in_time += end - bisect_left(due_ns, ready_ns + stretch * latency_ns, start, end)
+        return in_time / len(self.stretches)
+
+    def _is_overtaken(self, size: int, ready_ns: int) -> bool:
+        """Whether the first has a short deadline of its own, and all others have time after it.
+
+        Then it is no sign of a backlog.
+        """
+        queue = self.queue
+        rest = len(queue) - size
+        if not 0 < rest <= self.max_batch_size or queue[size].number > queue[0].number:
+            return False
+        then_ns = ready_ns + int(self.stretches[-1] * self.profile.latency_ns(size))
+        return self._is_in_time(rest, queue[size].deadline_ns - then_ns)
+
+    def _filled_up(self, size: int, ready_ns: int) -> int:
+        """``size``, enlarged from lower priorities as long as nobody is late for it."""
+        queue, limit = self.queue, self.room()
+        due_ns = queue.deadline_ns(size)
+        while size < limit:
+            due_ns = min(due_ns, queue[size].deadline_ns)
+            if not self._is_in_time(size + 1, due_ns - ready_ns):
+                break
+            size += 1
+        return size
+
+
+def _most_efficient(profile: LatencyProfile) -> list[int]:
+    best = 1
+    sizes = [0]
+    for size in range(1, profile.max_batch_size + 1):
+        # Rates compared without division.
+        if size * profile.latency_ns(best) >= best * profile.latency_ns(size):
+            best = size
+        is_worse = size * profile.latency_ns(best) * _CLEARLY < best * profile.latency_ns(size)
+        sizes.append(best if is_worse else size)
+    return sizes

@@ -1,0 +1,15 @@
+"""Never wait: whatever is queued runs as soon as a device is free (a greedy server)."""
+
+from __future__ import annotations
+
+from trims_shim.batching.rules import Rule
+
+__all__ = ["Immediate"]
+
+
+class Immediate(Rule):
+    """As many as there are. Serves late requests too; the baseline that everything has to beat."""
+
+    def choose(self, now_ns: int) -> int:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        return self.room()

@@ -1,0 +1,107 @@
+"""Adaptive batching of Proteus (ASPLOS'24): wait as long as the first request allows.
+
+Proactive and not work conserving. With ``q`` requests queued and the device free, run them if they
+are a full batch; else wait for request ``q + 1`` until ``D(1) - L(q + 1)``, the last moment at
+which a batch with it would be in time for the first request (``D``: deadline, ``L``: latency of a
+batch), and run the ``q`` at that moment. Few and large batches, and nothing to spare: a timer that
+comes late, or a batch that takes longer than its profile says, makes the first request late. So by
+default the wait ends earlier by what timers and batches were late recently, which is nothing where
+times are exact; ``margin_ms=0`` is the paper's policy everywhere.
+
+The paper leaves open what happens to requests that have become late already while the device was
+busy; that is ``drop``. It knows one model for each device: while another key waits for a device,
+nothing is waited for here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from trims_shim.batching.policies.early_drop import EarlyDrop
+from trims_shim.batching.policies.recent import Recent
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import NEVER_NS, Finished
+
+__all__ = ["LateRequests", "Proteus"]
+
+LateRequests = Literal["window", "head", "none"]
+
+# Enough for a 99th percentile: one answer in a hundred may be late for want of a margin.
+_REMEMBERED = 256
+_QUANTILE = 0.99
+
+
+class Proteus(EarlyDrop):
+    """Wait for one more until the last moment at which there would be time for it.
+
+    ``margin_ms`` is kept free before each deadline; None ends waits early, by what was measured.
+
+    ``drop`` is what gives way when not all that are queued can be in time. ``"window"``: the first
+    ones that stand in the way of a larger batch, as in :class:`EarlyDrop`. ``"head"``: only those
+    that are hopeless, and the batch becomes as small as the first request needs it; fewer
+    violations while the load is low, and a collapse when it is not, since small batches never
+    catch up. ``"none"``: nothing, late requests are served.
+    """
+
+    def __init__(
+        self,
+        profile: LatencyProfile,
+        *,
+        max_batch_size: int,
+        margin_ms: float | None = None,
+        drop: LateRequests = "window",
+    ) -> None:
+        fixed_ms = 0.0 if margin_ms is None else margin_ms
+        super().__init__(profile, max_batch_size=max_batch_size, margin_ms=fixed_ms)
+        choices = {"window": self.window, "head": self._as_head_needs, "none": self._all}
+        if drop not in choices:
+            raise ValueError(f"drop is {drop!r}; it has to be one of {get_args(LateRequests)}")
+        self._candidates = choices[drop]
+        self._is_learning = margin_ms is None
+        self._lateness_ns = Recent(_REMEMBERED)
+        self._overruns_ns = Recent(_REMEMBERED)
+        self._overruns_of = profile
+        self._wait_margin_ns = self.margin_ns
+
+    def choose(self, now_ns: int) -> int:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        size = self._candidates(now_ns)
+        if not size or self.has_shed or self.has_rivals or self.is_full(size):
+            return size
+        deadline_ns = self.queue.deadline_ns(size)
+        last_ns = deadline_ns - self.profile.latency_ns(size + 1) - self._wait_margin_ns
+        if now_ns >= last_ns or deadline_ns == NEVER_NS:
+            return size
+        self.wake_ns = last_ns
+        return 0
+
+    def on_wake(self, lateness_ns: int) -> None:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        self._lateness_ns.add(lateness_ns)
+        self._learn()
+
+    def on_finished(self, now_ns: int, finished: Finished) -> None:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        if self._overruns_of is not self.profile:
+            self._overruns_of = self.profile
+            self._overruns_ns.clear()
+        size = len(finished.batch)
+        if finished.is_typical and size <= self.profile.max_batch_size:
+            took_ns = now_ns - finished.started_ns
+            self._overruns_ns.add(took_ns - self.profile.latency_ns(size))
+            self._learn()
+
+    def _learn(self) -> None:
+        if self._is_learning:
+            overrun_ns = max(0.0, self._overruns_ns.quantile(_QUANTILE))
+            self._wait_margin_ns = int(overrun_ns + self._lateness_ns.quantile(_QUANTILE))
+
+    def _as_head_needs(self, now_ns: int) -> int:
+        self.drop_hopeless(now_ns)
+        size, ready_ns = self.room(), now_ns + self.margin_ns
+        while size and self.queue.deadline_ns(size) < ready_ns + self.profile.latency_ns(size):
+            size -= 1
+        return size
+
+    def _all(self, now_ns: int) -> int:
+        return self.room()

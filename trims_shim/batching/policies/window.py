@@ -1,0 +1,40 @@
+"""A batch size and a timeout: what most servers have (Triton, TorchServe, Ray Serve, LitServe).
+
+Knows neither deadlines nor latencies, drops nothing, and serves late requests.
+"""
+
+from __future__ import annotations
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.rules import Rule
+
+__all__ = ["Window"]
+
+_NS_PER_MS = 1_000_000
+
+
+class Window(Rule):
+    """A full batch at once, a smaller one when its oldest request has waited ``wait_ms``.
+
+    A batch is formed when a device is free, not before: what arrives while it is busy still joins.
+    The default is Ray Serve's ``batch_wait_timeout_s``.
+    """
+
+    def __init__(
+        self, profile: LatencyProfile, *, max_batch_size: int, wait_ms: float = 10.0
+    ) -> None:
+        super().__init__(profile, max_batch_size=max_batch_size)
+        if not wait_ms >= 0:
+            raise ValueError(f"wait_ms is {wait_ms}; it has to be 0 or more")
+        self._wait_ns = round(wait_ms * _NS_PER_MS)
+
+    def choose(self, now_ns: int) -> int:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        size = self.room()
+        if self.is_full(size):
+            return size
+        end_ns = min(request.arrival_ns for request in self.queue) + self._wait_ns
+        if now_ns >= end_ns:
+            return size
+        self.wake_ns = end_ns
+        return 0

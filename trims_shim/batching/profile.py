@@ -1,0 +1,113 @@
+"""How long a batch takes: what every deadline decision rests on.
+
+A profile is a table of latencies by batch size, made from a line ``l(b) = alpha * b + beta``
+(Nexus, SOSP'19, Eq. 1), from measured sizes, or learned while batches run. Pure: measuring is the
+executor's, saving and loading is :mod:`trims_shim.batching.profiling`'s.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+
+__all__ = ["LatencyProfile"]
+
+_NS_PER_MS = 1_000_000
+
+
+class LatencyProfile:
+    """Latency of a batch, in nanoseconds, for every size from 1 to ``max_batch_size``.
+
+    Never decreasing in the size: where a measurement says that more take less, the less of the
+    smaller size is noise, or could be had by padding.
+    """
+
+    __slots__ = ("_table",)
+
+    def __init__(self, latencies_ns: Iterable[float]) -> None:
+        """Of sizes 1, 2, 3, ... Raises ValueError for none, or for one that is not positive."""
+        table = [0]
+        for latency_ns in latencies_ns:
+            if not latency_ns > 0:
+                raise ValueError(f"a batch of {len(table)} takes {latency_ns} ns: not positive")
+            table.append(max(table[-1], round(latency_ns)))
+        if len(table) == 1:
+            raise ValueError("a profile needs the latency of at least one batch size")
+        self._table = table
+
+    @classmethod
+    def linear(cls, alpha_ms: float, beta_ms: float, *, max_batch_size: int) -> LatencyProfile:
+        """``l(b) = alpha * b + beta``: the cost of each item, and of each batch."""
+        return cls(
+            (alpha_ms * size + beta_ms) * _NS_PER_MS for size in range(1, max_batch_size + 1)
+        )
+
+    @classmethod
+    def measured(
+        cls, latencies_ns: Mapping[int, float], *, max_batch_size: int | None = None, pads: bool
+    ) -> LatencyProfile:
+        """From some sizes; ``max_batch_size`` defaults to the largest of them.
+
+        With ``pads``, other sizes run as the next larger measured one (Proteus' artefact, compiled
+        models with fixed batch sizes); else they lie on the line between their neighbours. Beyond
+        the largest measured size, its cost of an item is added for each further one. Raises
+        ValueError for no sizes.
+        """
+        if not latencies_ns or min(latencies_ns) < 1:
+            raise ValueError("a profile needs the latency of at least one batch size from 1 on")
+        sizes = sorted(latencies_ns)
+        last = sizes[-1] if max_batch_size is None else max_batch_size
+        return cls(_at(size, sizes, latencies_ns, pads=pads) for size in range(1, last + 1))
+
+    @property
+    def max_batch_size(self) -> int:
+        """The largest size it knows."""
+        return len(self._table) - 1
+
+    def latency_ns(self, size: int) -> int:
+        """Of a batch of ``size``, from 1 to ``max_batch_size``."""
+        return self._table[size]
+
+    def largest_within(self, budget_ns: float, limit: int) -> int:
+        """The largest size up to ``limit`` that takes at most ``budget_ns``; 0 if none does."""
+        return bisect_right(self._table, budget_ns, 1, min(limit + 1, len(self._table))) - 1
+
+    def line_ns(self) -> tuple[float, float]:
+        """``(alpha, beta)`` of the line of least squares through the table; beta is at least 0."""
+        count = self.max_batch_size
+        if count == 1:
+            return 0.0, float(self._table[1])
+        mean_size = (count + 1) / 2
+        mean_ns = sum(self._table) / count
+        squares = sum((size - mean_size) ** 2 for size in range(1, count + 1))
+        products = sum((size - mean_size) * self._table[size] for size in range(1, count + 1))
+        alpha = products / squares
+        return alpha, max(0.0, mean_ns - alpha * mean_size)
+
+    def limited(self, max_batch_size: int) -> LatencyProfile:
+        """The same up to a smaller size."""
+        return LatencyProfile(self._table[1 : max_batch_size + 1])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LatencyProfile) and self._table == other._table
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        alpha, beta = self.line_ns()
+        return (
+            f"<LatencyProfile of 1 to {self.max_batch_size}: about "
+            f"{beta / _NS_PER_MS:.3g} + {alpha / _NS_PER_MS:.3g} b ms>"
+        )
+
+
+def _at(size: int, sizes: list[int], latencies_ns: Mapping[int, float], *, pads: bool) -> float:
+    above = next((each for each in sizes if each >= size), None)
+    if above is None:
+        largest = sizes[-1]
+        return latencies_ns[largest] * size / largest
+    if pads or above == size or above == sizes[0]:
+        return latencies_ns[above]
+    below = max(each for each in sizes if each < size)
+    share = (size - below) / (above - below)
+    return latencies_ns[below] + share * (latencies_ns[above] - latencies_ns[below])

@@ -1,0 +1,157 @@
+"""What policies and their drivers say to each other: events in, actions out.
+
+A policy is a state machine without clock, thread or randomness of its own:
+``on_event(now_ns, event)`` returns what to do, ``next_deadline_ns()`` when to come back if nothing
+happens before. Threads, asyncio and the simulator drive the same objects, so what is measured in
+the simulator is what runs in production.
+
+The contract of a driver: it reports every event once, in the order of time; it carries the actions
+out in their order before it reports the next event; it sends :data:`TIMER` at
+``next_deadline_ns()`` or later, and may send it at any other time. The contract of a policy: a
+:class:`Run` names a free device and between one and ``max_batch_size`` queued requests of one
+key; every request ends in exactly one Run, Drop or Cancelled, but one that was preempted is queued
+again.
+
+Times are nanoseconds of a clock that only the driver knows.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+__all__ = [
+    "FLUSH",
+    "NEVER_NS",
+    "TIMER",
+    "Action",
+    "Cancelled",
+    "Drop",
+    "DropReason",
+    "Event",
+    "Finished",
+    "Policy",
+    "Preempt",
+    "Preempted",
+    "Request",
+    "Run",
+    "Signal",
+]
+
+NEVER_NS = (1 << 63) - 1
+"""A deadline that no request misses."""
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+# Made once for each request, also by a simulator of millions: not frozen, which costs 1 us each.
+@dataclass(slots=True, eq=False)
+class Request:
+    """One item to be answered. As an event: it has arrived.
+
+    Only requests of equal ``key`` (an input's signature, a model's name) share a batch. Those of
+    higher ``priority`` go first. ``payload`` is the driver's; policies never look at it.
+    """
+
+    number: int
+    """Unique, and ascending in the order of arrival."""
+    arrival_ns: int
+    deadline_ns: int = NEVER_NS
+    priority: int = 0
+    key: Hashable = None
+    weight: int = 1
+    """What it takes of a batch that is limited by more than its size: tokens, pixels."""
+    payload: Any = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Nobody waits for this request any more; nothing if it is not in the queue."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A device has answered its batch and is free."""
+
+    device: int
+    batch: Sequence[Request]
+    started_ns: int
+    is_typical: bool = True
+    """False where the time says nothing about others: the batch failed, or was the first one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A device has given its batch up at an exit point, as :class:`Preempt` asked, and is free."""
+
+    device: int
+    batch: Sequence[Request]
+    started_ns: int
+
+
+class Signal(enum.Enum):
+    """Events without content."""
+
+    TIMER = "timer"
+    """The time of ``next_deadline_ns()`` has come."""
+    FLUSH = "flush"
+    """No more are coming: wait for none, answer what is queued. Holds until the next request."""
+
+
+TIMER = Signal.TIMER
+FLUSH = Signal.FLUSH
+
+Event = Request | Cancelled | Finished | Preempted | Signal
+
+
+# --- actions --------------------------------------------------------------------------------------
+
+
+class DropReason(enum.Enum):
+    """Why a request is not answered."""
+
+    HOPELESS = "hopeless"
+    """Not even alone, and started at once, it would be answered in time."""
+    SHED = "shed"
+    """It would have made the others of its batch late, or fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Give this batch to this device, which is free."""
+
+    device: int
+    batch: Sequence[Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Answer these requests with an error; they have left the queue."""
+
+    requests: Sequence[Request]
+    reason: DropReason
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Stop the batch of this device at its next exit point; Finished if that comes first."""
+
+    device: int
+
+
+Action = Run | Drop | Preempt
+
+
+class Policy(Protocol):
+    """When which requests run together, and which are not answered at all."""
+
+    def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
+        """What to do now; times never go back."""
+
+    def next_deadline_ns(self) -> int | None:
+        """When to send :data:`TIMER` unless another event comes first; None for never."""

@@ -1,0 +1,112 @@
+"""What a batching policy for one queue has to decide, and nothing else.
+
+A :class:`Rule` looks at its queue when a device is free and says how many requests go now. The
+state machine around it (:class:`trims_shim.batching.single.Batching`) keeps devices, keys and
+time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from trims_shim.batching.ordering import DeadlineQueue
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import Drop, DropReason, Finished, Request
+
+__all__ = ["Rule", "RuleMaker"]
+
+_NS_PER_MS = 1_000_000
+
+
+class Rule(ABC):
+    """Decides for the requests of one key.
+
+    Sub-classes define :meth:`choose` and may look at arrivals and results. They read
+    ``self.profile`` afresh at each decision: it may be replaced while batches run.
+
+    ``margin_ms`` is kept free before each deadline: a policy that looks at deadlines decides as if
+    every batch took so much longer than its profile says.
+    """
+
+    has_rivals = False
+    """Whether requests of other keys are waiting for a device; kept up by the state machine."""
+    max_weight: int | None = None
+    """The most that the requests of a batch may weigh together; set by the state machine."""
+
+    def __init__(
+        self, profile: LatencyProfile, *, max_batch_size: int, margin_ms: float = 0.0
+    ) -> None:
+        if not 1 <= max_batch_size <= profile.max_batch_size:
+            raise ValueError(
+                f"max_batch_size is {max_batch_size}, and the profile knows sizes from 1 to "
+                f"{profile.max_batch_size}"
+            )
+        if not margin_ms >= 0:
+            raise ValueError(f"margin_ms is {margin_ms}; it has to be 0 or more")
+        self.profile = profile
+        self.max_batch_size = max_batch_size
+        self.margin_ns = round(margin_ms * _NS_PER_MS)
+        self.queue = DeadlineQueue()
+        self.wake_ns: int | None = None
+        """When to be asked again although nothing happened; set by ``choose`` where it waits."""
+        self._drops: list[Drop] = []
+
+    @abstractmethod
+    def choose(self, now_ns: int) -> int:
+        """How many of the queue's first requests to run now: 0 to wait, at most :meth:`room`.
+
+        Called when a device is free and the queue is not empty. May take requests that are given
+        up out of the queue with :meth:`drop`, down to an empty queue, and then returns 0. Where it
+        waits for anything but another event, it sets ``wake_ns``, which is later than ``now_ns``.
+        """
+
+    # Most rules need to know none of these, so they are not abstract.
+
+    def on_arrival(self, now_ns: int, request: Request) -> None:  # noqa: B027
+        """A request has joined the queue."""
+
+    def on_finished(self, now_ns: int, finished: Finished) -> None:  # noqa: B027
+        """A batch of this rule has been answered."""
+
+    def on_wake(self, lateness_ns: int) -> None:  # noqa: B027
+        """The timer came so much later than ``wake_ns``, 0 or more."""
+
+    def room(self) -> int:
+        """How many of the queue's first requests one batch can hold."""
+        count = min(len(self.queue), self.max_batch_size)
+        if self.max_weight is None:
+            return count
+        return self.queue.within_weight(count, self.max_weight)
+
+    def is_full(self, size: int) -> bool:
+        """Whether waiting cannot make a batch of the first ``size`` larger."""
+        if size >= self.max_batch_size or size < len(self.queue):
+            return True
+        if self.max_weight is None:
+            return False
+        return sum(request.weight for request in self.queue) >= self.max_weight
+
+    def drop(self, requests: Sequence[Request], reason: DropReason) -> None:
+        """Give requests up that are no longer in the queue."""
+        if requests:
+            self._drops.append(Drop(requests, reason))
+
+    def drop_hopeless(self, now_ns: int) -> None:
+        """Give up what would be late even alone."""
+        soonest_ns = now_ns + self.margin_ns + self.profile.latency_ns(1)
+        self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)
+
+    def take_drops(self) -> list[Drop]:
+        """What was given up since the last call."""
+        if not self._drops:
+            return self._drops
+        drops, self._drops = self._drops, []
+        return drops
+
+
+class RuleMaker(Protocol):
+    """Makes the rule of a key: a :class:`Rule` class, or a function around one."""
+
+    def __call__(self, profile: LatencyProfile, *, max_batch_size: int) -> Rule: ...

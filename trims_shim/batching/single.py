@@ -1,0 +1,165 @@
+"""The state machine of a batcher: devices of one kind, one queue for each key.
+
+Late binding: a batch is formed only when a device is free. What goes into it is decided by the
+key's :class:`~trims_shim.batching.rules.Rule`; between keys, the one whose first request has the
+higher priority, then the earlier deadline, then the longer wait, is asked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from trims_shim.batching.protocol import (
+    FLUSH,
+    TIMER,
+    Action,
+    Cancelled,
+    Event,
+    Finished,
+    Preempted,
+    Request,
+    Run,
+)
+from trims_shim.batching.rules import Rule
+
+__all__ = ["Batching"]
+
+# What a rule has learned is worth keeping while its key may come again. Where keys never repeat
+# (inputs of any length, not bucketed), it must not add up: about 2 KiB each.
+_MOST_IDLE_RULES = 1024
+
+
+class Batching:
+    """A :class:`~trims_shim.batching.protocol.Policy` that asks one rule for each key.
+
+    ``make_rule(key)`` is called at the first request of a key, and again after many other keys.
+    ``devices`` may run one batch each. No batch of more than one request weighs more than
+    ``max_weight``.
+    """
+
+    def __init__(
+        self,
+        make_rule: Callable[[Hashable], Rule],
+        *,
+        devices: int = 1,
+        max_weight: int | None = None,
+    ) -> None:
+        if devices < 1:
+            raise ValueError(f"devices is {devices}; at least one is needed")
+        if max_weight is not None and max_weight < 1:
+            raise ValueError(f"max_weight is {max_weight}; it has to be 1 or more")
+        self._make_rule = make_rule
+        self._max_weight = max_weight
+        self._rules: dict[Hashable, Rule] = {}
+        self._waiting: dict[Hashable, Rule] = {}
+        """The rules whose queues are not empty."""
+        self._free = list(range(devices))
+        self._wake_ns: int | None = None
+        self._is_flushing = False
+
+    @property
+    def rules(self) -> dict[Hashable, Rule]:
+        """The rules by key, for statistics and for replacing their profiles."""
+        return self._rules
+
+    def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
+        """As :class:`~trims_shim.batching.protocol.Policy` has it; Preempted never comes."""
+        if isinstance(event, Request):
+            self._arrived(now_ns, event)
+        elif isinstance(event, Finished):
+            self._finished(now_ns, event)
+        elif event is TIMER:
+            self._report_lateness(now_ns)
+        elif isinstance(event, Cancelled):
+            self._cancelled(event.request)
+        elif event is FLUSH:
+            self._is_flushing = True
+        elif isinstance(event, Preempted):
+            raise ValueError("this policy preempts nothing")
+        self._wake_ns = None
+        if not self._free or not self._waiting:
+            return ()
+        return self._fill(now_ns)
+
+    def next_deadline_ns(self) -> int | None:
+        """The earliest time for which a rule waits while a device is free."""
+        return self._wake_ns
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def _arrived(self, now_ns: int, request: Request) -> None:
+        rule = self._rules.get(request.key)
+        if rule is None:
+            rule = self._new_rule(request.key)
+        elif len(self._rules) >= _MOST_IDLE_RULES:
+            self._rules[request.key] = self._rules.pop(request.key)
+        if not rule.queue:
+            self._waiting[request.key] = rule
+        self._is_flushing = False
+        rule.queue.add(request)
+        rule.on_arrival(now_ns, request)
+
+    def _new_rule(self, key: Hashable) -> Rule:
+        if len(self._rules) >= _MOST_IDLE_RULES + len(self._waiting):
+            del self._rules[next(each for each in self._rules if each not in self._waiting)]
+        rule = self._rules[key] = self._make_rule(key)
+        rule.max_weight = self._max_weight
+        return rule
+
+    def _finished(self, now_ns: int, finished: Finished) -> None:
+        self._free.append(finished.device)
+        rule = self._rules.get(finished.batch[0].key) if finished.batch else None
+        if rule is not None:
+            rule.on_finished(now_ns, finished)
+
+    def _cancelled(self, request: Request) -> None:
+        rule = self._rules.get(request.key)
+        if rule is not None and rule.queue.discard(request) and not rule.queue:
+            del self._waiting[request.key]
+
+    def _report_lateness(self, now_ns: int) -> None:
+        wake_ns = self._wake_ns
+        if wake_ns is None or now_ns < wake_ns:
+            return
+        for rule in self._waiting.values():
+            if rule.wake_ns == wake_ns:
+                rule.on_wake(now_ns - wake_ns)
+
+    # --- actions ----------------------------------------------------------------------------------
+
+    def _fill(self, now_ns: int) -> list[Action]:
+        """Ask the rules until no device is free or all of them wait."""
+        actions: list[Action] = []
+        asking = list(self._waiting.items())
+        has_rivals = len(asking) > 1
+        while self._free and asking:
+            if has_rivals:
+                asking.sort(key=_urgency)
+            key, rule = asking[0]
+            rule.has_rivals = has_rivals
+            size = self._ask(rule, now_ns, actions)
+            if size:
+                actions.append(Run(self._free.pop(), rule.queue.take(size)))
+            if not rule.queue:
+                del self._waiting[key], asking[0]
+            elif not size:
+                del asking[0]
+        if self._free and self._waiting:
+            wakes_ns = [rule.wake_ns for rule in self._waiting.values() if rule.wake_ns is not None]
+            self._wake_ns = min(wakes_ns, default=None)
+        return actions
+
+    def _ask(self, rule: Rule, now_ns: int, actions: list[Action]) -> int:
+        rule.wake_ns = None
+        size = rule.choose(now_ns)
+        actions.extend(rule.take_drops())
+        if self._is_flushing and not size:
+            return rule.room()
+        if rule.max_weight is None or size < 2:
+            return size
+        return rule.queue.within_weight(size, rule.max_weight)
+
+
+def _urgency(waiting: tuple[Hashable, Rule]) -> tuple[int, int, int]:
+    first = waiting[1].queue[0]
+    return -first.priority, first.deadline_ns, first.number
