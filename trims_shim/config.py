@@ -42,7 +42,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 # Read by the test suite, the benchmarks and the process that is being started; not settings.
-_RESERVED = ("TRIMS_BENCH_DIR", "TRIMS_TEST_", "TRIMS_AUTOSTARTED")
+_RESERVED = ("TRIMS_BATCHING_DATA", "TRIMS_BENCH_DIR", "TRIMS_TEST_", "TRIMS_AUTOSTARTED")
 
 
 class Setting:
@@ -355,7 +355,8 @@ SETTINGS = (
         "cache_dir",
         "",
         _any,
-        "directory of prepared ONNX models; empty: trims in the user's cache directory",
+        "directory of prepared ONNX models and latency profiles; empty: trims in the user's cache "
+        "directory",
         is_daemons=True,
     ),
     Setting(

@@ -1,0 +1,141 @@
+"""What Prometheus is told is what ``stats()`` says, for every batcher that still exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+
+import pytest
+
+from trims_shim.batching.batcher import batched
+from trims_shim.batching.prometheus import export
+from trims_shim.batching.statistics import BatcherStats, Percentiles
+
+prometheus = pytest.importorskip("prometheus_client")
+
+STATS = BatcherStats(
+    submitted=30,
+    answered=20,
+    late=3,
+    dropped={"hopeless": 2, "shed": 1},
+    failed=1,
+    cancelled=4,
+    rejected=5,
+    queued=1,
+    running=2,
+    batch_sizes={1: 2, 3: 4, 2000: 1},
+    wait=Percentiles(p50_ms=1, p90_ms=2, p99_ms=3),
+    latency=Percentiles(p50_ms=10, p90_ms=20, p99_ms=30),
+    wake_lateness=Percentiles(p99_ms=0.5),
+    busy_share=0.5,
+    wait_total_s=1.0,
+    latency_total_s=2.0,
+    busy_total_s=1.5,
+)
+
+
+class Stub:
+    """What is used of a batcher."""
+
+    def __init__(self, name: str = "classify", **changes: object) -> None:
+        self.name = name
+        self._stats = dataclasses.replace(STATS, **changes)  # type: ignore[arg-type]
+
+    def stats(self) -> BatcherStats:
+        return self._stats
+
+
+@pytest.fixture
+def registry() -> object:
+    return prometheus.CollectorRegistry()
+
+
+def value(registry: object, name: str, **labels: str) -> float | None:
+    found = registry.get_sample_value(  # type: ignore[attr-defined]
+        f"trims_batching_{name}", {"batcher": "classify", **labels}
+    )
+    return None if found is None else float(found)
+
+
+def test_outcomes_are_counted(registry: object) -> None:
+    batcher = Stub()
+    export(batcher, registry)
+    outcomes = ("in_time", "late", "hopeless", "shed", "failed", "cancelled", "rejected")
+    found = [value(registry, "requests_total", outcome=each) for each in outcomes]
+    assert found == [17, 3, 2, 1, 1, 4, 5]
+    assert value(registry, "queued") == 1
+    assert value(registry, "running") == 2
+    assert value(registry, "busy_seconds_total") == 1.5
+
+
+def test_batch_sizes_are_a_histogram(registry: object) -> None:
+    batcher = Stub()
+    export(batcher, registry)
+    bounds = ("1.0", "2.0", "4.0", "1024.0", "+Inf")
+    assert [value(registry, "batch_size_bucket", le=each) for each in bounds] == [2, 2, 6, 6, 7]
+    assert value(registry, "batch_size_count") == 7
+    assert value(registry, "batch_size_sum") == 2014
+
+
+def test_times_are_in_seconds(registry: object) -> None:
+    batcher = Stub()
+    export(batcher, registry)
+    quantiles = ("0.5", "0.9", "0.99")
+    found = [value(registry, "latency_seconds", quantile=each) for each in quantiles]
+    assert found == [0.01, 0.02, 0.03]
+    assert value(registry, "wait_seconds", quantile="0.5") == 0.001
+    assert value(registry, "wake_lateness_seconds", quantile="0.99") == 0.0005
+
+
+def test_batchers_share_a_registry(registry: object) -> None:
+    first, second, other = Stub(), Stub(queued=9), Stub("detect", queued=7)
+    for batcher in (first, second, other, first):
+        export(batcher, registry)
+    assert value(registry, "queued") == 1
+    assert value(registry, "queued", batcher="classify-2") == 9
+    assert value(registry, "queued", batcher="detect") == 7
+    assert value(registry, "queued", batcher="classify-3") is None
+    text = prometheus.generate_latest(registry).decode()
+    assert text.count("# TYPE trims_batching_queued gauge") == 1
+
+
+def test_a_batcher_that_is_gone_is_not_reported(registry: object) -> None:
+    first, second = Stub(), Stub("detect")
+    export(first, registry)
+    export(second, registry)
+    del second
+    gc.collect()
+    assert value(registry, "queued", batcher="detect") is None
+    assert value(registry, "queued") == 1
+
+
+def test_a_methods_batcher_is_reported_while_its_owner_lives(registry: object) -> None:
+    class Model:
+        @batched(name="classify")
+        def classify(self, items: list[int]) -> list[int]:
+            return items
+
+    model = Model()
+    assert model.classify(1) == 1
+    export(model.classify, registry)
+    export(model.classify, registry)
+    gc.collect()
+    assert value(registry, "requests_total", outcome="in_time") == 1
+    assert value(registry, "queued", batcher="classify-2") is None
+    del model
+    gc.collect()
+    assert value(registry, "queued") is None
+
+
+def test_the_default_registry(monkeypatch: pytest.MonkeyPatch, registry: object) -> None:
+    monkeypatch.setattr(prometheus, "REGISTRY", registry)
+    batcher = Stub()
+    export(batcher)
+    assert value(registry, "queued") == 1
+
+
+def test_without_the_library_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError):
+        export(Stub())

@@ -1,0 +1,277 @@
+"""What batching does with arrays, for each library that has them: stack, pad, take apart.
+
+Neither torch nor numpy is imported here before an item or a result of theirs has come. Batches are
+always copies: a function that writes into its batch must not write into a caller's tensor, and not
+only when that caller happened to be alone. Rows of results are views of the batch, see
+:func:`_is_copied`.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+__all__ = ["ArrayLibrary", "library_of"]
+
+_SMALL_ROW_BYTES = 64 << 10
+"""Copied in some microseconds, less than it takes to hand a result over."""
+_HELD_BYTES = 1 << 20
+_HELD_TIMES = 4
+
+
+class ArrayLibrary(ABC):
+    """The operations of one library. Arrays given together have equal signatures."""
+
+    @abstractmethod
+    def signature(self, array: Any) -> Hashable:
+        """What must be equal for arrays to share a batch, besides their shapes.
+
+        None for those that cannot be stacked without losing something (sparse, nested and quantized
+        tensors, masked arrays).
+        """
+
+    @abstractmethod
+    def stack(self, arrays: Sequence[Any]) -> Any:
+        """``[...]`` each -> a new array ``[batch, ...]``, without a graph."""
+
+    @abstractmethod
+    def concatenate(self, arrays: Sequence[Any]) -> Any:
+        """``[n, ...]`` each -> a new array ``[sum of n, ...]``, without a graph."""
+
+    @abstractmethod
+    def pad(self, arrays: Sequence[Any], axis: int, length: int, value: float) -> Any:
+        """As ``stack``, of arrays that may be shorter than ``length`` along ``axis``.
+
+        Raises ValueError for a value that the arrays' type cannot hold.
+        """
+
+    @abstractmethod
+    def mask(self, lengths: Sequence[int], length: int, like: Any, *, is_boolean: bool) -> Any:
+        """``[batch, length]``, true (or int64 1) before each of ``lengths``, where ``like`` is."""
+
+    def count(self, batch: Any) -> int | None:
+        """How many rows ``batch`` has; None if it has no axis."""
+        return int(batch.shape[0]) if batch.shape else None
+
+    @abstractmethod
+    def parts(self, batch: Any, sizes: Sequence[int] | None) -> list[Any]:
+        """The rows of ``batch``, or its slices of these sizes along the first axis."""
+
+
+def library_of(item: Any) -> ArrayLibrary | None:
+    """The library that ``item`` is an array of; None if it is something else."""
+    kind: Any = type(item)
+    return _library_of_type(kind)
+
+
+# Bounded: classes may be made at run time, and are kept alive by this.
+@functools.lru_cache(maxsize=512)
+def _library_of_type(kind: Any) -> ArrayLibrary | None:
+    names = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in kind.__mro__}
+    if "torch.Tensor" in names:
+        return _Torch()
+    if "numpy.ndarray" in names or "numpy.generic" in names:
+        # Sub-classes of ndarray (masked arrays, matrices, units) mean what stacking would lose.
+        own = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+        is_plain = "numpy.generic" in names or own in ("numpy.ndarray", "numpy.memmap")
+        return _Numpy() if is_plain else _NumpyOfOthers()
+    return _Standard() if hasattr(kind, "__array_namespace__") else None
+
+
+def _is_copied(row_bytes: int, batch_bytes: int, held_bytes: int) -> bool:
+    """Whether a row is worth a copy, because a view of it would keep too much alive.
+
+    So it is for a small row of a batch of more than a mebibyte, and for any row of a batch that is
+    a small part of what it was taken from (the last token's logits of all tokens' logits).
+    """
+    if held_bytes <= _HELD_BYTES:
+        return False
+    return row_bytes <= _SMALL_ROW_BYTES or held_bytes > _HELD_TIMES * batch_bytes
+
+
+def _padded_shape(array: Any, count: int, axis: int, length: int) -> tuple[int, ...]:
+    shape = list(array.shape)
+    shape[axis] = length
+    return (count, *shape)
+
+
+def _part(position: int, axis: int, length: int) -> tuple[Any, ...]:
+    """The index of one padded array's own part."""
+    return (position, *[slice(None)] * axis, slice(0, length))
+
+
+def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    bounds, start = [], 0
+    for size in sizes:
+        bounds.append((start, start + size))
+        start += size
+    return bounds
+
+
+class _Torch(ArrayLibrary):
+    def signature(self, array: Any) -> Hashable:
+        import torch
+
+        if array.layout is not torch.strided or array.is_quantized or array.is_nested:
+            return None
+        return array.dtype, array.device
+
+    def stack(self, arrays: Sequence[Any]) -> Any:
+        torch = _torch_in_this_thread()
+        return torch.stack([_without_graph(each) for each in arrays])
+
+    def concatenate(self, arrays: Sequence[Any]) -> Any:
+        torch = _torch_in_this_thread()
+        return torch.cat([_without_graph(each) for each in arrays])
+
+    def pad(self, arrays: Sequence[Any], axis: int, length: int, value: float) -> Any:
+        torch = _torch_in_this_thread()
+        first = _without_graph(arrays[0])
+        if not first.is_floating_point() and not first.is_complex():
+            _check_fits(value, first.dtype, torch.iinfo if first.dtype != torch.bool else None)
+        batch = first.new_full(_padded_shape(first, len(arrays), axis, length), value)
+        for position, array in enumerate(arrays):
+            batch[_part(position, axis, array.shape[axis])] = _without_graph(array)
+        return batch
+
+    def mask(self, lengths: Sequence[int], length: int, like: Any, *, is_boolean: bool) -> Any:
+        import torch
+
+        ends = torch.tensor(lengths, device=like.device)[:, None]
+        mask = torch.arange(length, device=like.device)[None, :] < ends
+        return mask if is_boolean else mask.to(torch.int64)
+
+    def count(self, batch: Any) -> int | None:
+        return int(batch.size(0)) if batch.dim() else None  # nested tensors have no shape
+
+    def parts(self, batch: Any, sizes: Sequence[int] | None) -> list[Any]:
+        import torch
+
+        batch = _without_graph(batch)
+        if sizes is not None:
+            parts = [batch[start:end] for start, end in _bounds(sizes)]
+        elif batch.layout is torch.strided or batch.is_nested:
+            parts = list(batch.unbind(0))
+        else:
+            parts = [batch[row] for row in range(batch.size(0))]
+        if batch.layout is not torch.strided or batch.is_nested:
+            return parts
+        held_bytes = batch.untyped_storage().nbytes()
+        if held_bytes <= _HELD_BYTES:
+            return parts
+        return [part.clone() if _is_copied(part.nbytes, batch.nbytes, held_bytes) else part
+                for part in parts]  # fmt: skip
+
+
+def _torch_in_this_thread() -> Any:
+    """torch, with its number of threads as it was set.
+
+    The number belongs to each thread (OpenMP's is), and torch hands ``set_num_threads`` on to a new
+    one only when an operation of its own looks for it, which a product of matrices does not. In a
+    worker, batches would take all processors, and several times as long on a busy machine.
+    """
+    import torch
+
+    torch.get_num_threads()
+    return torch
+
+
+def _without_graph(tensor: Any) -> Any:
+    """A batch belongs to several callers: none of them can go back through it."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _check_fits(value: float, dtype: Any, limits_of: Any) -> None:
+    lowest, highest = (0, 1) if limits_of is None else (limits_of(dtype).min, limits_of(dtype).max)
+    if value != value or int(value) != value or not lowest <= value <= highest:
+        raise ValueError(f"{dtype} cannot hold the pad value {value}")
+
+
+class _Numpy(ArrayLibrary):
+    def signature(self, array: Any) -> Hashable:
+        # Strings of other lengths are widened when they are stacked.
+        dtype: Hashable = array.dtype
+        return array.dtype.kind if array.dtype.kind in "SU" else dtype
+
+    def stack(self, arrays: Sequence[Any]) -> Any:
+        import numpy
+
+        batch = numpy.stack(arrays)
+        # Foreign byte orders are lost on the way.
+        return batch if batch.dtype.kind in "SU" else batch.astype(arrays[0].dtype, copy=False)
+
+    def concatenate(self, arrays: Sequence[Any]) -> Any:
+        import numpy
+
+        batch = numpy.concatenate(arrays)
+        return batch if batch.dtype.kind in "SU" else batch.astype(arrays[0].dtype, copy=False)
+
+    def pad(self, arrays: Sequence[Any], axis: int, length: int, value: float) -> Any:
+        import numpy
+
+        dtype = arrays[0].dtype
+        if dtype.kind not in "iubfc":
+            raise ValueError(f"arrays of {dtype} cannot be padded with a number")
+        if dtype.kind in "iub":
+            _check_fits(value, dtype, None if dtype.kind == "b" else numpy.iinfo)
+        batch = numpy.full(_padded_shape(arrays[0], len(arrays), axis, length), value, dtype=dtype)
+        for position, array in enumerate(arrays):
+            batch[_part(position, axis, array.shape[axis])] = array
+        return batch
+
+    def mask(self, lengths: Sequence[int], length: int, like: Any, *, is_boolean: bool) -> Any:
+        import numpy
+
+        mask = numpy.arange(length)[None, :] < numpy.array(lengths)[:, None]
+        return mask if is_boolean else mask.astype(numpy.int64)
+
+    def parts(self, batch: Any, sizes: Sequence[int] | None) -> list[Any]:
+        if sizes is None:
+            parts = list(batch)  # of one axis: scalars and objects, which hold nothing
+        else:
+            parts = [batch[start:end] for start, end in _bounds(sizes)]
+        held_bytes = _root(batch).nbytes
+        if held_bytes <= _HELD_BYTES or (batch.ndim == 1 and sizes is None):
+            return parts
+        return [part.copy() if _is_copied(part.nbytes, batch.nbytes, held_bytes) else part
+                for part in parts]  # fmt: skip
+
+
+class _NumpyOfOthers(_Numpy):
+    def signature(self, array: Any) -> Hashable:
+        return None
+
+
+def _root(array: Any) -> Any:
+    """The array whose memory it is."""
+    import numpy
+
+    while isinstance(array.base, numpy.ndarray):
+        array = array.base
+    return array
+
+
+class _Standard(ArrayLibrary):
+    """Any library of the Python array API standard (JAX, CuPy): stacking and rows, no padding."""
+
+    def signature(self, array: Any) -> Hashable:
+        return type(array), str(array.dtype), str(getattr(array, "device", ""))
+
+    def stack(self, arrays: Sequence[Any]) -> Any:
+        return arrays[0].__array_namespace__().stack(list(arrays))
+
+    def concatenate(self, arrays: Sequence[Any]) -> Any:
+        return arrays[0].__array_namespace__().concat(list(arrays))
+
+    def pad(self, arrays: Sequence[Any], axis: int, length: int, value: float) -> Any:
+        raise ValueError(f"{type(arrays[0]).__name__} cannot be padded; torch and numpy can")
+
+    def mask(self, lengths: Sequence[int], length: int, like: Any, *, is_boolean: bool) -> Any:
+        raise ValueError(f"{type(like).__name__} cannot be padded; torch and numpy can")
+
+    def parts(self, batch: Any, sizes: Sequence[int] | None) -> list[Any]:
+        if sizes is None:
+            return [batch[row, ...] for row in range(batch.shape[0])]
+        return [batch[start:end, ...] for start, end in _bounds(sizes)]

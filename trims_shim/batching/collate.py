@@ -1,0 +1,138 @@
+"""Items to a batch, and results back to items.
+
+A :class:`Collate` says which items may share a batch (:meth:`Collate.key`), makes the batch
+(:meth:`Collate.join`) and takes the results apart (:meth:`Collate.split`). It keeps no state, so
+any thread may use it. What functions may return is in :mod:`trims_shim.batching.splitting`, padding
+in :mod:`trims_shim.batching.padding`.
+
+A batch holds copies of arrays, and the very objects of everything else. Until an item is answered
+its caller must not change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from trims_shim.batching.collates import (
+    Columns,
+    Concatenate,
+    Fields,
+    Filling,
+    Listing,
+    Stacking,
+    padded_size,
+)
+from trims_shim.errors import BadBatch
+
+__all__ = ["Collate", "CollateSpec", "answers", "collate_of", "columns", "padded_size"]
+
+
+@runtime_checkable
+class Collate(Protocol):
+    """How items become a batch, and results become answers."""
+
+    def key(self, item: Any) -> Hashable:
+        """Items of equal key may share a batch.
+
+        Raises TypeError or ValueError for an item that fits into no batch; only its caller sees it.
+        """
+
+    def join(self, items: Sequence[Any]) -> Any:
+        """What the function is called with, from at least one item, all of equal key."""
+
+    def split(self, results: Any, items: Sequence[Any]) -> Sequence[Any]:
+        """One result for each item, in their order; ``items`` are those of ``join``.
+
+        Raises BadBatch for anything else than one result for each.
+        """
+
+
+CollateSpec = str | Collate | Sequence[Any] | Mapping[str, Any]
+"""A name, a Collate, or one of these for each argument (a sequence) or each field (a mapping)."""
+
+
+def collate_of(spec: CollateSpec, *, batch_sizes: Sequence[int] | None = None) -> Collate:
+    """The collate that ``spec`` means.
+
+    ``"auto"``: tensors, arrays and numpy's numbers are stacked to ``[batch, ...]``; tuples,
+    mappings and dataclasses are taken part by part; of anything else the function gets a list.
+    ``"list"``: a list of the items, whatever they are. ``"stack"``: as ``"auto"``, and numbers and
+    sequences of numbers become numpy arrays; what cannot be stacked is refused. ``"concatenate"``:
+    items have a batch axis of their own. A sequence of specs: one for each argument. A mapping: one
+    for each field of items that are mappings (``"auto"`` for fields it does not name).
+
+    With ``batch_sizes`` the function sees batches of these sizes only: the last item is repeated up
+    to the next of them, and the results of repetitions are thrown away.
+
+    Raises ValueError, naming the choices, for another name; TypeError for another type.
+    """
+    collate = _collate_of(spec)
+    if batch_sizes is None:
+        return collate
+    if isinstance(collate, Concatenate):
+        raise ValueError("batch_sizes count items, and items that are batches have any size")
+    return Filling(collate, batch_sizes)
+
+
+def _collate_of(spec: CollateSpec) -> Collate:
+    if isinstance(spec, str):
+        maker = _NAMES.get(spec)
+        if maker is None:
+            raise ValueError(f"collate is {spec!r}; known are {', '.join(map(repr, _NAMES))}")
+        return maker()
+    if isinstance(spec, Mapping):
+        return Fields({name: _collate_of(each) for name, each in spec.items()})
+    if isinstance(spec, Collate) and not isinstance(spec, type):
+        return spec
+    if isinstance(spec, Sequence):
+        return Columns([_collate_of(each) for each in spec])
+    raise TypeError(
+        f"collate is {spec!r}; give one of {', '.join(map(repr, _NAMES))}, or an object with the "
+        "methods key, join and split"
+    )
+
+
+def columns(spec: CollateSpec, number: int, *, batch_sizes: Sequence[int] | None = None) -> Collate:
+    """The collate of items that are tuples of ``number`` arguments, each collated by itself.
+
+    A sequence of specs must be as long; any other one is every argument's.
+    """
+    collate = _collate_of(spec)
+    if isinstance(collate, Concatenate):
+        # It sees all arguments at once: they must have equal sizes.
+        return collate_of(collate, batch_sizes=batch_sizes)
+    if not isinstance(collate, Columns):
+        collate = Columns([collate] * number)
+    if len(collate.collates) != number:
+        raise ValueError(
+            f"collate is for {len(collate.collates)} arguments, and there are {number}"
+        )
+    return collate if batch_sizes is None else Filling(collate, batch_sizes)
+
+
+def answers(
+    collate: Collate, results: Any, items: Sequence[Any], *, function: str = "the batch function"
+) -> list[Any]:
+    """What ``collate`` makes of ``results``, checked: one for each item.
+
+    Raises BadBatch, naming ``function``, the number found and the number expected.
+    """
+    try:
+        found = collate.split(results, items)
+    except BadBatch as error:
+        raise BadBatch(f"{function} {error}") from error
+    if len(found) != len(items):
+        raise BadBatch(
+            f"{function}: {type(collate).__name__}.split made {len(found)} results of "
+            f"{len(items)} items"
+        )
+    return list(found)
+
+
+_NAMES: dict[str, Callable[[], Collate]] = {
+    "auto": Stacking,
+    "list": Listing,
+    "stack": lambda: Stacking(converts=True),
+    "concatenate": Concatenate,
+}

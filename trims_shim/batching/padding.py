@@ -1,0 +1,225 @@
+"""Items of different lengths in one batch: padded to the longest, or to buckets, with a mask.
+
+The key of an item leaves its length out, or holds its bucket: with ``buckets`` short items do not
+pay for long ones, and the model sees only so many shapes (compiled models, captured graphs).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from trims_shim.batching.arrays import library_of
+from trims_shim.batching.collates import Stacking
+from trims_shim.batching.splitting import split
+from trims_shim.batching.structures import part_of, parts_of, with_parts
+from trims_shim.errors import BadBatch
+
+__all__ = ["Pad", "Padded"]
+
+
+class Padded(NamedTuple):
+    """What a function gets whose items are no mappings."""
+
+    values: Any
+    """``[batch, longest, ...]``, or the items' structure of such."""
+    mask: Any
+    """``[batch, longest]``, boolean: true where a value is the item's own."""
+    lengths: list[int]
+    """Of each item."""
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Pads arrays (torch, numpy) or lists of numbers along ``axis`` of an item.
+
+    Items are arrays, lists, or mappings, tuples and dataclasses of them; all that is padded of one
+    item has one length. Of mappings the function gets a mapping with the mask as a further field
+    ``mask`` (int64, as tokenizers make it; a field of that name that items bring is padded with 0
+    instead), of anything else a :class:`Padded`; with ``mask=None``, the padded values alone.
+
+    ``value`` is the value to pad with, or one for each field that is not to be padded with 0
+    (``{"input_ids": tokenizer.pad_token_id}``). ``buckets`` are the lengths to pad to; an item
+    longer than the largest is refused with a ValueError. Without, batches are padded to their
+    longest item, rounded up to a multiple of ``multiple``. ``fields`` names what is padded, for all
+    arrays with that axis and all lists; the rest is stacked.
+
+    With ``unpad``, results are cut to their item's length along ``axis``: all of them, or the
+    fields or positions it names. They must have the padded length there, else it is a BadBatch.
+    """
+
+    value: float | Mapping[Any, float] = 0
+    axis: int = 0
+    buckets: Sequence[int] | None = None
+    multiple: int = 1
+    mask: str | None = "attention_mask"
+    fields: Collection[Any] | None = None
+    unpad: bool | Collection[Any] = False
+
+    def __post_init__(self) -> None:
+        if self.axis < 0:
+            raise ValueError(f"axis is {self.axis}; count it from the front of an item, from 0")
+        if self.multiple < 1 or (self.buckets is not None and min(self.buckets, default=0) < 1):
+            raise ValueError("buckets and multiple are lengths, from 1 on")
+        if self.buckets is not None:
+            object.__setattr__(self, "buckets", tuple(sorted(self.buckets)))
+
+    # --- Collate ----------------------------------------------------------------------------------
+
+    def key(self, item: Any) -> Hashable:
+        """See :class:`~trims_shim.batching.collate.Collate`."""
+        length = self._length(item)
+        bucket = None if self.buckets is None else self._target([length])
+        return bucket, self._parts_key(item)
+
+    def join(self, items: Sequence[Any]) -> Any:
+        """See :class:`~trims_shim.batching.collate.Collate`."""
+        lengths = [self._length(item) for item in items]
+        target = self._target(lengths)
+        first = items[0]
+        parts = parts_of(first)
+        if parts is None:
+            values = self._joined(None, items, target)
+            like = values
+        else:
+            batch = {
+                name: self._joined(name, [part_of(item, name) for item in items], target)
+                for name in parts
+            }
+            like = batch[next(name for name, part in parts.items() if self._pads(name, part))]
+            if isinstance(first, Mapping) and self.mask is not None and self.mask not in parts:
+                batch[self.mask] = _mask(lengths, target, like, is_boolean=False)
+            values = with_parts(first, batch)
+        if self.mask is None or isinstance(first, Mapping):
+            return values
+        return Padded(values, _mask(lengths, target, like, is_boolean=True), lengths)
+
+    def split(self, results: Any, items: Sequence[Any]) -> Sequence[Any]:
+        """See :class:`~trims_shim.batching.collate.Collate`."""
+        found = split(results, len(items))
+        if self.unpad is False:
+            return found
+        lengths = [self._length(item) for item in items]
+        target = self._target(lengths)
+        return [
+            self._cut(each, length, target) for each, length in zip(found, lengths, strict=True)
+        ]
+
+    # --- lengths ----------------------------------------------------------------------------------
+
+    def _length(self, item: Any) -> int:
+        parts = parts_of(item)
+        padded = [item] if parts is None else [p for n, p in parts.items() if self._pads(n, p)]
+        lengths = {self._length_of(part) for part in padded}
+        if len(lengths) == 1:
+            return lengths.pop()
+        if not lengths:
+            raise ValueError(
+                f"nothing of a {type(item).__name__} can be padded along axis {self.axis}"
+            )
+        raise ValueError(f"parts of an item have lengths {sorted(lengths)}; name those in `fields`")
+
+    def _length_of(self, part: Any) -> int:
+        if library_of(part) is not None:
+            if len(part.shape) <= self.axis:
+                raise ValueError(f"shape {list(part.shape)} has no axis {self.axis} to pad")
+            return int(part.shape[self.axis])
+        if isinstance(part, list) and self.axis == 0:
+            return len(part)
+        raise TypeError(f"a {type(part).__name__} cannot be padded; arrays and lists can")
+
+    def _target(self, lengths: Sequence[int]) -> int:
+        longest = max(lengths)
+        if self.buckets is None:
+            return -(-longest // self.multiple) * self.multiple
+        index = bisect_left(self.buckets, longest)
+        if index == len(self.buckets):
+            raise ValueError(f"length {longest} is above the largest bucket, {self.buckets[-1]}")
+        return self.buckets[index]
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _pads(self, name: Any, part: Any) -> bool:
+        if self.fields is not None:
+            return name in self.fields or name == self.mask
+        if library_of(part) is not None:
+            return len(part.shape) > self.axis
+        return isinstance(part, list) and self.axis == 0
+
+    def _parts_key(self, item: Any) -> Hashable:
+        parts = parts_of(item)
+        if parts is None:
+            return self._part_key(None, item)
+        return type(item), frozenset((n, self._part_key(n, part)) for n, part in parts.items())
+
+    def _part_key(self, name: Any, part: Any) -> Hashable:
+        if name is not None and not self._pads(name, part):
+            return _REST.key(part)
+        library = library_of(part)
+        if library is None:
+            return list
+        if (signature := library.signature(part)) is None:
+            raise TypeError(f"a {type(part).__name__} of this layout cannot be padded")
+        shape = part.shape
+        return signature, (*shape[: self.axis], *shape[self.axis + 1 :])
+
+    def _joined(self, name: Any, parts: Sequence[Any], target: int) -> Any:
+        first = parts[0]
+        if name is not None and not self._pads(name, first):
+            return _REST.join(parts)
+        value = self._value(name)
+        library = library_of(first)
+        if library is None:
+            return [[*part, *[value] * (target - len(part))] for part in parts]
+        return library.pad(parts, self.axis, target, value)
+
+    def _value(self, name: Any) -> float:
+        if name is not None and name == self.mask:
+            return 0
+        return self.value.get(name, 0) if isinstance(self.value, Mapping) else self.value
+
+    # --- results ----------------------------------------------------------------------------------
+
+    def _cut(self, result: Any, length: int, target: int) -> Any:
+        parts = parts_of(result)
+        if self.unpad is True:
+            if parts is None:
+                return self._cut_array(result, length, target)
+            names: Collection[Any] = list(parts)
+        else:
+            names = self.unpad if isinstance(self.unpad, Collection) else ()
+        missing = [name for name in names if parts is None or name not in parts]
+        if missing or parts is None:
+            raise BadBatch(f"returned no {', '.join(map(repr, missing))}, which `unpad` names")
+        cut = dict(parts)
+        for name in names:
+            cut[name] = self._cut_array(parts[name], length, target)
+        return with_parts(result, cut)
+
+    def _cut_array(self, result: Any, length: int, target: int) -> Any:
+        if result is None:
+            return None
+        is_array = library_of(result) is not None
+        shape = (
+            list(result.shape) if is_array else [len(result)] if isinstance(result, list) else []
+        )
+        if len(shape) <= self.axis or shape[self.axis] != target:
+            raise BadBatch(
+                f"returned a result of shape {shape}, which `unpad` cannot cut: axis {self.axis} "
+                f"is not of the padded length {target}"
+            )
+        index = (*[slice(None)] * self.axis, slice(0, length))
+        return result[index] if is_array else result[:length]
+
+
+_REST = Stacking()
+
+
+def _mask(lengths: list[int], target: int, like: Any, *, is_boolean: bool) -> Any:
+    library = library_of(like)
+    if library is not None:
+        return library.mask(lengths, target, like, is_boolean=is_boolean)
+    kind = bool if is_boolean else int
+    return [[kind(position < length) for position in range(target)] for length in lengths]

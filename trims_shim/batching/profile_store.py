@@ -1,0 +1,233 @@
+"""Latency profiles as files: those that a user names, and those that batchers keep for themselves.
+
+A file is JSON, made whole beside its place and then renamed, so a reader sees the old one or the
+new one. Reading a file the user named raises; the store's own files are a convenience, so a broken
+one is ignored, with one warning for each, and written anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.config import Config
+from trims_shim.errors import CorruptFile, FormatError, TruncatedFile, UnsupportedFormat
+
+__all__ = ["ProfileStore", "SavedProfile", "key_text", "load_profile", "load_saved", "save_profile"]
+
+_logger = logging.getLogger(__name__)
+
+_FORMAT = "trims latency profile"
+_VERSION = 1
+_LIMIT_BYTES = 4 << 20
+_LARGEST_SIZE = 1 << 16
+_LIMIT_FILES = 1000
+"""Inputs of very many shapes make as many keys, and keys may hold what differs in each process."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedProfile:
+    """The content of a profile's file.
+
+    ``latencies_ns`` by batch size; ``pads`` as in
+    :meth:`~trims_shim.batching.profile.LatencyProfile.measured`. The texts are for readers, and
+    for the store: whose profile it is, of which inputs, on which machine.
+    """
+
+    latencies_ns: Mapping[int, float]
+    max_batch_size: int
+    pads: bool = False
+    name: str = ""
+    key: str = ""
+    machine: str = ""
+    note: str = ""
+
+    @property
+    def profile(self) -> LatencyProfile:
+        """The profile it describes."""
+        return LatencyProfile.measured(
+            self.latencies_ns, max_batch_size=self.max_batch_size, pads=self.pads
+        )
+
+
+def save_profile(path: str | os.PathLike[str], saved: SavedProfile) -> None:
+    """Write or replace the file at ``path``, for its owner. Raises OSError."""
+    fields = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "name": saved.name,
+        "key": saved.key,
+        "machine": saved.machine,
+        "note": saved.note,
+        "max_batch_size": saved.max_batch_size,
+        "pads": saved.pads,
+        "latencies_ns": {str(size): round(each) for size, each in saved.latencies_ns.items()},
+    }
+    _replace(os.fspath(path), json.dumps(fields, indent=1) + "\n")
+
+
+def _replace(path: str, text: str) -> None:
+    directory = os.path.dirname(path) or "."
+    number, temporary = tempfile.mkstemp(prefix=".profile-", dir=directory)
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def load_profile(path: str | os.PathLike[str]) -> LatencyProfile:
+    """The profile in a file. Raises OSError, and FormatError if it is not one."""
+    return load_saved(path).profile
+
+
+def load_saved(path: str | os.PathLike[str]) -> SavedProfile:
+    """The content of a profile's file. Raises OSError, and FormatError if it is not one."""
+    name = os.fspath(path)
+    with open(name, "rb") as file:
+        content = file.read(_LIMIT_BYTES + 1)
+    # Far more than any profile: not ours, and not worth decoding.
+    if len(content) > _LIMIT_BYTES:
+        raise CorruptFile(f"{name} is too large for a latency profile")
+    if not content.strip():
+        raise TruncatedFile(
+            f"{name} is empty, not a latency profile; `trims batch profile` makes one"
+        )
+    try:
+        fields = json.loads(content)
+    # RecursionError: brackets without end.
+    except (ValueError, RecursionError) as error:
+        raise CorruptFile(f"{name} is not a latency profile: {error}") from error
+    if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
+        raise CorruptFile(f"{name} is not a latency profile; see `trims batch profile`")
+    if fields.get("version") != _VERSION:
+        raise UnsupportedFormat(
+            f"{name} is a latency profile of version {fields.get('version')!r}, and this is for "
+            f"{_VERSION}; measure it anew with `trims batch profile`"
+        )
+    return _saved(name, fields)
+
+
+def _saved(name: str, fields: dict[str, Any]) -> SavedProfile:
+    latencies, largest = fields.get("latencies_ns"), fields.get("max_batch_size")
+    if not isinstance(latencies, dict) or not latencies:
+        raise CorruptFile(f"{name} has no latencies")
+    if type(largest) is not int or not 1 <= largest <= _LARGEST_SIZE:
+        raise CorruptFile(f"{name} has a max_batch_size of {largest!r}")
+    table = {_size(name, size): _latency(name, each) for size, each in latencies.items()}
+    texts = {each: str(fields.get(each, "")) for each in ("name", "key", "machine", "note")}
+    return SavedProfile(table, largest, bool(fields.get("pads")), **texts)
+
+
+def _size(name: str, text: str) -> int:
+    is_number = text.isascii() and text.isdigit() and len(text) <= 5
+    if not is_number or not 1 <= int(text) <= _LARGEST_SIZE:
+        raise CorruptFile(f"{name} has the latency of a batch of {text[:40]!r}")
+    return int(text)
+
+
+def _latency(name: str, value: object) -> float:
+    # A bool is an int, too. The limit is a century; not-a-number is not below it.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 62:
+        raise CorruptFile(f"{name} has a latency of {str(value)[:40]} ns")
+    return float(value)
+
+
+# --- the profiles that batchers keep --------------------------------------------------------------
+
+
+class ProfileStore:
+    """A directory of profiles by batcher's name and input's key, for any number of processes.
+
+    It is a convenience: nothing raises for what is or is not there. Profiles of other machines
+    (home directories are shared) are not found, and the oldest of too many files are deleted.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._warned: set[str] = set()
+
+    @classmethod
+    def of(cls, config: Config) -> ProfileStore:
+        """Beside the prepared models: in ``cache_dir``, or the user's cache directory."""
+        base = os.path.expanduser(config.cache_dir) or os.path.join(config.cache_home, "trims")
+        return cls(os.path.join(os.path.abspath(base), "profiles"))
+
+    def path(self, name: str, key: Hashable = None) -> str:
+        """Where the profile of this batcher and key is, or would be."""
+        text = "\n".join((name, key_text(key), _machine()))
+        # Readable for users, unique by the digest.
+        readable = "".join(each if each.isalnum() or each in "-_." else "_" for each in name)[-80:]
+        digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        return os.path.join(self.directory, f"{readable.lstrip('.')}-{digest}.json")
+
+    def load(self, name: str, key: Hashable = None) -> SavedProfile | None:
+        """What was saved of this batcher and key on this machine; None if there is nothing good."""
+        path = self.path(name, key)
+        try:
+            saved = load_saved(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, FormatError) as error:
+            self._warn(f"{error}; it is ignored, and measured anew")
+            return None
+        is_it = (saved.name, saved.key, saved.machine) == (name, key_text(key), _machine())
+        return saved if is_it else None
+
+    def save(self, name: str, key: Hashable, saved: SavedProfile) -> bool:
+        """Keep it, in place of what was there; False, with a warning, where that fails."""
+        whole = replace(saved, name=name, key=key_text(key), machine=_machine())
+        try:
+            os.makedirs(self.directory, mode=0o700, exist_ok=True)
+            save_profile(self.path(name, key), whole)
+            self._prune()
+        except OSError as error:
+            self._warn(f"the latency profile of {name} is not kept: {error}")
+            return False
+        return True
+
+    def _prune(self) -> None:
+        with os.scandir(self.directory) as entries:
+            files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+        if len(files) <= _LIMIT_FILES:
+            return
+        with contextlib.suppress(FileNotFoundError):  # another process does the same
+            for entry in sorted(files, key=lambda each: each.stat().st_mtime_ns)[:-_LIMIT_FILES]:
+                os.unlink(entry.path)
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            _logger.warning("%s", message)
+
+
+def key_text(key: Hashable) -> str:
+    """A key as text that is the same in every process: sorted sets, types by their names."""
+    if isinstance(key, frozenset):
+        return "{" + ", ".join(sorted(key_text(each) for each in key)) + "}"
+    if isinstance(key, tuple):
+        return "(" + ", ".join(key_text(each) for each in key) + ")"
+    if isinstance(key, type):
+        return f"{key.__module__}.{key.__qualname__}"
+    return repr(key)
+
+
+@functools.cache
+def _machine() -> str:
+    """What makes one machine as quick as another: processor, and how many of them we may use."""
+    model = ""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        model = next((line.partition(":")[2].strip() for line in file if "model name" in line), "")
+    return f"{os.uname().machine} {model} x{len(os.sched_getaffinity(0))}"

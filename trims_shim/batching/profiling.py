@@ -1,0 +1,326 @@
+"""Learn how long batches take: measure it once, then from every batch that runs.
+
+:class:`LearnedProfile` turns durations into a :class:`~trims_shim.batching.profile.LatencyProfile`.
+It keeps the last durations of each batch size, and promises their median: where times vary, a
+request that is given up for safety is lost for certain, and one that runs is late with some
+probability. What a pause costs beyond that is a policy's margin. It holds no lock and no clock; its
+batcher's lock guards it.
+
+Two errors would be for ever, and are avoided:
+
+- A size that is thought to be too slow is not tried. So batches of up to twice the largest size
+  that has run are taken to be as quick, the first of each size (which compiles, tunes, allocates)
+  counts only if it is quick, and that an item costs more in a larger batch is believed only of
+  sizes that have run lately, some times.
+- A profile that says that nothing can be in time lets nothing run, and is never corrected (it was
+  measured on a busy machine, or one batch met a pause). So a slow duration counts when a second one
+  confirms it, a quick one counts at once, and :meth:`LearnedProfile.doubt` halves the whole when
+  requests are given up as they come, while nothing runs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+
+from trims_shim.batching.profile import LatencyProfile
+
+__all__ = ["LearnedProfile", "measure", "sizes_to_measure"]
+
+_KEPT = 64
+"""Durations of one size. Clockwork (OSDI'20) keeps 10, BentoML's dispatcher 50 of all sizes."""
+_KEPT_BATCHES = 16
+"""For each of its durations, a size is remembered for so many batches after it last ran, and twice
+as long each time: what was learned of it on a busy machine must not keep it from being tried."""
+_MOST_DOUBLINGS = 8
+_FIRM = 4
+"""Durations of a size from which on it may say that its items cost more than those of smaller ones.
+Batches are made because they cost less, so otherwise it is noise, or a prior that was measured in
+it."""
+_PRIOR_WEIGHT = 2
+"""As many durations is the word of the prior, or of the other sizes, worth."""
+_DOUBT_AFTER = 2
+"""Requests given up without any batch in between."""
+_REFRESH = 16
+_NEWS = 0.1
+"""Batches between two profiles, unless a size that is hardly known differs by more than this."""
+_CHEAP_SIZES = 64
+_WORTH_NS = 500_000
+"""To make a profile takes some microseconds for each size: not more than a hundredth of the time in
+which batches have run, and where there are many sizes, not after each batch."""
+_GUESS_NS = 1_000
+"""Of a batch nothing is known about: it is tried."""
+
+
+class LearnedProfile:
+    """Durations in, profiles out. Not safe for threads without a lock.
+
+    ``prior`` is what was measured or saved before; its shape is trusted more than its speed. With
+    ``batch_sizes``, only batches of these sizes run, and others as the next larger one.
+    """
+
+    def __init__(
+        self, prior: LatencyProfile | None = None, *, batch_sizes: Sequence[int] | None = None
+    ) -> None:
+        self._prior = prior
+        self._batch_sizes = None if batch_sizes is None else tuple(sorted(batch_sizes))
+        self._durations: dict[int, deque[tuple[int, int]]] = {}
+        self._own: dict[int, float] = {}
+        self._begun: set[int] = set()
+        self._forgotten: Counter[int] = Counter()
+        self._count = 0
+        self._ran_ns = 0
+        self._has_news = True
+        self._given_up = 0
+        self._doubt = 1.0
+        self._made: tuple[int, int, float, LatencyProfile] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many durations it was told."""
+        return self._count
+
+    def observe(self, size: int, duration_ns: int) -> None:
+        """A batch of ``size`` has taken so long (not the first of all, nor one that failed)."""
+        self._count += 1
+        self._given_up = 0
+        duration_ns = max(1, duration_ns)
+        self._ran_ns += duration_ns
+        believed_ns = self._believed_ns(size)
+        if size not in self._begun:
+            self._begun.add(size)
+            # It may have compiled, tuned or allocated something.
+            if believed_ns is not None and duration_ns > believed_ns:
+                return
+        self._doubt = 1.0
+        durations = self._durations.get(size)
+        if durations is None:
+            durations = self._durations[size] = deque(maxlen=_KEPT)
+        durations.append((self._count, duration_ns))
+        self._own.pop(size, None)
+        if len(durations) == 1:
+            self._has_news = True  # sizes beyond it may be tried now
+        elif len(durations) <= _FIRM:
+            is_close = believed_ns is not None and abs(duration_ns / believed_ns - 1) < _NEWS
+            self._has_news = self._has_news or not is_close
+
+    def _believed_ns(self, size: int) -> float | None:
+        """What the last profile said; None if it was a guess."""
+        if self._made is None or (self._prior is None and not self._durations):
+            return None
+        _, _, doubt, profile = self._made
+        return profile.latency_ns(size) / doubt if size <= profile.max_batch_size else None
+
+    def _typical_ns(self, size: int) -> float:
+        own_ns = self._own.get(size)
+        if own_ns is None:
+            own_ns = statistics.median_low(each for _, each in self._durations[size])
+            self._own[size] = own_ns
+        return own_ns
+
+    def doubt(self) -> bool:
+        """A request was given up as hopeless; whether the profile has changed.
+
+        Only for one that was given up as it came, while nothing ran: what waited for others, or for
+        a timer that came too late, is not the profile's fault.
+        """
+        self._given_up += 1
+        if self._given_up < _DOUBT_AFTER:
+            return False
+        self._given_up = 0
+        self._doubt /= 2
+        return True
+
+    def profile(self, max_batch_size: int) -> LatencyProfile:
+        """What is known now; the same object as before while there is little news."""
+        made = self._made
+        if made is not None and made[0] == max_batch_size and made[2] == self._doubt:
+            news = self._count - made[1]
+            if self._has_news:
+                is_due = news * _CHEAP_SIZES >= max_batch_size
+            else:
+                is_due = news >= _REFRESH and self._ran_ns >= _WORTH_NS * max_batch_size
+            if not is_due or not news:
+                return made[3]
+        profile = self._profile_of(self.latencies_ns(max_batch_size), max_batch_size)
+        self._made = (max_batch_size, self._count, self._doubt, profile)
+        self._has_news, self._ran_ns = False, 0
+        return profile
+
+    def latencies_ns(self, max_batch_size: int) -> dict[int, float]:
+        """What :meth:`profile` is made of: estimates of all sizes, or of those that may run."""
+        found = self._found(max_batch_size)
+        if self._forget(found, max_batch_size):
+            found = self._found(max_batch_size)
+        firm = [size for size in found if len(self._durations.get(size, ())) >= _FIRM]
+        return {
+            size: max(1.0, self._doubt * _believed(size, latency_ns, firm, found))
+            for size, latency_ns in found.items()
+        }
+
+    def known_latencies_ns(self, max_batch_size: int) -> dict[int, float]:
+        """Those of :meth:`latencies_ns` that are no guesses; what to save for another process.
+
+        Empty as long as nothing is known.
+        """
+        return self._known(self.latencies_ns(max_batch_size))
+
+    def _known(self, latencies_ns: Mapping[int, float]) -> dict[int, float]:
+        largest = 0 if self._prior is None else self._prior.max_batch_size
+        largest = max([largest, *self._durations])
+        return {size: each for size, each in latencies_ns.items() if size <= largest}
+
+    def _found(self, max_batch_size: int) -> dict[int, int]:
+        """What is typical of each size."""
+        own = {size: self._typical_ns(size) for size in self._durations}
+        counts = {size: len(durations) for size, durations in self._durations.items()}
+        base = _base(self._prior, own, counts)
+        sizes: Sequence[int] = self._batch_sizes or range(1, max_batch_size + 1)
+        return {
+            size: max(1, round(_estimate(base(size), own.get(size), counts.get(size, 0))))
+            for size in sizes
+        }
+
+    def _profile_of(self, latencies_ns: Mapping[int, float], max_batch_size: int) -> LatencyProfile:
+        if self._batch_sizes is None:
+            return LatencyProfile(latencies_ns.values())
+        return LatencyProfile.measured(latencies_ns, max_batch_size=max_batch_size, pads=True)
+
+    def _forget(self, found: Mapping[int, float], max_batch_size: int) -> bool:
+        """Sizes that have not run for long keep their place in the prior, and no more."""
+        due = []
+        for size, durations in self._durations.items():
+            doublings = min(self._forgotten[size], _MOST_DOUBLINGS)
+            if self._count - durations[-1][0] > _KEPT_BATCHES * len(durations) << doublings:
+                due.append(size)
+        if not due:
+            return False
+        kept = self._known(found)
+        self._prior = self._profile_of(kept, max(kept))
+        for size in due:
+            self._forgotten[size] += 1
+            del self._durations[size]
+            self._own.pop(size, None)
+        return True
+
+
+def _weight(count: int, own_ns: float, base_ns: float) -> int:
+    """How many durations to believe: nothing makes a batch quicker by accident."""
+    return count if own_ns <= base_ns else count - 1
+
+
+def _estimate(base_ns: float, own_ns: float | None, count: int) -> float:
+    if own_ns is None:
+        return base_ns
+    weight = _weight(count, own_ns, base_ns)
+    return (weight * own_ns + _PRIOR_WEIGHT * base_ns) / (weight + _PRIOR_WEIGHT)
+
+
+def _believed(
+    size: int, latency_ns: float, firm: Sequence[int], found: Mapping[int, float]
+) -> float:
+    """``latency_ns``, unless it says of a size that is not firm that its items cost more.
+
+    More than in the next smaller firm size, or on the way from that to the next larger one. Beyond
+    the largest, half of it is taken for fixed then: where all sizes cost the same, none is tried.
+    """
+    index = bisect_left(firm, size)
+    if index == 0 or (index < len(firm) and firm[index] == size):
+        return latency_ns
+    below = firm[index - 1]
+    item_ns = found[below] / below
+    if index == len(firm):
+        most_ns, instead_ns = item_ns * size, item_ns * (below + size) / 2
+    else:
+        share = (size - below) / (firm[index] - below)
+        item_ns += share * (found[firm[index]] / firm[index] - item_ns)
+        # Down: at equal costs a policy takes the larger batch.
+        most_ns = instead_ns = math.floor(item_ns * size)
+    return instead_ns if latency_ns > most_ns else latency_ns
+
+
+def _base(
+    prior: LatencyProfile | None, own: Mapping[int, float], counts: Mapping[int, int]
+) -> Callable[[int], float]:
+    """What to think of a size without looking at its own durations.
+
+    Between sizes that are known, on the way from one to the other. Of what is larger, that twice as
+    many take as long, and more than that their share of it; a wrong guess costs some late batches,
+    and a timid one would be for ever, as the second item of a batch may cost more than all others
+    (a product of matrices instead of one with a vector). Of what is smaller, that half is fixed: a
+    policy that waits for the last moment is lost where one item less saves nothing.
+    """
+    known = dict(own)
+    if prior is not None:
+        last = prior.max_batch_size
+        measured = {size: own_ns for size, own_ns in own.items() if size <= last}
+        speed = _speed({s: each / prior.latency_ns(s) for s, each in measured.items()}, counts)
+        known.update({size: prior.latency_ns(size) * speed for size in range(1, last + 1)})
+    sizes = sorted(known)
+
+    def at(size: int) -> float:
+        if not sizes:
+            return _GUESS_NS
+        if size >= sizes[-1]:
+            return known[sizes[-1]] * max(1.0, size / sizes[-1] / 2)
+        index = bisect_left(sizes, size)
+        above = sizes[index]
+        if index == 0:
+            return known[above] * (1 + size / above) / 2
+        below = sizes[index - 1]
+        share = (size - below) / (above - below)
+        return known[below] + share * (known[above] - known[below])
+
+    return at
+
+
+def _speed(ratios: Mapping[int, float], counts: Mapping[int, int]) -> float:
+    """By how much batches take longer than the prior says: a geometric mean over sizes."""
+    weights = {size: _weight(counts[size], ratio, 1.0) for size, ratio in ratios.items()}
+    total = sum(weights.values())
+    if not total:
+        return 1.0
+    logarithm = sum(weights[size] * math.log(ratio) for size, ratio in ratios.items())
+    return math.exp(logarithm / (total if logarithm < 0 else total + _PRIOR_WEIGHT))
+
+
+def sizes_to_measure(max_batch_size: int) -> list[int]:
+    """Powers of two, and the largest: what a profile needs to be interpolated."""
+    sizes = [1 << power for power in range(max_batch_size.bit_length())]
+    return sorted({*sizes, max_batch_size})
+
+
+def measure(
+    run: Callable[[int], object],
+    sizes: Sequence[int],
+    *,
+    repeats: int = 5,
+    clock: Callable[[], int],
+    limit_ns: int | None = None,
+) -> dict[int, int]:
+    """Median durations of ``run(size)``, in nanoseconds of ``clock``.
+
+    Each size runs once without being counted (allocations, compilation), then ``repeats`` times, by
+    turns, so that a slow second does not fall on one size. After ``limit_ns`` no more is begun,
+    but each size that is reported has been counted at least once; sizes go from small to large, and
+    those for which there was no time are missing (never the smallest).
+    """
+    end_ns = None if limit_ns is None else clock() + limit_ns
+    durations: dict[int, list[int]] = {}
+    for turn in range(repeats):
+        for size in sorted(set(sizes)) if turn == 0 else list(durations):
+            if end_ns is not None and durations and clock() >= end_ns:
+                return _medians(durations)
+            if turn == 0:
+                run(size)
+            started_ns = clock()
+            run(size)
+            durations.setdefault(size, []).append(max(1, clock() - started_ns))
+    return _medians(durations)
+
+
+def _medians(durations: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    return {size: round(statistics.median(found)) for size, found in durations.items()}

@@ -1,0 +1,187 @@
+"""Batchers' statistics for Prometheus, where prometheus_client is installed (extra ``metrics``).
+
+Numbers are taken from :meth:`Batcher.stats` when they are asked for; nothing is counted twice, and
+serving pays nothing. A batcher that is gone is no longer reported; this keeps none alive.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from trims_shim.batching.statistics import BatcherStats, Percentiles
+
+__all__ = ["export"]
+
+_PREFIX = "trims_batching_"
+_QUANTILES = ("p50_ms", "p90_ms", "p99_ms")
+_LARGEST_BUCKET = 1024
+
+
+class _Source(Protocol):
+    def stats(self) -> BatcherStats: ...
+
+
+class _Exported(_Source, Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+def export(batcher: _Exported, registry: Any = None) -> None:
+    """Report ``batcher`` in ``registry``, prometheus_client's default one if None; once for each.
+
+    The label ``batcher`` is its name; further ones of one name are called ``name-2`` and so on.
+    Raises ImportError where prometheus_client is not installed.
+    """
+    if registry is None:
+        from prometheus_client import REGISTRY
+
+        registry = REGISTRY
+    with _lock:
+        collector = _collectors.get(registry)
+        is_new = collector is None
+        if collector is None:
+            collector = _collectors[registry] = _Collector()
+        collector.add(batcher)
+    # Outside of our lock: a registry asks what it registers for its metrics.
+    if is_new:
+        registry.register(collector)
+
+
+def _forget_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+_lock = threading.Lock()
+# Another thread may hold it when this process forks, and is not there in the child.
+os.register_at_fork(after_in_child=_forget_lock)
+_collectors: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDictionary()
+
+
+class _Collector:
+    """All batchers of one registry: a metric is registered once, and has a sample for each."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, weakref.ref[_Source]] = {}
+        self._names: Counter[str] = Counter()
+
+    def add(self, batcher: _Exported) -> None:
+        # A method's batcher is made at each access; what is behind it stays as long as its owner.
+        source: _Source = getattr(batcher, "_engine", batcher)
+        if any(reference() is source for reference in self._sources.values()):
+            return
+        self._names[batcher.name] += 1
+        number = self._names[batcher.name]
+        label = batcher.name if number == 1 else f"{batcher.name}-{number}"
+        self._sources[label] = weakref.ref(source)
+
+    def describe(self) -> Iterator[Any]:
+        """Without samples: registering must not ask anybody."""
+        return iter(_families({}))
+
+    def collect(self) -> Iterator[Any]:
+        """The samples; called by the registry."""
+        stats = {}
+        for label, reference in list(self._sources.items()):
+            source = reference()
+            if source is None:
+                del self._sources[label]
+            else:
+                stats[label] = source.stats()
+        return iter(_families(stats))
+
+
+def _families(stats: Mapping[str, BatcherStats]) -> list[Any]:
+    return [
+        _outcomes(stats),
+        _gauge("queued", "Requests that wait.", {k: s.queued for k, s in stats.items()}),
+        _gauge(
+            "running", "Requests in batches that run.", {k: s.running for k, s in stats.items()}
+        ),
+        _batch_sizes(stats),
+        _busy(stats),
+        _quantiles("wait", "from arrival to the start of the batch", stats),
+        _quantiles("latency", "from arrival to the answer", stats),
+        _quantiles("wake_lateness", "by which timers came too late", stats),
+    ]
+
+
+def _outcomes(stats: Mapping[str, BatcherStats]) -> Any:
+    from prometheus_client.core import CounterMetricFamily
+
+    family = CounterMetricFamily(
+        _PREFIX + "requests", "Requests by what became of them.", labels=["batcher", "outcome"]
+    )
+    for label, each in stats.items():
+        outcomes = {
+            "in_time": each.answered - each.late,
+            "late": each.late,
+            "hopeless": each.dropped.get("hopeless", 0),
+            "shed": each.dropped.get("shed", 0),
+            "failed": each.failed,
+            "cancelled": each.cancelled,
+            "rejected": each.rejected,
+        }
+        for outcome, count in outcomes.items():
+            family.add_metric([label, outcome], count)
+    return family
+
+
+def _gauge(name: str, text: str, values: Mapping[str, float]) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(_PREFIX + name, text, labels=["batcher"])
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family
+
+
+def _batch_sizes(stats: Mapping[str, BatcherStats]) -> Any:
+    from prometheus_client.core import HistogramMetricFamily
+
+    family = HistogramMetricFamily(
+        _PREFIX + "batch_size", "Requests in a batch.", labels=["batcher"]
+    )
+    for label, each in stats.items():
+        sizes = each.batch_sizes
+        buckets, bound = [], 1
+        while bound <= _LARGEST_BUCKET:
+            buckets.append((str(float(bound)), sum(n for s, n in sizes.items() if s <= bound)))
+            bound *= 2
+        buckets.append(("+Inf", each.batches))
+        family.add_metric([label], buckets, sum(size * n for size, n in sizes.items()))
+    return family
+
+
+def _busy(stats: Mapping[str, BatcherStats]) -> Any:
+    from prometheus_client.core import CounterMetricFamily
+
+    family = CounterMetricFamily(
+        _PREFIX + "busy_seconds", "Time in which batches ran.", labels=["batcher"]
+    )
+    for label, each in stats.items():
+        family.add_metric([label], each.busy_total_s)
+    return family
+
+
+def _quantiles(quantity: str, text: str, stats: Mapping[str, BatcherStats]) -> Any:
+    """Gauges: of the last requests, which cannot be added up over time or batchers."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(
+        f"{_PREFIX}{quantity}_seconds",
+        f"Time {text}; quantiles of the last requests.",
+        labels=["batcher", "quantile"],
+    )
+    for label, each in stats.items():
+        found: Percentiles = getattr(each, quantity)
+        for name in _QUANTILES:
+            quantile = f"0.{name[1:3].rstrip('0')}"
+            family.add_metric([label, quantile], getattr(found, name) / 1e3)
+    return family

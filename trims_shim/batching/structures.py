@@ -1,0 +1,63 @@
+"""Mappings, tuples and dataclasses: taking them apart, and making one of other parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["part_of", "parts_of", "rebuilt_dataclass", "rebuilt_mapping", "with_parts"]
+
+
+def parts_of(item: Any) -> Mapping[Any, Any] | None:
+    """The parts of a mapping, tuple or dataclass by name; None for anything else."""
+    if isinstance(item, Mapping):
+        return item
+    if isinstance(item, tuple):
+        return dict(enumerate(item))
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+    return None
+
+
+def part_of(item: Any, name: Any) -> Any:
+    """One part of what :func:`parts_of` takes apart."""
+    if isinstance(item, Mapping | tuple):
+        return item[name]
+    return getattr(item, name)
+
+
+def with_parts(like: Any, parts: dict[Any, Any]) -> Any:
+    """A structure like ``like`` of other parts."""
+    if isinstance(like, Mapping):
+        return rebuilt_mapping(like, parts)
+    if isinstance(like, tuple):
+        return type(like)(*parts.values()) if hasattr(like, "_fields") else tuple(parts.values())
+    return rebuilt_dataclass(like, parts)
+
+
+def rebuilt_mapping(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """``values`` as a mapping of the type of ``like``; a dict where that cannot be made of them."""
+    kind: Any = type(like)
+    if kind is dict:
+        return values
+    # Outputs of transformers' models are both.
+    by_name = dataclasses.is_dataclass(like)
+    try:
+        return kind(**values) if by_name else kind(values)
+    except TypeError:
+        return values
+
+
+def rebuilt_dataclass(like: Any, values: dict[str, Any]) -> Any:
+    """One like ``like`` with these values of its fields.
+
+    ``__init__`` does not run: it may compute fields, or refuse a batch where it expects an item.
+    """
+    kind: Any = type(like)
+    rebuilt = kind.__new__(kind)
+    # What is not a field; those with __slots__ have none.
+    getattr(rebuilt, "__dict__", {}).update(getattr(like, "__dict__", {}))
+    for name, value in values.items():
+        object.__setattr__(rebuilt, name, value)
+    return rebuilt
