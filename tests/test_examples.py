@@ -134,6 +134,26 @@ def test_records_are_views_that_are_private_for_writing(run: Run) -> None:
     assert "a write stays private: True" in output
 
 
+def test_threads_are_batched(run: Run) -> None:
+    output = run(str(EXAMPLES / "batching" / "threads.py"))
+    assert "same answers: True" in output
+    assert "answered 500 of 500" in output
+    assert number(r"([\d.]+) rows for each batch", output) > 1.5
+
+
+def test_sentences_are_padded_and_batched(run: Run) -> None:
+    output = run(str(EXAMPLES / "batching" / "asyncio_padding.py"))
+    assert "same vectors as alone: True" in output
+    assert "lengths the model saw: [8, 32]" in output
+    assert number(r"64 sentences in (\d+) batches", output) < 32
+
+
+def test_a_slow_model_makes_room_for_a_quick_one(run: Run) -> None:
+    output = run(str(EXAMPLES / "batching" / "two_models.py"))
+    assert output.count("same answers: True") == 2
+    assert "preemption factor 3.03" in output
+
+
 def test_suite_with_a_model_per_test_passes_with_trims(run: Run) -> None:
     output = run(str(EXAMPLES / "pytest_project" / "compare.py"), "--rounds", "1")
     assert number(r"(\d+) tests passed in every run", output) > 0

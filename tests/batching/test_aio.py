@@ -1,0 +1,490 @@
+"""Event loops: callers that await, functions that are awaited, loops that end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from tests.batching.waiting import LONG_S, Gate, wait_until
+from trims_shim.batching import Batcher
+from trims_shim.batching.policies.window import Window
+from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
+
+greedy = functools.partial(Batcher, policy="immediate")
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """On a loop of its own, with an end."""
+    return asyncio.run(asyncio.wait_for(coroutine, LONG_S))
+
+
+def double(items: list[int]) -> list[int]:
+    return [2 * item for item in items]
+
+
+async def adouble(items: list[int]) -> list[int]:
+    await asyncio.sleep(0)
+    return [2 * item for item in items]
+
+
+both = pytest.mark.parametrize("function", [double, adouble])
+
+
+class AsyncGate:
+    """An asynchronous batch function that is held until it is opened."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Any]] = []
+        self.may_go = asyncio.Semaphore(0)
+
+    async def __call__(self, items: list[Any]) -> list[Any]:
+        self.batches.append(list(items))
+        await self.may_go.acquire()
+        return items
+
+
+async def settle() -> None:
+    """Let everything run that can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+@both
+def test_awaited_from_several_loops_after_each_other(function: Any) -> None:
+    async def main() -> list[int]:
+        return await asyncio.gather(*(batcher.aio(item) for item in range(20)))
+
+    batcher = greedy(function, max_batch_size=8)
+    for _ in range(3):
+        assert run(main()) == [2 * item for item in range(20)]
+    assert batcher.stats().answered == 60
+    batcher.close()
+
+
+@both
+def test_awaited_on_several_loops_at_once(function: Any) -> None:
+    answers: list[list[int]] = []
+
+    async def main(first: int) -> None:
+        for _ in range(20):
+            items = range(first, first + 5)
+            answers.append([first, *await asyncio.gather(*(batcher.aio(each) for each in items))])
+
+    batcher = greedy(function, max_batch_size=8)
+    threads = [
+        threading.Thread(target=lambda first=first: run(main(first))) for first in (0, 100, 200)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert len(answers) == 60
+    assert all(found[1:] == [2 * (found[0] + each) for each in range(5)] for found in answers)
+    batcher.close()
+
+
+def test_an_asynchronous_function_is_called_from_threads_too() -> None:
+    with greedy(adouble) as batcher:
+        assert batcher(1) == 2
+        assert batcher.submit(2).result(LONG_S) == 4
+        assert list(batcher.map(range(10))) == [2 * item for item in range(10)]
+
+
+def test_an_object_or_a_partial_with_an_asynchronous_call() -> None:
+    class Model:
+        async def __call__(self, items: list[int], factor: int = 3) -> list[int]:
+            return [factor * item for item in items]
+
+    assert run(greedy(Model()).aio(2)) == 6
+    with greedy(functools.partial(Model().__call__, factor=4)) as batcher:
+        assert batcher(2) == 8
+
+
+def test_requests_share_batches_formed_late() -> None:
+    async def main() -> None:
+        gate = AsyncGate()
+        batcher = greedy(gate, max_batch_size=3)
+        tasks = [asyncio.create_task(batcher.aio(item)) for item in range(5)]
+        await settle()
+        assert gate.batches == [[0]]
+        gate.may_go.release()
+        await settle()
+        assert gate.batches == [[0], [1, 2, 3]]
+        gate.may_go.release()
+        gate.may_go.release()
+        assert await asyncio.gather(*tasks) == list(range(5))
+        await batcher.aclose()
+
+    run(main())
+
+
+def test_blocking_on_the_loop_that_has_to_run_is_an_error() -> None:
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="aio"):
+            batcher(1)
+        assert await batcher.aio(1) == 2
+
+    batcher = greedy(adouble)
+    run(main())
+    batcher.close()
+
+
+def test_blocking_on_a_loop_works_with_a_synchronous_function() -> None:
+    async def main() -> int:
+        return int(batcher(1))
+
+    with greedy(double) as batcher:
+        assert run(main()) == 2
+
+
+@both
+def test_a_waiting_policy_is_woken_in_time(function: Any) -> None:
+    async def main() -> None:
+        started_s = time.monotonic()
+        assert await batcher.aio(1) == 2
+        assert time.monotonic() - started_s >= 0.02
+        assert batcher.stats().wake_lateness.count == 1
+
+    batcher = Batcher(function, policy=functools.partial(Window, wait_ms=20))
+    run(main())
+    batcher.close()
+
+
+@both
+def test_dropped_rejected_and_failed(function: Any) -> None:
+    async def main() -> None:
+        with pytest.raises(RequestDropped):
+            await batcher.aio(1, deadline_ms=-1)
+        with pytest.raises(TypeError):
+            await batcher.aio(None)
+        assert await batcher.aio(2) == 4
+
+    batcher = Batcher(function, policy="early_drop")
+    run(main())
+    batcher.close()
+
+
+def test_a_full_queue() -> None:
+    async def main() -> None:
+        gate = AsyncGate()
+        rejecting = greedy(gate, queue_size=1, when_full="reject")
+        tasks = [asyncio.create_task(rejecting.aio(0))]
+        await settle()
+        tasks.append(asyncio.create_task(rejecting.aio(1)))
+        await settle()
+        with pytest.raises(QueueFull):
+            await rejecting.aio(2)
+        gate.may_go.release()
+        gate.may_go.release()
+        assert await asyncio.gather(*tasks) == [0, 1]
+
+        waiting = greedy(gate, queue_size=1, max_batch_size=1)
+        tasks = [asyncio.create_task(waiting.aio(item)) for item in range(5)]
+        await settle()
+        assert waiting.stats().queued == 4
+        tasks[3].cancel()
+        for _ in range(4):
+            gate.may_go.release()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [each for each in found if isinstance(each, int)] == [0, 1, 2, 4]
+        assert waiting.stats().cancelled == 1
+
+    run(main())
+
+
+# --- cancellation ---------------------------------------------------------------------------------
+
+
+def test_cancelling_one_touches_nobody_else() -> None:
+    async def main() -> None:
+        gate = AsyncGate()
+        batcher = greedy(gate)
+        tasks = [asyncio.create_task(batcher.aio(0))]
+        await settle()
+        tasks += [asyncio.create_task(batcher.aio(item)) for item in (1, 2, 3)]
+        await settle()
+        tasks[2].cancel()  # still queued: its place is free
+        await settle()
+        assert batcher.stats().queued == 2
+        gate.may_go.release()
+        await settle()
+        assert gate.batches == [[0], [1, 3]]
+        tasks[1].cancel()  # in the batch that runs
+        await settle()
+        gate.may_go.release()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(each) for each in found] == [
+            int, asyncio.CancelledError, asyncio.CancelledError, int,
+        ]  # fmt: skip
+        assert found[3] == 3
+        await batcher.aclose()
+
+    run(main())
+
+
+def test_cancelling_a_caller_of_a_synchronous_function() -> None:
+    gate = Gate()
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(batcher.aio(0))]
+        await settle()
+        await asyncio.to_thread(gate.wait_entered)
+        tasks += [asyncio.create_task(batcher.aio(item)) for item in (1, 2)]
+        await settle()
+        tasks[0].cancel()
+        tasks[1].cancel()
+        await settle()
+        gate.open(2)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert found[2] == 2
+
+    batcher = greedy(gate)
+    run(main())
+    batcher.drain(LONG_S)
+    assert gate.batches == [[0], [2]]
+    batcher.close()
+
+
+def test_a_function_that_is_cancelled_tells_its_callers_and_goes_on() -> None:
+    async def main() -> None:
+        async def cancelled(items: list[int]) -> list[int]:
+            if items == [13]:
+                raise asyncio.CancelledError
+            return items
+
+        batcher = greedy(cancelled)
+        with pytest.raises(BatchingError, match="cancelled"):
+            await batcher.aio(13)
+        assert await batcher.aio(1) == 1
+
+    run(main())
+
+
+def test_a_batch_that_is_cancelled_before_its_first_step() -> None:
+    async def main() -> None:
+        batcher = greedy(adouble)
+        asked = asyncio.ensure_future(batcher.aio(1))
+        await asyncio.sleep(0)
+        (batch,) = (each for each in asyncio.all_tasks() if each.get_name().startswith("batch-"))
+        batch.cancel()
+        with pytest.raises(BatchingError, match="cancelled"):
+            await asked
+        assert await batcher.aio(2) == 4
+        await batcher.aclose()
+
+    run(main())
+
+
+def test_a_coroutine_that_is_closed_gives_its_request_up() -> None:
+    async def main() -> None:
+        gate = AsyncGate()
+        batcher = greedy(gate)
+        running = asyncio.ensure_future(batcher.aio(0))
+        await settle()
+        asked = batcher.aio(1)
+        asked.send(None)
+        assert batcher.stats().queued == 1
+        asked.close()
+        assert batcher.stats().queued == 0
+        gate.may_go.release()
+        assert await running == 0
+
+    run(main())
+
+
+def test_where_no_thread_can_be_had_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with greedy(adouble) as batcher:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="thread"):
+                batcher(1)
+        assert batcher(1) == 2
+
+
+def test_closing_on_the_loop_where_nothing_is_open() -> None:
+    async def main() -> None:
+        with greedy(adouble) as batcher:
+            assert await batcher.aio(1) == 2
+
+    run(main())
+
+
+@pytest.mark.parametrize("error", [KeyError, StopIteration, SystemExit, KeyboardInterrupt])
+def test_whatever_an_asynchronous_function_raises_in_the_batchers_own_loop(
+    error: type[BaseException],
+) -> None:
+    async def fail(items: list[int]) -> list[int]:
+        if items == [13]:
+            raise error
+        return items
+
+    with greedy(fail) as batcher:
+        expected = RuntimeError if error is StopIteration else error
+        assert isinstance(batcher.submit(13).exception(LONG_S), expected)
+        assert batcher(1) == 1
+
+
+@both
+def test_one_failing_item_fails_alone(function: Any) -> None:
+    async def main() -> list[Any]:
+        calls = (batcher.aio(item) for item in (1, 2, None, 4))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    batcher = Batcher(function, policy=functools.partial(Window, wait_ms=10), max_batch_size=4)
+    found = run(main())
+    assert [found[0], found[1], found[3]] == [2, 4, 8]
+    assert isinstance(found[2], TypeError)
+    batcher.close()
+
+
+# --- from inside ----------------------------------------------------------------------------------
+
+
+def test_from_inside_an_asynchronous_batch() -> None:
+    async def recursive(items: list[int]) -> list[int]:
+        return [item if item < 1 else 1 + await batcher.aio(item - 1) for item in items]
+
+    async def gathering(items: list[int]) -> list[int]:
+        if items == [0]:
+            return items
+        return await asyncio.gather(*(gatherer.aio(0) for _ in items))
+
+    batcher, gatherer = greedy(recursive), greedy(gathering)
+
+    async def main() -> None:
+        assert await batcher.aio(5) == 5
+        assert await gatherer.aio(5) == 0
+
+    run(main())
+
+
+def test_what_a_batch_leaves_behind_is_not_inside_it() -> None:
+    left: list[asyncio.Task[Any]] = []
+
+    async def leaves(items: list[Any]) -> list[Any]:
+        if items == ["leave"]:
+            left.append(asyncio.create_task(later()))
+        return [len(items)] * len(items)
+
+    async def later() -> list[int]:
+        await asyncio.sleep(0.01)
+        return await asyncio.gather(*(batcher.aio(item) for item in range(4)))
+
+    async def main() -> None:
+        await batcher.aio("leave")
+        assert await left[0] == [4, 4, 4, 4]
+
+    batcher = Batcher(leaves, policy=functools.partial(Window, wait_ms=10), max_batch_size=4)
+    run(main())
+    batcher.close()
+
+
+def test_waiting_in_the_batchers_own_loop_is_an_error() -> None:
+    async def waiting(items: list[int]) -> list[Any]:
+        return [batcher.submit(item).result() for item in items]
+
+    batcher = greedy(waiting)
+    with pytest.raises(RuntimeError, match="await"):
+        batcher(1)
+    batcher.close(cancel=True)
+
+
+# --- loops that end -------------------------------------------------------------------------------
+
+
+def test_a_loop_that_is_closed_with_requests_open_harms_nobody() -> None:
+    gate = Gate()
+    batcher = greedy(gate, max_batch_size=2)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(batcher.aio(0))
+    loop.run_until_complete(settle())
+    gate.wait_entered()
+    late = loop.create_task(batcher.aio(1))
+    loop.run_until_complete(settle())
+    neighbour = batcher.submit(2)
+    loop.close()
+    gate.open(2)
+    assert neighbour.result(LONG_S) == 2
+    batcher.close(timeout_s=LONG_S)
+    for each in (task, late):
+        each._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def test_a_loop_that_is_closed_with_an_asynchronous_batch_running() -> None:
+    async def hang(items: list[int]) -> list[int]:
+        if items != [1]:
+            await asyncio.sleep(LONG_S)
+        return items
+
+    batcher = greedy(hang)
+
+    async def main() -> None:
+        asyncio.get_running_loop().create_task(batcher.aio(0))
+        await settle()
+
+    run(main())
+    assert run(batcher.aio(1)) == 1
+    batcher.close(timeout_s=LONG_S)
+
+
+def test_the_batchers_own_loop_is_replaced_when_somebody_stops_it() -> None:
+    async def stops(items: list[int]) -> list[int]:
+        if items == [13]:
+            asyncio.get_running_loop().stop()
+            await asyncio.sleep(LONG_S)
+        return items
+
+    batcher = greedy(stops)
+    stopped = batcher.submit(13)
+    assert isinstance(stopped.exception(LONG_S), BatchingError)
+    wait_until(lambda: batcher._engine._own.is_lost)  # type: ignore[union-attr]
+    assert batcher(1) == 1
+    assert batcher.stats().submitted == 2
+    batcher.close(timeout_s=LONG_S)
+
+
+def test_the_batchers_own_loop_is_gone_with_it() -> None:
+    def own_loops() -> int:
+        return sum(each.name.startswith("batch-") for each in threading.enumerate())
+
+    gc.collect()  # of other tests
+    wait_until(lambda: own_loops() == 0)
+    assert greedy(adouble)(1) == 2
+    wait_until(lambda: own_loops() == 0, "the end of its thread")
+
+
+@both
+def test_closing(function: Any) -> None:
+    async def main() -> None:
+        async with Batcher(function, policy=functools.partial(Window, wait_ms=1e6)) as batcher:
+            task = asyncio.create_task(batcher.aio(1))
+            await settle()
+            await batcher.adrain()
+            assert await task == 2
+            task = asyncio.create_task(batcher.aio(2))
+            await settle()
+        assert await task == 4
+        with pytest.raises(BatcherClosed):
+            await batcher.aio(3)
+
+        other = Batcher(function, policy=functools.partial(Window, wait_ms=1e6))
+        task = asyncio.create_task(other.aio(1))
+        await settle()
+        await other.aclose(cancel=True)
+        with pytest.raises(BatcherClosed):
+            await task
+
+    run(main())

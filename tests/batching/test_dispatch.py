@@ -1,0 +1,369 @@
+"""Whatever happens in whatever order: each request is answered once, and every place is given back.
+
+Jobs are run by hand here, so that each order of events is possible and none is a matter of luck.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trims_shim.batching.dispatch import Dispatch, Options
+from trims_shim.batching.functions import BatchFunction
+from trims_shim.batching.jobs import Job
+from trims_shim.batching.learning import Learning
+from trims_shim.batching.policies.early_drop import EarlyDrop
+from trims_shim.batching.policies.window import Window
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import NEVER_NS, TIMER, DropReason, Request
+from trims_shim.batching.replies import BatchFuture, Entry
+from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
+
+MS = 1_000_000
+
+
+class ManualDispatch(Dispatch):
+    """Launched jobs wait in ``launched`` until :meth:`run`; the clock stands still until moved."""
+
+    def __init__(self, make_rule: Any, **limits: Any) -> None:
+        self.now_ns = 1
+        self.launched: list[Job] = []
+        self.wake_ns: int | None = None
+        self.rescues = 0
+        profile = LatencyProfile.linear(1, 4, max_batch_size=3)
+        devices = limits.pop("devices", 1)
+        options = Options(
+            Learning(
+                make_rule,
+                name=None,
+                max_batch_size=3,
+                max_batch_weight=None,
+                devices=devices,
+                batch_sizes=None,
+                prior=profile,
+                store=lambda: None,
+            ),
+            devices=devices,
+            queue_size=limits.pop("queue_size", 4),
+            rejects_when_full=limits.pop("rejects_when_full", False),
+            serves_late=limits.pop("serves_late", False),
+            caller_runs=True,
+            clock_ns=lambda: self.now_ns,
+        )
+        assert not limits
+        function = BatchFunction(
+            lambda items: items,
+            collate="list",
+            batch_sizes=None,
+            isolate_failures=True,
+            takes_owner=False,
+            name="function",
+        )
+        super().__init__(function, options)
+
+    def is_running_here(self) -> bool:
+        return False
+
+    def check_may_wait(self) -> None:
+        pass
+
+    def _launch(self, job: Job) -> None:
+        assert self._is_busy
+        self.launched.append(job)
+        job.runner = self
+
+    def _keep_time(self, wake_ns: int | None) -> None:
+        self.wake_ns = wake_ns
+
+    def _rescue(self) -> None:
+        self.rescues += 1
+
+    def make(
+        self, item: Any = 0, *, priority: int = 0, deadline_ns: int = NEVER_NS
+    ) -> tuple[BatchFuture, Request]:
+        future = BatchFuture()
+        entry = Entry((item,), future, deadline_ns, None)
+        request = Request(0, self.now_ns, deadline_ns, priority, None, 1, entry)
+        future.attach(self, request)
+        self.submit(request)
+        return future, request
+
+    def run(self, job: Job, *, fails: bool = False) -> None:
+        """One launched job, from begin to end."""
+        self.launched.remove(job)
+        entries = job.begin(self.now_ns)
+        self.now_ns += MS
+        if fails:
+            job.end_with(self.now_ns, ValueError("batch"))
+        else:
+            job.end(self.now_ns, [entry.arguments[0] for entry in entries])
+        job.deliver()
+        self.post(job)
+
+    def tick(self) -> None:
+        """Time passes, and the timer comes if it is due."""
+        self.now_ns += MS
+        if self.wake_ns is not None and self.wake_ns <= self.now_ns:
+            self.post(lambda now_ns: self._tell(now_ns, TIMER))
+
+    def check_empty(self) -> None:
+        """Nothing is open, and nothing was lost."""
+        stats = self.stats()
+        assert (stats.queued, stats.running) == (0, 0)
+        assert len(self._room) == self.options.queue_size
+        assert not self._inbox
+        assert not self._late
+        assert not self._held
+        ended = stats.answered + stats.failed + stats.cancelled + sum(stats.dropped.values())
+        assert ended == stats.submitted
+
+
+# --- any order ------------------------------------------------------------------------------------
+
+
+class Moody(EarlyDrop):
+    """Raises for a priority of 13."""
+
+    def choose(self, now_ns: int) -> int:
+        if self.queue[0].priority == 13:
+            raise RuntimeError("thirteen")
+        return super().choose(now_ns)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.sampled_from([0, 0, 0, 1, 13]), st.integers(-1, 40)),
+        st.tuples(st.just("cancel"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("run"), st.integers(0, 3), st.booleans()),
+        st.tuples(st.just("tick"), st.just(0), st.just(0)),
+        st.tuples(st.just("watch"), st.just(0), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(
+    steps=steps,
+    maker=st.sampled_from([Moody, functools.partial(Window, wait_ms=3)]),
+    serves_late=st.booleans(),
+    rejects=st.booleans(),
+    devices=st.integers(1, 2),
+    end=st.sampled_from(["close", "cancel", "watch"]),
+)
+def test_each_request_is_answered_once(
+    steps: list[Any], maker: Any, serves_late: bool, rejects: bool, devices: int, end: str
+) -> None:
+    dispatch = ManualDispatch(
+        maker, serves_late=serves_late, rejects_when_full=rejects, devices=devices
+    )
+    futures: list[BatchFuture] = []
+    answers: Counter[int] = Counter()
+    watched: list[int] = []
+    watches = 0
+    for what, first, second in steps:
+        if what == "submit":
+            deadline_ns = NEVER_NS if second == 40 else dispatch.now_ns + second * MS
+            try:
+                future, _ = dispatch.make(len(futures), priority=first, deadline_ns=deadline_ns)
+            except QueueFull:
+                continue
+            number = len(futures)
+            futures.append(future)
+            future.add_done_callback(lambda _, number=number: answers.update([number]))
+        elif what == "cancel" and futures:
+            futures[first % len(futures)].cancel()
+        elif what == "run" and dispatch.launched:
+            dispatch.run(dispatch.launched[first % len(dispatch.launched)], fails=second)
+        elif what == "tick":
+            dispatch.tick()
+        elif what == "watch":
+            watches += 1
+            dispatch.watch(lambda: watched.append(1))
+        assert len(dispatch.launched) <= devices
+        assert len(dispatch._waiting) + len(dispatch._room) == dispatch.options.queue_size
+    if end == "watch":
+        watches += 1
+        dispatch.watch(lambda: watched.append(1))
+    else:
+        dispatch.close(cancel=end == "cancel")
+    while dispatch.launched:
+        dispatch.run(dispatch.launched[0])
+    assert all(future.done() for future in futures)
+    assert answers == Counter(range(len(futures)))
+    assert len(watched) == watches
+    for number, future in enumerate(futures):
+        if not future.cancelled() and future.exception() is None:
+            assert future.result() == number
+    dispatch.check_empty()
+
+
+# --- one by one -----------------------------------------------------------------------------------
+
+
+def waiting_dispatch(**limits: Any) -> ManualDispatch:
+    return ManualDispatch(functools.partial(Window, wait_ms=5), **limits)
+
+
+def test_an_event_that_comes_while_the_lock_is_held_is_not_lost() -> None:
+    dispatch = waiting_dispatch()
+    with dispatch._turn():
+        future, _ = dispatch.make()
+        assert dispatch.stats().submitted == 0
+    dispatch.settle()
+    assert dispatch.stats().submitted == 1
+    assert future.cancel()
+    dispatch.check_empty()
+
+
+def test_the_policy_sees_time_that_never_goes_back() -> None:
+    seen = []
+
+    class Recording(Window):
+        def on_arrival(self, now_ns: int, request: Request) -> None:
+            seen.append(now_ns)
+
+    dispatch = ManualDispatch(functools.partial(Recording, wait_ms=1e6))
+    for now_ns in (10, 5, 7, 20):
+        dispatch.now_ns = now_ns
+        dispatch.make()
+    assert seen == [10, 10, 10, 20]
+
+
+def test_numbers_ascend_in_the_order_of_arrival() -> None:
+    dispatch = waiting_dispatch()
+    assert [dispatch.make()[1].number for _ in range(3)] == [1, 2, 3]
+
+
+def test_an_interrupt_under_the_lock_leaves_the_event_to_somebody_else() -> None:
+    interrupts = iter([KeyboardInterrupt])
+
+    class Interrupted(Window):
+        def on_arrival(self, now_ns: int, request: Request) -> None:
+            for error in interrupts:
+                raise error
+
+    dispatch = ManualDispatch(functools.partial(Interrupted, wait_ms=0))
+    with pytest.raises(KeyboardInterrupt):
+        dispatch.make("item")
+    assert dispatch.rescues == 1
+    assert not dispatch._is_busy
+    dispatch.settle()
+    (job,) = dispatch.launched
+    future = job.requests[0].payload.reply
+    dispatch.run(job)
+    assert future.result() == "item"
+    dispatch.check_empty()
+
+
+@pytest.mark.parametrize("wrong", ["empty", "unknown", "twice"])
+def test_a_policy_that_runs_what_is_not_queued_fails_its_requests(wrong: str) -> None:
+    dispatch = waiting_dispatch(queue_size=9)
+    futures = [dispatch.make()[0] for _ in range(2)]
+    on_event = dispatch._policy.on_event
+
+    def lie(now_ns: int, event: Any) -> Any:
+        (action,) = on_event(now_ns, event)
+        first = action.batch[0]
+        batch = {"empty": [], "unknown": [Request(99, 0)], "twice": [first, first]}[wrong]
+        return [type(action)(action.device, batch)]
+
+    dispatch._policy.on_event = lie  # type: ignore[method-assign]
+    futures.append(dispatch.make()[0])
+    for future in futures:
+        assert isinstance(future.exception(0), ValueError)
+    assert not dispatch.launched
+    dispatch.check_empty()
+    later, _ = dispatch.make(5)
+    dispatch.close(cancel=False)
+    dispatch.run(dispatch.launched[0])
+    assert later.result(0) == 5
+
+
+def test_jobs_of_a_new_policy_wait_for_those_of_the_old_one() -> None:
+    dispatch = ManualDispatch(Moody)
+    running, _ = dispatch.make(1)
+    (old,) = dispatch.launched
+    dispatch._start_over(RuntimeError("as if"))
+    later, _ = dispatch.make(2)
+    assert dispatch.launched == [old]
+    dispatch.run(old)
+    assert running.result(0) == 1
+    dispatch.run(dispatch.launched[0])
+    assert later.result(0) == 2
+    dispatch.check_empty()
+
+
+def test_a_drop_says_the_reason() -> None:
+    dispatch = ManualDispatch(EarlyDrop)
+    future, _ = dispatch.make(deadline_ns=dispatch.now_ns + MS)
+    error = future.exception(0)
+    assert isinstance(error, RequestDropped)
+    assert error.reason == "hopeless"
+    assert "function" in str(error)
+
+
+def test_close_in_its_place_among_the_events() -> None:
+    """What was submitted before is answered, although it is looked at afterwards."""
+    dispatch = waiting_dispatch()
+    with dispatch._turn():
+        before, _ = dispatch.make(1)
+        dispatch.close(cancel=False)
+        with pytest.raises(BatcherClosed):
+            dispatch.make(2)
+    dispatch.settle()
+    dispatch.run(dispatch.launched[0])
+    assert before.result(0) == 1
+
+
+def test_late_requests_that_are_given_up_while_all_are_cancelled_are_answered_once() -> None:
+    class Fussy(Window):
+        """Gives the rest up when one was cancelled."""
+
+        def choose(self, now_ns: int) -> int:
+            if len(self.queue) < 3:
+                self.drop(self.queue.take(len(self.queue)), DropReason.SHED)
+            return 0
+
+    dispatch = ManualDispatch(functools.partial(Fussy, wait_ms=0), serves_late=True)
+    futures = []
+    with dispatch._turn():
+        futures += [dispatch.make(deadline_ns=NEVER_NS - 1)[0] for _ in range(3)]
+    dispatch._policy._free.clear()  # type: ignore[attr-defined]  # busy while they arrive
+    dispatch.settle()
+    dispatch._policy._free.append(0)  # type: ignore[attr-defined]
+    dispatch.close(cancel=True)
+    assert all(isinstance(future.exception(0), BatcherClosed) for future in futures)
+    assert not dispatch.launched
+    assert dispatch._era == 0  # the policy was told nothing that is wrong
+    dispatch.check_empty()
+
+
+def test_a_submitter_that_waits_for_room_gets_it_or_is_told() -> None:
+    dispatch = waiting_dispatch(queue_size=1)
+    dispatch.make(1)
+    outcomes: list[Any] = []
+
+    def submit(item: int) -> None:
+        future = BatchFuture()
+        entry = Entry((item,), future, NEVER_NS, None)
+        dispatch.submit_and_wait_for_room(Request(0, dispatch.now_ns, payload=entry))
+        outcomes.append(future)
+
+    threads = [threading.Thread(target=submit, args=(item,)) for item in (2, 3)]
+    for thread in threads:
+        thread.start()
+    while dispatch.stats().queued < 3:
+        pass
+    assert outcomes == []
+    dispatch.close(cancel=True)
+    for thread in threads:
+        thread.join(20)
+    assert len(outcomes) == 2
+    assert all(isinstance(each.exception(0), BatcherClosed) for each in outcomes)
+    dispatch.check_empty()

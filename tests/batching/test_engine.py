@@ -1,0 +1,243 @@
+"""Forks, and the end of the interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable
+
+import pytest
+
+from tests.batching.waiting import LONG_S, Gate, wait_until
+from trims_shim.batching import Batcher, batched
+from trims_shim.batching.policies.window import Window
+from trims_shim.errors import BatchingError
+
+greedy = functools.partial(Batcher, policy="immediate")
+
+
+def in_child(check: Callable[[], object]) -> None:
+    """Fork, and run ``check`` there; its assertions are this test's."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(round(LONG_S))
+            check()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    end_s = time.monotonic() + LONG_S
+    while time.monotonic() < end_s:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            assert status == 0, "in the child, see its output"
+            return
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail("the child hangs")
+
+
+def triple(items: list[int]) -> list[int]:
+    return [3 * item for item in items]
+
+
+async def atriple(items: list[int]) -> list[int]:
+    return [3 * item for item in items]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork with threads, from 3.12 on
+@pytest.mark.parametrize("function", [triple, atriple])
+def test_the_batchers_of_a_child_work_anew(function: Callable[..., object]) -> None:
+    batcher = greedy(function)
+    assert batcher.submit(1).result(LONG_S) == 3
+    assert asyncio.run(batcher.aio(1)) == 3
+
+    def check() -> None:
+        assert batcher.stats().submitted == 0
+        assert batcher(2) == 6
+        assert batcher.submit(2).result(LONG_S) == 6
+        assert asyncio.run(batcher.aio(2)) == 6
+        assert list(batcher.map(range(5))) == [0, 3, 6, 9, 12]
+        assert batcher.stats().submitted == 8
+        batcher.close(timeout_s=LONG_S)
+
+    in_child(check)
+    assert batcher.submit(1).result(LONG_S) == 3
+    assert batcher.stats().submitted == 3
+    batcher.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_while_a_batch_runs_and_others_wait() -> None:
+    gate = Gate()
+    with greedy(gate, queue_size=2) as batcher:
+        running = batcher.submit(0)
+        gate.wait_entered()
+        waiting = [batcher.submit(1), batcher.submit(2)]
+        called: list[object] = []
+        waiting[0].add_done_callback(called.append)
+
+        def check() -> None:
+            for future in (running, *waiting):
+                with pytest.raises(BatchingError, match="parent"):
+                    future.result()
+                assert isinstance(future.exception(), BatchingError)
+                assert not future.cancel()
+            assert not concurrent.futures.wait([running, *waiting], 1).not_done
+            assert called == []
+            gate.open()
+            assert batcher(5) == 5
+            batcher.close(timeout_s=LONG_S)
+
+        in_child(check)
+        gate.open(2)
+        assert [future.result(LONG_S) for future in (running, *waiting)] == [0, 1, 2]
+        assert called == [waiting[0]]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_with_a_lock_held() -> None:
+    """As at a fork in one thread while another one is in the middle of an event."""
+    policy = functools.partial(Window, wait_ms=1e6)
+    batcher = Batcher(triple, policy=policy)
+    future = batcher.submit(1)
+    dispatch = batcher._engine.threads()
+    with dispatch._lock, batcher._engine._lock, future._condition:
+
+        def check() -> None:
+            with pytest.raises(BatchingError, match="parent"):
+                future.result()
+            later = batcher.submit(2)
+            batcher.drain(LONG_S)
+            assert later.result(LONG_S) == 6
+
+        in_child(check)
+    batcher.close()
+    assert future.result(LONG_S) == 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_inside_a_batch() -> None:
+    """The function forks, as one that starts a process does; the child may even go on."""
+
+    def forks(items: list[int]) -> list[int]:
+        if items == [13]:
+            in_child(lambda: batcher(1) == 1)
+        return items
+
+    with greedy(forks) as batcher:
+        assert batcher(13) == 13
+        assert batcher.submit(13).result(LONG_S) == 13
+
+
+class Model:
+    @batched(policy="immediate")
+    def scale(self, items: list[int]) -> list[int]:
+        return triple(items)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_methods_in_a_child() -> None:
+    model = Model()
+    assert model.scale.submit(1).result(LONG_S) == 3
+    in_child(lambda: model.scale.submit(1).result(LONG_S))
+
+
+# --- the end of the interpreter -------------------------------------------------------------------
+
+
+def run_script(script: str, *, timeout_s: float = LONG_S) -> subprocess.CompletedProcess[str]:
+    code = "import functools, sys, threading, time\n" + textwrap.dedent(script)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_what_is_queued_is_answered_before_the_end(prefix: str) -> None:
+    result = run_script(f"""
+        from trims_shim.batching import Batcher
+        from trims_shim.batching.policies.window import Window
+        {prefix}def function(items):
+            return items
+        batcher = Batcher(function, policy=functools.partial(Window, wait_ms=1e6))
+        for item in range(3):
+            batcher.submit(item).add_done_callback(lambda f: print(f.result(), flush=True))
+    """)
+    assert result.stdout.split() == ["0", "1", "2"], result
+    assert result.returncode == 0
+    assert result.stderr == ""
+
+
+def test_a_batch_that_hangs_does_not_keep_the_interpreter() -> None:
+    result = run_script("""
+        from trims_shim.batching import Batcher, engine
+        engine.EXIT_S = 0.2
+        started = threading.Event()
+        def hang(items):
+            started.set()
+            time.sleep(1e6)
+        batcher = Batcher(hang, policy="immediate")
+        running, waiting = batcher.submit(0), batcher.submit(1)
+        waiting.add_done_callback(lambda f: print(type(f.exception()).__name__, flush=True))
+        started.wait()
+    """)
+    assert result.stdout.split() == ["BatcherClosed"], result
+    assert result.returncode == 0
+
+
+def test_threads_that_wait_at_the_end_get_their_answers() -> None:
+    result = run_script("""
+        from trims_shim.batching import Batcher
+        from trims_shim.batching.policies.window import Window
+        batcher = Batcher(lambda x: x, policy=functools.partial(Window, wait_ms=300))
+        def call(item):
+            print(f"{batcher(item)}\\n", end="", flush=True)
+        def submit(item):
+            print(f"{batcher.submit(item).result()}\\n", end="", flush=True)
+        threading.Thread(target=call, args=(1,)).start()
+        threading.Thread(target=submit, args=(2,)).start()
+        time.sleep(0.1)
+    """)
+    assert sorted(result.stdout.split()) == ["1", "2"], result
+    assert result.returncode == 0
+
+
+def test_an_idle_batcher_does_not_keep_the_interpreter() -> None:
+    result = run_script("""
+        from trims_shim.batching import Batcher
+        async def function(items):
+            return items
+        Batcher(function)(1)
+        kept = Batcher(lambda x: x)
+        kept.submit(1).result()
+        other = Batcher(function)
+        other(1)
+        print("done", flush=True)
+    """)
+    assert (result.stdout, result.stderr, result.returncode) == ("done\n", "", 0)
+
+
+def test_two_engines_share_nothing() -> None:
+    first, second = greedy(triple, queue_size=1), greedy(triple, queue_size=1)
+    assert first(1) == second(1) == 3
+    first.close()
+    assert second(1) == 3
+    wait_until(lambda: second.stats().submitted == 2)
+    second.close()

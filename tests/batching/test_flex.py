@@ -1,0 +1,330 @@
+"""FlexBatcher: staged models that really run, and really are given up.
+
+Time stands still (a clock of the test), so what the policy decides is certain: a long model of two
+stages is held in its first one while requests of a short model come that cannot wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from trims_shim.batching.exit_points import exit_point
+from trims_shim.batching.flex import FlexBatcher
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
+
+PATIENCE_S = 20.0
+PROFILES = {
+    "long": LatencyProfile.linear(10, 1000, max_batch_size=32),
+    "short": LatencyProfile.linear(1, 10, max_batch_size=32),
+}
+SLOS_MS = {"long": 10_000, "short": 700}
+
+
+class Gate:
+    """A stage that says when it was entered and waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Semaphore(0)
+        self._may_go = threading.Semaphore(0)
+        self.calls: list[list[Any]] = []
+
+    def __call__(self, batch: list[Any]) -> list[Any]:
+        self.calls.append(list(batch))
+        self.entered.release()
+        assert self._may_go.acquire(timeout=PATIENCE_S)
+        return batch
+
+    def wait(self) -> None:
+        assert self.entered.acquire(timeout=PATIENCE_S)
+
+    def open(self, times: int = 1) -> None:
+        self._may_go.release(times)
+
+
+class Scene:
+    """A batcher whose models wait in their first stages."""
+
+    def __init__(self, **options: Any) -> None:
+        self.long, self.short = Gate(), Gate()
+        self.second: list[list[Any]] = []
+        stages = options.pop("stages", [self.long, self._finish])
+        self.batcher = FlexBatcher(
+            {"long": stages, "short": [self.short]},
+            **{
+                "slo_ms": SLOS_MS,
+                "profiles": PROFILES,
+                "collate": "list",
+                "clock_ns": lambda: 0,
+                **options,
+            },
+        )
+
+    def _finish(self, batch: list[Any]) -> list[Any]:
+        self.second.append(list(batch))
+        return [f"{each}!" for each in batch]
+
+    def submit(self, model: str, *items: Any, **options: Any) -> list[Any]:
+        return [self.batcher.submit(model, item, **options) for item in items]
+
+    def close(self) -> None:
+        self.long.open(1000)
+        self.short.open(1000)
+        self.batcher.close(timeout_s=PATIENCE_S)
+
+
+@pytest.fixture
+def make_scene() -> Iterator[Callable[..., Scene]]:
+    scenes: list[Scene] = []
+
+    def make(**options: Any) -> Scene:
+        scenes.append(Scene(**options))
+        return scenes[-1]
+
+    yield make
+    for scene in scenes:
+        scene.close()
+
+
+def results(futures: list[Any]) -> list[Any]:
+    return [each.result(PATIENCE_S) for each in futures]
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def make_linear() -> FlexBatcher:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    return FlexBatcher(
+        {"linear": model.requires_grad_(False), "double": [lambda batch: batch * 2]}, slo_ms=5000
+    )
+
+
+def test_models_are_called_by_name() -> None:
+    with make_linear() as batcher:
+        row = torch.ones(3)
+        assert torch.equal(batcher("double", row), row * 2)
+        assert batcher.submit("linear", row).result(PATIENCE_S).shape == (2,)
+        assert batcher.stats().answered == 2
+
+
+def test_and_awaited() -> None:
+    async def ask(batcher: FlexBatcher) -> list[Any]:
+        rows = [torch.full((3,), float(number)) for number in range(5)]
+        return await asyncio.gather(*(batcher.aio("double", row) for row in rows))
+
+    with make_linear() as batcher:
+        answers = asyncio.run(ask(batcher))
+    assert [float(each[0]) for each in answers] == [0.0, 2.0, 4.0, 6.0, 8.0]
+
+
+def test_items_of_different_shapes_do_not_share_a_batch() -> None:
+    with make_linear() as batcher:
+        futures = [batcher.submit("double", torch.ones(size)) for size in (2, 3, 2, 3)]
+        assert [tuple(each.shape) for each in results(futures)] == [(2,), (3,), (2,), (3,)]
+
+
+def test_a_profile_is_measured_beforehand() -> None:
+    with make_linear() as batcher:
+        profile = batcher.warm("linear", torch.ones(3), repeats=1, limit_s=5)
+        assert profile.max_batch_size == batcher.max_batch_size == 32
+
+
+# --- preemption -----------------------------------------------------------------------------------
+
+
+def preempted(scene: Scene, *, items: int = 4) -> tuple[list[Any], list[Any]]:
+    """Futures of a batch that was given up, and of those for which it was, which run now."""
+    longs = scene.submit("long", "a")
+    scene.long.wait()
+    shorts = scene.submit("short", *range(items))
+    scene.long.open()
+    scene.short.wait()
+    return longs, shorts
+
+
+def test_a_batch_is_given_up_at_its_exit_point_and_runs_again(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene()
+    longs, shorts = preempted(scene)
+    assert scene.second == [], "nothing beyond the exit point has run"
+    scene.short.open()
+    assert results(shorts) == [0, 1, 2, 3]
+    scene.long.wait()
+    scene.long.open()
+    assert results(longs) == ["a!"]
+    assert scene.long.calls == [["a"], ["a"]]
+    assert scene.batcher.preemption_stats().preemptions == 1
+    assert scene.batcher.stats().answered == 5
+
+
+def test_a_caller_that_blocks_survives_it(make_scene: Callable[..., Scene]) -> None:
+    """It may have run the batch itself, in its own thread."""
+    scene = make_scene()
+    found: list[Any] = []
+    caller = threading.Thread(target=lambda: found.append(scene.batcher("long", "a")))
+    caller.start()
+    scene.long.wait()
+    shorts = scene.submit("short", *range(4))
+    scene.long.open(2)
+    scene.short.open()
+    assert results(shorts) == [0, 1, 2, 3]
+    caller.join(PATIENCE_S)
+    assert found == ["a!"]
+    assert len(scene.long.calls) == 2
+
+
+def test_fewer_requests_do_not_preempt(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene()
+    longs = scene.submit("long", "a")
+    scene.long.wait()
+    shorts = scene.submit("short", *range(3))
+    scene.long.open()
+    scene.short.open()
+    assert results(longs) == ["a!"]
+    assert results(shorts) == [0, 1, 2]
+    assert scene.long.calls == [["a"]]
+
+
+def test_without_a_factor_nothing_is_given_up(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(preemption_factor=None)
+    longs = scene.submit("long", "a")
+    scene.long.wait()
+    scene.submit("short", *range(8))
+    scene.long.open()
+    scene.short.open()
+    assert results(longs) == ["a!"]
+    assert scene.batcher.preemption_stats().preemptions == 0
+
+
+def test_a_stage_may_have_exit_points_of_its_own(make_scene: Callable[..., Scene]) -> None:
+    beyond: list[Any] = []
+    gate = Gate()
+
+    def looping(batch: list[Any]) -> list[Any]:
+        batch = gate(batch)
+        exit_point()
+        beyond.append(batch)
+        return batch
+
+    scene = make_scene(stages=[looping, lambda batch: batch])
+    longs = scene.submit("long", "a")
+    gate.wait()
+    scene.submit("short", *range(4))
+    gate.open()
+    scene.short.wait()
+    assert beyond == []
+    gate.open()
+    scene.short.open()
+    assert results(longs) == ["a"]
+
+
+def test_what_was_given_up_can_be_cancelled(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene()
+    longs, shorts = preempted(scene)
+    assert longs[0].cancel()
+    scene.short.open()
+    results(shorts)
+    scene.batcher.drain(PATIENCE_S)
+    assert scene.long.calls == [["a"]], "it did not run again"
+    assert scene.batcher.stats().cancelled == 1
+
+
+def test_giving_up_does_not_make_the_queue_longer(make_scene: Callable[..., Scene]) -> None:
+    """The one that waits again takes a place, also when there was none."""
+    scene = make_scene(queue_size=4, when_full="reject")
+    preempted(scene)
+    scene.submit("short", *range(3))
+    with pytest.raises(QueueFull):
+        scene.submit("short", 3)
+
+
+def test_closing_fails_what_was_given_up(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene()
+    longs, shorts = preempted(scene)
+    with pytest.raises(TimeoutError):
+        scene.batcher.close(cancel=True, timeout_s=0.0)  # the short ones run
+    with pytest.raises(BatcherClosed):
+        results(longs)
+    scene.short.open()
+    assert results(shorts) == [0, 1, 2, 3]
+    assert scene.long.calls == [["a"]]
+
+
+# --- what else a batcher does ---------------------------------------------------------------------
+
+
+def test_the_hopeless_are_dropped(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene()
+    (future,) = scene.submit("short", 1, deadline_ms=5)
+    with pytest.raises(RequestDropped) as caught:
+        future.result(PATIENCE_S)
+    assert caught.value.reason == "hopeless"
+
+
+def test_or_served_late(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(when_late="serve")
+    scene.short.open()
+    assert results(scene.submit("short", 1, deadline_ms=5)) == [1]
+
+
+def test_an_objective_may_be_set_for_all(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene()
+    scene.batcher.update(slo_ms=5)
+    with pytest.raises(RequestDropped):
+        results(scene.submit("short", 1))
+    assert scene.batcher.slo_ms == 5
+
+
+def test_a_failing_item_fails_alone() -> None:
+    def fail_at_2(batch: list[int]) -> list[int]:
+        if 2 in batch:
+            raise LookupError("2")
+        return batch
+
+    with FlexBatcher({"m": [fail_at_2]}, collate="list") as batcher:
+        futures = [batcher.submit("m", number) for number in range(5)]
+        with pytest.raises(LookupError):
+            futures[2].result(PATIENCE_S)
+        del futures[2]
+        assert results(futures) == [0, 1, 3, 4]
+
+
+def test_nothing_was_given_up_before_the_first_request() -> None:
+    batcher = FlexBatcher({"m": [len]})
+    batcher.close()
+    assert batcher.preemption_stats().preemptions == 0
+    assert repr(batcher) == "<FlexBatcher flex, at most 32 at once>"
+
+
+def test_an_unknown_model_is_named() -> None:
+    with make_linear() as batcher:
+        with pytest.raises(ValueError, match="no model 'other'; it has 'linear', 'double'"):
+            batcher("other", 1)
+        with pytest.raises(TypeError, match="name of a model, and an item"):
+            batcher("linear")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slo_ms": {"other": 5}}, "slo_ms is given for other; the models are m"),
+        ({"max_batch_size": 0}, "max_batch_size is 0"),
+        ({"queue_size": 0}, "queue_size is 0"),
+        ({"devices": 0}, "devices is 0"),
+        ({"devices": ["tpu"]}, "device 'tpu'"),
+        ({"preemption_factor": 1.0}, "preemption_factor is 1.0"),
+        ({"when_late": "never"}, "when_late is 'never'"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FlexBatcher({"m": [lambda batch: batch]}, **options)

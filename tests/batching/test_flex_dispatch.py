@@ -1,0 +1,122 @@
+"""What is learned of staged models while they run. Time is made by their stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from trims_shim.batching.exit_points import exit_point
+from trims_shim.batching.flex import FlexBatcher
+from trims_shim.batching.flex_dispatch import FlexLearning, _ascending
+from trims_shim.batching.policies.staged_model import StagedModel
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.errors import RequestDropped
+
+KEY_SIGNATURE = None  # of a collate that makes lists
+MS = 1_000_000
+
+
+class Clock:
+    """Goes on only when a stage says so."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def stage(self, takes_ms: float) -> Callable[[list[int]], list[int]]:
+        def run(batch: list[int]) -> list[int]:
+            self.now_ns += round(takes_ms * MS)
+            return batch
+
+        return run
+
+
+def learned(batcher: FlexBatcher) -> StagedModel:
+    learning = batcher._engine.options.learning
+    assert isinstance(learning, FlexLearning)
+    (key,) = learning.keys()
+    return learning.model(key)
+
+
+def test_where_the_exit_points_are_is_learned() -> None:
+    clock = Clock()
+    stages = [clock.stage(10), clock.stage(20), clock.stage(70)]
+    with FlexBatcher({"m": stages}, collate="list", clock_ns=clock) as batcher:
+        for number in range(40):
+            batcher("m", number)
+        model = learned(batcher)
+    assert model.exits == pytest.approx((0.1, 0.3), abs=0.01)
+    assert model.profile.latency_ns(1) == pytest.approx(100 * MS, rel=0.05)
+
+
+def test_those_inside_of_stages_too() -> None:
+    clock = Clock()
+
+    def looping(batch: list[int]) -> list[int]:
+        for _ in range(4):
+            clock.now_ns += 25 * MS
+            exit_point()
+        return batch
+
+    with FlexBatcher({"m": [looping]}, collate="list", clock_ns=clock) as batcher:
+        for number in range(5):
+            batcher("m", number)
+        # The last one is at the very end, where nothing is left to be given up.
+        assert learned(batcher).exits == pytest.approx((0.25, 0.5, 0.75), abs=0.01)
+
+
+def test_before_the_first_batch_stages_are_thought_to_be_equal() -> None:
+    with FlexBatcher({"m": [len, len, len, len]}, slo_ms=1000, collate="list") as batcher:
+        learning = batcher._engine.options.learning
+        assert isinstance(learning, FlexLearning)
+        assert learning.model(("m", KEY_SIGNATURE)).exits == (0.25, 0.5, 0.75)
+
+
+def test_a_profile_by_which_nothing_can_be_in_time_is_doubted() -> None:
+    clock = Clock()
+    slow = LatencyProfile.linear(0, 100_000, max_batch_size=32)
+    with FlexBatcher(
+        {"m": [clock.stage(10)]},
+        slo_ms=1000,
+        collate="list",
+        profiles={"m": slow},
+        clock_ns=clock,
+    ) as batcher:
+        for _ in range(200):
+            try:
+                assert batcher("m", 5) == 5
+                break
+            except RequestDropped:
+                clock.now_ns += MS
+        else:
+            pytest.fail("nothing is ever answered")
+
+
+def test_another_batch_size_is_for_all_models() -> None:
+    clock = Clock()
+    with FlexBatcher({"m": [clock.stage(1)]}, collate="list", clock_ns=clock) as batcher:
+        batcher("m", 1)
+        batcher.update(max_batch_size=5)
+        assert learned(batcher).max_batch_size == 5
+        assert batcher("m", 1) == 1
+        assert batcher.max_batch_size == 5
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([0.2, 0.6], (0.2, 0.6)),
+        ([0.5, 0.5], (0.5, 0.500001)),
+        ([0.0, 0.5], (0.000001, 0.5)),
+        ([0.5, 1.0], (0.5,)),
+        ([0.9, 0.3], (0.9, 0.900001)),
+        ([], ()),
+    ],
+)
+def test_exit_points_always_ascend(shares: list[float], expected: tuple[float, ...]) -> None:
+    found = _ascending(shares)
+    assert found == pytest.approx(expected)
+    StagedModel(LatencyProfile([1]), 1, found)

@@ -1,0 +1,67 @@
+"""docs/batching.md names what there is, and all of it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from trims_shim.batching import Batcher, FlexBatcher, Pad, exit_point
+from trims_shim.batching.collate import collate_of
+from trims_shim.batching.policies import POLICIES
+
+GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "batching.md").read_text()
+SECTIONS = dict(
+    re.findall(r"^##+ ([^\n]+)\n(.*?)(?=^##|\Z)", GUIDE, flags=re.MULTILINE | re.DOTALL)
+)
+OPTIONS = set(inspect.signature(Batcher.__init__).parameters) - {"self", "function", "clock_ns"}
+
+
+def first_column(section: str) -> list[str]:
+    return re.findall(r"^\| `\"?([a-z_]+)\"?` \|", SECTIONS[section], flags=re.MULTILINE)
+
+
+def test_every_policy_is_explained() -> None:
+    assert sorted(first_column("Policies")) == sorted(POLICIES)
+
+
+def test_every_named_collate_is_explained() -> None:
+    for name in first_column("Items"):
+        collate_of(name)
+    assert set(first_column("Items")) == {"auto", "list", "stack", "concatenate"}
+
+
+def test_every_option_is_explained() -> None:
+    assert sorted(option for option in OPTIONS if f"`{option}" not in GUIDE) == []
+
+
+def test_options_in_code_exist() -> None:
+    used = re.findall(r"(?:batched|Batcher)\(([^)]*)\)", GUIDE)
+    names = {name for arguments in used for name in re.findall(r"(\w+)=", arguments)}
+    assert names
+    assert names - OPTIONS - {field.name for field in fields(Pad)} == set()
+
+
+def test_methods_in_the_text_exist() -> None:
+    methods = set(re.findall(r"`(?:batcher\.)?(\w+)\(\)`", GUIDE)) | set(
+        re.findall(r"classify\.(\w+)\(", GUIDE)
+    )
+    assert {"stats", "drain", "submit"} <= methods
+    others = {"batch", "unbatch", "exit_point"}  # LitServe's, and a function
+    assert sorted(each for each in methods - others if not hasattr(FlexBatcher, each)) == []
+
+
+def test_several_models_as_the_guide_has_it() -> None:
+    used = re.findall(r"FlexBatcher\((.*)\)$", GUIDE, flags=re.MULTILINE)
+    names = set(re.findall(r"(\w+)=", " ".join(used))) | {"devices", "preemption_factor"}
+    assert "slo_ms" in names
+    assert names <= set(inspect.signature(FlexBatcher.__init__).parameters)
+    assert callable(exit_point)
+    with FlexBatcher({"one": [abs_of_each], "two": [abs_of_each, abs_of_each]}) as batcher:
+        assert batcher("two", -3) == 3
+        assert batcher.preemption_stats().preemptions == 0
+
+
+def abs_of_each(numbers: list[int]) -> list[int]:
+    return [abs(number) for number in numbers]

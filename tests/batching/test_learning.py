@@ -1,0 +1,181 @@
+"""What is learned from batches, and what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trims_shim.batching.jobs import Job
+from trims_shim.batching.learning import LateKey, Learning
+from trims_shim.batching.policies.early_drop import EarlyDrop
+from trims_shim.batching.policies.immediate import Immediate
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile_store import ProfileStore
+from trims_shim.batching.protocol import Drop, DropReason, Request
+from trims_shim.batching.replies import BatchFuture, Entry
+from trims_shim.batching.single import Batching
+
+MS = 1_000_000
+
+
+def make(**options: Any) -> Learning:
+    defaults: dict[str, Any] = {
+        "name": None, "max_batch_size": 8, "max_batch_weight": None, "devices": 1,
+        "batch_sizes": None, "prior": None, "store": lambda: None,
+    }  # fmt: skip
+    return Learning(EarlyDrop, **{**defaults, **options})
+
+
+def ran_job(size: int, latency_ms: float, *, key: Any = None, fails: bool = False) -> Job:
+    requests = [
+        Request(number, 0, key=key, payload=Entry((number,), BatchFuture(), 0, None))
+        for number in range(size)
+    ]
+    job = Job(0, requests, 0)
+    job.begin(0)
+    if fails:
+        job.end_with(round(latency_ms * MS), ValueError())
+    else:
+        job.end(round(latency_ms * MS), list(range(size)))
+    job.deliver()
+    return job
+
+
+def with_rule(learning: Learning, key: Any = None) -> tuple[Batching, Any]:
+    policy = learning.make_policy()
+    assert isinstance(policy, Batching)
+    policy.on_event(0, Request(1, 0, key=key))
+    return policy, policy.rules[key]
+
+
+def test_the_first_batch_of_each_size_says_nothing() -> None:
+    learning = make()
+    policy, rule = with_rule(learning)
+    assert not learning.ran(policy, ran_job(1, 500))
+    assert learning.ran(policy, ran_job(1, 5))
+    assert not learning.ran(policy, ran_job(2, 500))
+    assert learning.ran(policy, ran_job(2, 6))
+    assert 4 * MS < rule.profile.latency_ns(1) < 7 * MS
+    assert rule.profile.latency_ns(2) < 8 * MS
+
+
+def test_failed_and_empty_batches_say_nothing() -> None:
+    learning = make()
+    policy, _ = with_rule(learning)
+    learning.ran(policy, ran_job(1, 5))
+    assert not learning.ran(policy, ran_job(1, 5, fails=True))
+    empty = ran_job(1, 5)
+    empty.live = []
+    assert not learning.ran(policy, empty)
+
+
+def test_keys_learn_apart_and_late_requests_teach_their_key() -> None:
+    learning = make()
+    policy, rule = with_rule(learning, "small")
+    for _ in range(4):
+        learning.ran(policy, ran_job(1, 2, key="small"))
+        learning.ran(policy, ran_job(1, 50, key=LateKey("large")))
+    assert learning.profile("small").latency_ns(1) < 3 * MS
+    assert learning.profile("large").latency_ns(1) > 40 * MS
+    assert rule.profile.latency_ns(1) < 3 * MS
+    assert set(learning.keys()) == {"small", "large"}
+
+
+def test_late_requests_have_a_rule_that_serves_them() -> None:
+    learning = make()
+    policy = learning.make_policy()
+    (run,) = policy.on_event(10, Request(1, 0, deadline_ns=1, key=LateKey("key")))
+    assert len(run.batch) == 1  # type: ignore[union-attr]
+    assert isinstance(policy.rules[LateKey("key")], Immediate)  # type: ignore[attr-defined]
+    assert LateKey("key") != "key"
+
+
+def test_a_padded_batch_is_learned_at_the_size_that_ran() -> None:
+    learning = make(batch_sizes=(4, 8))
+    policy, rule = with_rule(learning)
+    for _ in range(4):
+        learning.ran(policy, ran_job(1, 20))
+    assert rule.profile.latency_ns(1) == rule.profile.latency_ns(4) > 15 * MS
+    assert learning.sizes_to_measure() == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("deadline_ms", "now_ms", "reason", "heals"),
+    [
+        (100, 1, DropReason.HOPELESS, True),
+        (100, 1, DropReason.SHED, False),
+        (100, 60, DropReason.HOPELESS, False),  # it waited
+        (-1, 1, DropReason.HOPELESS, False),  # nobody could have
+    ],
+)
+def test_a_profile_by_which_nothing_is_possible_is_doubted(
+    deadline_ms: int, now_ms: int, reason: DropReason, heals: bool
+) -> None:
+    learning = make(prior=LatencyProfile.linear(1, 10_000, max_batch_size=8))
+    policy, rule = with_rule(learning)
+    before = rule.profile.latency_ns(1)
+    drop = Drop([Request(2, 0, deadline_ns=deadline_ms * MS)], reason)
+    for _ in range(10):
+        learning.gave_up(policy, drop, now_ms * MS)
+    assert (rule.profile.latency_ns(1) < before) == heals
+
+
+def test_saved_under_a_lasting_name_and_found_again(tmp_path: Path) -> None:
+    store = ProfileStore(str(tmp_path))
+    first = make(name="name", store=lambda: store)
+    policy, _ = with_rule(first, "key")
+    for _ in range(20):
+        first.ran(policy, ran_job(1, 5, key="key"))
+    first.save()
+    again = make(name="name", store=lambda: store)
+    assert 4 * MS < again.profile("key").latency_ns(1) < 7 * MS
+    assert again.profile("other").latency_ns(1) < MS
+    for nameless in (make(store=lambda: store), make(name="name")):
+        assert nameless.profile("key").latency_ns(1) < MS
+
+
+def test_nothing_is_saved_of_a_few_batches_or_of_a_given_profile(tmp_path: Path) -> None:
+    store = ProfileStore(str(tmp_path / "profiles"))
+    prior = LatencyProfile.linear(1, 1, max_batch_size=8)
+    for learning, batches in (
+        (make(name="few", store=lambda: store), 2),
+        (make(name="given", store=lambda: store, prior=prior), 50),
+    ):
+        policy, _ = with_rule(learning)
+        for _ in range(batches):
+            learning.ran(policy, ran_job(1, 5))
+        learning.save()
+    assert not (tmp_path / "profiles").exists()
+
+
+def test_keys_without_end_do_not_add_up(tmp_path: Path) -> None:
+    lookups = []
+
+    class Counting(ProfileStore):
+        def load(self, name: str, key: Any = None) -> None:
+            lookups.append(key)
+
+    learning = make(name="name", store=lambda: Counting(str(tmp_path)))
+    policy = learning.make_policy()
+    for key in range(3000):
+        learning.ran(policy, ran_job(1, 5, key=key))
+    assert len(learning.keys()) <= 1024
+    assert len(lookups) < 100
+
+
+def test_resizing() -> None:
+    learning = make()
+    policy, rule = with_rule(learning)
+    for max_batch_size in (30, 2):
+        learning.check_size(max_batch_size)
+        learning.max_batch_size = max_batch_size
+        learning.ran(policy, ran_job(1, 5))
+        assert rule.profile.max_batch_size >= rule.max_batch_size
+        learning.resize(policy)
+        assert rule.max_batch_size == max_batch_size
+    with pytest.raises(ValueError, match="max_batch_size"):
+        learning.check_size(0)
+    with pytest.raises(ValueError, match="batch_sizes"):
+        make(batch_sizes=(8,)).check_size(9)

@@ -1,0 +1,111 @@
+"""Futures and seats: what others do to them is no reason to lose anything."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+
+import pytest
+
+from tests.batching.waiting import LONG_S, join, start
+from trims_shim.batching.replies import BatchFuture, BlockedCall, Entry, Failure, Seat, deliver
+
+
+@pytest.mark.parametrize("end", ["cancel", "set_result", "set_exception"])
+def test_a_future_that_somebody_else_has_ended_takes_no_answer_and_raises_nothing(
+    end: str,
+) -> None:
+    future = BatchFuture()
+    if end == "cancel":
+        assert future.cancel()
+    elif end == "set_result":
+        future.set_result("theirs")
+    else:
+        future.set_exception(KeyError("theirs"))
+    assert not future.begin()
+    future.answer("ours")
+    future.fail(ValueError("ours"))
+    if end == "set_result":
+        assert future.result(0) == "theirs"
+    elif end == "set_exception":
+        assert isinstance(future.exception(0), KeyError)
+    else:
+        assert future.cancelled()
+
+
+def test_a_cancelled_future_is_done_for_those_who_wait_for_several() -> None:
+    future = BatchFuture()
+    found: list[set[object]] = []
+    waiter = start(lambda: found.append(concurrent.futures.wait([future], LONG_S).done))
+    assert future.cancel()
+    join(waiter)
+    assert found == [{future}]
+    assert list(concurrent.futures.as_completed([future], LONG_S)) == [future]
+
+
+def test_a_running_future_cannot_be_cancelled_and_begins_again_after_an_interrupt() -> None:
+    future = BatchFuture()
+    assert future.begin()
+    assert future.begin()
+    assert not future.cancel()
+    assert future.running()
+    future.requeue()
+    assert future.cancel()
+
+
+def test_a_failing_callback_is_logged_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    future = BatchFuture()
+    called: list[object] = []
+    future.add_done_callback(lambda _: 1 / 0)  # type: ignore[arg-type]
+    future.add_done_callback(called.append)
+    with caplog.at_level(logging.ERROR):
+        future.answer(5)
+    assert called == [future]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_delivering_results_and_failures() -> None:
+    futures = [BatchFuture() for _ in range(3)]
+    assert deliver(futures[0], 5)
+    assert not deliver(futures[1], Failure(KeyError()))
+    assert not deliver(futures[2], ValueError())
+    assert futures[0].result(0) == 5
+    assert isinstance(futures[1].exception(0), KeyError)
+    assert isinstance(futures[2].exception(0), ValueError)
+
+
+def test_a_seat_is_woken_whenever_it_was_told_to() -> None:
+    seat = Seat()
+    seat.wake()
+    seat.wake()  # a second one before it sleeps is the same one
+    assert seat.sleep(0)
+    assert not seat.sleep(0)
+    woken = threading.Event()
+    sleeper = start(lambda: (seat.sleep(), woken.set()))
+    seat.wake()
+    assert woken.wait(LONG_S)
+    join(sleeper)
+
+
+def test_a_blocked_call_raises_its_error_and_keeps_nothing() -> None:
+    call = BlockedCall()
+    assert call.begin()
+    call.fail(KeyError("its own"))
+    assert call.is_done
+    with pytest.raises(KeyError, match="its own"):
+        call.take()
+    assert call._error is None
+    call.is_abandoned = True
+    assert not call.begin()
+
+
+def test_a_gate_is_opened_once() -> None:
+    entry = Entry((1,), BatchFuture(), 0, None)
+    entry.open_gate()
+    entry.gate = threading.Lock()
+    entry.gate.acquire()
+    gate = entry.gate
+    entry.open_gate()
+    entry.open_gate()
+    assert not gate.locked()

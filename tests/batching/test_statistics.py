@@ -1,0 +1,68 @@
+"""Counters and percentiles."""
+
+from __future__ import annotations
+
+from trims_shim.batching.protocol import Drop, DropReason, Request
+from trims_shim.batching.statistics import Percentiles, Record
+
+MS = 1_000_000
+
+
+def test_a_record_of_nothing() -> None:
+    stats = Record(devices=1).snapshot(queued=0, running=0, now_ns=5)
+    assert stats.submitted == stats.batches == stats.violations == 0
+    assert stats.mean_batch_size == stats.busy_share == 0
+    assert stats.latency == Percentiles()
+
+
+def test_what_is_counted() -> None:
+    record = Record(devices=2)
+    for arrival_ns in (0, 0, 4 * MS):
+        record.add_request(arrival_ns)
+    record.add_rejection(0)
+    record.add_drop(Drop([Request(1, 0)], DropReason.SHED))
+    record.add_wake(3 * MS)
+    record.add_batch([0, 4 * MS], 6 * MS, 10 * MS)
+    record.add_answer(0, 10 * MS, 10 * MS)
+    record.add_answer(4 * MS, 9 * MS, 10 * MS)
+    stats = record.snapshot(queued=1, running=2, now_ns=20 * MS)
+    assert (stats.submitted, stats.answered, stats.late, stats.rejected) == (3, 2, 1, 1)
+    assert stats.dropped == {"shed": 1}
+    assert stats.violations == 2
+    assert stats.batch_sizes == {2: 1}
+    assert stats.mean_batch_size == 2
+    assert (stats.queued, stats.running) == (1, 2)
+    assert stats.wait == Percentiles(6, 6, 6, 6, 2)
+    assert stats.latency == Percentiles(10, 10, 10, 10, 2)
+    assert stats.wake_lateness.max_ms == 3
+    assert stats.busy_share == 4 / 20 / 2
+    assert stats.busy_total_s == 0.004
+    assert stats.latency_total_s == 0.016
+    assert stats.wait_total_s == 0.008
+
+
+def test_percentiles_of_the_last() -> None:
+    record = Record(devices=1)
+    for latency_ms in range(5000):
+        record.add_answer(0, 0, latency_ms * MS)
+    latency = record.snapshot(queued=0, running=0, now_ns=1).latency
+    assert latency.count < 5000
+    first_ms = 5000 - latency.count
+    assert latency.max_ms == 4999
+    assert abs(latency.p50_ms - (first_ms + latency.count / 2)) <= 1
+    assert abs(latency.p99_ms - (first_ms + latency.count * 0.99)) <= 1
+
+
+def test_records_add_up() -> None:
+    one, other = Record(devices=1), Record(devices=1)
+    for record in (one, other):
+        record.add_request(5)
+        record.add_batch([5], 6, 7)
+        record.add_answer(5, 0, 7)
+        record.add_drop(Drop([Request(1, 0)], DropReason.HOPELESS))
+    one.merge(other)
+    stats = one.snapshot(queued=0, running=0, now_ns=9)
+    assert (stats.submitted, stats.answered, stats.late) == (2, 2, 2)
+    assert stats.batch_sizes == {1: 2}
+    assert stats.dropped == {"hopeless": 2}
+    assert stats.latency.count == 2

@@ -1,0 +1,335 @@
+"""Who runs what: callers their own batches, workers the rest; timers, interrupts, idle threads."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+import threading
+import time
+import types
+from typing import Any
+
+import pytest
+
+from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
+from trims_shim.batching import Batcher, threads
+from trims_shim.batching.policies.window import Window
+
+greedy = functools.partial(Batcher, policy="immediate")
+
+
+def runners(items: list[Any]) -> list[int]:
+    return [threading.get_ident()] * len(items)
+
+
+def test_a_caller_runs_its_own_batch_and_starts_no_thread() -> None:
+    before = threading.active_count()
+    with greedy(runners) as batcher:
+        assert batcher(1) == threading.get_ident()
+        assert threading.active_count() == before
+
+
+def test_a_caller_keeps_the_time_for_its_own_batch() -> None:
+    before = threading.active_count()
+    with Batcher(runners, policy=functools.partial(Window, wait_ms=5)) as batcher:
+        assert batcher(1) == threading.get_ident()
+        assert threading.active_count() == before
+
+
+def test_functions_that_care_run_in_workers_only() -> None:
+    with greedy(runners, caller_runs=False) as batcher:
+        idents = {batcher(1) for _ in range(5)}
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
+
+
+def test_a_caller_runs_nobody_elses_batches() -> None:
+    """After its own answer is there it goes, however much is queued."""
+    gate = Gate()
+    with greedy(gate, max_batch_size=1) as batcher:
+        answered = threading.Event()
+        caller = start(lambda: (batcher(0), answered.set()))
+        gate.wait_entered()
+        rest = [batcher.submit(item) for item in range(1, 20)]
+        gate.open()
+        assert answered.wait(LONG_S)
+        gate.open(19)
+        assert [each.result(LONG_S) for each in rest] == list(range(1, 20))
+        join(caller)
+
+
+def test_the_next_batch_is_run_by_one_of_its_callers() -> None:
+    gate = Gate()
+    seen: list[int] = []
+
+    def function(items: list[int]) -> list[int]:
+        seen.append(threading.get_ident())
+        return gate(items)
+
+    with greedy(function) as batcher:
+        callers = [start(lambda: batcher(0))]
+        gate.wait_entered()
+        callers += [start(functools.partial(batcher, item)) for item in (1, 2, 3)]
+        wait_until(lambda: batcher.stats().queued == 3)
+        gate.open(2)
+        join(*callers)
+    assert len(gate.batches) == 2
+    assert seen[0] == callers[0].ident
+    assert seen[1] in {each.ident for each in callers[1:]}
+
+
+def test_time_is_kept_when_its_keeper_is_answered_and_gone() -> None:
+    """Two devices: one caller's batch runs while others wait for the policy's timer."""
+    with Batcher(runners, policy=functools.partial(Window, wait_ms=30), devices=2) as batcher:
+        results: list[int] = []
+
+        def call(priority: int) -> None:
+            results.append(batcher(1, priority=priority))
+
+        callers = []
+        for index in range(6):
+            callers.append(start(functools.partial(call, index % 2)))
+            time.sleep(0.01)
+        join(*callers)
+        assert len(results) == 6
+
+
+def test_many_threads_calling_at_once() -> None:
+    """No answer is lost, none is somebody else's."""
+    wrong: list[tuple[int, int]] = []
+    with greedy(lambda items: [item + 1 for item in items], max_batch_size=7) as batcher:
+
+        def call(start_at: int) -> None:
+            for item in range(start_at, start_at + 100):
+                if batcher(item) != item + 1:
+                    wrong.append((item, start_at))
+
+        join(*[start(functools.partial(call, 1000 * index)) for index in range(12)])
+        stats = batcher.stats()
+    assert wrong == []
+    assert stats.answered == stats.submitted == 1200
+
+
+# --- interrupts -----------------------------------------------------------------------------------
+
+
+def interrupt_main() -> None:
+    # A real signal, which ends the wait for a lock.
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+@pytest.fixture
+def _python_handler() -> Any:
+    """SIGINT raises KeyboardInterrupt, also where pytest was started with it ignored."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
+@pytest.mark.usefixtures("_python_handler")
+def test_an_interrupted_caller_loses_nobody_elses_answer() -> None:
+    runs: list[list[int]] = []
+    waiting = threading.Event()
+
+    def function(items: list[int]) -> list[int]:
+        runs.append(list(items))
+        if len(items) > 1 and threading.current_thread() is threading.main_thread():
+            interrupt_main()
+            time.sleep(LONG_S)
+        return items
+
+    policy = functools.partial(Window, wait_ms=200)
+    with Batcher(function, policy=policy, max_batch_size=3) as batcher:
+        others: list[Any] = []
+
+        def submit() -> None:
+            wait_until(lambda: batcher.stats().queued == 1)
+            others.append(batcher.submit(1))
+            others.append(batcher.submit(2))
+            waiting.set()
+
+        other = start(submit)
+        with pytest.raises(KeyboardInterrupt):
+            batcher(0)
+        join(other)
+        assert waiting.is_set()
+        assert [each.result(LONG_S) for each in others] == [1, 2]
+        assert sorted(runs[0]) == [0, 1, 2]
+        assert sorted(runs[1]) == [1, 2]
+        assert batcher(5) == 5
+        assert batcher.stats().cancelled == 1
+
+
+@pytest.mark.usefixtures("_python_handler")
+def test_an_interrupted_wait_gives_the_request_up() -> None:
+    gate = Gate()
+    with greedy(gate) as batcher:
+        running = batcher.submit(0)
+        gate.wait_entered()
+
+        def interrupt() -> None:
+            wait_until(lambda: batcher.stats().queued == 1)
+            interrupt_main()
+
+        other = start(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            batcher(1)
+        join(other)
+        wait_until(lambda: batcher.stats().cancelled == 1)
+        gate.open()
+        assert running.result(LONG_S) == 0
+    assert gate.batches == [[0]]
+
+
+@pytest.mark.usefixtures("_python_handler")
+def test_a_policy_that_is_interrupted_gets_its_requests_back() -> None:
+    class Interrupted(Window):
+        count = 0
+
+        def choose(self, now_ns: int) -> int:
+            Interrupted.count += 1
+            if Interrupted.count == 2:
+                raise KeyboardInterrupt
+            return super().choose(now_ns)
+
+    policy = functools.partial(Interrupted, wait_ms=100)
+    with Batcher(lambda items: items, policy=policy) as batcher:
+        first = batcher.submit(1)
+        with pytest.raises(KeyboardInterrupt):
+            batcher.submit(2)
+        assert first.result(LONG_S) == 1
+        assert batcher(3) == 3
+
+
+def test_a_failed_policy_never_oversubscribes_a_device() -> None:
+    class Broken(Window):
+        def choose(self, now_ns: int) -> int:
+            if any(request.priority == 13 for request in self.queue):
+                raise RuntimeError("thirteen")
+            return super().choose(now_ns)
+
+    gate = Gate()
+    busy = []
+    lock = threading.Lock()
+
+    def function(items: list[int]) -> list[int]:
+        assert lock.acquire(blocking=False), "two batches at once"
+        try:
+            busy.append(items)
+            return gate(items)
+        finally:
+            lock.release()
+
+    with Batcher(function, policy=functools.partial(Broken, wait_ms=0), devices=1) as batcher:
+        first = batcher.submit(0)
+        gate.wait_entered()
+        # The policy is asked about it when the device is free; a timer would ask as well.
+        batcher._engine.threads()._start_over(RuntimeError("as if"))
+        second = batcher.submit(1)
+        time.sleep(0.02)
+        gate.open(2)
+        assert [first.result(LONG_S), second.result(LONG_S)] == [0, 1]
+    assert busy == [[0], [1]]
+
+
+# --- workers --------------------------------------------------------------------------------------
+
+
+def batch_threads() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name.startswith("batch-")}
+
+
+def test_idle_workers_end_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "IDLE_S", 0.02)
+    before = batch_threads()
+    with greedy(runners) as batcher:
+        first = batcher.submit(1).result(LONG_S)
+        wait_until(lambda: batch_threads() <= before, "the end of the worker")
+        assert isinstance(first, int)
+        assert batcher.submit(1).result(LONG_S) is not None
+
+
+def test_closing_ends_the_workers() -> None:
+    before = batch_threads()
+    batcher = greedy(runners)
+    batcher.submit(1).result(LONG_S)
+    batcher.close()
+    wait_until(lambda: batch_threads() <= before, "the end of the worker")
+
+
+def test_no_more_workers_than_devices() -> None:
+    gate = Gate()
+    before = batch_threads()
+    with greedy(gate, devices=2, max_batch_size=1) as batcher:
+        futures = [batcher.submit(item) for item in range(10)]
+        gate.open(10)
+        assert [each.result(LONG_S) for each in futures] == list(range(10))
+        assert len(batch_threads() - before) <= 2
+
+
+def test_idle_workers_use_no_processor() -> None:
+    """Nobody polls: an idle batcher with a worker does not switch."""
+    with greedy(runners) as batcher:
+        batcher.submit(1).result(LONG_S)
+        time.sleep(0.05)
+        before = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - before < 0.1
+
+
+def test_workers_adopt_torchs_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    torch = types.ModuleType("torch")
+    torch.get_num_threads = lambda: asked.append(threading.get_ident())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with greedy(runners, collate="list") as batcher:
+        assert batcher.submit(1).result(LONG_S) == asked[0]
+        monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))  # being imported
+        assert batcher.submit(1).result(LONG_S) == asked[0]
+
+
+def test_where_no_thread_can_be_had_requests_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with greedy(runners) as batcher:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            future = batcher.submit(1)
+            assert isinstance(future.exception(LONG_S), RuntimeError)
+            assert batcher(1) == threading.get_ident()
+        assert batcher.submit(1).result(LONG_S) is not None
+
+
+def test_where_no_thread_keeps_the_time_requests_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Batcher(runners, policy=functools.partial(Window, wait_ms=10)) as batcher:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            future = batcher.submit(1)
+            assert isinstance(future.exception(LONG_S), RuntimeError)
+        assert batcher.submit(1).result(LONG_S) is not None
+
+
+def test_a_callback_that_raises_no_exception_ends_no_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def leave(future: object) -> None:
+        raise SystemExit
+
+    gate = Gate()
+    with Batcher(gate, policy="early_drop", max_batch_size=1) as batcher:
+        answered = batcher.submit(0)
+        answered.add_done_callback(leave)
+        gate.wait_entered()
+        dropped = batcher.submit(1, deadline_ms=0.001)
+        dropped.add_done_callback(leave)
+        gate.open(5)
+        assert answered.result(LONG_S) == 0
+        assert dropped.exception(LONG_S) is not None
+        assert batcher.submit(2).result(LONG_S) == 2
+        assert len({each for each in batch_threads() if "Gate" in each.name}) == 1
+    assert "callback" in caplog.text

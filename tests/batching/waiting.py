@@ -1,0 +1,56 @@
+"""Waiting in tests of threads: always with an end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+LONG_S = 20.0
+"""Far beyond what anything here takes; a test that waits so long has failed."""
+
+
+def wait_until(condition: Callable[[], object], what: str = "it") -> None:
+    """Until ``condition()`` is true; an AssertionError if it never is."""
+    end_s = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < end_s, f"{what} did not happen"
+        time.sleep(0.001)
+
+
+def start(function: Callable[[], object]) -> threading.Thread:
+    """A daemon thread; :func:`join` it."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def join(*threads: threading.Thread) -> None:
+    """They end."""
+    for thread in threads:
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+
+
+class Gate:
+    """A batch function that waits: ``entered`` batches are held until :meth:`open`."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[object]] = []
+        self._entered = threading.Semaphore(0)
+        self._may_go = threading.Semaphore(0)
+
+    def __call__(self, items: list[object]) -> list[object]:
+        self.batches.append(list(items))
+        self._entered.release()
+        assert self._may_go.acquire(timeout=LONG_S)
+        return items
+
+    def wait_entered(self) -> None:
+        """Until one more batch has begun."""
+        assert self._entered.acquire(timeout=LONG_S)
+
+    def open(self, times: int = 1) -> None:
+        """Let so many batches go."""
+        for _ in range(times):
+            self._may_go.release()

@@ -1,0 +1,380 @@
+"""Event loops: callers that await, and batch functions that are awaited.
+
+A synchronous function runs in threads (:mod:`trims_shim.batching.threads`), also for callers on an
+event loop; their answers come back through one mailbox for each loop, with one wake-up for all that
+are ready. An asynchronous function runs on the loop of its callers, in a task of its own, which a
+caller's cancellation does not touch; each loop has its own policy and devices. Callers without a
+loop share one that runs in a thread of the batcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from trims_shim.batching.dispatch import Dispatch, Options
+from trims_shim.batching.functions import BatchFunction
+from trims_shim.batching.jobs import Job
+from trims_shim.batching.protocol import TIMER, Request
+from trims_shim.batching.replies import Entry, Failure, Reply, Seat, deliver
+from trims_shim.batching.streams import END, StreamReply
+from trims_shim.errors import BatchingError
+
+if TYPE_CHECKING:
+    from trims_shim.batching.engine import Engine
+
+__all__ = [
+    "AwaitedReply",
+    "AwaitedStream",
+    "LoopDispatch",
+    "Mailbox",
+    "ThreadLoop",
+    "call",
+    "settled",
+    "stream",
+]
+
+_running: contextvars.ContextVar[Job | None] = contextvars.ContextVar(
+    "trims_shim_batch", default=None
+)
+
+
+class Mailbox:
+    """Answers on their way from other threads to one loop."""
+
+    __slots__ = ("_is_due", "_letters", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._letters: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._is_due = False
+
+    def send(self, receive: Callable[[Any], None], letter: Any) -> None:
+        """From any thread. A loop that is closed loses its own answers, and nobody else's."""
+        self._letters.append((receive, letter))
+        if self._is_due:
+            return
+        self._is_due = True
+        try:
+            self.loop.call_soon_threadsafe(self._open)
+        except RuntimeError:
+            self._is_due = False
+            self._letters.clear()
+
+    def _open(self) -> None:
+        # Before the first letter: one that comes later than the last look makes a new call.
+        self._is_due = False
+        while self._letters:
+            receive, letter = self._letters.popleft()
+            receive(letter)
+
+
+class AwaitedReply:
+    """The answer goes to a future; through the mailbox of its loop where it comes from threads."""
+
+    __slots__ = ("_mailbox", "future")
+
+    def __init__(self, future: asyncio.Future[Any], mailbox: Mailbox | None) -> None:
+        self.future = future
+        self._mailbox = mailbox
+
+    def begin(self) -> bool:
+        """See :class:`~trims_shim.batching.replies.Reply`."""
+        return not self.future.done()
+
+    def answer(self, result: Any) -> None:
+        """See :class:`~trims_shim.batching.replies.Reply`."""
+        if self._mailbox is None:
+            self._set(result)
+        else:
+            self._mailbox.send(self._set, result)
+
+    def fail(self, error: BaseException) -> None:
+        """See :class:`~trims_shim.batching.replies.Reply`."""
+        self.answer(Failure(error))
+
+    def _set(self, result: Any) -> None:
+        try:
+            _set(self.future, result)
+        except RuntimeError:
+            pass  # its loop is closed
+
+
+class AwaitedStream(StreamReply):
+    """The pieces go to a coroutine that iterates."""
+
+    __slots__ = ("_arrived", "_mailbox")
+
+    def __init__(self, mailbox: Mailbox | None) -> None:
+        super().__init__()
+        self._mailbox = mailbox
+        self._arrived = asyncio.Event()
+
+    async def aget(self) -> Any:
+        """The next piece, or END; raises the error."""
+        while self._pieces.empty():
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self.get()
+
+    def _put(self, piece: Any) -> None:
+        if self._mailbox is None:
+            self._receive(piece)
+        else:
+            self._mailbox.send(self._receive, piece)
+
+    def _receive(self, piece: Any) -> None:
+        super()._put(piece)
+        self._arrived.set()
+
+
+def _set(future: asyncio.Future[Any], result: Any) -> None:
+    if future.done():
+        return  # its caller was cancelled
+    if type(result) is not Failure:
+        future.set_result(result)
+    elif isinstance(result.error, StopIteration):
+        # A future refuses it, and a coroutine would turn it into a RuntimeError all the same.
+        future.set_exception(RuntimeError("the batch function raised StopIteration"))
+    else:
+        future.set_exception(result.error)
+
+
+class LoopDispatch(Dispatch):
+    """Of an asynchronous function on one loop. Events are taken on the loop only."""
+
+    def __init__(
+        self, function: BatchFunction, options: Options, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.loop = loop
+        self.on_rest: Callable[[], None] | None = None
+        """Ends the loop, where it is the batcher's own."""
+        super().__init__(function, options)
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+
+    def settle(self, me: Seat | None = None) -> None:
+        """See :class:`Dispatch`."""
+        if asyncio._get_running_loop() is self.loop:
+            super().settle(me)
+            return
+        try:
+            self.loop.call_soon_threadsafe(super().settle)
+        except RuntimeError:
+            self.lose()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its loop is closed."""
+        return self.loop.is_closed()
+
+    def lose(self) -> None:
+        """Its loop is closed, or was stopped for good: what is open fails."""
+        error = BatchingError(f"{self.function.name}: the event loop of its batches has ended")
+        with self._turn():
+            unseen = [event for event in self._inbox if type(event) is Request]
+            watches = self._watches
+            requests = [*self._open_requests(), *unseen]
+            self._inbox.clear()
+            self._waiting.clear()
+            self._overflow.clear()
+            self._jobs.clear()
+            self._watches = []
+            self.record.failed += len(requests)
+        for request in requests:
+            request.payload.open_gate()
+            request.payload.reply.fail(error)
+        for watch in watches:
+            watch.on_done()
+
+    def rest(self) -> None:
+        """See :class:`Dispatch`."""
+        if self.on_rest is not None:
+            self.on_rest()
+
+    def is_alive(self) -> bool:
+        """See :class:`Dispatch`."""
+        return self.loop.is_running()
+
+    def run_now(self, entries: list[Entry]) -> list[Any]:
+        """Outside of the policy, and wait for it. Not on the loop."""
+        self.check_may_wait()
+        return asyncio.run_coroutine_threadsafe(self.function.arun(entries), self.loop).result()
+
+    async def call_nested(self, entry: Entry) -> Any:
+        """From inside a batch, whose end nobody may wait for: alone, here and now."""
+        (result,) = await self.function.arun([entry])
+        future: asyncio.Future[Any] = self.loop.create_future()
+        deliver(AwaitedReply(future, None), result)
+        return await future
+
+    def is_running_here(self) -> bool:
+        """See :class:`Dispatch`. Tasks that a batch leaves behind are not inside it any more."""
+        job = _running.get()
+        return job is not None and job in self._jobs
+
+    def check_may_wait(self) -> None:
+        """See :class:`Dispatch`."""
+        if asyncio._get_running_loop() is self.loop:
+            raise RuntimeError(
+                f"{self.function.name}: waiting here would stop the event loop on which the batch "
+                "runs; await aio(), adrain() or aclose() instead"
+            )
+
+    def _launch(self, job: Job) -> None:
+        task = self.loop.create_task(self._run(job), name=f"batch-{self.function.name}")
+        job.runner = task
+        self._tasks.add(task)
+        task.add_done_callback(functools.partial(self._ended, job))
+
+    def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if job.results is None:  # cancelled before its first step
+            now_ns = self.options.clock_ns()
+            job.begin(now_ns)
+            job.end_with(now_ns, self._cancelled())
+            job.deliver_surely()
+            self.post(job)
+
+    def _cancelled(self) -> BatchingError:
+        return BatchingError(f"{self.function.name}: the task of this batch was cancelled")
+
+    async def _run(self, job: Job) -> None:
+        _running.set(job)
+        clock_ns = self.options.clock_ns
+        entries = job.begin(clock_ns())
+        try:
+            results = await self.function.arun(entries) if entries else []
+            job.end(clock_ns(), results)
+        except asyncio.CancelledError:
+            # The loop ends, or somebody cancels all its tasks, or the function raised it; its
+            # callers were not cancelled, and are told what it is.
+            job.end_with(clock_ns(), self._cancelled())
+            raise
+        except BaseException as error:
+            job.end_with(clock_ns(), error)  # its callers raise it, if it should end the loop
+        finally:
+            job.deliver_surely()
+            self.post(job)
+
+    def _rescue(self) -> None:
+        self.loop.call_soon(super().settle)
+
+    def _keep_time(self, wake_ns: int | None) -> None:
+        if wake_ns is None:
+            return
+        if self._timer is not None:
+            if self._timer_ns <= wake_ns:
+                return
+            self._timer.cancel()
+        self._timer_ns = wake_ns
+        left_s = max(0.0, (wake_ns - self.options.clock_ns()) / 1e9)
+        self._timer = self.loop.call_later(left_s, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self.post(self._report_time)
+
+    def _report_time(self, now_ns: int) -> None:
+        due_ns = self._policy.next_deadline_ns()
+        if due_ns is not None and due_ns <= now_ns:
+            self.record.add_wake(now_ns - due_ns)
+            self._tell(now_ns, TIMER)
+
+
+async def call(engine: Engine, make: Callable[[Reply], Request]) -> Any:
+    """Make a request on the running loop and await its answer."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    if engine.function.is_async:
+        on_loop = engine.of_loop(loop)
+        request = make(AwaitedReply(future, None))
+        if on_loop.is_running_here():
+            return await on_loop.call_nested(request.payload)
+        dispatch: Dispatch = on_loop
+    else:
+        threads = engine.threads()
+        request = make(AwaitedReply(future, engine.mailbox(loop)))
+        if threads.is_running_here():
+            return threads.call_nested(request.payload)
+        dispatch = threads
+    dispatch.submit(request)
+    try:
+        return await future
+    except (asyncio.CancelledError, GeneratorExit):
+        dispatch.cancel(request)
+        raise
+
+
+async def stream(engine: Engine, make: Callable[[Reply], Request]) -> AsyncIterator[Any]:
+    """Make a request on the running loop and iterate over the pieces of its answer."""
+    loop = asyncio.get_running_loop()
+    dispatch: Dispatch
+    if engine.function.is_async:
+        reply, dispatch = AwaitedStream(None), engine.of_loop(loop)
+    else:
+        reply, dispatch = AwaitedStream(engine.mailbox(loop)), engine.threads()
+    request = make(reply)
+    dispatch.submit(request)
+    try:
+        while (piece := await reply.aget()) is not END:
+            yield piece
+    finally:
+        reply.is_abandoned = True
+        dispatch.cancel(request)
+
+
+async def settled(engine: Engine) -> None:
+    """Await that all that was requested until now is answered."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    reply = AwaitedReply(future, engine.mailbox(loop))
+    engine.watch(lambda: reply.answer(None))
+    await future
+
+
+class ThreadLoop:
+    """A loop in a thread of its own, for callers that have none. Ends with :meth:`stop`."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._name = name
+
+    def start(self, dispatch: weakref.ref[LoopDispatch]) -> None:
+        """Run it, for this dispatch. Raises RuntimeError where no thread can be had."""
+        thread = threading.Thread(
+            target=_run_loop, args=(self.loop, dispatch), name=self._name, daemon=True
+        )
+        try:
+            thread.start()
+        except BaseException:
+            self.loop.close()
+            raise
+
+    def stop(self) -> None:
+        """Let it end; does not wait."""
+        try:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        except RuntimeError:
+            pass  # closed already
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop, dispatch_ref: weakref.ref[LoopDispatch]) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+        # Somebody's code stopped it, while requests may be open.
+        if (dispatch := dispatch_ref()) is not None:
+            dispatch.lose()

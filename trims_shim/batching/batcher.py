@@ -1,0 +1,490 @@
+"""The batcher: one item in, one answer out, batches behind it.
+
+``Batcher(function, slo_ms=...)`` and the decorator :func:`batched` make the same thing. It may be
+used from any thread and any event loop, and after a fork, where the child's works anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, Literal, overload
+
+from trims_shim import config
+from trims_shim.batching.collate import Collate, CollateSpec
+from trims_shim.batching.dispatch import Dispatch, Options
+from trims_shim.batching.engine import Engine
+from trims_shim.batching.functions import BatchFunction
+from trims_shim.batching.learning import Learning
+from trims_shim.batching.policies.registry import rule_maker
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile_store import ProfileStore, load_profile
+from trims_shim.batching.protocol import NEVER_NS, Request
+from trims_shim.batching.replies import BatchFuture, BlockedCall, Entry, Reply
+from trims_shim.batching.rules import RuleMaker
+from trims_shim.batching.statistics import BatcherStats
+from trims_shim.batching.streams import END, StreamReply
+from trims_shim.errors import ConfigError
+
+__all__ = ["Batcher", "batched"]
+
+_NS_PER_MS = 1_000_000
+_MAX_BATCH_SIZE = 32
+_LONGEST_NS = NEVER_NS // 4
+"""73 years: there is no deadline beyond, and a time may be added to it."""
+
+
+class Batcher:
+    """Turns a function of batches into one of items, under a latency objective.
+
+    ``function`` gets one batch for each argument of its callers and returns one result for each
+    item. It may be ``async`` or a generator (see :meth:`stream`); a function of a class has one
+    batcher for each instance.
+
+    ``max_batch_size``: 32, or the largest of ``batch_sizes``.
+    ``slo_ms``: by when an answer is wanted, from the call on; None for no limit.
+    ``policy``: a name of :data:`trims_shim.batching.policies.POLICIES`, or what makes a rule.
+    ``profile``: how long batches take, or a file with it; learned if not given, and kept for the
+    next process; in both cases refreshed by each batch.
+    ``collate``: how items become batches, see :func:`~trims_shim.batching.collate.collate_of`;
+    ``batch_sizes``: the only sizes the function sees, smaller batches are filled up.
+    ``queue_size``: how many may wait; beyond that callers wait for room, or with
+    ``when_full="reject"`` get :class:`~trims_shim.errors.QueueFull`.
+    ``when_late``: what becomes of requests that the policy gives up: dropped with
+    :class:`~trims_shim.errors.RequestDropped`, or served when nothing else is left.
+    ``isolate_failures``: halve a failing batch until each failing item is alone.
+    ``weight`` of an item, and the most that the items of a batch may weigh together.
+    ``devices``: how many batches run at once.
+    ``caller_runs``: a thread that waits for its answer may run the batch itself, which saves a
+    change of threads; False for functions that care in which thread they run (thread-local state;
+    OpenMP, which keeps a pool of threads for each thread that computes).
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        slo_ms: float | None = None,
+        max_batch_size: int | None = None,
+        policy: str | RuleMaker = "auto",
+        profile: LatencyProfile | str | os.PathLike[str] | None = None,
+        collate: CollateSpec = "auto",
+        batch_sizes: Sequence[int] | None = None,
+        queue_size: int = 1024,
+        when_full: Literal["wait", "reject"] = "wait",
+        when_late: Literal["drop", "serve"] = "drop",
+        isolate_failures: bool = True,
+        weight: Callable[..., int] | None = None,
+        max_batch_weight: int | None = None,
+        devices: int = 1,
+        caller_runs: bool = True,
+        name: str | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        if not callable(function):
+            raise TypeError(f"{function!r} is not callable")
+        if max_batch_size is None:
+            max_batch_size = _MAX_BATCH_SIZE if batch_sizes is None else max(batch_sizes, default=0)
+        for option, value in (("max_batch_size", max_batch_size), ("queue_size", queue_size)):
+            if value < 1:
+                raise ValueError(f"{option} is {value}; it has to be 1 or more")
+        if batch_sizes is not None and max(batch_sizes, default=0) < max_batch_size:
+            raise ValueError(
+                f"max_batch_size is {max_batch_size}, and no size in batch_sizes is as large"
+            )
+        functools.update_wrapper(self, function, updated=())
+        self.name = name or _name_of(function)
+        self._function = function
+        slo_ns = NEVER_NS if slo_ms is None else _objective_ns(slo_ms)
+        self._weight = weight
+        self._clock_ns = clock_ns
+        self._owner: object = None
+        self._bound: dict[int, tuple[weakref.ref[Any], Engine]] = {}
+        prior = _prior(profile)
+        lasting_name = name or _lasting_name(function)
+        maker = rule_maker(policy)
+
+        shown_name = self.name
+
+        # Without self, so that a batcher is gone with its last reference, not when it is collected.
+        def make_engine(takes_owner: bool) -> Engine:
+            batch_function = BatchFunction(
+                function,
+                collate=collate,
+                batch_sizes=batch_sizes,
+                isolate_failures=isolate_failures,
+                takes_owner=takes_owner,
+                name=shown_name,
+            )
+            learning = Learning(
+                maker,
+                name=lasting_name,
+                max_batch_size=max_batch_size,
+                max_batch_weight=max_batch_weight,
+                devices=devices,
+                batch_sizes=batch_sizes,
+                prior=prior,
+                store=_open_store,
+            )
+            options = Options(
+                learning,
+                devices=devices,
+                queue_size=queue_size,
+                rejects_when_full=_choice("when_full", when_full, "reject", "wait"),
+                serves_late=_choice("when_late", when_late, "serve", "drop"),
+                caller_runs=caller_runs,
+                clock_ns=clock_ns,
+            )
+            return Engine(batch_function, options, slo_ns=slo_ns)
+
+        self._make_engine = make_engine
+        self._engine = make_engine(False)
+
+    # --- one item ---------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, deadline_ms: float | None = None, priority: int = 0) -> Any:
+        """The answer for one item; blocks. Raises what the function raised for it, RequestDropped,
+        QueueFull or BatcherClosed; RuntimeError where blocking would stop the loop that has to run.
+
+        ``deadline_ms`` from now, instead of ``slo_ms``; higher ``priority`` goes first.
+        """
+        engine = self._engine
+        if engine.function.is_async:
+            return self._call_async(args, deadline_ms, priority)
+        dispatch = engine.threads()
+        reply = BlockedCall()
+        request = self._request(args, reply, deadline_ms, priority)
+        if dispatch.is_running_here():
+            return dispatch.call_nested(request.payload)
+        return dispatch.call(request, reply)
+
+    def submit(
+        self, *args: Any, deadline_ms: float | None = None, priority: int = 0
+    ) -> BatchFuture:
+        """The answer as a :class:`concurrent.futures.Future`, which may be cancelled.
+
+        Blocks only while the queue is full. Raises QueueFull and BatcherClosed; the rest is the
+        future's.
+        """
+        engine = self._engine
+        dispatch = engine.own_loop() if engine.function.is_async else engine.threads()
+        future = BatchFuture()
+        request = self._request(args, future, deadline_ms, priority)
+        future.attach(dispatch, request)
+        dispatch.submit_and_wait_for_room(request)
+        return future
+
+    async def aio(self, *args: Any, deadline_ms: float | None = None, priority: int = 0) -> Any:
+        """The answer for one item; awaits. As calling it, but for event loops."""
+        return await _aio().call(self._engine, self._maker(args, deadline_ms, priority))
+
+    # --- answers in pieces ------------------------------------------------------------------------
+
+    def stream(
+        self, *args: Any, deadline_ms: float | None = None, priority: int = 0
+    ) -> Iterator[Any]:
+        """The pieces of the answer for one item as they come; blocks between them.
+
+        For batch functions that are generators: each list they yield has a piece for every item. Of
+        other functions the whole answer is the only piece. Closing the iterator gives the rest up.
+        """
+        engine = self._engine
+        dispatch = engine.own_loop() if engine.function.is_async else engine.threads()
+        reply = StreamReply()
+        request = self._request(args, reply, deadline_ms, priority)
+        dispatch.check_may_wait()
+        dispatch.submit_and_wait_for_room(request)
+        return _pieces(reply, dispatch, request)
+
+    def astream(
+        self, *args: Any, deadline_ms: float | None = None, priority: int = 0
+    ) -> AsyncIterator[Any]:
+        """As :meth:`stream`, for event loops."""
+        pieces: AsyncIterator[Any] = _aio().stream(
+            self._engine, self._maker(args, deadline_ms, priority)
+        )
+        return pieces
+
+    # --- many items -------------------------------------------------------------------------------
+
+    def map(
+        self,
+        *iterables: Iterable[Any],
+        deadline_ms: float | None = None,
+        priority: int = 0,
+        return_exceptions: bool = False,
+    ) -> Iterator[Any]:
+        """The answers for all items, in their order; like ``map``, but batched.
+
+        Takes as many items ahead as the queue has room for. An item's error is raised at its place,
+        and ends the iteration; with ``return_exceptions`` it stands there instead of an answer.
+        """
+        futures: deque[BatchFuture] = deque()
+        ahead = self._engine.options.queue_size
+        get = _outcome if return_exceptions else BatchFuture.result
+        try:
+            for args in zip(*iterables, strict=False):
+                if len(futures) >= ahead:
+                    yield get(futures.popleft())
+                futures.append(self.submit(*args, deadline_ms=deadline_ms, priority=priority))
+            while futures:
+                yield get(futures.popleft())
+        finally:
+            for future in futures:
+                future.cancel()
+
+    # --- the batcher itself -----------------------------------------------------------------------
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The batch function."""
+        return self._function
+
+    @property
+    def collate(self) -> Collate:
+        """How items become batches."""
+        return self._engine.function.collate
+
+    @property
+    def max_batch_size(self) -> int:
+        """The largest batch it makes."""
+        return self._engine.options.learning.max_batch_size
+
+    @property
+    def slo_ms(self) -> float | None:
+        """By when an answer is wanted; None for no limit."""
+        slo_ns = self._engine.slo_ns
+        return None if slo_ns == NEVER_NS else slo_ns / _NS_PER_MS
+
+    @property
+    def profile(self) -> LatencyProfile:
+        """How long batches take, as far as it is known; of the first key that came."""
+        learning = self._engine.options.learning
+        return learning.profile(next(iter(learning.keys()), None))
+
+    def stats(self) -> BatcherStats:
+        """What it did until now."""
+        return self._engine.stats()
+
+    def update(self, *, slo_ms: float | None = None, max_batch_size: int | None = None) -> None:
+        """Change the objective of later requests, or the size of later batches."""
+        if slo_ms is not None:
+            self._engine.slo_ns = _objective_ns(slo_ms)
+        if max_batch_size is not None:
+            self._engine.resize(max_batch_size)
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Wait until all that was requested until now is answered. Raises TimeoutError.
+
+        Meanwhile the policy waits for no further requests. Others may still be made.
+        """
+        self._engine.wait(timeout_s)
+
+    def close(self, *, cancel: bool = False, timeout_s: float | None = None) -> None:
+        """Take no more requests, and wait until those that are there are answered.
+
+        With ``cancel`` those whose batch has not begun fail with BatcherClosed. Raises TimeoutError
+        and is closed nevertheless.
+        """
+        self._engine.shut_down(cancel=cancel, timeout_s=timeout_s)
+
+    async def adrain(self) -> None:
+        """As :meth:`drain`; awaits."""
+        await _aio().settled(self._engine)
+
+    async def aclose(self, *, cancel: bool = False) -> None:
+        """As :meth:`close`; awaits."""
+        self._engine.close(cancel=cancel)
+        await self.adrain()
+        self._engine.rest()
+
+    def __enter__(self) -> Batcher:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close(cancel=exc_info[0] is not None)
+
+    async def __aenter__(self) -> Batcher:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose(cancel=exc_info[0] is not None)
+
+    def __reduce__(self) -> str:
+        # Of a decorated function of a module: another process has its own under the same name.
+        return str(self.__dict__.get("__qualname__", self.name))
+
+    def __repr__(self) -> str:
+        return f"<Batcher of {self.name}, at most {self.max_batch_size} at once>"
+
+    def warm(self, *args: Any, repeats: int = 3, limit_s: float = 2.0) -> LatencyProfile:
+        """Measure how long batches take, with copies of one item, and start from that profile.
+
+        Runs the function in this thread, for about ``limit_s`` at most, beside batches that may be
+        running: call it before the first request. Kept for the next process unless a profile was
+        given. Raises what the function raises.
+        """
+        return self._engine.warm(
+            self._request(args, BlockedCall(), None, 0), repeats=repeats, limit_s=limit_s
+        )
+
+    # --- methods ----------------------------------------------------------------------------------
+
+    def __get__(self, instance: object, owner: type | None = None) -> Batcher:
+        """Of a class: the batcher of this instance, which is gone when the instance is."""
+        if instance is None or not inspect.isfunction(self._function):
+            return self
+        number = id(instance)
+        found = self._bound.get(number)
+        if found is None or found[0]() is not instance:
+            bound = self._bound
+            of_instance = weakref.ref(instance, lambda ref: _remove(bound, number, ref))
+            # Atomic: of several threads that come first, one makes it.
+            engine = self._make_engine(True)
+            engine.slo_ns = self._engine.slo_ns
+            if found is not None:
+                _remove(bound, number, found[0])
+            found = bound.setdefault(number, (of_instance, engine))
+        view = Batcher.__new__(Batcher)
+        view.__dict__.update(self.__dict__)
+        view._owner, view._engine = instance, found[1]
+        return view
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _maker(
+        self, args: tuple[Any, ...], deadline_ms: float | None, priority: int
+    ) -> Callable[[Reply], Request]:
+        return lambda reply: self._request(args, reply, deadline_ms, priority)
+
+    def _request(
+        self, args: tuple[Any, ...], reply: Reply, deadline_ms: float | None, priority: int
+    ) -> Request:
+        now_ns = self._clock_ns()
+        engine = self._engine
+        limit_ns = engine.slo_ns if deadline_ms is None else _limit_ns("deadline_ms", deadline_ms)
+        deadline_ns = NEVER_NS if limit_ns == NEVER_NS else now_ns + limit_ns
+        if not args:
+            raise TypeError(f"{self.name}() needs an item")
+        key = engine.function.key(args)
+        weight = 1 if self._weight is None else self._weight(*args)
+        entry = Entry(args, reply, deadline_ns, self._owner)
+        return Request(0, now_ns, deadline_ns, priority, key, weight, entry)
+
+    def _call_async(self, args: tuple[Any, ...], deadline_ms: float | None, priority: int) -> Any:
+        asyncio = sys.modules.get("asyncio")
+        if asyncio is not None and asyncio._get_running_loop() is not None:
+            raise RuntimeError(
+                f"{self.name} is asynchronous and was called on a running event loop, which it "
+                f"would stop: `await {self.name}.aio(...)`"
+            )
+        future = self.submit(*args, deadline_ms=deadline_ms, priority=priority)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+@overload
+def batched(function: Callable[..., Any], /) -> Batcher: ...
+@overload
+def batched(**options: Any) -> Callable[[Callable[..., Any]], Batcher]: ...
+def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Decorate a function of batches, or a method; options as for :class:`Batcher`."""
+    if function is None:
+        return functools.partial(Batcher, **options)
+    return Batcher(function, **options)
+
+
+@functools.cache
+def _aio() -> ModuleType:
+    """What needs asyncio, which takes 50 ms to import."""
+    from trims_shim.batching import aio
+
+    return aio
+
+
+def _outcome(future: BatchFuture) -> Any:
+    error = future.exception()
+    return future.result() if error is None else error
+
+
+def _pieces(reply: StreamReply, dispatch: Dispatch, request: Request) -> Iterator[Any]:
+    try:
+        while (piece := reply.get()) is not END:
+            yield piece
+    finally:
+        reply.is_abandoned = True
+        dispatch.cancel(request)
+
+
+def _remove(
+    bound: dict[int, tuple[weakref.ref[Any], Engine]], number: int, ref: weakref.ref[Any]
+) -> None:
+    found = bound.get(number)
+    if found is not None and found[0] is ref:
+        del bound[number]
+
+
+def _objective_ns(slo_ms: float) -> int:
+    if slo_ms <= 0:
+        raise ValueError(f"slo_ms is {slo_ms}; nothing could be answered in time")
+    return _limit_ns("slo_ms", slo_ms)
+
+
+def _limit_ns(name: str, limit_ms: float) -> int:
+    if math.isnan(limit_ms):
+        raise ValueError(f"{name} is not a number")
+    limit_ns = limit_ms * _NS_PER_MS
+    if limit_ns > _LONGEST_NS:
+        return NEVER_NS
+    return round(max(limit_ns, -_LONGEST_NS))
+
+
+def _choice(name: str, value: str, yes: str, no: str) -> bool:
+    if value not in (yes, no):
+        raise ValueError(f"{name} is {value!r}; it is {no!r} or {yes!r}")
+    return value == yes
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{module}.{name}" if module else name
+
+
+def _lasting_name(function: Callable[..., Any]) -> str | None:
+    """Under which the next process finds what this one has learned; None where there is none.
+
+    Closures, and objects of one class, share a name whatever they do; scripts share ``__main__``.
+    """
+    if not inspect.isfunction(function) or "<" in function.__qualname__:
+        return None
+    if function.__module__ != "__main__":
+        return _name_of(function)
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return path and f"{os.path.abspath(path)}:{function.__qualname__}"
+
+
+def _prior(
+    profile: LatencyProfile | str | os.PathLike[str] | None,
+) -> LatencyProfile | None:
+    if profile is None or isinstance(profile, LatencyProfile):
+        return profile
+    return load_profile(profile)
+
+
+def _open_store() -> ProfileStore | None:
+    try:
+        return ProfileStore.of(config.load())
+    except ConfigError:
+        return None

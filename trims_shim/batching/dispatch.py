@@ -1,0 +1,521 @@
+"""Between callers, a policy and those who run batches; the same for threads and event loops.
+
+Events (requests, cancellations, finished jobs) go into an inbox. Whoever puts one in tries to take
+the lock; who has it empties the inbox, asks the policy and hands jobs out, and looks again after
+giving the lock back. So nobody ever waits for the lock to report an event, not an event loop, not a
+finalizer that the collector runs in the middle of it, and no event stays in the inbox. The clock is
+read when an event is taken out: the policy sees time that never goes back.
+
+What users write (callbacks of futures, batch functions, collates) is called without the lock. How a
+job is run and how the time of ``next_deadline_ns`` is kept is the sub-classes'. Nothing is decided
+here: which requests run when, and which are dropped, is the policy's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from abc import ABC, abstractmethod
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from trims_shim.batching.functions import BatchFunction
+from trims_shim.batching.jobs import Job
+from trims_shim.batching.learning import LateKey
+from trims_shim.batching.options import Options
+from trims_shim.batching.protocol import (
+    FLUSH,
+    NEVER_NS,
+    Action,
+    Cancelled,
+    Drop,
+    DropReason,
+    Event,
+    Finished,
+    Policy,
+    Request,
+    Run,
+)
+from trims_shim.batching.replies import BatchFuture, Failure, Seat
+from trims_shim.batching.statistics import BatcherStats, Record
+from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
+
+__all__ = ["Dispatch", "Options"]
+
+_logger = logging.getLogger(__name__)
+
+_FAILURES = (Failure, BaseException)
+_LATE_PRIORITY = -(1 << 62)
+"""Below every request that can still be in time."""
+
+
+class Dispatch(ABC):
+    """See the module docstring. One for threads, or one for each event loop."""
+
+    _job_type: type[Job] = Job
+
+    def __init__(self, function: BatchFunction, options: Options) -> None:
+        self.function = function
+        self.options = options
+        self.is_closed = False
+        self._era = 0
+        self._number = 0
+        self._set_up()
+
+    def _set_up(self) -> None:
+        # Of a kind that knows its owner: who is interrupted while holding it can give it back, and
+        # a finalizer in the middle of it can see that it is busy.
+        self._lock = threading.RLock()
+        self._is_busy = False
+        self._inbox: deque[Any] = deque()
+        self._policy = self.options.learning.make_policy()
+        self._now_ns = 0
+        self._waiting: dict[int, Request] = {}
+        self._overflow: list[Request] = []
+        """Behind a full queue: by priority, then in the order of arrival."""
+        # A token for each free place: taken without the lock, given back with it.
+        self._room: deque[None] = deque([None] * self.options.queue_size)
+        self._late: deque[Request] = deque()
+        self._jobs: set[Job] = set()
+        self._held: deque[Job] = deque()
+        """Of a new policy, which does not know that the old one's jobs still run."""
+        self._watches: list[_Watch] = []
+        self._is_shut = self.is_closed
+        """As ``is_closed``, but in its place among the events."""
+        self.record = Record(devices=self.options.devices)
+        self._outside: list[Callable[[], None]] = []
+        self._me: Seat | None = None
+        """Of the thread that has the lock: it can take a job, or keep the time, for nothing."""
+
+    # --- for callers ------------------------------------------------------------------------------
+
+    def submit(self, request: Request, me: Seat | None = None) -> None:
+        """Queue it, or put it behind a full queue. Raises QueueFull, BatcherClosed."""
+        if self.is_closed:
+            raise self._closed()
+        try:
+            self._take_room(request)
+            self.post(request, me)
+        except Exception:
+            raise
+        except BaseException:
+            self.recover()
+            raise
+
+    def _take_room(self, request: Request) -> None:
+        try:
+            self._room.pop()
+        except IndexError:
+            if self.options.rejects_when_full:
+                self.post(self.record.add_rejection)
+                raise QueueFull(
+                    f"{self.function.name}: {self.options.queue_size} requests are waiting already"
+                ) from None
+            request.payload.has_room = False
+
+    def submit_and_wait_for_room(self, request: Request) -> None:
+        """As :meth:`submit`, but blocks until it is in the queue, or lost."""
+        gate = request.payload.gate = threading.Lock()
+        gate.acquire()
+        self.submit(request)
+        if request.payload.has_room:
+            return
+        try:
+            if self.is_running_here():
+                raise QueueFull(
+                    f"{self.function.name}: the queue is full, and the batch that has to end "
+                    "before there is room is the one that makes this request"
+                )
+            gate.acquire()
+        except BaseException:
+            self.cancel(request)
+            raise
+
+    def cancel(self, request: Request) -> None:
+        """Nobody waits for it any more. Never blocks."""
+        self.post(Cancelled(request))
+
+    def post(self, event: Any, me: Seat | None = None) -> None:
+        """Report an event, or something to call with the time. Never blocks.
+
+        ``me`` is the calling thread, where it can be given a job.
+        """
+        self._inbox.append(event)
+        self.settle(me)
+
+    def settle(self, me: Seat | None = None) -> None:
+        """Empty the inbox, unless somebody else is at it; they look again."""
+        while self._inbox:
+            if not self._lock.acquire(blocking=False):
+                return
+            outside: list[Callable[[], None]] = []
+            try:
+                if self._is_busy:
+                    return  # a finalizer, in the middle of this thread's own turn
+                self._is_busy = True
+                self._me = me
+                try:
+                    self._empty()
+                finally:
+                    outside, self._outside = self._outside, outside
+                    self._is_busy = False
+            finally:
+                self._lock.release()
+                if outside:
+                    _call_all(outside)
+
+    def recover(self) -> None:
+        """After an interrupt of this thread, which may have come between any two steps of it."""
+        while self._lock._is_owned():  # type: ignore[attr-defined]
+            self._is_busy = False
+            self._lock.release()
+        self.settle()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The lock, for what is no event; blocks. To be followed by :meth:`settle`."""
+        with self._lock:
+            self._is_busy = True
+            try:
+                yield
+            finally:
+                self._is_busy = False
+
+    @abstractmethod
+    def is_running_here(self) -> bool:
+        """Whether the caller is in the middle of a batch."""
+
+    @abstractmethod
+    def check_may_wait(self) -> None:
+        """Raises RuntimeError in a thread whose waiting would prevent what it waits for."""
+
+    @abstractmethod
+    def _launch(self, job: Job) -> None:
+        """Give it to somebody who runs it, and say so. Under the lock."""
+
+    @abstractmethod
+    def _keep_time(self, wake_ns: int | None) -> None:
+        """See to it that TIMER comes at that time. Under the lock."""
+
+    @abstractmethod
+    def _rescue(self) -> None:
+        """This thread was interrupted: see to it that another one calls :meth:`settle`."""
+
+    # --- under the lock: events -------------------------------------------------------------------
+
+    def _empty(self) -> None:
+        inbox = self._inbox
+        while inbox:
+            try:
+                self._take(inbox[0])
+            except Exception as error:
+                self._start_over(error)
+            except BaseException as error:
+                # The event stays: somebody else goes on with it.
+                self._start_over(error)
+                self._rescue()
+                raise
+            inbox.popleft()
+        self._keep_time(self._policy.next_deadline_ns())
+
+    def _take(self, event: Any) -> None:
+        now_ns = self.options.clock_ns()
+        if now_ns < self._now_ns:
+            now_ns = self._now_ns
+        self._now_ns = now_ns
+        if type(event) is Request:
+            self._arrive(now_ns, event)
+        elif isinstance(event, Job):
+            self._end(now_ns, event)
+        elif type(event) is Cancelled:
+            self._withdraw(now_ns, event.request)
+        else:
+            event(now_ns)
+        if self._late or self._overflow:
+            self._catch_up(now_ns)
+
+    def _arrive(self, now_ns: int, request: Request) -> None:
+        if not request.number:
+            self._number = request.number = self._number + 1
+            self.record.add_request(request.arrival_ns)
+        elif request.payload.is_admitted or request in self._overflow:
+            return  # seen before, when this was interrupted
+        if self._is_shut:
+            self._fail([request], self._closed())
+        elif request.payload.has_room:
+            self._admit(now_ns, request)
+        else:
+            insort(self._overflow, request, key=_precedence)
+
+    def _admit(self, now_ns: int, request: Request) -> None:
+        request.payload.is_admitted = True
+        self._waiting[request.number] = request
+        self._queue(now_ns, request)
+
+    def _queue(self, now_ns: int, request: Request) -> None:
+        self._tell(now_ns, request)
+        if self._watches or self._is_shut:
+            self._tell(now_ns, FLUSH)  # which has ended with the request
+
+    def _catch_up(self, now_ns: int) -> None:
+        """Queue again what is late and served, and what had no room until now."""
+        while self._late:
+            self._queue(now_ns, self._late.popleft())
+        while self._overflow and self._room:
+            self._room.pop()
+            request = self._overflow.pop(0)
+            request.payload.open_gate()
+            self._admit(now_ns, request)
+
+    def _end(self, now_ns: int, job: Job) -> None:
+        if job not in self._jobs:
+            return  # from before a fork
+        self._jobs.discard(job)
+        self._count(job)
+        self._settled(job.requests)
+        if self._held:
+            self._launch(self._held.popleft())
+        if job.era == self._era:
+            is_typical = self.options.learning.ran(self._policy, job)
+            self._tell(now_ns, Finished(job.device, job.requests, job.started_ns, is_typical))
+
+    def _withdraw(self, now_ns: int, request: Request) -> None:
+        if request.number in self._waiting:
+            self._leave([request])
+            self._tell(now_ns, Cancelled(request))
+        elif request in self._overflow:
+            self._overflow.remove(request)
+            request.payload.open_gate()
+        else:
+            return  # it runs, or has run
+        self.record.cancelled += 1
+        self._settled([request])
+
+    # --- under the lock: actions ------------------------------------------------------------------
+
+    def _tell(self, now_ns: int, event: Event) -> None:
+        for action in self._policy.on_event(now_ns, event):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        if type(action) is Run:
+            self._check_queued(action.batch)
+            job = self._job_type(action.device, action.batch, self._era)
+            self._jobs.add(job)
+            if len(self._jobs) > self.options.devices:
+                self._held.append(job)
+            else:
+                self._launch(job)
+            self._leave(action.batch)
+        elif type(action) is Drop:
+            self._drop(action)
+        else:
+            raise ValueError(f"{action!r} cannot be carried out by this executor")
+
+    def _check_queued(self, requests: Sequence[Request]) -> None:
+        # Before anything is done: a rule of the user's may be wrong.
+        numbers = {request.number for request in requests}
+        if not 0 < len(numbers) == len(requests) or not numbers <= self._waiting.keys():
+            raise ValueError("the policy runs nothing, or requests that are not queued")
+
+    def _drop(self, drop: Drop) -> None:
+        if not self._jobs:
+            self.options.learning.gave_up(self._policy, drop, self._now_ns)
+        if self.options.serves_late:
+            for request in drop.requests:
+                # The same request, without a deadline and behind all that have one.
+                request.key = LateKey(request.key)
+                request.deadline_ns = NEVER_NS
+                request.priority = _LATE_PRIORITY
+                self._late.append(request)
+            return
+        # First what cannot be done again: an interrupt leaves them in the queue, and no harm.
+        for request in drop.requests:
+            self._lose(request, _dropped(self.function.name, drop.reason))
+        self._leave(drop.requests)
+        self.record.add_drop(drop)
+
+    def _leave(self, requests: Sequence[Request]) -> None:
+        """They are in the queue no more."""
+        for request in requests:
+            del self._waiting[request.number]
+            self._room.append(None)
+
+    def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
+        self.record.failed += len(requests)
+        for request in requests:
+            self._lose(request, error)
+
+    def _lose(self, request: Request, error: BaseException) -> None:
+        request.payload.open_gate()
+        self._outside.append(lambda: request.payload.reply.fail(error))
+        self._settled([request])
+
+    def _settled(self, requests: Sequence[Request]) -> None:
+        for watch in self._watches[:]:
+            watch.numbers.difference_update(request.number for request in requests)
+            if not watch.numbers:
+                self._watches.remove(watch)
+                self._outside.append(watch.on_done)
+
+    def _count(self, job: Job) -> None:
+        live, record = job.live or (), self.record
+        record.add_batch([each.arrival_ns for each in live], job.started_ns, job.ended_ns)
+        record.cancelled += len(job.requests) - len(live)
+        record.failed += job.failed
+        for request, result in zip(live, job.results or (), strict=False):
+            if not isinstance(result, _FAILURES):
+                record.add_answer(request.arrival_ns, request.payload.deadline_ns, job.ended_ns)
+
+    def _start_over(self, error: BaseException) -> None:
+        """The policy has failed, or was interrupted: a new one, which knows nothing of devices.
+
+        A policy that raises would raise again: its requests fail with the error. One that was
+        interrupted, by KeyboardInterrupt, gets its requests back.
+        """
+        self._era += 1
+        self._policy = self.options.learning.make_policy()
+        self._late.clear()
+        waiting = list(self._waiting.values())
+        if isinstance(error, Exception):
+            _logger.error("the batching policy of %s failed", self.function.name, exc_info=error)
+            self._fail(waiting, error)
+            self._leave(waiting)
+            self._inbox.append(_nothing)  # those behind the full queue get their places
+            return
+        self._tidy_up()
+        for request in list(self._waiting.values()):
+            self._tell(self._now_ns, request)
+
+    def _tidy_up(self) -> None:
+        """After an interrupt: a job was handed out and its requests left the queue, or neither."""
+        for job in list(self._jobs):
+            if job.runner is not None or job in self._held:
+                self._leave([each for each in job.requests if each.number in self._waiting])
+                if isinstance(job.runner, Seat):
+                    job.runner.wake()
+            else:
+                self._jobs.discard(job)
+
+    # --- watching, closing, forgetting ------------------------------------------------------------
+
+    def watch(self, on_done: Callable[[], None]) -> None:
+        """Call it, once, when every request that was made until now is settled."""
+
+        def begin(now_ns: int) -> None:
+            numbers = {request.number for request in self._open_requests()}
+            if numbers:
+                self._watches.append(_Watch(numbers, on_done))
+                self._tell(now_ns, FLUSH)
+            else:
+                self._outside.append(on_done)
+
+        self.post(begin)
+
+    def close(self, *, cancel: bool) -> None:
+        """Take no more requests; with ``cancel`` fail those that wait. Does not wait."""
+        self.is_closed = True
+
+        def shut(now_ns: int) -> None:
+            self._is_shut = True
+            if cancel:
+                self._give_up(now_ns, self._closed())
+            self._tell(now_ns, FLUSH)
+
+        self.post(shut)
+
+    def _give_up(self, now_ns: int, error: BaseException) -> None:
+        overflow = list(self._overflow)
+        self._overflow.clear()
+        self._fail(overflow, error)
+        while self._waiting:
+            request = next(iter(self._waiting.values()))
+            self._fail([request], error)
+            self._leave([request])
+            # One by one: a policy may run others because this one is gone.
+            self._tell(now_ns, Cancelled(request))
+        self._late.clear()  # given up by the policy meanwhile, and failed here
+
+    def change(self, apply: Callable[[Policy], None]) -> None:
+        """Let ``apply`` change the policy between two events."""
+        self.post(lambda now_ns: apply(self._policy))
+
+    def is_alive(self) -> bool:
+        """Whether it can answer at all."""
+        return True
+
+    def rest(self) -> None:  # noqa: B027  (most have nothing to put down)
+        """It is closed, and nothing will come: let threads end now."""
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting) + len(self._overflow)
+
+    @property
+    def running(self) -> int:
+        """Requests in batches that run."""
+        return sum(len(job.requests) for job in self._jobs.copy())
+
+    def stats(self) -> BatcherStats:
+        """As of now; does not wait for the lock."""
+        now_ns = self.options.clock_ns()
+        return self.record.snapshot(queued=self.queued, running=self.running, now_ns=now_ns)
+
+    def forget(self) -> None:
+        """In a forked child: the parent's requests are the parent's. Takes no lock."""
+        unseen = [event for event in self._inbox if type(event) is Request]
+        for request in [*self._open_requests(), *unseen]:
+            reply = request.payload.reply
+            if isinstance(reply, BatchFuture):
+                reply.orphan()
+        self._era += 1
+        self._set_up()
+
+    def _open_requests(self) -> list[Request]:
+        running = (request for job in self._jobs for request in job.requests)
+        return [*self._waiting.values(), *self._overflow, *running]
+
+    def _closed(self) -> BatcherClosed:
+        return BatcherClosed(f"{self.function.name} takes no more requests: it was closed")
+
+
+class _Watch:
+    __slots__ = ("numbers", "on_done")
+
+    def __init__(self, numbers: set[int], on_done: Callable[[], None]) -> None:
+        self.numbers = numbers
+        self.on_done = on_done
+
+
+def _nothing(now_ns: int) -> None:
+    """An event of no meaning, after which everything is looked at again."""
+
+
+def _precedence(request: Request) -> tuple[int, int]:
+    return -request.priority, request.number
+
+
+def _dropped(name: str, reason: DropReason) -> RequestDropped:
+    if reason is DropReason.HOPELESS:
+        message = f"{name}: it could not be answered before its deadline, not even alone"
+    else:
+        message = f"{name}: too many requests; given up so that others are answered in time"
+    return RequestDropped(reason.value, message)
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    """All of them, whatever they raise; then raise the first that was no Exception."""
+    interrupt: BaseException | None = None
+    for call in calls:
+        try:
+            call()
+        except Exception:
+            _logger.exception("a callback of a batcher failed")
+        except BaseException as error:
+            interrupt = interrupt or error
+    if interrupt is not None:
+        raise interrupt

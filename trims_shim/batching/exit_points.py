@@ -1,0 +1,67 @@
+"""Exit points: where a batch that runs can be given up for a better one.
+
+Between the stages of a model there is one; inside a stage that is a loop, or many calls,
+:func:`exit_point` makes more. They cost a look at a flag. A batch is never stopped anywhere else.
+
+An exit point is left by an exception that is no ``Exception``, so that ``except Exception`` in a
+model does not swallow it; ``finally`` and context managers work as ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from trims_shim.batching.lanes import Lane
+
+__all__ = ["ExitPoints", "GivenUp", "exit_point"]
+
+_here = threading.local()
+
+
+class GivenUp(BaseException):
+    """This batch is no longer wanted; nobody but the executor catches it."""
+
+
+class ExitPoints:
+    """Those of one batch on its way; in one thread, as a context manager.
+
+    ``is_unwanted`` is asked at each of them. ``marks_ns`` says when they were passed, which is how
+    the executor learns where they are.
+    """
+
+    def __init__(
+        self, is_unwanted: Callable[[], bool], lane: Lane, clock_ns: Callable[[], int]
+    ) -> None:
+        self.marks_ns: list[int] = []
+        self._is_unwanted = is_unwanted
+        self._lane = lane
+        self._clock_ns = clock_ns
+        self._outer: ExitPoints | None = None
+
+    def check(self) -> None:
+        """Pass one; raises GivenUp."""
+        self._lane.stage_done()
+        self.marks_ns.append(self._clock_ns())
+        if self._is_unwanted():
+            raise GivenUp
+
+    def __enter__(self) -> ExitPoints:
+        self._outer = getattr(_here, "points", None)
+        _here.points = self
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _here.points = self._outer
+
+
+def exit_point() -> None:
+    """Here a batch of :class:`~trims_shim.batching.flex.FlexBatcher` may be given up.
+
+    To be called by models, in the thread that runs their stage, between pieces of work whose
+    results are not needed if the batch runs again. Does nothing anywhere else.
+    """
+    points = getattr(_here, "points", None)
+    if points is not None:
+        points.check()

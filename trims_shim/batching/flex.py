@@ -1,0 +1,223 @@
+"""Several models on the same devices, with preemption: Shepherd's Flex for real models.
+
+A :class:`FlexBatcher` is a :class:`~trims_shim.batching.batcher.Batcher` of models by name. Each
+model is a list of stages, and a batch of it can be given up between two of them for a batch that
+answers many more requests. What runs when is decided by
+:class:`trims_shim.batching.policies.flex.Flex`, the object that the simulator runs too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trims_shim.batching.batcher import Batcher, _choice, _limit_ns, _open_store, _prior
+from trims_shim.batching.collate import CollateSpec
+from trims_shim.batching.dispatch import Options
+from trims_shim.batching.engine import Engine
+from trims_shim.batching.flex_dispatch import FlexDispatch, FlexLearning
+from trims_shim.batching.lanes import lane_of
+from trims_shim.batching.policies.flex import PREEMPTION_FACTOR, Flex
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import NEVER_NS, Request
+from trims_shim.batching.replies import Entry, Reply
+from trims_shim.batching.staged import StagedFunctions, Stages
+from trims_shim.batching.threads import ThreadDispatch
+
+__all__ = ["FlexBatcher", "PreemptionStats"]
+
+_NS_PER_MS = 1_000_000
+_NS_PER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionStats:
+    """What giving batches up has cost. ``stop``: from the wish to preempt to the free device."""
+
+    preemptions: int
+    wasted_s: float
+    """Device time of batches that were given up."""
+    stop_p50_ms: float
+    stop_p99_ms: float
+
+
+class FlexBatcher(Batcher):
+    """Answers items of several models under a latency objective.
+
+    ::
+
+        batcher = FlexBatcher({"detect": detector, "name": [embed, *blocks, head]}, slo_ms=100)
+        box = batcher("detect", image)             # blocks; also submit(...) and await aio(...)
+
+    ``models``: by name, an ``nn.Sequential`` or a list of callables. The first is called with the
+    batch, ``[batch, ...]``, each other one with the result before it; the last returns one result
+    for each item. Stages are called again, from the first, when a batch was given up, so they must
+    not change anything but what they return. Inside of stages
+    :func:`~trims_shim.batching.exit_points.exit_point` makes more exit points.
+
+    ``slo_ms``: by when an answer is wanted; a number for all, or one for each model by name;
+    ``update(slo_ms=...)`` sets one for all.
+    ``devices``: how many batches run at once, or the names of the devices, ``"cuda:0"`` or
+    ``"cpu"``. A model that has a copy of its stages on each of several devices is given as a
+    mapping of them by the device's name.
+    ``preemption_factor``: how many times as large another batch has to be (lambda in the paper);
+    None never preempts. ``margin_ms`` is kept free before each deadline.
+    ``profiles``: how long batches take, of some models by name; learned if not given, and kept for
+    the next process under the batcher's ``name`` if it has one. All else as for Batcher.
+
+    Raises ValueError for models without stages, TypeError for stages that are not callable.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Stages],
+        *,
+        slo_ms: float | Mapping[str, float] | None = None,
+        max_batch_size: int = 32,
+        devices: int | Sequence[str] = 1,
+        preemption_factor: float | None = PREEMPTION_FACTOR,
+        margin_ms: float = 0.0,
+        profiles: Mapping[str, LatencyProfile | str | os.PathLike[str]] | None = None,
+        collate: CollateSpec = "auto",
+        queue_size: int = 1024,
+        when_full: Literal["wait", "reject"] = "wait",
+        when_late: Literal["drop", "serve"] = "drop",
+        isolate_failures: bool = True,
+        caller_runs: bool = True,
+        name: str | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        for option, value in (("max_batch_size", max_batch_size), ("queue_size", queue_size)):
+            if value < 1:
+                raise ValueError(f"{option} is {value}; it has to be 1 or more")
+        names = ["cpu"] * devices if isinstance(devices, int) else list(devices)
+        self.name = name or "flex"
+        of_models = slo_ms if isinstance(slo_ms, Mapping) else {}
+        self._slos_ns = _slos_ns(of_models, models)
+        single_ms = None if isinstance(slo_ms, Mapping) else slo_ms
+        slo_ns = NEVER_NS if single_ms is None else _limit_ns("slo_ms", single_ms)
+        self._clock_ns = clock_ns
+        self._owner: object = None
+        self._weight = None
+        self._bound: dict[int, tuple[weakref.ref[Any], Engine]] = {}
+        functions = StagedFunctions(
+            models,
+            devices=names,
+            lanes=[lane_of(each) for each in names],
+            collate=collate,
+            isolate_failures=isolate_failures,
+            name=self.name,
+        )
+        self._functions = functions
+        self._function = functions.run
+        margin_ns = round(margin_ms * _NS_PER_MS)
+
+        def make_flex() -> Flex:
+            return Flex(
+                {},
+                devices=len(names),
+                preemption_factor=preemption_factor,
+                margin_ns=margin_ns,
+            )
+
+        make_flex()  # raises here, not at the first request
+        learning = FlexLearning(
+            make_flex,
+            functions.number_of_stages,
+            name=name,
+            max_batch_size=max_batch_size,
+            devices=len(names),
+            priors={each: _prior(of_model) for each, of_model in (profiles or {}).items()},
+            store=_open_store,
+        )
+        options = Options(
+            learning,
+            devices=len(names),
+            queue_size=queue_size,
+            rejects_when_full=_choice("when_full", when_full, "reject", "wait"),
+            serves_late=_choice("when_late", when_late, "serve", "drop"),
+            caller_runs=caller_runs,
+            clock_ns=clock_ns,
+        )
+
+        def make_engine(takes_owner: bool) -> Engine:
+            return _FlexEngine(functions, options, slo_ns, lambda: FlexDispatch(functions, options))
+
+        self._make_engine = make_engine
+        self._engine = make_engine(False)
+
+    def preemption_stats(self) -> PreemptionStats:
+        """How often batches were given up, and what it cost; beside :meth:`stats`."""
+        engine = self._engine
+        assert isinstance(engine, _FlexEngine)
+        dispatch = engine.flex_dispatch
+        if dispatch is None:
+            return PreemptionStats(0, 0.0, 0.0, 0.0)
+        stops_ns = sorted(dispatch.stops_ns.copy()) or [0]
+        return PreemptionStats(
+            preemptions=dispatch.preemptions,
+            wasted_s=dispatch.wasted_ns / _NS_PER_S,
+            stop_p50_ms=stops_ns[len(stops_ns) // 2] / _NS_PER_MS,
+            stop_p99_ms=stops_ns[int(0.99 * (len(stops_ns) - 1))] / _NS_PER_MS,
+        )
+
+    def __repr__(self) -> str:
+        return f"<FlexBatcher {self.name}, at most {self.max_batch_size} at once>"
+
+    def _request(
+        self, args: tuple[Any, ...], reply: Reply, deadline_ms: float | None, priority: int
+    ) -> Request:
+        if len(args) < 2:
+            raise TypeError(f"{self.name}() needs the name of a model, and an item")
+        model, *items = args
+        key = self._functions.key(model, tuple(items))
+        now_ns = self._clock_ns()
+        limit_ns = self._engine.slo_ns
+        if deadline_ms is not None:
+            limit_ns = _limit_ns("deadline_ms", deadline_ms)
+        elif limit_ns == NEVER_NS:
+            limit_ns = self._slos_ns.get(model, NEVER_NS)
+        deadline_ns = NEVER_NS if limit_ns == NEVER_NS else now_ns + limit_ns
+        entry = Entry(tuple(items), reply, deadline_ns, model)
+        return Request(0, now_ns, deadline_ns, priority, key, 1, entry)
+
+
+class _FlexEngine(Engine):
+    """An engine whose dispatch can give batches up."""
+
+    def __init__(
+        self,
+        function: Any,
+        options: Options,
+        slo_ns: int,
+        make_dispatch: Callable[[], FlexDispatch],
+    ) -> None:
+        self._make_dispatch = make_dispatch
+        super().__init__(function, options, slo_ns=slo_ns)
+
+    @property
+    def flex_dispatch(self) -> FlexDispatch | None:
+        """None before the first request."""
+        dispatch = self._threads
+        return dispatch if isinstance(dispatch, FlexDispatch) else None
+
+    def threads(self) -> ThreadDispatch:
+        """See :class:`Engine`."""
+        if self._threads is None:
+            with self._lock:
+                self._check_open()
+                if self._threads is None:
+                    self._threads = self._make_dispatch()
+        return self._threads
+
+
+def _slos_ns(of_models: Mapping[str, float], models: Mapping[str, Stages]) -> dict[str, int]:
+    if of_models and set(of_models) != set(models):
+        raise ValueError(
+            f"slo_ms is given for {', '.join(of_models)}; the models are {', '.join(models)}"
+        )
+    return {name: _limit_ns("slo_ms", each) for name, each in of_models.items()}

@@ -1,0 +1,150 @@
+"""A batch function and what surrounds each call of it: joining, splitting, isolating failures.
+
+No threads, no event loop, no clock: those who run batches call :meth:`BatchFunction.run` or await
+:meth:`BatchFunction.arun`, and neither raises an Exception; failures are in the list of results.
+
+When a batch of several items fails, it is halved until each failing item is alone, so that it does
+not fail its neighbours. That runs the function again, at most ``2 n - 1`` times for ``n`` items.
+A generator that has yielded is not run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from trims_shim.batching.collate import Collate, CollateSpec, answers, collate_of, columns
+from trims_shim.batching.replies import Entry, Failure
+from trims_shim.batching.streams import Streaming
+from trims_shim.errors import BadBatch
+
+__all__ = ["BatchFunction"]
+
+
+class BatchFunction:
+    """``function`` is called with one batch for each argument of its callers.
+
+    ``takes_owner``: it is a function of a class and gets the instance first.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        collate: CollateSpec,
+        batch_sizes: Sequence[int] | None,
+        isolate_failures: bool,
+        takes_owner: bool,
+        name: str,
+    ) -> None:
+        self.function = function
+        self.name = name
+        self.is_generator = inspect.isgeneratorfunction(_plain(function))
+        self.is_async_generator = inspect.isasyncgenfunction(_plain(function))
+        self.is_async = self.is_async_generator or inspect.iscoroutinefunction(_plain(function))
+        self.collate = collate_of(collate, batch_sizes=batch_sizes)
+        self._spec, self._batch_sizes = collate, batch_sizes
+        self._columns: dict[int, Collate] = {1: self.collate}
+        self._isolates = isolate_failures
+        self._takes_owner = takes_owner
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether it yields several lists of results."""
+        return self.is_generator or self.is_async_generator
+
+    def key(self, arguments: tuple[Any, ...]) -> Hashable:
+        """Which requests may share a batch. Raises what the collate raises for this item."""
+        number = len(arguments)
+        if number == 1:
+            return self.collate.key(arguments[0])
+        return number, self._collate(number).key(arguments)
+
+    def run(self, entries: Sequence[Entry]) -> list[Any]:
+        """One result for each, or a :class:`~trims_shim.batching.replies.Failure`."""
+        streaming = Streaming(entries) if self.is_generator else None
+        try:
+            if streaming is not None:
+                return self._stream(entries, streaming)
+            collate, items, batch = self.joined(entries)
+            return answers(collate, self.function(*batch), items, function=self.name)
+        except Exception as error:
+            if not self._may_halve(entries, error, streaming):
+                return _failed(entries, error, streaming)
+        middle = len(entries) // 2
+        return self.run(entries[:middle]) + self.run(entries[middle:])
+
+    async def arun(self, entries: Sequence[Entry]) -> list[Any]:
+        """As :meth:`run`, for functions that are awaited."""
+        streaming = Streaming(entries) if self.is_async_generator else None
+        try:
+            if streaming is not None:
+                return await self._astream(entries, streaming)
+            collate, items, batch = self.joined(entries)
+            return answers(collate, await self.function(*batch), items, function=self.name)
+        except Exception as error:
+            if not self._may_halve(entries, error, streaming):
+                return _failed(entries, error, streaming)
+        middle = len(entries) // 2
+        return await self.arun(entries[:middle]) + await self.arun(entries[middle:])
+
+    def _stream(self, entries: Sequence[Entry], streaming: Streaming) -> list[Any]:
+        collate, items, batch = self.joined(entries)
+        with contextlib.closing(self.function(*batch)) as steps:
+            for results in steps:
+                if not streaming.take(answers(collate, results, items, function=self.name)):
+                    break
+        return streaming.end(None)
+
+    async def _astream(self, entries: Sequence[Entry], streaming: Streaming) -> list[Any]:
+        collate, items, batch = self.joined(entries)
+        async with contextlib.aclosing(self.function(*batch)) as steps:
+            async for results in steps:
+                if not streaming.take(answers(collate, results, items, function=self.name)):
+                    break
+        return streaming.end(None)
+
+    def joined(self, entries: Sequence[Entry]) -> tuple[Collate, list[Any], list[Any]]:
+        """Their collate, their items, and the batch for each argument of the function."""
+        first = entries[0]
+        number = len(first.arguments)
+        collate = self._collate(number)
+        batch = [first.owner] if self._takes_owner else []
+        if number == 1:
+            items = [entry.arguments[0] for entry in entries]
+            batch.append(collate.join(items))
+        else:
+            items = [entry.arguments for entry in entries]
+            batch.extend(collate.join(items))
+        return collate, items, batch
+
+    def _collate(self, number: int) -> Collate:
+        collate = self._columns.get(number)
+        if collate is None:
+            collate = columns(self._spec, number, batch_sizes=self._batch_sizes)
+            self._columns[number] = collate
+        return collate
+
+    def _may_halve(
+        self, entries: Sequence[Entry], error: Exception, streaming: Streaming | None
+    ) -> bool:
+        if streaming is not None and streaming.has_begun:
+            return False
+        return self._isolates and len(entries) > 1 and not isinstance(error, BadBatch)
+
+
+def _failed(entries: Sequence[Entry], error: Exception, streaming: Streaming | None) -> list[Any]:
+    if streaming is not None:
+        return streaming.end(error)
+    return [Failure(error)] * len(entries)
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What tells whether it is asynchronous: a function, or the ``__call__`` of an object."""
+    while hasattr(function, "func") and hasattr(function, "keywords"):  # functools.partial
+        function = function.func
+    if inspect.isroutine(function) or inspect.isclass(function):
+        return function
+    return getattr(function, "__call__", function)  # noqa: B004  (it is looked at, not called)

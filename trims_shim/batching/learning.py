@@ -1,0 +1,219 @@
+"""What batches cost, learned while they run: the profiles under a batcher's policy.
+
+There is one profile for each key, because inputs of other shapes take other times. It starts from
+what the user gave or what an earlier process saved, and is refreshed from every batch. All but
+:meth:`Learning.save` is called under the lock of one dispatch; a batcher with several (one for each
+event loop) shares what they learn, which is a few numbers that may be mixed up without harm.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from trims_shim.batching.collate import padded_size
+from trims_shim.batching.jobs import Job
+from trims_shim.batching.policies.immediate import Immediate
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile_store import ProfileStore, SavedProfile
+from trims_shim.batching.profiling import LearnedProfile, sizes_to_measure
+from trims_shim.batching.protocol import Drop, DropReason, Policy
+from trims_shim.batching.rules import Rule, RuleMaker
+from trims_shim.batching.single import Batching
+
+__all__ = ["LateKey", "Learning"]
+
+_logger = logging.getLogger(__name__)
+
+_WORTH_SAVING = 8
+"""Batches of one key: fewer say little, and scripts that call a function once leave no file."""
+_MOST_LOOKED_UP = 64
+"""Keys whose saved profiles are looked for; reading one takes about 100 us."""
+_AT_ONCE = 4
+"""Given up before this part of its time has passed, a request was hopeless from the beginning."""
+_MOST_KEYS = 1024
+"""As many as :class:`~trims_shim.batching.single.Batching` keeps idle rules for."""
+
+
+class LateKey:
+    """Key of requests that are served although they are late: they have batches of their own."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LateKey) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash((LateKey, self.key))
+
+
+class Learning:
+    """Makes policies, and keeps the profiles of their rules fresh."""
+
+    def __init__(
+        self,
+        maker: RuleMaker,
+        *,
+        name: str | None,
+        max_batch_size: int,
+        max_batch_weight: int | None,
+        devices: int,
+        batch_sizes: Sequence[int] | None,
+        prior: LatencyProfile | None,
+        store: Callable[[], ProfileStore | None],
+    ) -> None:
+        """``prior`` is the user's; without one, ``store()`` is asked for what has this name."""
+        self.name = name
+        self.max_batch_size = max_batch_size
+        self._maker = maker
+        self._max_batch_weight = max_batch_weight
+        self._devices = devices
+        self._batch_sizes = batch_sizes
+        self._prior = prior
+        self._open_store = store
+        self._store: ProfileStore | None = None
+        self._is_store_open = False
+        self._learned: dict[Hashable, LearnedProfile] = {}
+        self._seen: dict[Hashable, set[int]] = {}
+        self._measured: set[Hashable] = set()
+        # Raises here, not at the first request, for what no rule can be made of.
+        self._rule(None, LatencyProfile([1.0] * max_batch_size))
+        self.make_policy()
+
+    def make_policy(self) -> Policy:
+        """A new one, that knows what was learned."""
+        return Batching(self._make_rule, devices=self._devices, max_weight=self._max_batch_weight)
+
+    def profile(self, key: Hashable = None) -> LatencyProfile:
+        """What is known of a key now."""
+        return self._learned_of(key).profile(self.max_batch_size)
+
+    def keys(self) -> list[Hashable]:
+        """Those of which something is known."""
+        return list(self._learned)
+
+    def ran(self, policy: Policy, job: Job) -> bool:
+        """Learn from a job; False if it says nothing about others."""
+        if not job.is_typical:
+            return False
+        assert job.live is not None
+        key = _plain(job.requests[0].key)
+        size = padded_size(len(job.live), self._batch_sizes)
+        learned = self._learned_of(key)
+        seen = self._seen.setdefault(key, set())
+        if size not in seen:
+            seen.add(size)  # the first one of each size also compiles, tunes and allocates
+            return False
+        learned.observe(size, job.ended_ns - job.started_ns)
+        self._refresh(policy, key, learned)
+        return True
+
+    def gave_up(self, policy: Policy, drop: Drop, now_ns: int) -> None:
+        """Doubt a profile by which nothing can be in time, although nothing runs."""
+        if drop.reason is not DropReason.HOPELESS:
+            return
+        for request in drop.requests:
+            # Of those that had most of their time: that others ran or were waited for before, or
+            # that a timer came too late, is not the profile's fault.
+            slack_ns = request.deadline_ns - request.arrival_ns
+            if _AT_ONCE * (now_ns - request.arrival_ns) < slack_ns:
+                learned = self._learned_of(request.key)
+                if learned.doubt():
+                    self._refresh(policy, request.key, learned)
+
+    def check_size(self, max_batch_size: int) -> None:
+        """Raises ValueError for one that cannot be."""
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size is {max_batch_size}; it has to be 1 or more")
+        padded_size(max_batch_size, self._batch_sizes)
+
+    def resize(self, policy: Policy) -> None:
+        """Let the rules of ``policy`` make batches of the size that rules to come will make."""
+        if isinstance(policy, Batching):
+            for key, rule in policy.rules.items():
+                rule.profile = self.profile(_plain(key))
+                rule.max_batch_size = self.max_batch_size
+
+    def sizes_to_measure(self) -> Sequence[int]:
+        """Those from which the others follow."""
+        if self._batch_sizes is None:
+            return sizes_to_measure(self.max_batch_size)
+        return sorted(self._batch_sizes)
+
+    def measured(self, key: Hashable, durations_ns: Mapping[int, float]) -> LatencyProfile:
+        """Start anew from measurements; :meth:`refresh` tells the policies."""
+        prior = LatencyProfile.measured(
+            durations_ns, max_batch_size=self.max_batch_size, pads=self._batch_sizes is not None
+        )
+        self._learned[key] = LearnedProfile(prior, batch_sizes=self._batch_sizes)
+        self._measured.add(key)
+        self._seen[key] = set(durations_ns)
+        return self.profile(key)
+
+    def refresh(self, policy: Policy, key: Hashable) -> None:
+        """Give the rules of ``policy`` what is known of a key."""
+        self._refresh(policy, key, self._learned_of(key))
+
+    def save(self) -> None:
+        """Keep what was learned for the next process. Reads and writes files."""
+        if self._prior is not None or self.name is None:
+            return
+        for key, learned in list(self._learned.items()):
+            if learned.count >= _WORTH_SAVING or key in self._measured:
+                store = self._opened_store()
+                if store is None:
+                    return
+                known = learned.known_latencies_ns(self.max_batch_size)
+                pads = self._batch_sizes is not None
+                if known:
+                    store.save(self.name, key, SavedProfile(known, max(known), pads))
+
+    def _make_rule(self, key: Hashable) -> Rule:
+        if isinstance(key, LateKey):
+            return Immediate(self.profile(key.key), max_batch_size=self.max_batch_size)
+        return self._rule(key, self.profile(key))
+
+    def _rule(self, key: Hashable, profile: LatencyProfile) -> Rule:
+        return self._maker(profile, max_batch_size=self.max_batch_size)
+
+    def _learned_of(self, key: Hashable) -> LearnedProfile:
+        learned = self._learned.get(key)
+        if learned is None:
+            while len(self._learned) >= _MOST_KEYS:
+                oldest = next(iter(self._learned))
+                del self._learned[oldest]
+                self._seen.pop(oldest, None)
+                self._measured.discard(oldest)
+            learned = LearnedProfile(self._prior_of(key), batch_sizes=self._batch_sizes)
+            self._learned[key] = learned
+        return learned
+
+    def _prior_of(self, key: Hashable) -> LatencyProfile | None:
+        if self._prior is not None:
+            return self._prior
+        store = self._opened_store()
+        # Under the lock, so not for keys without end (inputs of any length, not bucketed).
+        if store is None or self.name is None or len(self._seen) >= _MOST_LOOKED_UP:
+            return None
+        saved = store.load(self.name, key)
+        return None if saved is None else saved.profile
+
+    def _opened_store(self) -> ProfileStore | None:
+        if not self._is_store_open and self.name is not None:
+            self._store, self._is_store_open = self._open_store(), True
+        return self._store
+
+    def _refresh(self, policy: Policy, key: Hashable, learned: LearnedProfile) -> None:
+        if not isinstance(policy, Batching):
+            return
+        rule = policy.rules.get(key)
+        if rule is not None:
+            # A rule that is about to become smaller still asks for its larger sizes.
+            rule.profile = learned.profile(max(self.max_batch_size, rule.max_batch_size))
+
+
+def _plain(key: Hashable) -> Hashable:
+    return key.key if isinstance(key, LateKey) else key

@@ -1,0 +1,263 @@
+"""Where answers go: to a blocked thread, to a future, to an event loop.
+
+Each request has one reply. ``begin`` is called once, when its batch starts, and says whether
+anybody still waits; after that comes exactly one ``answer`` or ``fail``. A request that never runs
+gets ``fail`` only. None of them raises an Exception, whatever became of the one who waits: a
+cancelled neighbour is no reason to lose an answer. Calls come from any thread, never under a
+batcher's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trims_shim.errors import BatchingError
+
+if TYPE_CHECKING:
+    from trims_shim.batching.dispatch import Dispatch
+    from trims_shim.batching.jobs import Job
+    from trims_shim.batching.protocol import Request
+
+__all__ = ["BatchFuture", "BlockedCall", "Entry", "Failure", "Reply", "Seat", "deliver"]
+
+_logger = logging.getLogger(__name__)
+
+_OTHER_PROCESS = (
+    "this request was made before a fork and belongs to the parent process; make it again in this "
+    "one, its batcher works"
+)
+
+
+class Reply(Protocol):
+    """See the module docstring."""
+
+    def begin(self) -> bool:
+        """False if nobody waits any more; the request is then left out of its batch."""
+
+    def answer(self, result: Any) -> None:
+        """Hand the result over."""
+
+    def fail(self, error: BaseException) -> None:
+        """Hand the error over."""
+
+
+class Entry:
+    """What a driver keeps of a request while it waits: its arguments and where the answer goes."""
+
+    __slots__ = ("arguments", "deadline_ns", "gate", "has_room", "is_admitted", "owner", "reply")
+
+    def __init__(
+        self, arguments: tuple[Any, ...], reply: Reply, deadline_ns: int, owner: object
+    ) -> None:
+        self.arguments = arguments
+        self.reply = reply
+        self.deadline_ns = deadline_ns
+        """The caller's; that of the request is none where a late one is served all the same."""
+        self.owner = owner
+        """The instance whose method is batched, alive until it has answered."""
+        self.has_room = True
+        """Whether it has a place in the queue; else it waits for one."""
+        self.is_admitted = False
+        """Whether the policy was told about it."""
+        self.gate: threading.Lock | None = None
+        """Released when it gets its place, or is lost; for those who wait for that."""
+
+    def open_gate(self) -> None:
+        """Nobody needs to wait for its place any more."""
+        gate, self.gate = self.gate, None
+        if gate is not None:
+            gate.release()
+
+
+class Failure:
+    """In a list of results: this item failed."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def deliver(reply: Reply, result: Any) -> bool:
+    """Answer, or fail where the result is an error; True for an answer."""
+    if type(result) is Failure:
+        reply.fail(result.error)
+        return False
+    if isinstance(result, BaseException):
+        reply.fail(result)
+        return False
+    reply.answer(result)
+    return True
+
+
+# --- a thread that waits --------------------------------------------------------------------------
+
+
+class Seat:
+    """A thread that can sleep, be woken, and be handed a job: a blocked caller or a worker.
+
+    ``wake`` may come at any time and any number of times; it means "look again". ``job`` is set
+    under the lock of the dispatch.
+    """
+
+    __slots__ = ("_gate", "job", "wake_ns")
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self.job: Job | None = None
+        self.wake_ns: int | None = None
+        """Until when it sleeps at most, while it keeps the time for its dispatch."""
+
+    def sleep(self, timeout_s: float = -1.0) -> bool:
+        """Until woken, or for so long; False if it was not woken."""
+        return self._gate.acquire(True, timeout_s)
+
+    def wake(self) -> None:
+        """End its sleep, or its next one."""
+        # A binary semaphore: one that is awake already, or about to be, needs no second wake-up.
+        try:
+            self._gate.release()
+        except RuntimeError:
+            pass
+
+
+class BlockedCall(Seat):
+    """The caller's thread waits, and runs its batch itself when it is asked to."""
+
+    __slots__ = ("_error", "_result", "is_abandoned", "is_done")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_done = False
+        self.is_abandoned = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def begin(self) -> bool:
+        """See :class:`Reply`."""
+        return not self.is_abandoned
+
+    def answer(self, result: Any) -> None:
+        """See :class:`Reply`."""
+        self._result = result
+        self.is_done = True
+        self.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """See :class:`Reply`."""
+        self._error = error
+        self.is_done = True
+        self.wake()
+
+    def take(self) -> Any:
+        """The result; raises the error."""
+        if self._error is None:
+            return self._result
+        try:
+            raise self._error
+        finally:
+            self._error = None  # it holds this frame, and with it this object
+
+
+# --- futures --------------------------------------------------------------------------------------
+
+
+class BatchFuture(Future[Any]):
+    """Of ``submit``. ``cancel()`` frees its place in the queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._dispatch: Dispatch | None = None
+        self._request: Request | None = None
+
+    def attach(self, dispatch: Dispatch, request: Request) -> None:
+        """Whom to tell when it is cancelled."""
+        self._dispatch, self._request = dispatch, request
+
+    def cancel(self) -> bool:
+        """Give the request up unless its batch runs already; True if it was given up."""
+        # A second cancel() succeeds as well, as the first one's promise still holds.
+        if not super().cancel():
+            return False
+        self._notify_cancelled()
+        dispatch, request = self._dispatch, self._request
+        self._let_go()
+        if dispatch is not None and request is not None:
+            dispatch.cancel(request)
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See :class:`concurrent.futures.Future`; an error where waiting would never end."""
+        self._check_may_wait()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See :class:`concurrent.futures.Future`; an error where waiting would never end."""
+        self._check_may_wait()
+        return super().exception(timeout)
+
+    def begin(self) -> bool:
+        """See :class:`Reply`."""
+        with self._condition:
+            if self._state == "PENDING":
+                self._state = "RUNNING"
+            if self._state == "RUNNING":
+                return True  # also when it is asked again, after an interrupt
+        self._notify_cancelled()
+        return False
+
+    def requeue(self) -> None:
+        """Its batch was given up half-way: it waits again, and can be cancelled again."""
+        with self._condition:
+            if self._state == "RUNNING":
+                self._state = "PENDING"
+
+    def answer(self, result: Any) -> None:
+        """See :class:`Reply`."""
+        self._let_go()
+        self._settle(self.set_result, result)
+
+    def fail(self, error: BaseException) -> None:
+        """See :class:`Reply`."""
+        self._let_go()
+        self._settle(self.set_exception, error)
+
+    def orphan(self) -> None:
+        """In a forked child: fail without a lock, which the parent may have held."""
+        if self._state in ("PENDING", "RUNNING"):
+            self._condition = threading.Condition()
+            self._waiters.clear()
+            self.__dict__["_done_callbacks"] = []
+            self._exception = BatchingError(_OTHER_PROCESS)
+            self._state = "FINISHED"
+        self._let_go()
+
+    def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
+        try:
+            settle(value)
+        except InvalidStateError:
+            pass  # cancelled, or set by somebody else
+        except Exception:
+            _logger.exception("a callback of %r failed", self)
+
+    def _notify_cancelled(self) -> None:
+        # What wait() and as_completed() look for; the executor's part of a cancellation.
+        with self._condition:
+            if self._state == "CANCELLED":
+                self._state = "CANCELLED_AND_NOTIFIED"
+                for waiter in self._waiters:
+                    waiter.add_cancelled(self)
+
+    def _check_may_wait(self) -> None:
+        dispatch = self._dispatch
+        if dispatch is not None and not self.done():
+            dispatch.check_may_wait()
+
+    def _let_go(self) -> None:
+        # Neither a batcher nor an item lives as long as somebody keeps an answer.
+        self._dispatch = self._request = None

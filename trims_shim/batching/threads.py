@@ -1,0 +1,346 @@
+"""Running batches of a synchronous function: in the threads of callers, and in workers.
+
+A thread that waits for its own answer runs its batch when the policy says so: at batch 1 nothing is
+handed over. Batches without such a caller go to workers, at most one for each device, started when
+they are needed and ended when they were idle for a while. A caller runs no batch but its own.
+
+One seat (a waiting caller or a worker) keeps the time: it sleeps no longer than to the policy's
+next deadline. Nobody polls; without requests everybody sleeps for good, or has ended.
+
+Workers are daemon threads that hold their dispatch weakly while idle: one that nobody uses any more
+ends, and its workers with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import weakref
+from typing import Any
+
+from trims_shim.batching.dispatch import Dispatch, Options
+from trims_shim.batching.functions import BatchFunction
+from trims_shim.batching.jobs import Job
+from trims_shim.batching.protocol import TIMER, Request
+from trims_shim.batching.replies import BlockedCall, Entry, Seat, deliver
+from trims_shim.errors import BatcherClosed, QueueFull
+
+__all__ = ["IDLE_S", "ThreadDispatch"]
+
+_logger = logging.getLogger(__name__)
+
+IDLE_S = 30.0
+"""How long a worker without work stays. Starting one costs about 100 us."""
+
+
+class _Worker(Seat):
+    __slots__ = ("thread",)
+
+    thread: threading.Thread
+
+
+class ThreadDispatch(Dispatch):
+    """See the module docstring."""
+
+    def __init__(self, function: BatchFunction, options: Options) -> None:
+        self._idle: list[_Worker] = []
+        super().__init__(function, options)
+        weakref.finalize(self, _wake_all, self._idle).atexit = False
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._idle.clear()
+        self._keeper: Seat | None = None
+        self._runners: dict[int, int] = {}
+        """Threads that run batches, and how deep."""
+
+    # --- callers ----------------------------------------------------------------------------------
+
+    def call(self, request: Request, reply: BlockedCall) -> Any:
+        """Wait for the answer in this thread, and work for it; raises what became of it."""
+        try:
+            self.submit(request, reply)
+            while not reply.is_done:
+                job = reply.job
+                if job is not None:
+                    # Its own until its end: whoever is interrupted finds it there.
+                    self._execute(job)
+                    self.post(job)
+                    reply.job = None
+                else:
+                    self._wait(reply)
+        except (QueueFull, BatcherClosed):
+            raise
+        except BaseException:
+            self._abandon(request, reply)
+            raise
+        if self._keeper is reply:
+            self.post(self._look_for_keeper)
+        return reply.take()
+
+    def call_nested(self, entry: Entry) -> Any:
+        """From inside a batch, whose end nobody may wait for: alone, here and now."""
+        ident = self._enter()
+        try:
+            (result,) = self.function.run([entry])
+        finally:
+            self._exit(ident)
+        reply = BlockedCall()
+        deliver(reply, result)
+        return reply.take()
+
+    def is_running_here(self) -> bool:
+        """See :class:`Dispatch`."""
+        return threading.get_ident() in self._runners
+
+    def check_may_wait(self) -> None:
+        """See :class:`Dispatch`."""
+        if self.options.devices == 1 and self.is_running_here():
+            raise RuntimeError(
+                f"{self.function.name}: this thread runs a batch, and the answer it wants to wait "
+                "for comes after it; call the batcher itself, which then runs the item at once"
+            )
+
+    def _abandon(self, request: Request, reply: BlockedCall) -> None:
+        """Its caller was interrupted: the requests of others in its batch are a worker's now."""
+        self._runners.pop(threading.get_ident(), None)
+        self.recover()
+        reply.is_abandoned = True
+        with self._turn():
+            job, reply.job = reply.job, None
+        if job is not None:
+            job.leave_out(reply)
+            self._hand_over(job)
+        self.post(self._look_for_keeper)
+        self.cancel(request)
+
+    def _wait(self, seat: Seat) -> None:
+        wake_ns = seat.wake_ns
+        if wake_ns is None:
+            seat.sleep()
+            return
+        left_ns = wake_ns - self.options.clock_ns()
+        if left_ns > 0:
+            seat.sleep(left_ns / 1e9)
+        else:
+            seat.wake_ns = None
+            self._report_time(seat, wake_ns)
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def work(self, worker: _Worker) -> bool:
+        """One step of a worker's life; False if it has nothing to do and keeps no time."""
+        job = worker.job
+        if job is not None:
+            worker.job = None
+            self._run_in_worker(job)
+            self._idle.append(worker)
+            self.post(job, worker)
+        elif worker.wake_ns is not None:
+            self._wait(worker)
+        else:
+            return False
+        return True
+
+    def retire(self, worker: _Worker) -> bool:
+        """End an idle worker, unless it was given something meanwhile."""
+        with self._turn():
+            is_idle = worker.job is None and worker.wake_ns is None
+            if is_idle and worker in self._idle:
+                self._idle.remove(worker)
+        self.settle()
+        return is_idle
+
+    def rest(self) -> None:
+        """See :class:`Dispatch`."""
+        _wake_all(list(self._idle))
+
+    def _run_in_worker(self, job: Job) -> None:
+        try:
+            _adopt_torch_threads()
+            self._execute(job)
+        except BaseException as error:
+            if job.results is None:
+                job.end_with(self.options.clock_ns(), error)
+            job.deliver_surely()
+
+    def _execute(self, job: Job) -> None:
+        ident = self._enter()
+        try:
+            if job.results is None:
+                entries = job.begin(self.options.clock_ns())
+                results = self.function.run(entries) if entries else []
+                job.end(self.options.clock_ns(), results)
+            job.deliver()
+        finally:
+            self._exit(ident)
+
+    def _enter(self) -> int:
+        ident = threading.get_ident()
+        self._runners[ident] = self._runners.get(ident, 0) + 1
+        return ident
+
+    def _exit(self, ident: int) -> None:
+        depth = self._runners.pop(ident, 1)
+        if depth > 1:
+            self._runners[ident] = depth - 1
+
+    # --- who does what; under the lock ------------------------------------------------------------
+
+    def _launch(self, job: Job) -> None:
+        seat = self._seat_for(job)
+        # Nothing can come between these two.
+        seat.job = job
+        job.runner = seat
+        if seat is self._keeper:
+            self._keeper = None
+        seat.wake_ns = None
+        seat.wake()
+
+    def _seat_for(self, job: Job) -> Seat:
+        me = self._me
+        if isinstance(me, _Worker) and me in self._idle:
+            self._idle.remove(me)
+            return me
+        if self.options.caller_runs and not self.function.is_generator:
+            callers = [
+                each.payload.reply
+                for each in job.requests
+                if type(each.payload.reply) is BlockedCall and not each.payload.reply.is_abandoned
+            ]
+            if callers:
+                return me if me in callers else callers[0]
+        return self._idle.pop() if self._idle else self._new_worker()
+
+    def _new_worker(self) -> _Worker:
+        worker = _Worker()
+        worker.thread = threading.Thread(
+            target=_live,
+            args=(weakref.ref(self), worker),
+            name=f"batch-{self.function.name}",
+            daemon=True,
+        )
+        self._outside.append(lambda: self._start(worker))
+        return worker
+
+    def _start(self, worker: _Worker) -> None:
+        try:
+            worker.thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter ends
+            self._do_without(worker, error)
+
+    def _do_without(self, worker: _Worker, error: RuntimeError) -> None:
+        with self._turn():
+            job, worker.job = worker.job, None
+            if self._keeper is worker:
+                self._keeper = None
+            if worker in self._idle:
+                self._idle.remove(worker)
+        if job is not None:
+            job.begin(self.options.clock_ns())
+            job.end_with(self.options.clock_ns(), error)
+            job.deliver()
+            self.post(job)
+        else:
+            self.post(lambda now_ns: self._give_up(now_ns, error))
+
+    def _hand_over(self, job: Job) -> None:
+        def give(now_ns: int) -> None:
+            worker = self._idle.pop() if self._idle else self._new_worker()
+            worker.job = job
+            if worker is self._keeper:
+                self._keeper = None
+            worker.wake_ns = None
+            worker.wake()
+
+        self.post(give)
+
+    def _rescue(self) -> None:
+        if not self._idle:
+            self._idle.append(self._new_worker())
+        self._idle[-1].wake()
+
+    # --- time; under the lock ---------------------------------------------------------------------
+
+    def _keep_time(self, wake_ns: int | None) -> None:
+        keeper = self._keeper
+        if wake_ns is None:
+            return  # a keeper that wakes for nothing asks once, and sleeps on
+        if keeper is not None and keeper.wake_ns is not None and keeper.wake_ns <= wake_ns:
+            return
+        seat = self._seat_for_time()
+        if keeper is not None and keeper is not seat:
+            keeper.wake_ns = None
+        self._keeper = seat
+        seat.wake_ns = wake_ns
+        if seat is not self._me:
+            seat.wake()
+
+    def _seat_for_time(self) -> Seat:
+        me = self._me
+        if isinstance(me, BlockedCall):
+            if not me.is_done and me.job is None:
+                return me
+        elif me is not None and me in self._idle:
+            return me
+        if self._keeper is not None:
+            return self._keeper
+        if not self._idle:
+            self._idle.append(self._new_worker())
+        return self._idle[-1]
+
+    def _report_time(self, seat: Seat, wake_ns: int) -> None:
+        def report(now_ns: int) -> None:
+            if self._keeper is seat:
+                self._keeper = None
+            due_ns = self._policy.next_deadline_ns()
+            if due_ns is not None and due_ns <= now_ns:
+                self.record.add_wake(now_ns - due_ns)
+                self._tell(now_ns, TIMER)
+
+        self.post(report, seat)
+
+    def _look_for_keeper(self, now_ns: int) -> None:
+        keeper = self._keeper
+        if isinstance(keeper, BlockedCall) and (keeper.is_done or keeper.is_abandoned):
+            self._keeper = None
+
+
+def _live(dispatch_ref: weakref.ref[ThreadDispatch], worker: _Worker) -> None:
+    while (dispatch := dispatch_ref()) is not None:
+        while _step(dispatch, worker):
+            pass
+        may_end = dispatch.is_closed
+        del dispatch
+        may_end |= not worker.sleep(0 if may_end else IDLE_S)
+        dispatch = dispatch_ref()
+        if dispatch is not None and may_end and dispatch.retire(worker):
+            return
+
+
+def _step(dispatch: ThreadDispatch, worker: _Worker) -> bool:
+    """False if there is nothing to do."""
+    try:
+        dispatch.settle(worker)
+        return dispatch.work(worker)
+    except BaseException:
+        # Of somebody's callback. A worker that dies would take later batches with it.
+        _logger.exception("a callback of a future of %s failed", dispatch.function.name)
+        return True
+
+
+def _adopt_torch_threads() -> None:
+    """Make ``torch.set_num_threads`` hold in this thread, too.
+
+    A thread of its own begins with OpenMP's default number of threads, and keeps it until ATen is
+    asked for the number there (torch 2.13, at::internal::lazy_init_num_threads).
+    """
+    ask = getattr(sys.modules.get("torch"), "get_num_threads", None)
+    if ask is not None:
+        ask()
+
+
+def _wake_all(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.wake()
