@@ -15,8 +15,8 @@ from .conftest import Trims
 
 LOOKING = ["status", "top", "info", "ls"]
 IMAGES = ["warm", "pin", "unpin", "evict", "verify"]
-COMMANDS = [*LOOKING, *IMAGES, "stop", "run", "daemon", "autostart", "demo"]
-PRINTS_DATA = set(COMMANDS) - {"run", "daemon"}
+COMMANDS = [*LOOKING, *IMAGES, "stop", "run", "daemon", "autostart", "demo", "batch"]
+PRINTS_DATA = set(COMMANDS) - {"run", "daemon", "batch"}
 NEEDS_DAEMON = (
     ("status",),
     ("ls",),

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from trims_shim._version import __version__
+from trims_shim.cli.arguments import Commands, add_command
+from trims_shim.cli.batch_arguments import add_batch
 from trims_shim.cli.exits import Exit
 from trims_shim.errors import ConfigError, DaemonUnavailable, TrimsError
 
@@ -99,51 +101,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"trims {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_looking, _add_images, _add_daemon, _add_programs):
+    for add in (_add_looking, _add_images, _add_daemon, _add_programs, add_batch):
         add(commands)
     return parser
 
 
 _DEVICE = "cuda:0, or (the beginning of) an id that `trims status` shows"
-_Commands = argparse._SubParsersAction
 
 
-def _add(
-    commands: _Commands[argparse.ArgumentParser],
-    name: str,
-    command: str,
-    help: str,
-    example: str,
-    *,
-    has_json: bool = True,
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        help=help,
-        description=help[0].upper() + help[1:] + ".",
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(command=command)
-    if has_json:
-        parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def _add_looking(commands: _Commands[argparse.ArgumentParser]) -> None:
-    _add(
+def _add_looking(commands: Commands[argparse.ArgumentParser]) -> None:
+    add_command(
         commands,
         "status",
         "status:status",
         "show the daemon, its memory, images, clients and counters; starts nothing",
         "trims status --json | jq .memory",
     )
-    top = _add(
+    top = add_command(
         commands, "top", "top:top", "watch the cache live (needs rich)", "trims top --interval 0.5"
     )
     top.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="default 1")
     top.add_argument("--once", action="store_true", help="draw once and exit")
-    info = _add(
+    info = add_command(
         commands,
         "info",
         "info:info",
@@ -153,11 +132,13 @@ def _add_looking(commands: _Commands[argparse.ArgumentParser]) -> None:
     info.add_argument(
         "--probe", action="store_true", help="import torch and safetensors, and really patch them"
     )
-    _add(commands, "ls", "status:list_images", "list the images in the cache", "trims ls --json")
+    add_command(
+        commands, "ls", "status:list_images", "list the images in the cache", "trims ls --json"
+    )
 
 
-def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
-    warm = _add(
+def _add_images(commands: Commands[argparse.ArgumentParser]) -> None:
+    warm = add_command(
         commands,
         "warm",
         "images:warm",
@@ -173,16 +154,16 @@ def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
         ("pin", "keep an image resident until it is unpinned"),
         ("unpin", "let a pinned image be evicted again"),
     ):
-        pin = _add(commands, name, f"images:{name}", help, f"trims {name} /models/bert.pt")
+        pin = add_command(commands, name, f"images:{name}", help, f"trims {name} /models/bert.pt")
         _add_image(pin)
-    evict = _add(
+    evict = add_command(
         commands,
         "evict",
         "images:evict",
         "drop images and prepared ONNX models that no process uses",
         "trims evict 3f2a9c01d4e5",
     )
-    verify = _add(
+    verify = add_command(
         commands,
         "verify",
         "images:verify",
@@ -203,8 +184,8 @@ def _add_image(parser: argparse._ActionsContainer, nargs: str | None = None) -> 
     parser.add_argument("image", nargs=nargs, metavar="IMAGE", help=help)
 
 
-def _add_daemon(commands: _Commands[argparse.ArgumentParser]) -> None:
-    stop = _add(
+def _add_daemon(commands: Commands[argparse.ArgumentParser]) -> None:
+    stop = add_command(
         commands,
         "stop",
         "daemon:stop",
@@ -218,7 +199,7 @@ def _add_daemon(commands: _Commands[argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help="how long to wait; default 10",
     )
-    _add(
+    add_command(
         commands,
         "daemon",
         "daemon:serve",
@@ -228,10 +209,10 @@ def _add_daemon(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
 
 
-def _add_programs(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_programs(commands: Commands[argparse.ArgumentParser]) -> None:
     # Listed here for the help only; see _dispatch.
     commands.add_parser("run", help="run a program with the cache, unchanged", add_help=False)
-    autostart = _add(
+    autostart = add_command(
         commands,
         "autostart",
         "autostart:autostart",
@@ -242,7 +223,7 @@ def _add_programs(commands: _Commands[argparse.ArgumentParser]) -> None:
     autostart.add_argument(
         "--site-packages", metavar="DIRECTORY", help="default: that of this interpreter"
     )
-    demo = _add(
+    demo = add_command(
         commands,
         "demo",
         "demonstration:demo",

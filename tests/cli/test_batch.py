@@ -1,0 +1,382 @@
+"""``trims batch``: profiles are measured and saved, policies compared, pictures drawn."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trims_shim.batching.policies import POLICIES
+from trims_shim.batching.profile_store import SavedProfile, load_profile, save_profile
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.main import main
+
+SMALL = ["--line", "2,20", "--max-batch-size", "16", "--requests", "400"]
+MODULE = """
+import torch
+
+batches = []
+
+def double(items):
+    batches.append(len(items))
+    return [2 * item for item in items]
+
+async def later(items):
+    return double(items)
+
+def stream(items):
+    yield double(items)
+    yield double(items)
+
+async def stream_later(items):
+    yield double(items)
+
+def add(left, right):
+    assert left.shape == right.shape
+    return left + right
+
+def short(items):
+    return items[1:]
+
+def make():
+    return torch.zeros(2)
+
+one = 1
+"""
+DECORATED = """
+from trims_shim.batching import batched
+from batch_app import make
+
+@batched(slo_ms=100, max_batch_size=3)
+def decorated(items):
+    return 2 * items
+"""
+
+
+@pytest.fixture
+def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    """A user's module in the current directory; gives what was imported of it."""
+    (tmp_path / "batch_app.py").write_text(MODULE)
+    (tmp_path / "decorated_app.py").write_text(DECORATED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield lambda: sys.modules["batch_app"]
+    for name in ("batch_app", "decorated_app"):
+        sys.modules.pop(name, None)
+
+
+def run_json(*words: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    assert main(["batch", *words, "--json"]) == Exit.OK
+    return json.loads(capsys.readouterr().out)
+
+
+# --- profile --------------------------------------------------------------------------------------
+
+
+def test_profile_is_measured_saved_and_used_again(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "batch_app:double", "--item", "batch_app:one", "--sizes", "1,2,4"]
+    assert main(["batch", *words, "--repeats", "2", "-o", "made.json"]) == Exit.OK
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["1", "2", "4"]
+    assert "[3/3] batch of 4: about " in err
+    assert set(app().batches) == {1, 2, 4}
+    assert app().batches.count(2) >= 2
+    assert load_profile("made.json").max_batch_size == 4
+    found = run_json(
+        "simulate", "--profile", "made.json", "--requests", "50", "--policy", "auto", capsys=capsys
+    )
+    assert found["auto"]["requests"] == 50
+
+
+@pytest.mark.parametrize("name", ["later", "stream", "stream_later"])
+def test_profile_of_other_kinds_of_functions(
+    name: str, app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", f"batch_app:{name}", "--item", "batch_app:one", "--sizes", "2"]
+    found = run_json(*words, "--repeats", "1", capsys=capsys)
+    assert set(found["latency_ns"]) == {"2"}
+    assert set(app().batches) == {2}
+
+
+def test_profile_of_random_tensors_for_each_argument(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "batch_app:add", "--shape", "3,2", "--shape", "3,2", "--dtype", "int64"]
+    found = run_json(*words, "--max-batch-size", "6", "--repeats", "1", capsys=capsys)
+    assert list(found["latency_ns"]) == ["1", "2", "4", "6"]
+
+
+def test_profile_of_a_batcher_has_its_sizes(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "decorated_app:decorated", "--item", "batch_app:make", "--repeats", "1"]
+    found = run_json(*words, capsys=capsys)
+    assert list(found["latency_ns"]) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("target", "item", "complaint"),
+    [
+        ("batch_app", "batch_app:one", "write MODULE:NAME"),
+        ("nosuch_app:double", "batch_app:one", "there is no module nosuch_app"),
+        ("batch_app:nosuch", "batch_app:one", "batch_app has no nosuch"),
+        ("batch_app:one", "batch_app:one", "is int, not a function"),
+        ("batch_app:double", "batch_app:nosuch", "batch_app has no nosuch"),
+    ],
+)
+def test_profile_of_what_is_not_there(
+    target: str,
+    item: str,
+    complaint: str,
+    app: Callable[[], Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["batch", "profile", target, "--item", item]) == Exit.USAGE
+    assert complaint in capsys.readouterr().err
+
+
+def test_profile_of_a_function_that_loses_results(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "batch_app:short", "--item", "batch_app:one", "--sizes", "2"]
+    assert main(["batch", *words]) == Exit.FAILED
+    assert "short" in capsys.readouterr().err
+
+
+# --- simulate -------------------------------------------------------------------------------------
+
+
+def test_simulation_compares_all_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json("simulate", *SMALL, "--load", "0.8", capsys=capsys)
+    assert list(found) == list(POLICIES)
+    for report in found.values():
+        parts = report["on_time"], report["late"], report["dropped"], report["unanswered"]
+        assert sum(parts) == report["requests"] == 400
+        assert report["violation_ratio"] == pytest.approx(1 - report["on_time"] / 400)
+
+
+def test_simulation_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", *SMALL, "--rate", "40", "--policy", "immediate", "--policy", "early_drop"]
+    assert main(["batch", *words, "--arrivals", "uniform", "--devices", "2"]) == Exit.OK
+    head, _, titles, *rows = capsys.readouterr().out.splitlines()
+    assert head == "2 x 20 + 2 b ms (b up to 16); 400 requests at 40/s, SLO 100 ms"
+    assert titles.split()[:4] == ["POLICY", "VIOLATIONS", "LATE", "DROPPED"]
+    assert [row.split()[:4] for row in rows] == [
+        ["immediate", "0.00%", "0", "0"],
+        ["early_drop", "0.00%", "0", "0"],
+    ]
+
+
+def test_simulation_is_the_same_by_seed_and_differs_without(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["simulate", *SMALL, "--cv", "2", "--jitter-ms", "1"]
+    first = run_json(*words, "--seed", "3", capsys=capsys)
+    assert run_json(*words, "--seed", "3", capsys=capsys) == first
+    assert run_json(*words, "--seed", "4", capsys=capsys) != first
+
+
+def test_jitter_makes_answers_late(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", *SMALL, "--policy", "immediate", "--rate", "1", "--slo-ms", "23"]
+    words += ["--arrivals", "uniform"]
+    assert run_json(*words, capsys=capsys)["immediate"]["late"] == 0
+    assert run_json(*words, "--jitter-ms", "5", capsys=capsys)["immediate"]["late"] > 100
+
+
+def test_spread_makes_some_batches_slower_and_others_quicker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["simulate", *SMALL, "--policy", "immediate", "--rate", "1", "--arrivals", "uniform"]
+    exact = run_json(*words, capsys=capsys)["immediate"]
+    spread = run_json(*words, "--spread", "0.5", capsys=capsys)["immediate"]
+    assert spread["p50_ms"] < exact["p50_ms"] == exact["p99_ms"] == 22 < spread["p99_ms"]
+    assert spread["busy_share"] == pytest.approx(exact["busy_share"], rel=0.1)
+
+
+def test_load_is_a_share_of_what_is_answered_within_the_objective(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Batches of up to 5 take no longer than 30 ms: 5 in 30 ms is 166.7/s; of all, 16 in 52 ms.
+    for slo_ms, rate in (("30", 83.33), ("100", 153.8)):
+        words = ["simulate", *SMALL, "--slo-ms", slo_ms, "--load", "0.5", "--arrivals", "uniform"]
+        assert main(["batch", *words, "--policy", "immediate"]) == Exit.OK
+        head = capsys.readouterr().out.splitlines()[0]
+        assert f"at {rate:.4g}/s" in head
+
+
+def test_policies_take_options(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["window:wait_ms=0", "window:wait_ms=40"]
+    words = [word for name in names for word in ("--policy", name)]
+    found = run_json("simulate", *SMALL, "--load", "0.3", *words, capsys=capsys)
+    assert list(found) == names
+    assert found[names[1]]["mean_batch"] > found[names[0]]["mean_batch"]
+
+
+def test_traces_are_merged_and_have_objectives_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("0,1,21\n1000,1,300\n")
+    (tmp_path / "b.txt").write_text("500,1,300\n")
+    paths = ["--trace", str(tmp_path / "a.txt"), "--trace", str(tmp_path / "b.txt")]
+    words = ["simulate", "--line", "2,20", "--policy", "immediate", *paths]
+    assert run_json(*words, capsys=capsys)["immediate"]["late"] == 1
+    assert run_json(*words, "--slo-ms", "22", capsys=capsys)["immediate"]["late"] == 0
+    assert run_json(*words, "--requests", "2", capsys=capsys)["immediate"]["requests"] == 2
+    assert main(["batch", *words]) == Exit.OK
+    assert "; 3 requests at 2/s, SLO 21 to 300 ms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "complaint"),
+    [
+        ("0,1,300\nlater\n", [], "line 2 of the trace"),
+        ("", [], "there is no request in it"),
+        ("0\n", [], "give one with --slo-ms"),
+    ],
+)
+def test_what_is_no_trace(
+    text: str, words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.txt"
+    path.write_text(text)
+    assert main(["batch", "simulate", "--line", "2,20", "--trace", str(path)]) == Exit.USAGE
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_profile_does_not_know_larger_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "profile.json")
+    save_profile(path, SavedProfile({1: 5e6, 4: 8e6}, max_batch_size=4))
+    words = ["simulate", "--profile", path, "--requests", "100", "--policy", "immediate"]
+    assert main(["batch", *words]) == Exit.OK
+    assert "(b up to 4)" in capsys.readouterr().out
+    assert main(["batch", *words, "--max-batch-size", "3"]) == Exit.OK
+    assert "(b up to 3)" in capsys.readouterr().out
+    assert main(["batch", *words, "--max-batch-size", "5"]) == Exit.USAGE
+    assert "knows batches of up to 4, not of 5" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("[]")
+    assert main(["batch", "simulate", "--profile", str(path)]) in (Exit.FAILED, Exit.USAGE)
+    assert str(path) in capsys.readouterr().err
+    assert main(["batch", "simulate", "--profile", str(tmp_path / "nosuch")]) == Exit.FAILED
+    assert "nosuch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--policy", "nosuch"], "early_drop"),
+        (["--policy", "window:nosuch=1"], "nosuch"),
+        (["--policy", "window:wait_ms"], "is not OPTION=VALUE"),
+        (["--slo-ms", "21"], "every answer would be late"),
+        (["--arrivals", "uniform", "--cv", "2"], "--cv is of gamma arrivals"),
+    ],
+)
+def test_what_cannot_be_simulated(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["batch", "simulate", *SMALL, *words]) == Exit.USAGE
+    assert complaint in capsys.readouterr().err
+
+
+# --- plot -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["profile", "latency", "load"])
+def test_plots_are_pictures(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    words = ["plot", what, *SMALL, "-o", str(path), "--loads", "0.5,1.2", "--policy", "immediate"]
+    assert main(["batch", *words]) == Exit.OK
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"drawn: {path}\n"
+
+
+def test_data_of_plots(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--policy", "early_drop"]
+    latency, rate = run_json("plot", "profile", *words, capsys=capsys)["panels"]
+    assert latency["lines"][0]["y"][0] == 22
+    assert rate["lines"][0]["y"][-1] == pytest.approx(16 / 0.052)
+    (panel,) = run_json("plot", "load", *words, "--loads", "1.5,0.2", capsys=capsys)["panels"]
+    (line,) = panel["lines"]
+    assert line["x"] == [0.2, 1.5]
+    assert line["y"][0] < 0.05 < 0.2 < line["y"][1]
+    (panel,) = run_json("plot", "latency", *words, "--load", "1.5", capsys=capsys)["panels"]
+    (line,) = panel["lines"]
+    assert line["x"] == sorted(line["x"])
+    assert line["x"][-1] <= 100
+    assert 0.5 < line["y"][-1] < 1  # those that were dropped are never answered
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["load"], "--output has to name a file"),
+        (["load", "-o", "plot.txt"], ".png"),
+        (["load", "-o", "plot.png", "--rate", "3"], "use --loads"),
+    ],
+)
+def test_what_cannot_be_drawn(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["batch", "plot", *words, *SMALL]) == Exit.USAGE
+    assert complaint in capsys.readouterr().err
+
+
+def test_plot_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = ["plot", "profile", *SMALL, "-o", str(tmp_path / "plot.png")]
+    assert main(["batch", *words]) == Exit.USAGE
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["profile"],
+        ["profile", "a:b"],
+        ["profile", "a:b", "--item", "a:c", "--shape", "3"],
+        ["profile", "a:b", "--shape", "3,0"],
+        ["simulate"],
+        ["simulate", "--line", "2"],
+        ["simulate", "--line", "0,0"],
+        ["simulate", "--line", "2,x"],
+        ["simulate", "--line", "2,20", "--slo-ms", "0"],
+        ["simulate", "--line", "2,20", "--slo-ms", "inf"],
+        ["simulate", "--line", "2,20", "--jitter-ms", "-1"],
+        ["simulate", "--line", "2,20", "--spread", "-1"],
+        ["simulate", "--line", "2,20", "--load", "1", "--rate", "1"],
+        ["plot", "nosuch", "--line", "2,20"],
+    ],
+)
+def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["batch", *words])
+    assert end.value.code == Exit.USAGE
+    assert "usage: trims batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["profile", "simulate", "plot"])
+def test_help_of_a_command_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["batch", name, "--help"])
+    text = capsys.readouterr().out
+    assert f"example:\n  trims batch {name} " in text
+    assert "--json" in text

@@ -1,0 +1,240 @@
+"""Arguments of ``trims batch profile``, ``simulate`` and ``plot``; imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from trims_shim.cli.arguments import Commands, add_command
+
+__all__ = ["add_batch"]
+
+_N = TypeVar("_N", int, float)
+_ARRIVALS = ("poisson", "uniform", "gamma", "bursty")
+_PLOTS = {
+    "profile": "latency and throughput over the batch size",
+    "latency": "how many requests are answered within which time, for each policy",
+    "load": "the share of violations over the load, for each policy",
+}
+_EXAMPLE = """trims batch profile app:classify --shape 3,224,224 -o classify.json
+  trims batch simulate --profile classify.json --slo-ms 100 --load 0.8
+  trims batch plot load --profile classify.json --slo-ms 100 -o load.png"""
+
+
+def add_batch(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add ``trims batch`` and its own commands."""
+    batch = add_command(
+        commands,
+        "batch",
+        "batch",
+        "measure batches of a function, and try batching policies on them, in simulated time",
+        _EXAMPLE,
+        has_json=False,
+    )
+    inner = batch.add_subparsers(metavar="COMMAND", required=True)
+    _add_profile(inner)
+    _add_simulate(inner)
+    _add_plot(inner)
+
+
+def _add_profile(commands: Commands[argparse.ArgumentParser]) -> None:
+    profile = add_command(
+        commands,
+        "profile",
+        "batch_profile:profile",
+        "measure how long batches of a function take",
+        "trims batch profile app:classify --shape 3,224,224 --max-batch-size 64 -o classify.json",
+    )
+    profile.add_argument(
+        "target",
+        metavar="MODULE:NAME",
+        help="a function of a batch, or one that is decorated with `batched`",
+    )
+    item = profile.add_mutually_exclusive_group(required=True)
+    item.add_argument(
+        "--item",
+        action="append",
+        metavar="MODULE:NAME",
+        help="one item, or a function without arguments that makes one; once for each argument",
+    )
+    item.add_argument(
+        "--shape",
+        action="append",
+        type=_counts,
+        metavar="3,224,224",
+        help="random torch tensors of this shape as items; once for each argument",
+    )
+    profile.add_argument("--dtype", default="float32", help="of --shape; default float32")
+    profile.add_argument("--device", default="cpu", help="of --shape; default cpu")
+    sizes = profile.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--sizes",
+        type=_counts,
+        metavar="1,2,4,8",
+        help="batch sizes to measure; default: powers of two, up to the largest",
+    )
+    sizes.add_argument(
+        "--max-batch-size",
+        type=_count,
+        metavar="N",
+        help="the largest; default: the batcher's own, or 32",
+    )
+    profile.add_argument(
+        "--repeats", type=_count, default=20, metavar="N", help="of each size; default 20"
+    )
+    profile.add_argument(
+        "-o", "--output", metavar="FILE", help="save there, for `batched(profile=FILE)`"
+    )
+
+
+def _add_simulate(commands: Commands[argparse.ArgumentParser]) -> None:
+    simulate = add_command(
+        commands,
+        "simulate",
+        "batch:simulate",
+        "compare batching policies on made-up arrivals or on a trace",
+        "trims batch simulate --line 2,20 --max-batch-size 16 --slo-ms 100 --rate 200 --cv 3",
+    )
+    _add_experiment(simulate)
+    _add_load(simulate)
+
+
+def _add_plot(commands: Commands[argparse.ArgumentParser]) -> None:
+    plot = add_command(
+        commands,
+        "plot",
+        "batch_plot:plot",
+        "draw a profile or a comparison of policies (needs matplotlib)",
+        "trims batch plot load --line 2,20 --max-batch-size 16 --slo-ms 100 -o load.png",
+    )
+    what = "; ".join(f"{name}: {text}" for name, text in _PLOTS.items())
+    plot.add_argument("what", choices=tuple(_PLOTS), metavar="WHAT", help=what)
+    plot.add_argument("-o", "--output", metavar="FILE", help="a .png, .svg or .pdf file")
+    _add_experiment(plot)
+    _add_load(plot)
+    plot.add_argument(
+        "--loads",
+        type=_shares,
+        default=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3),
+        metavar="0.2,0.4",
+        help="of `plot load`, as shares of the capacity; default 0.2 to 1.3",
+    )
+
+
+def _add_experiment(parser: argparse.ArgumentParser) -> None:
+    device = parser.add_mutually_exclusive_group(required=True)
+    device.add_argument("--profile", metavar="FILE", help="made by `trims batch profile`")
+    device.add_argument(
+        "--line",
+        type=_line,
+        metavar="ALPHA,BETA",
+        help="a batch of b takes ALPHA * b + BETA milliseconds",
+    )
+    parser.add_argument(
+        "--slo-ms",
+        type=_positive,
+        metavar="MS",
+        help="the time in which a request is to be answered; default: the trace's, or 100",
+    )
+    parser.add_argument(
+        "--max-batch-size",
+        type=_count,
+        metavar="N",
+        help="default: the profile's; 32 with --line",
+    )
+    parser.add_argument("--devices", type=_count, default=1, metavar="N", help="default 1")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="several times for several; default: all",
+    )
+    parser.add_argument(
+        "--requests", type=_count, metavar="N", help="default: all of a trace, or 20000"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument(
+        "--jitter-ms",
+        type=_not_negative,
+        default=0.0,
+        metavar="MS",
+        help="mean (exponential) by which timers are late and batches take longer; default 0",
+    )
+    parser.add_argument(
+        "--spread",
+        type=_not_negative,
+        default=0.0,
+        metavar="SIGMA",
+        help="of the logarithm of the time that batches take, with the profile's mean; default 0",
+    )
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    arrivals = parser.add_argument_group("arrivals")
+    load = arrivals.add_mutually_exclusive_group()
+    load.add_argument("--rate", type=_positive, metavar="QPS", help="requests per second")
+    load.add_argument(
+        "--load",
+        type=_positive,
+        default=0.6,
+        metavar="SHARE",
+        help="of the most that the devices answer within the SLO; default 0.6",
+    )
+    load.add_argument(
+        "--trace",
+        action="append",
+        metavar="FILE",
+        help="lines of `arrival_ms` or `arrival_ms,class,slo_ms`; several files are merged",
+    )
+    arrivals.add_argument("--arrivals", choices=_ARRIVALS, help="default poisson")
+    arrivals.add_argument(
+        "--cv",
+        type=_positive,
+        metavar="CV",
+        help="coefficient of variation of gamma arrivals, which it implies",
+    )
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def _read(text: str, parse: Callable[[str], _N], is_fine: Callable[[_N], bool], what: str) -> _N:
+    try:
+        number = parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+    if not is_fine(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return number
+
+
+def _count(text: str) -> int:
+    return _read(text, int, lambda number: number >= 1, "a whole number from 1 on")
+
+
+def _positive(text: str) -> float:
+    return _read(text, float, lambda number: 0 < number < math.inf, "a number above 0")
+
+
+def _not_negative(text: str) -> float:
+    return _read(text, float, lambda number: 0 <= number < math.inf, "a number from 0 on")
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+def _line(text: str) -> tuple[float, float]:
+    alpha, comma, beta = text.partition(",")
+    if not comma:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers: ALPHA,BETA")
+    line = _not_negative(alpha), _not_negative(beta)
+    if not sum(line):
+        raise argparse.ArgumentTypeError("a batch has to take some time")
+    return line

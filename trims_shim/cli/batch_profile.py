@@ -1,0 +1,208 @@
+"""``trims batch profile``: measure how long batches of a function take, and save it.
+
+Runs the function in this process, with items that the user names or random tensors of a shape. The
+current directory is importable, as it is for ``python -m``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trims_shim.batching import Batcher
+from trims_shim.batching.collate import Collate, answers, collate_of, columns
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile_store import SavedProfile, save_profile
+from trims_shim.batching.profiling import measure, sizes_to_measure
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.text import print_json, table
+from trims_shim.errors import ConfigError
+
+__all__ = ["profile"]
+
+_DEFAULT_MAX_BATCH_SIZE = 32
+
+
+def profile(arguments: argparse.Namespace) -> Exit:
+    """Measure each size, print the table, and save it if asked to."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    # One loop for all batches: what a function keeps may belong to it.
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        target = _target(arguments, loop)
+        sizes = sorted(set(arguments.sizes or sizes_to_measure(target.max_batch_size)))
+        durations_ns = _measure(target, sizes, repeats=arguments.repeats, is_quiet=arguments.json)
+    measured = LatencyProfile.measured(durations_ns, pads=False)
+    if arguments.output:
+        save_profile(arguments.output, _saved(target, durations_ns))
+    if arguments.json:
+        print_json(_described(durations_ns, measured))
+    else:
+        print(_table(durations_ns))
+        alpha_ns, beta_ns = measured.line_ns()
+        print(f"\nabout {beta_ns / 1e6:.3g} + {alpha_ns / 1e6:.3g} b ms")
+        if arguments.output:
+            print(f"saved: batched(profile={arguments.output!r})")
+    return Exit.OK
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A function of a batch, and how a batch is made of an item."""
+
+    name: str
+    function: Callable[..., Any]
+    collate: Collate
+    max_batch_size: int
+    arguments: Sequence[Any]
+    """Of one item."""
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, size: int) -> None:
+        """A batch of copies of the item. Raises BadBatch unless it has as many results."""
+        is_single = len(self.arguments) == 1
+        items = [self.arguments[0] if is_single else tuple(self.arguments)] * size
+        batch = self.collate.join(items)
+        results = self.function(batch) if is_single else self.function(*batch)
+        for each in _finished(results, self.loop):
+            answers(self.collate, each, items, function=self.name)
+
+
+def _target(arguments: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> _Target:
+    found = _named(arguments.target)
+    if not callable(found):
+        raise ConfigError(f"{arguments.target} is {type(found).__name__}, not a function")
+    values = _values(arguments)
+    function, collate, largest = found, collate_of("auto"), _DEFAULT_MAX_BATCH_SIZE
+    if isinstance(found, Batcher):
+        function, collate, largest = found.function, found.collate, found.max_batch_size
+    if len(values) > 1:
+        collate = columns("auto", len(values))
+    largest = arguments.max_batch_size or largest
+    return _Target(arguments.target, function, collate, largest, values, loop)
+
+
+def _finished(results: Any, loop: asyncio.AbstractEventLoop) -> Iterator[Any]:
+    """What the function returned; of a generator, each of its steps."""
+    if inspect.isasyncgen(results):
+        yield from loop.run_until_complete(_gathered(results))
+    elif inspect.isgenerator(results):
+        yield from results
+    elif inspect.isawaitable(results):
+        yield loop.run_until_complete(results)
+    else:
+        yield results
+
+
+async def _gathered(steps: AsyncIterator[Any]) -> list[Any]:
+    return [step async for step in steps]
+
+
+def _named(name: str) -> Any:
+    module_name, colon, path = name.partition(":")
+    if not colon or not module_name or not path:
+        raise ConfigError(f"{name!r} names nothing; write MODULE:NAME, such as app:classify")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.partition(".")[0] and error.name != module_name:
+            raise  # It is there, and imports something that is not.
+        raise ConfigError(
+            f"there is no module {module_name} in {os.getcwd()} or on the path of {sys.executable}"
+        ) from None
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise ConfigError(f"{module_name} has no {path}") from None
+    return found
+
+
+# --- an item --------------------------------------------------------------------------------------
+
+
+def _values(arguments: argparse.Namespace) -> list[Any]:
+    """One item: a value for each argument of the function."""
+    if arguments.item:
+        found = [_named(name) for name in arguments.item]
+        return [each() if callable(each) else each for each in found]
+    return [_random_tensor(shape, arguments) for shape in arguments.shape]
+
+
+def _random_tensor(shape: Sequence[int], arguments: argparse.Namespace) -> Any:
+    import torch
+
+    dtype = getattr(torch, arguments.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"--dtype {arguments.dtype} is not a data type of torch")
+    generator = torch.Generator().manual_seed(0)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(*shape, generator=generator).to(arguments.device, dtype)
+    # Two values that are valid as tokens, labels and flags alike.
+    return torch.randint(0, 2, shape, generator=generator).to(arguments.device, dtype)
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def _measure(
+    target: _Target, sizes: Sequence[int], *, repeats: int, is_quiet: bool
+) -> dict[int, int]:
+    """Nanoseconds by size; a size is told on stderr when it has run for the second time."""
+    runs: Counter[int] = Counter()
+
+    def run(size: int) -> None:
+        started_ns = time.perf_counter_ns()
+        target.run(size)
+        runs[size] += 1
+        if runs[size] == 2 and not is_quiet:
+            text = f"[{len(runs)}/{len(sizes)}] batch of {size}: about "
+            text += f"{(time.perf_counter_ns() - started_ns) / 1e6:.3g} ms"
+            print(text, file=sys.stderr, flush=True)
+
+    return measure(run, sizes, repeats=repeats, clock=time.perf_counter_ns)
+
+
+def _saved(target: _Target, durations_ns: dict[int, int]) -> SavedProfile:
+    return SavedProfile(
+        durations_ns,
+        max_batch_size=max(durations_ns),
+        name=target.name,
+        note="made by `trims batch profile`",
+    )
+
+
+def _described(durations_ns: dict[int, int], measured: LatencyProfile) -> dict[str, Any]:
+    alpha_ns, beta_ns = measured.line_ns()
+    return {
+        "latency_ns": {str(size): taken_ns for size, taken_ns in durations_ns.items()},
+        "alpha_ms": alpha_ns / 1e6,
+        "beta_ms": beta_ns / 1e6,
+    }
+
+
+def _table(durations_ns: dict[int, int]) -> str:
+    titles = ("BATCH", "MS", "MS/ITEM", "ITEMS/S")
+    rows = [
+        (
+            str(size),
+            f"{taken_ns / 1e6:.3f}",
+            f"{taken_ns / size / 1e6:.3f}",
+            f"{size * 1e9 / taken_ns:.0f}",
+        )
+        for size, taken_ns in durations_ns.items()
+    ]
+    return table(titles, rows, right=" ".join(titles))
