@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2 --dist loadfile
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test lint bench bench-ort gpu-check docs setup clean
+.PHONY: demo test lint bench bench-ort bench-batching gpu-check docs setup clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,13 @@ bench: $(STAMP)
 
 bench-ort: $(STAMP)
 	$(BIN)/python -m benchmarks.ort $(BENCH_ARGS)
+
+# The batcher against those of others, in an environment of its own; about half an hour.
+bench-batching: $(STAMP)
+	VENV="$(VENV)" benchmarks/peers/setup.sh .venv-peers
+	.venv-peers/bin/python -m benchmarks.batching_overhead
+	.venv-peers/bin/python -m benchmarks.batching_peers --choose --devices sleep --seconds 5 --repeats 1 --jobs 4
+	.venv-peers/bin/python -m benchmarks.batching_peers --jobs 4 $(BENCH_ARGS)
 
 # On a machine with a GPU and its own torch; WHEELS: a folder made by scripts/gpu_wheels.sh.
 gpu-check:

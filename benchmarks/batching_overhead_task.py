@@ -1,0 +1,156 @@
+"""One batcher called in a closed loop with a function that does nothing, in a process of its own.
+
+``python -m benchmarks.batching_overhead_task TASK JSON FD`` as :mod:`benchmarks.harness` runs it.
+One client asks for one item after another, so that every batch has one item: what a request
+takes is what the batcher adds. ``clients`` above one share batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.batching_devices import Device
+from benchmarks.peers import LoopPeer, make_peer
+
+__all__: list[str] = []
+
+_WARM_CALLS = 60
+"""CorkDispatcher trains on 11; profiles are learned."""
+_WARM_BURST = 16
+_AT_MOST_S = 4.0
+_SLO_MS = 100.0
+_Measured = tuple[list[int], float, float]
+"""Of each call its time in nanoseconds; of all, seconds of the processor and of the clock."""
+
+
+class _NoDevice(Device):
+    """Answers at once and keeps no account."""
+
+    def item(self, number: int) -> int:
+        return number
+
+    def stacked(self, items: Sequence[Any]) -> Any:
+        return items
+
+    def _answer(self, batch: Any) -> tuple[tuple[int, ...], Any]:
+        return (), batch
+
+    def run(self, batch: Any) -> Any:
+        return batch
+
+    def run_list(self, items: Sequence[Any]) -> list[Any]:
+        return list(items)
+
+    @staticmethod
+    def number_of(result: Any) -> int:
+        return int(result)
+
+
+def direct(descriptor: int, *, calls: int) -> None:
+    """The function without any batcher."""
+    device = _NoDevice()
+    taken_ns = []
+    for number in range(calls):
+        begin_ns = time.perf_counter_ns()
+        device.run_list([number])[0]
+        taken_ns.append(time.perf_counter_ns() - begin_ns)
+    _emit(descriptor, taken_ns, 0.0, sum(taken_ns) / 1e9)
+
+
+def batcher(
+    descriptor: int, *, policy: str, settings: dict[str, Any], calls: int, clients: int
+) -> None:
+    """Blocking calls where the adapter has ``call``, awaited ones where it has a loop."""
+    device = _NoDevice()
+    peer = make_peer(policy, device, slo_ms=_SLO_MS, max_batch_size=16, settings=settings)
+    peer.start()
+    if isinstance(peer, LoopPeer) and not hasattr(peer, "call"):
+        waiting = asyncio.run_coroutine_threadsafe(_awaited(peer, calls, clients), peer.loop)
+        measured = waiting.result(60)
+    else:
+        measured = _blocking(peer, calls, clients)
+    _emit(descriptor, *measured)
+    os._exit(0)  # not all of these libraries stop
+
+
+def _blocking(peer: Any, calls: int, clients: int) -> _Measured:
+    _ask(peer, _WARM_CALLS, [], time.monotonic() + _AT_MOST_S)
+    taken_ns: list[int] = []
+    busy_s, begin_s = time.process_time(), time.perf_counter()
+    end = time.monotonic() + _AT_MOST_S
+    share = (peer, calls // clients, taken_ns, end)
+    others = [threading.Thread(target=_ask, args=share) for _ in range(clients - 1)]
+    for thread in others:
+        thread.start()
+    _ask(*share)
+    for thread in others:
+        thread.join(_AT_MOST_S)
+    return taken_ns, time.process_time() - busy_s, time.perf_counter() - begin_s
+
+
+def _ask(peer: Any, calls: int, taken_ns: list[int], end: float) -> None:
+    for number in range(calls):
+        begin_ns = time.perf_counter_ns()
+        if peer.call(number) != number:
+            raise RuntimeError(f"wrong answer to {number}")
+        taken_ns.append(time.perf_counter_ns() - begin_ns)
+        if time.monotonic() > end:
+            return
+
+
+async def _awaited(peer: LoopPeer, calls: int, clients: int) -> _Measured:
+    end = time.monotonic() + _AT_MOST_S
+    await _await_each(peer, _WARM_CALLS, [], end)
+    await asyncio.gather(*(_await_each(peer, 2, [], end) for _ in range(_WARM_BURST)))
+    peer.end_warm_up()
+    await asyncio.sleep(0)
+    taken_ns: list[int] = []
+    busy_s, begin_s = time.process_time(), time.perf_counter()
+    end = time.monotonic() + _AT_MOST_S
+    await asyncio.gather(
+        *(_await_each(peer, calls // clients, taken_ns, end) for _ in range(clients))
+    )
+    return taken_ns, time.process_time() - busy_s, time.perf_counter() - begin_s
+
+
+async def _await_each(peer: LoopPeer, calls: int, taken_ns: list[int], end: float) -> None:
+    for number in range(calls):
+        begin_ns = time.perf_counter_ns()
+        if int(await peer.answer(number)) != number:
+            raise RuntimeError(f"wrong answer to {number}")
+        taken_ns.append(time.perf_counter_ns() - begin_ns)
+        if time.monotonic() > end:
+            return
+
+
+def _emit(descriptor: int, taken_ns: list[int], busy_s: float, elapsed_s: float) -> None:
+    ordered = sorted(taken_ns)
+    result = {
+        "calls": len(ordered),
+        "mean_us": sum(ordered) / len(ordered) / 1e3,
+        "p50_us": ordered[len(ordered) // 2] / 1e3,
+        "p99_us": ordered[int(len(ordered) * 0.99)] / 1e3,
+        "processor_us": busy_s / len(ordered) * 1e6,
+        "elapsed_us": elapsed_s / len(ordered) * 1e6,
+    }
+    os.write(descriptor, json.dumps(result).encode() + b"\n")
+
+
+_TASKS = {"direct": direct, "batcher": batcher}
+
+
+def main(arguments: list[str]) -> None:
+    """Run one task."""
+    task, parameters, descriptor = arguments
+    _TASKS[task](int(descriptor), **json.loads(parameters))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,66 @@
+"""How many requests the simulator gets through in a second of processor time.
+
+``python -m benchmarks.simulator_speed`` prints a table of policies and loads and writes
+``docs/results/simulator_speed.json``. Generating the requests and judging the outcome are counted,
+the import is not. The fewer requests share a batch, the more is to be done for each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from benchmarks.batching_trace_cells import DEVICE_SLO_MS, PROFILE
+from benchmarks.harness import ROOT, describe_machine, write_json
+from trims_shim.batching.policies import POLICIES, rule_maker
+from trims_shim.batching.simulator import Report, poisson, requests, simulate
+from trims_shim.batching.single import Batching
+
+__all__ = ["main"]
+
+_RATES_QPS = (40, 120, 200, 260, 400)
+"""The device takes 308."""
+_LEAST_PER_S = 200_000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 if a cell is slower than promised."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator_speed")
+    parser.add_argument("--requests", type=int, default=100_000, help="of a cell")
+    parser.add_argument("--repeats", type=int, default=3, help="the quickest counts")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
+    options = parser.parse_args(arguments)
+    print(f"{'requests/s':12}" + "".join(f"{rate:>10} qps" for rate in _RATES_QPS))
+    found: dict[str, list[int]] = {}
+    for policy in POLICIES:
+        found[policy] = [
+            max(_speed(policy, rate_qps, options.requests) for _ in range(options.repeats))
+            for rate_qps in _RATES_QPS
+        ]
+        print(f"{policy:12}" + "".join(f"{each:>14,}" for each in found[policy]), flush=True)
+    slowest = min(min(each) for each in found.values())
+    print(f"slowest: {slowest:,} requests/s (wanted: {_LEAST_PER_S:,})")
+    content = {"machine": describe_machine(), "rates_qps": _RATES_QPS, "requests_per_s": found}
+    write_json(options.output / "simulator_speed.json", content)
+    return int(slowest < _LEAST_PER_S)
+
+
+def _speed(policy: str, rate_qps: float, count: int) -> int:
+    maker = rule_maker(policy)
+    gc.collect()
+    started_s = time.process_time()
+    outcome = simulate(
+        Batching(lambda _: maker(PROFILE, max_batch_size=PROFILE.max_batch_size)),
+        requests(poisson(rate_qps, Random(1)), slo_ms=DEVICE_SLO_MS, count=count),
+        service_ns=lambda _, batch: PROFILE.latency_ns(len(batch)),
+    )
+    Report.of(outcome)
+    return round(count / (time.process_time() - started_s))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
