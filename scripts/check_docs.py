@@ -21,6 +21,7 @@ from trims_shim.config import SETTINGS  # noqa: E402
 TABLE = ROOT / "docs" / "configuration.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results" / "host.json"
+BATCHING_RESULTS = ROOT / "docs" / "results" / "batching_peers.md"
 ONNX_RESULTS = ROOT / "docs" / "results" / "ort.json"
 MARKED = re.compile(r"(<!-- ([a-z ]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
@@ -143,7 +144,14 @@ def _verdict(row: dict[str, Any]) -> str:
     return f"{bound}: {'met' if row['is_met'] else '**missed**'}"
 
 
+def batching_results() -> str:
+    """What was measured against other batchers: the paragraph before the tables, and the first."""
+    _, conditions, first, *_ = BATCHING_RESULTS.read_text().strip().split("\n\n")
+    return f"{first}\n\n{conditions}\n"
+
+
 WRITTEN = {
+    "batching results": batching_results,
     "results": results,
     "onnx results": lambda: onnx_results(only_promised=True),
     "all onnx results": onnx_results,
