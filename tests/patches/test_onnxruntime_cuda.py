@@ -96,7 +96,7 @@ def bench(
     monkeypatch.setattr(device_arenas, "_process", device_arenas._Process())
     bench = Bench(emulated_cuda, tmp_path)
     monkeypatch.setattr(onnxruntime_cuda, "runtime", HostRuntime(bench.device))
-    monkeypatch.setattr(onnxruntime_cuda, "_warned", set())
+    monkeypatch.setattr(onnxruntime_cuda._skip, "warned", set())
     # Only the part that this file is about.
     monkeypatch.setattr(patches, "_is_enabled", False)
     with driver().context(0):

@@ -435,7 +435,7 @@ def test_a_fault_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     emulation.prepare(monkeypatch, devices, min_bytes="1")
-    monkeypatch.setattr(torch_device, "_warned", set())
+    monkeypatch.setattr(torch_device.skip, "warned", set())
     path = save(state())
     for refusal in (DaemonTimeout("it hangs"), DaemonTimeout("it hangs"), ZeroDivisionError("?")):
         devices.refusal = refusal

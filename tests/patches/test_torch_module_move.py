@@ -19,6 +19,7 @@ import torch
 from devices import LARGE, Devices, ToCuda, events, reasons, shared
 from torch import nn
 
+from trims_shim import diagnostics
 from trims_shim.client import arenas
 from trims_shim.errors import NoSpace
 from trims_shim.patches import torch_device, torch_load, torch_module, torch_module_move
@@ -315,7 +316,7 @@ def test_an_error_of_ours_is_a_copy(
     ours.to("cuda")
     assert_equal(ours, theirs)
     assert reasons() == {"internal_error": len(LARGE_PARAMETERS)}
-    torch_device.diagnostics.reset_after_fork()
+    diagnostics.reset_after_fork()
 
 
 def test_private_access(devices: Devices, loaded: Callable[..., Any]) -> None:

@@ -20,7 +20,6 @@ does not work makes a CPU session without an error; that one is not the prepared
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import weakref
 from collections.abc import Iterator, Mapping
@@ -31,6 +30,7 @@ from trims_shim.client.cache import cache
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.formats.onnx_directory import read_directory
 from trims_shim.memory import dlpack
+from trims_shim.patches.device_skips import Skips
 from trims_shim.specs import DeviceId, Record
 
 if TYPE_CHECKING:
@@ -52,9 +52,8 @@ _OF_PROCESS = frozenset(
 )
 """Options that are addresses in the client: where a session works, not what it computes."""
 _WEIGHTS = "weights.bin"
-_EXPECTED = diagnostics.EXPECTED_REASONS | {"device_off"}
-_logger = logging.getLogger("trims_shim")
-_warned: set[str] = set()
+_skip = Skips("device_off")
+"""Count a session that gets private device memory; warn once if that is a fault."""
 
 
 class Runtime:
@@ -184,21 +183,3 @@ def _value(record: Record, arena: DeviceArena, hold: _Hold) -> Any:
         return onnxruntime.OrtValue(_pybind_state.OrtValue.from_dlpack(capsule, False))
 
     return dlpack.offer(tensor, hold, take)
-
-
-def _skip(reason: str, error: Exception, *, what: str) -> None:
-    """Count a session that gets private device memory; warn once if that is a fault."""
-    diagnostics.count("not_on_device", reason)
-    if reason in _EXPECTED:
-        _logger.debug("%s: not on shared device memory (%s)", what, reason)
-        return
-    if cache().config.strict:
-        raise error
-    if reason not in _warned:
-        _warned.add(reason)
-        _logger.warning(
-            "%s: not shared on the device (%s): %s. Run `trims info` for details.",
-            what,
-            reason,
-            error,
-        )

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -32,10 +31,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils._device import DeviceContext
 
-from trims_shim import diagnostics
 from trims_shim.client.cache import cache
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.patches import torch_repoint
+from trims_shim.patches.device_skips import Skips
 from trims_shim.patches.torch_storage import unseen
 from trims_shim.specs import DeviceId
 
@@ -76,9 +75,10 @@ MIN_SHARED_BYTES = 64 << 10
 statistics of 16384 channels just are), and a copy on the device takes some microseconds."""
 ALIGNMENT_BYTES = 512
 """What torch's allocator gives; kernels choose their loops by alignment."""
-_EXPECTED = diagnostics.EXPECTED_REASONS | {"device_off", "capturing", "forked", "no_such_device"}
 _ACCESS_PRIVATE = "private"
-_logger = logging.getLogger("trims_shim")
+
+skip = Skips("device_off", "capturing", "forked", "no_such_device")
+"""Count something that does not end on shared device memory; warn once if that is a fault."""
 
 access: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "trims_shim_device_access", default=None
@@ -207,27 +207,6 @@ def has_foreign_mode() -> bool:
         type(torch._C._get_function_stack_at(level)) not in passive_modes
         for level in range(torch._C._len_torch_function_stack())
     )
-
-
-def skip(reason: str, error: BaseException | None = None, *, what: str) -> None:
-    """Count something that does not end on shared device memory; warn once if that is a fault."""
-    diagnostics.count("not_on_device", reason)
-    if error is None or reason in _EXPECTED:
-        _logger.debug("%s: not on shared device memory (%s)", what, reason)
-        return
-    if cache().config.strict:
-        raise error
-    if reason not in _warned:
-        _warned.add(reason)
-        _logger.warning(
-            "%s: not shared on the device (%s): %s. Run `trims info` for details.",
-            what,
-            reason,
-            error,
-        )
-
-
-_warned: set[str] = set()
 
 
 # --- arenas ---------------------------------------------------------------------------------------

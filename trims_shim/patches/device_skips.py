@@ -1,0 +1,40 @@
+"""What does not end on shared device memory, whichever library it is for: counted, told once.
+
+Imports none of the patched libraries.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from trims_shim import diagnostics
+from trims_shim.client.cache import cache
+
+__all__ = ["Skips"]
+
+_logger = logging.getLogger("trims_shim")
+
+
+class Skips:
+    """Of one library; ``expected`` are reasons that are no fault, beside those of every load."""
+
+    def __init__(self, *expected: str) -> None:
+        self._expected = diagnostics.EXPECTED_REASONS | set(expected)
+        self.warned: set[str] = set()
+
+    def __call__(self, reason: str, error: BaseException | None = None, *, what: str) -> None:
+        """Count it; warn once if it is a fault. Raises ``error`` under TRIMS_STRICT then."""
+        diagnostics.count("not_on_device", reason)
+        if error is None or reason in self._expected:
+            _logger.debug("%s: not on shared device memory (%s)", what, reason)
+            return
+        if cache().config.strict:
+            raise error
+        if reason not in self.warned:
+            self.warned.add(reason)
+            _logger.warning(
+                "%s: not shared on the device (%s): %s. Run `trims info` for details.",
+                what,
+                reason,
+                error,
+            )
