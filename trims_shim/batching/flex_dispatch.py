@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from trims_shim.batching.dispatch import Options
 from trims_shim.batching.exit_points import ExitPoints
 from trims_shim.batching.jobs import Job
-from trims_shim.batching.learning import LateKey, Learning
+from trims_shim.batching.learning import LateKey, Learning, plain_key
 from trims_shim.batching.policies.flex import Flex
 from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.policies.staged_model import StagedModel, even_exits
@@ -95,14 +95,14 @@ class FlexLearning(Learning):
 
     def model(self, key: Hashable) -> StagedModel:
         """What is known of a key: of a model, and of the shape of its inputs."""
-        plain = key.key if isinstance(key, LateKey) else key
+        plain = plain_key(key)
         return StagedModel(self.profile(plain), self.max_batch_size, self._exits_of(plain))
 
     def ran(self, policy: Policy, job: Job) -> bool:
         """See :class:`Learning`."""
         if isinstance(job, StagedJob) and job.is_typical and len(job.marks_ns):
             key = job.requests[0].key
-            self._learn_exits(key.key if isinstance(key, LateKey) else key, job)
+            self._learn_exits(plain_key(key), job)
         return super().ran(policy, job)
 
     def resize(self, policy: Policy) -> None:

@@ -21,7 +21,7 @@ from trims_shim.batching.protocol import Drop, DropReason, Policy
 from trims_shim.batching.rules import Rule, RuleMaker
 from trims_shim.batching.single import Batching
 
-__all__ = ["LateKey", "Learning"]
+__all__ = ["LateKey", "Learning", "plain_key"]
 
 _logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Learning:
         if not job.is_typical:
             return False
         assert job.live is not None
-        key = _plain(job.requests[0].key)
+        key = plain_key(job.requests[0].key)
         size = padded_size(len(job.live), self._batch_sizes)
         learned = self._learned_of(key)
         seen = self._seen.setdefault(key, set())
@@ -134,7 +134,7 @@ class Learning:
         """Let the rules of ``policy`` make batches of the size that rules to come will make."""
         if isinstance(policy, Batching):
             for key, rule in policy.rules.items():
-                rule.profile = self.profile(_plain(key))
+                rule.profile = self.profile(plain_key(key))
                 rule.max_batch_size = self.max_batch_size
 
     def sizes_to_measure(self) -> Sequence[int]:
@@ -215,5 +215,6 @@ class Learning:
             rule.profile = learned.profile(max(self.max_batch_size, rule.max_batch_size))
 
 
-def _plain(key: Hashable) -> Hashable:
+def plain_key(key: Hashable) -> Hashable:
+    """The key of a request, also where it is served late."""
     return key.key if isinstance(key, LateKey) else key
