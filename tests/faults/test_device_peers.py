@@ -202,12 +202,18 @@ def test_who_asked_may_die_while_it_is_copied(make_device_world: MakeWorld) -> N
     assert image_memory(world) == 0
 
 
-def test_a_killed_copier_costs_one_copy(make_device_world: MakeWorld) -> None:
+def slow_copy(make_device_world: MakeWorld) -> tuple[World, Background]:
+    """A load on the second device, of what the first one has, that takes its time."""
     world = make_device_world({"devices": 2, "copy_delay_ms": 500})
     world.start()
     path = model(world)
     touch(world, path, GPU)
     load = Background(world, path, GPU2)
+    return world, load
+
+
+def test_a_killed_copier_costs_one_copy(make_device_world: MakeWorld) -> None:
+    world, load = slow_copy(make_device_world)
     os.kill(wait_for_copy(world), signal.SIGKILL)
     assert load.join() == ("miss", True)
     assert copies(world) == (0, 1, 0)
@@ -215,11 +221,7 @@ def test_a_killed_copier_costs_one_copy(make_device_world: MakeWorld) -> None:
 
 
 def test_a_killed_daemon_takes_a_copy_with_it(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"devices": 2, "copy_delay_ms": 500})
-    world.start()
-    path = model(world)
-    touch(world, path, GPU)
-    load = Background(world, path, GPU2)
+    world, load = slow_copy(make_device_world)
     wait_for_copy(world)
     world.kill_daemon()
     assert isinstance(load.join(), Exception)
@@ -228,11 +230,7 @@ def test_a_killed_daemon_takes_a_copy_with_it(make_device_world: MakeWorld) -> N
 
 
 def test_a_stopping_daemon_finishes_a_copy(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"devices": 2, "copy_delay_ms": 500})
-    world.start()
-    path = model(world)
-    touch(world, path, GPU)
-    load = Background(world, path, GPU2)
+    world, load = slow_copy(make_device_world)
     wait_for_copy(world)
     world.stop_daemon()
     assert load.join() == ("miss", True)
