@@ -23,9 +23,9 @@ import torch
 
 from trims_shim.batching.exit_points import ExitPoints
 from trims_shim.batching.flex import FlexBatcher
+from trims_shim.batching.flex_models import StagedFunctions
 from trims_shim.batching.lanes import CpuLane, lane_of
 from trims_shim.batching.replies import BlockedCall, Entry
-from trims_shim.batching.staged import StagedFunctions
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 LAYERS, WIDTH, BATCH = 16, 1024, 8

@@ -17,7 +17,7 @@ from trims_shim.batching.policies.clockwork import Clockwork
 from trims_shim.batching.policies.early_drop import EarlyDrop
 from trims_shim.batching.policies.flex import PREEMPTION_FACTOR, Flex
 from trims_shim.batching.policies.generation import by_largest
-from trims_shim.batching.policies.staged_model import StagedModel, even_exits
+from trims_shim.batching.policies.preemptible import PreemptibleModel, even_exits
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import Policy, Request
 from trims_shim.batching.simulator import (
@@ -64,11 +64,11 @@ class Workload:
     """Of all requests, by model."""
     requests: Callable[[], Iterator[Request]]
 
-    def staged(self, stages: int) -> dict[str, StagedModel]:
+    def staged(self, stages: int) -> dict[str, PreemptibleModel]:
         """Every model in so many equal stages."""
         exits = even_exits(stages)
         return {
-            name: StagedModel(profile, profile.max_batch_size, exits)
+            name: PreemptibleModel(profile, profile.max_batch_size, exits)
             for name, profile in self.profiles.items()
         }
 
@@ -137,27 +137,27 @@ def _cost_ns(profile: LatencyProfile, slo_ms: float) -> float:
 
 # --- systems --------------------------------------------------------------------------------------
 
-System = Callable[[Workload, Mapping[str, StagedModel]], Policy]
+System = Callable[[Workload, Mapping[str, PreemptibleModel]], Policy]
 
 
 def flex(factor: float | None, *, of_paper: bool = False) -> System:
     """Flex with that lambda, ours or as published."""
 
-    def make(workload: Workload, models: Mapping[str, StagedModel]) -> Policy:
+    def make(workload: Workload, models: Mapping[str, PreemptibleModel]) -> Policy:
         maker = Flex.of_paper if of_paper else Flex
         return maker(models, devices=workload.devices, preemption_factor=factor)
 
     return make
 
 
-def _flex_of_author(workload: Workload, models: Mapping[str, StagedModel]) -> Policy:
+def _flex_of_author(workload: Workload, models: Mapping[str, PreemptibleModel]) -> Policy:
     return Flex.of_paper(models, devices=workload.devices, generation=by_largest)
 
 
 def _pooled(make_rule: Callable[..., Auto | Clockwork | EarlyDrop]) -> System:
     """One queue for each model, the most urgent first, on whatever device is free."""
 
-    def make(workload: Workload, models: Mapping[str, StagedModel]) -> Policy:
+    def make(workload: Workload, models: Mapping[str, PreemptibleModel]) -> Policy:
         def rule(key: object) -> Auto | Clockwork | EarlyDrop:
             profile = workload.profiles[str(key)]
             return make_rule(profile, max_batch_size=profile.max_batch_size)
@@ -167,7 +167,7 @@ def _pooled(make_rule: Callable[..., Auto | Clockwork | EarlyDrop]) -> System:
     return make
 
 
-def _dedicated(workload: Workload, models: Mapping[str, StagedModel]) -> Policy:
+def _dedicated(workload: Workload, models: Mapping[str, PreemptibleModel]) -> Policy:
     """Nexus' way: models are packed onto devices by their mean load, and stay there."""
     nodes = []
     for keys in _packed(workload):

@@ -9,7 +9,7 @@ import pytest
 from trims_shim.batching.exit_points import exit_point
 from trims_shim.batching.flex import FlexBatcher
 from trims_shim.batching.flex_dispatch import FlexLearning, _ascending
-from trims_shim.batching.policies.staged_model import StagedModel
+from trims_shim.batching.policies.preemptible import PreemptibleModel
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.errors import RequestDropped
 
@@ -34,7 +34,7 @@ class Clock:
         return run
 
 
-def learned(batcher: FlexBatcher) -> StagedModel:
+def learned(batcher: FlexBatcher) -> PreemptibleModel:
     learning = batcher._engine.options.learning
     assert isinstance(learning, FlexLearning)
     (key,) = learning.keys()
@@ -119,4 +119,4 @@ def test_another_batch_size_is_for_all_models() -> None:
 def test_exit_points_always_ascend(shares: list[float], expected: tuple[float, ...]) -> None:
     found = _ascending(shares)
     assert found == pytest.approx(expected)
-    StagedModel(LatencyProfile([1]), 1, found)
+    PreemptibleModel(LatencyProfile([1]), 1, found)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import os
 import sys
 import time
@@ -18,7 +17,15 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from types import ModuleType
 from typing import Any, Literal, overload
 
-from trims_shim import config
+from trims_shim.batching.arguments import (
+    choice,
+    lasting_name,
+    name_of,
+    objective_ns,
+    open_store,
+    prior_of,
+    time_limit_ns,
+)
 from trims_shim.batching.collate import Collate, CollateSpec
 from trims_shim.batching.dispatch import Dispatch, Options
 from trims_shim.batching.engine import Engine
@@ -26,20 +33,16 @@ from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.learning import Learning
 from trims_shim.batching.policies.registry import rule_maker
 from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.profile_store import ProfileStore, load_profile
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.replies import BatchFuture, BlockedCall, Entry, Reply
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.statistics import BatcherStats
 from trims_shim.batching.streams import END, StreamReply
-from trims_shim.errors import ConfigError
 
 __all__ = ["Batcher", "batched"]
 
 _NS_PER_MS = 1_000_000
 _MAX_BATCH_SIZE = 32
-_LONGEST_NS = NEVER_NS // 4
-"""73 years: there is no deadline beyond, and a time may be added to it."""
 
 
 class Batcher:
@@ -101,15 +104,15 @@ class Batcher:
                 f"max_batch_size is {max_batch_size}, and no size in batch_sizes is as large"
             )
         functools.update_wrapper(self, function, updated=())
-        self.name = name or _name_of(function)
+        self.name = name or name_of(function)
         self._function = function
-        slo_ns = NEVER_NS if slo_ms is None else _objective_ns(slo_ms)
+        slo_ns = NEVER_NS if slo_ms is None else objective_ns(slo_ms)
         self._weight = weight
         self._clock_ns = clock_ns
         self._owner: object = None
         self._bound: dict[int, tuple[weakref.ref[Any], Engine]] = {}
-        prior = _prior(profile)
-        lasting_name = name or _lasting_name(function)
+        prior = prior_of(profile)
+        kept_as = name or lasting_name(function)
         maker = rule_maker(policy)
 
         shown_name = self.name
@@ -126,20 +129,20 @@ class Batcher:
             )
             learning = Learning(
                 maker,
-                name=lasting_name,
+                name=kept_as,
                 max_batch_size=max_batch_size,
                 max_batch_weight=max_batch_weight,
                 devices=devices,
                 batch_sizes=batch_sizes,
                 prior=prior,
-                store=_open_store,
+                store=open_store,
             )
             options = Options(
                 learning,
                 devices=devices,
                 queue_size=queue_size,
-                rejects_when_full=_choice("when_full", when_full, "reject", "wait"),
-                serves_late=_choice("when_late", when_late, "serve", "drop"),
+                rejects_when_full=choice("when_full", when_full, "reject", "wait"),
+                serves_late=choice("when_late", when_late, "serve", "drop"),
                 caller_runs=caller_runs,
                 clock_ns=clock_ns,
             )
@@ -277,7 +280,7 @@ class Batcher:
     def update(self, *, slo_ms: float | None = None, max_batch_size: int | None = None) -> None:
         """Change the objective of later requests, or the size of later batches."""
         if slo_ms is not None:
-            self._engine.slo_ns = _objective_ns(slo_ms)
+            self._engine.slo_ns = objective_ns(slo_ms)
         if max_batch_size is not None:
             self._engine.resize(max_batch_size)
 
@@ -370,7 +373,9 @@ class Batcher:
     ) -> Request:
         now_ns = self._clock_ns()
         engine = self._engine
-        limit_ns = engine.slo_ns if deadline_ms is None else _limit_ns("deadline_ms", deadline_ms)
+        limit_ns = (
+            engine.slo_ns if deadline_ms is None else time_limit_ns("deadline_ms", deadline_ms)
+        )
         deadline_ns = NEVER_NS if limit_ns == NEVER_NS else now_ns + limit_ns
         if not args:
             raise TypeError(f"{self.name}() needs an item")
@@ -433,58 +438,3 @@ def _remove(
     found = bound.get(number)
     if found is not None and found[0] is ref:
         del bound[number]
-
-
-def _objective_ns(slo_ms: float) -> int:
-    if slo_ms <= 0:
-        raise ValueError(f"slo_ms is {slo_ms}; nothing could be answered in time")
-    return _limit_ns("slo_ms", slo_ms)
-
-
-def _limit_ns(name: str, limit_ms: float) -> int:
-    if math.isnan(limit_ms):
-        raise ValueError(f"{name} is not a number")
-    limit_ns = limit_ms * _NS_PER_MS
-    if limit_ns > _LONGEST_NS:
-        return NEVER_NS
-    return round(max(limit_ns, -_LONGEST_NS))
-
-
-def _choice(name: str, value: str, yes: str, no: str) -> bool:
-    if value not in (yes, no):
-        raise ValueError(f"{name} is {value!r}; it is {no!r} or {yes!r}")
-    return value == yes
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    module = getattr(function, "__module__", None)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{module}.{name}" if module else name
-
-
-def _lasting_name(function: Callable[..., Any]) -> str | None:
-    """Under which the next process finds what this one has learned; None where there is none.
-
-    Closures, and objects of one class, share a name whatever they do; scripts share ``__main__``.
-    """
-    if not inspect.isfunction(function) or "<" in function.__qualname__:
-        return None
-    if function.__module__ != "__main__":
-        return _name_of(function)
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    return path and f"{os.path.abspath(path)}:{function.__qualname__}"
-
-
-def _prior(
-    profile: LatencyProfile | str | os.PathLike[str] | None,
-) -> LatencyProfile | None:
-    if profile is None or isinstance(profile, LatencyProfile):
-        return profile
-    return load_profile(profile)
-
-
-def _open_store() -> ProfileStore | None:
-    try:
-        return ProfileStore.of(config.load())
-    except ConfigError:
-        return None

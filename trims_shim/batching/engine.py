@@ -45,8 +45,17 @@ _parents: list[object] = []
 class Engine:
     """See the module docstring. Methods may be called from any thread unless they say otherwise."""
 
-    def __init__(self, function: BatchFunction, options: Options, *, slo_ns: int) -> None:
+    def __init__(
+        self,
+        function: BatchFunction,
+        options: Options,
+        *,
+        slo_ns: int,
+        make_threads: Callable[[], ThreadDispatch] | None = None,
+    ) -> None:
+        """``make_threads``: the dispatch of a synchronous function, where it is a special one."""
         self.slo_ns = slo_ns
+        self._make_threads = make_threads or (lambda: ThreadDispatch(function, options))
         self.function = function
         self.options = options
         self.is_closed = False
@@ -72,7 +81,7 @@ class Engine:
             with self._lock:
                 self._check_open()
                 if self._threads is None:
-                    made = ThreadDispatch(self.function, self.options)
+                    made = self._make_threads()
                     self._threads = self._threads or made
         return self._threads
 

@@ -15,18 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trims_shim.batching.batcher import Batcher, _choice, _limit_ns, _open_store, _prior
+from trims_shim.batching.arguments import choice, open_store, prior_of, time_limit_ns
+from trims_shim.batching.batcher import Batcher
 from trims_shim.batching.collate import CollateSpec
 from trims_shim.batching.dispatch import Options
 from trims_shim.batching.engine import Engine
 from trims_shim.batching.flex_dispatch import FlexDispatch, FlexLearning
+from trims_shim.batching.flex_models import StagedFunctions, Stages
 from trims_shim.batching.lanes import lane_of
 from trims_shim.batching.policies.flex import PREEMPTION_FACTOR, Flex
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.replies import Entry, Reply
-from trims_shim.batching.staged import StagedFunctions, Stages
-from trims_shim.batching.threads import ThreadDispatch
 
 __all__ = ["FlexBatcher", "PreemptionStats"]
 
@@ -99,7 +99,7 @@ class FlexBatcher(Batcher):
         of_models = slo_ms if isinstance(slo_ms, Mapping) else {}
         self._slos_ns = _slos_ns(of_models, models)
         single_ms = None if isinstance(slo_ms, Mapping) else slo_ms
-        slo_ns = NEVER_NS if single_ms is None else _limit_ns("slo_ms", single_ms)
+        slo_ns = NEVER_NS if single_ms is None else time_limit_ns("slo_ms", single_ms)
         self._clock_ns = clock_ns
         self._owner: object = None
         self._weight = None
@@ -131,31 +131,35 @@ class FlexBatcher(Batcher):
             name=name,
             max_batch_size=max_batch_size,
             devices=len(names),
-            priors={each: _prior(of_model) for each, of_model in (profiles or {}).items()},
-            store=_open_store,
+            priors={each: prior_of(of_model) for each, of_model in (profiles or {}).items()},
+            store=open_store,
         )
         options = Options(
             learning,
             devices=len(names),
             queue_size=queue_size,
-            rejects_when_full=_choice("when_full", when_full, "reject", "wait"),
-            serves_late=_choice("when_late", when_late, "serve", "drop"),
+            rejects_when_full=choice("when_full", when_full, "reject", "wait"),
+            serves_late=choice("when_late", when_late, "serve", "drop"),
             caller_runs=caller_runs,
             clock_ns=clock_ns,
         )
 
         def make_engine(takes_owner: bool) -> Engine:
-            return _FlexEngine(functions, options, slo_ns, lambda: FlexDispatch(functions, options))
+            # It has what a dispatch uses of a BatchFunction, and nothing to subclass it for.
+            return Engine(
+                functions,  # type: ignore[arg-type]
+                options,
+                slo_ns=slo_ns,
+                make_threads=lambda: FlexDispatch(functions, options),
+            )
 
         self._make_engine = make_engine
         self._engine = make_engine(False)
 
     def preemption_stats(self) -> PreemptionStats:
         """How often batches were given up, and what it cost; beside :meth:`stats`."""
-        engine = self._engine
-        assert isinstance(engine, _FlexEngine)
-        dispatch = engine.flex_dispatch
-        if dispatch is None:
+        dispatch = next(iter(self._engine.dispatches()), None)
+        if not isinstance(dispatch, FlexDispatch):  # before the first request
             return PreemptionStats(0, 0.0, 0.0, 0.0)
         stops_ns = sorted(dispatch.stops_ns.copy()) or [0]
         return PreemptionStats(
@@ -178,7 +182,7 @@ class FlexBatcher(Batcher):
         now_ns = self._clock_ns()
         limit_ns = self._engine.slo_ns
         if deadline_ms is not None:
-            limit_ns = _limit_ns("deadline_ms", deadline_ms)
+            limit_ns = time_limit_ns("deadline_ms", deadline_ms)
         elif limit_ns == NEVER_NS:
             limit_ns = self._slos_ns.get(model, NEVER_NS)
         deadline_ns = NEVER_NS if limit_ns == NEVER_NS else now_ns + limit_ns
@@ -186,38 +190,9 @@ class FlexBatcher(Batcher):
         return Request(0, now_ns, deadline_ns, priority, key, 1, entry)
 
 
-class _FlexEngine(Engine):
-    """An engine whose dispatch can give batches up."""
-
-    def __init__(
-        self,
-        function: Any,
-        options: Options,
-        slo_ns: int,
-        make_dispatch: Callable[[], FlexDispatch],
-    ) -> None:
-        self._make_dispatch = make_dispatch
-        super().__init__(function, options, slo_ns=slo_ns)
-
-    @property
-    def flex_dispatch(self) -> FlexDispatch | None:
-        """None before the first request."""
-        dispatch = self._threads
-        return dispatch if isinstance(dispatch, FlexDispatch) else None
-
-    def threads(self) -> ThreadDispatch:
-        """See :class:`Engine`."""
-        if self._threads is None:
-            with self._lock:
-                self._check_open()
-                if self._threads is None:
-                    self._threads = self._make_dispatch()
-        return self._threads
-
-
 def _slos_ns(of_models: Mapping[str, float], models: Mapping[str, Stages]) -> dict[str, int]:
     if of_models and set(of_models) != set(models):
         raise ValueError(
             f"slo_ms is given for {', '.join(of_models)}; the models are {', '.join(models)}"
         )
-    return {name: _limit_ns("slo_ms", each) for name, each in of_models.items()}
+    return {name: time_limit_ns("slo_ms", each) for name, each in of_models.items()}

@@ -12,18 +12,18 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from trims_shim.batching.dispatch import Options
 from trims_shim.batching.exit_points import ExitPoints
+from trims_shim.batching.flex_models import StagedFunctions
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.learning import LateKey, Learning, plain_key
 from trims_shim.batching.policies.flex import Flex
 from trims_shim.batching.policies.immediate import Immediate
-from trims_shim.batching.policies.staged_model import StagedModel, even_exits
+from trims_shim.batching.policies.preemptible import PreemptibleModel, even_exits
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profile_store import ProfileStore
 from trims_shim.batching.profiling import LearnedProfile
 from trims_shim.batching.protocol import Action, Event, Policy, Preempt, Preempted, Request
 from trims_shim.batching.replies import BatchFuture, Entry
 from trims_shim.batching.rules import Rule
-from trims_shim.batching.staged import StagedFunctions
 from trims_shim.batching.threads import ThreadDispatch
 
 __all__ = ["FlexDispatch", "FlexLearning", "StagedJob"]
@@ -93,10 +93,10 @@ class FlexLearning(Learning):
         """See :class:`Learning`."""
         return self._make_flex()
 
-    def model(self, key: Hashable) -> StagedModel:
+    def model(self, key: Hashable) -> PreemptibleModel:
         """What is known of a key: of a model, and of the shape of its inputs."""
         plain = plain_key(key)
-        return StagedModel(self.profile(plain), self.max_batch_size, self._exits_of(plain))
+        return PreemptibleModel(self.profile(plain), self.max_batch_size, self._exits_of(plain))
 
     def ran(self, policy: Policy, job: Job) -> bool:
         """See :class:`Learning`."""

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations
 
-from trims_shim.batching.policies.staged_model import StagedModel
+from trims_shim.batching.policies.preemptible import PreemptibleModel
 from trims_shim.batching.protocol import Request
 
 __all__ = ["most_in_time"]
 
 
 def most_in_time(
-    requests: Sequence[Request], models: Mapping[str, StagedModel], *, devices: int
+    requests: Sequence[Request], models: Mapping[str, PreemptibleModel], *, devices: int
 ) -> int:
     """The most requests that any schedule of batches answers in time, knowing all arrivals.
 

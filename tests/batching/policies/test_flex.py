@@ -14,7 +14,7 @@ from batching.policies.flex_optimum import most_in_time
 from trims_shim.batching.policies.choice import Choice, by_need, by_size
 from trims_shim.batching.policies.flex import Flex
 from trims_shim.batching.policies.generation import Generation, by_earliest, by_largest, by_window
-from trims_shim.batching.policies.staged_model import StagedModel, even_exits
+from trims_shim.batching.policies.preemptible import PreemptibleModel, even_exits
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import (
     FLUSH,
@@ -30,9 +30,9 @@ from trims_shim.batching.protocol import (
 )
 from trims_shim.batching.simulator import Report, simulate
 
-LONG = StagedModel(LatencyProfile([100, 104, 108, 112, 116, 120, 124, 128]), 8, even_exits(4))
-SHORT = StagedModel(LatencyProfile([10, 11, 12, 13, 14, 15, 16, 17]), 8, even_exits(2))
-SOLID = StagedModel(LONG.profile, 8)
+LONG = PreemptibleModel(LatencyProfile([100, 104, 108, 112, 116, 120, 124, 128]), 8, even_exits(4))
+SHORT = PreemptibleModel(LatencyProfile([10, 11, 12, 13, 14, 15, 16, 17]), 8, even_exits(2))
+SOLID = PreemptibleModel(LONG.profile, 8)
 MODELS = {"long": LONG, "short": SHORT, "solid": SOLID}
 
 
@@ -336,7 +336,7 @@ UNIT_NS = 1000
 KEYS = ("a", "b", "c")
 
 
-def instance(seed: int, *, most: int) -> tuple[list[Request], dict[str, StagedModel]]:
+def instance(seed: int, *, most: int) -> tuple[list[Request], dict[str, PreemptibleModel]]:
     """Requests at whole units, for models that can be given up at every unit."""
     random = Random(seed)
     models = {}
@@ -346,7 +346,7 @@ def instance(seed: int, *, most: int) -> tuple[list[Request], dict[str, StagedMo
         stages = {latency // UNIT_NS for latency in latencies}
         # Shares are the same for all sizes, so whole units need the product of the lengths.
         exits = sorted({step / count for count in stages for step in range(1, count)})
-        models[key] = StagedModel(LatencyProfile(latencies), 4, tuple(exits))
+        models[key] = PreemptibleModel(LatencyProfile(latencies), 4, tuple(exits))
     arrivals = sorted(random.randint(0, 12) * UNIT_NS for _ in range(random.randint(1, most)))
     requests = []
     for number, arrival_ns in enumerate(arrivals):

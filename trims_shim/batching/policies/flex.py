@@ -30,7 +30,7 @@ from trims_shim.batching.policies.generation import (
     by_earliest,
     by_largest,
 )
-from trims_shim.batching.policies.staged_model import StagedModel
+from trims_shim.batching.policies.preemptible import PreemptibleModel
 from trims_shim.batching.protocol import (
     NEVER_NS,
     Action,
@@ -83,7 +83,7 @@ class Flex:
 
     def __init__(
         self,
-        models: Mapping[Hashable, StagedModel],
+        models: Mapping[Hashable, PreemptibleModel],
         *,
         devices: int = 1,
         preemption_factor: float | None = PREEMPTION_FACTOR,
@@ -110,7 +110,7 @@ class Flex:
     @classmethod
     def of_paper(
         cls,
-        models: Mapping[Hashable, StagedModel],
+        models: Mapping[Hashable, PreemptibleModel],
         *,
         devices: int = 1,
         preemption_factor: float | None = PREEMPTION_FACTOR,
@@ -131,7 +131,7 @@ class Flex:
         """By key; for statistics. Reserved requests are in none."""
         return self._queues
 
-    def add(self, key: Hashable, model: StagedModel) -> None:
+    def add(self, key: Hashable, model: PreemptibleModel) -> None:
         """From now on requests of this key are taken; forgets others if there are very many."""
         self.models[key] = model
         self._queues.setdefault(key, DeadlineQueue())

@@ -9,7 +9,7 @@ from itertools import pairwise
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS
 
-__all__ = ["StagedModel", "even_exits"]
+__all__ = ["PreemptibleModel", "even_exits"]
 
 
 def even_exits(stages: int) -> tuple[float, ...]:
@@ -20,7 +20,7 @@ def even_exits(stages: int) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class StagedModel:
+class PreemptibleModel:
     """A model whose batches can be given up between its stages.
 
     ``exits`` are the shares of a batch's latency after which it can be given up: ascending, above

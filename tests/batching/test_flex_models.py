@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from trims_shim.batching.exit_points import ExitPoints
+from trims_shim.batching.flex_models import StagedFunctions, stages_of
 from trims_shim.batching.lanes import CpuLane
 from trims_shim.batching.replies import BlockedCall, Entry, Failure
-from trims_shim.batching.staged import StagedFunctions, stages_of
 
 
 def double(values: list[int]) -> list[int]:

@@ -1,0 +1,85 @@
+"""What users write as options of a batcher: checked, and turned into what is used inside."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from trims_shim import config
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile_store import ProfileStore, load_profile
+from trims_shim.batching.protocol import NEVER_NS
+from trims_shim.errors import ConfigError
+
+__all__ = [
+    "choice",
+    "lasting_name",
+    "name_of",
+    "objective_ns",
+    "open_store",
+    "prior_of",
+    "time_limit_ns",
+]
+
+_NS_PER_MS = 1_000_000
+_LONGEST_NS = NEVER_NS // 4
+"""73 years: there is no deadline beyond, and a time may be added to it."""
+
+
+def objective_ns(slo_ms: float) -> int:
+    if slo_ms <= 0:
+        raise ValueError(f"slo_ms is {slo_ms}; nothing could be answered in time")
+    return time_limit_ns("slo_ms", slo_ms)
+
+
+def time_limit_ns(name: str, limit_ms: float) -> int:
+    if math.isnan(limit_ms):
+        raise ValueError(f"{name} is not a number")
+    limit_ns = limit_ms * _NS_PER_MS
+    if limit_ns > _LONGEST_NS:
+        return NEVER_NS
+    return round(max(limit_ns, -_LONGEST_NS))
+
+
+def choice(name: str, value: str, yes: str, no: str) -> bool:
+    if value not in (yes, no):
+        raise ValueError(f"{name} is {value!r}; it is {no!r} or {yes!r}")
+    return value == yes
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{module}.{name}" if module else name
+
+
+def lasting_name(function: Callable[..., Any]) -> str | None:
+    """Under which the next process finds what this one has learned; None where there is none.
+
+    Closures, and objects of one class, share a name whatever they do; scripts share ``__main__``.
+    """
+    if not inspect.isfunction(function) or "<" in function.__qualname__:
+        return None
+    if function.__module__ != "__main__":
+        return name_of(function)
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return path and f"{os.path.abspath(path)}:{function.__qualname__}"
+
+
+def prior_of(
+    profile: LatencyProfile | str | os.PathLike[str] | None,
+) -> LatencyProfile | None:
+    if profile is None or isinstance(profile, LatencyProfile):
+        return profile
+    return load_profile(profile)
+
+
+def open_store() -> ProfileStore | None:
+    try:
+        return ProfileStore.of(config.load())
+    except ConfigError:
+        return None
