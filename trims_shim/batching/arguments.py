@@ -22,7 +22,7 @@ __all__ = [
     "objective_ns",
     "open_store",
     "prior_of",
-    "time_limit_ns",
+    "span_ns",
 ]
 
 _NS_PER_MS = 1_000_000
@@ -33,10 +33,10 @@ _LONGEST_NS = NEVER_NS // 4
 def objective_ns(slo_ms: float) -> int:
     if slo_ms <= 0:
         raise ValueError(f"slo_ms is {slo_ms}; nothing could be answered in time")
-    return time_limit_ns("slo_ms", slo_ms)
+    return span_ns("slo_ms", slo_ms)
 
 
-def time_limit_ns(name: str, limit_ms: float) -> int:
+def span_ns(name: str, limit_ms: float) -> int:
     if math.isnan(limit_ms):
         raise ValueError(f"{name} is not a number")
     limit_ns = limit_ms * _NS_PER_MS

@@ -24,7 +24,7 @@ from trims_shim.batching.arguments import (
     objective_ns,
     open_store,
     prior_of,
-    time_limit_ns,
+    span_ns,
 )
 from trims_shim.batching.collate import Collate, CollateSpec
 from trims_shim.batching.dispatch import Dispatch, Options
@@ -373,9 +373,7 @@ class Batcher:
     ) -> Request:
         now_ns = self._clock_ns()
         engine = self._engine
-        limit_ns = (
-            engine.slo_ns if deadline_ms is None else time_limit_ns("deadline_ms", deadline_ms)
-        )
+        limit_ns = engine.slo_ns if deadline_ms is None else span_ns("deadline_ms", deadline_ms)
         deadline_ns = NEVER_NS if limit_ns == NEVER_NS else now_ns + limit_ns
         if not args:
             raise TypeError(f"{self.name}() needs an item")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trims_shim.batching.arguments import choice, open_store, prior_of, time_limit_ns
+from trims_shim.batching.arguments import choice, open_store, prior_of, span_ns
 from trims_shim.batching.batcher import Batcher
 from trims_shim.batching.collate import CollateSpec
 from trims_shim.batching.dispatch import Options
@@ -99,7 +99,7 @@ class FlexBatcher(Batcher):
         of_models = slo_ms if isinstance(slo_ms, Mapping) else {}
         self._slos_ns = _slos_ns(of_models, models)
         single_ms = None if isinstance(slo_ms, Mapping) else slo_ms
-        slo_ns = NEVER_NS if single_ms is None else time_limit_ns("slo_ms", single_ms)
+        slo_ns = NEVER_NS if single_ms is None else span_ns("slo_ms", single_ms)
         self._clock_ns = clock_ns
         self._owner: object = None
         self._weight = None
@@ -182,7 +182,7 @@ class FlexBatcher(Batcher):
         now_ns = self._clock_ns()
         limit_ns = self._engine.slo_ns
         if deadline_ms is not None:
-            limit_ns = time_limit_ns("deadline_ms", deadline_ms)
+            limit_ns = span_ns("deadline_ms", deadline_ms)
         elif limit_ns == NEVER_NS:
             limit_ns = self._slos_ns.get(model, NEVER_NS)
         deadline_ns = NEVER_NS if limit_ns == NEVER_NS else now_ns + limit_ns
@@ -195,4 +195,4 @@ def _slos_ns(of_models: Mapping[str, float], models: Mapping[str, Stages]) -> di
         raise ValueError(
             f"slo_ms is given for {', '.join(of_models)}; the models are {', '.join(models)}"
         )
-    return {name: time_limit_ns("slo_ms", each) for name, each in of_models.items()}
+    return {name: span_ns("slo_ms", each) for name, each in of_models.items()}

@@ -22,7 +22,7 @@ from trims_shim.batching.protocol import (
 )
 from trims_shim.batching.rules import Rule
 
-__all__ = ["Batching"]
+__all__ = ["Batching", "urgency"]
 
 # What a rule has learned is worth keeping while its key may come again. Where keys never repeat
 # (inputs of any length, not bucketed), it must not add up: about 2 KiB each.
@@ -77,9 +77,7 @@ class Batching:
         elif isinstance(event, Preempted):
             raise ValueError("this policy preempts nothing")
         self._wake_ns = None
-        if not self._free or not self._waiting:
-            return ()
-        return self._fill(now_ns)
+        return self._decide(now_ns)
 
     def next_deadline_ns(self) -> int | None:
         """The earliest time for which a rule waits while a device is free."""
@@ -127,14 +125,16 @@ class Batching:
 
     # --- actions ----------------------------------------------------------------------------------
 
-    def _fill(self, now_ns: int) -> list[Action]:
-        """Ask the rules until no device is free or all of them wait."""
+    def _decide(self, now_ns: int) -> Sequence[Action]:
+        """What to do after an event: ask the rules until no device is free or all of them wait."""
+        if not self._free or not self._waiting:
+            return ()
         actions: list[Action] = []
         asking = list(self._waiting.items())
         has_rivals = len(asking) > 1
         while self._free and asking:
             if has_rivals:
-                asking.sort(key=_urgency)
+                asking.sort(key=urgency)
             key, rule = asking[0]
             rule.has_rivals = has_rivals
             size = self._ask(rule, now_ns, actions)
@@ -144,10 +144,13 @@ class Batching:
                 del self._waiting[key], asking[0]
             elif not size:
                 del asking[0]
+        self._set_wake()
+        return actions
+
+    def _set_wake(self) -> None:
         if self._free and self._waiting:
             wakes_ns = [rule.wake_ns for rule in self._waiting.values() if rule.wake_ns is not None]
             self._wake_ns = min(wakes_ns, default=None)
-        return actions
 
     def _ask(self, rule: Rule, now_ns: int, actions: list[Action]) -> int:
         rule.wake_ns = None
@@ -160,6 +163,7 @@ class Batching:
         return rule.queue.within_weight(size, rule.max_weight)
 
 
-def _urgency(waiting: tuple[Hashable, Rule]) -> tuple[int, int, int]:
+def urgency(waiting: tuple[Hashable, Rule]) -> tuple[int, int, int]:
+    """Sorts keys with their rules: the one whose first request is first goes first."""
     first = waiting[1].queue[0]
     return -first.priority, first.deadline_ns, first.number

@@ -1,0 +1,1 @@
+"""Policies for staged models, one small file each."""

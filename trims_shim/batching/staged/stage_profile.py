@@ -1,0 +1,77 @@
+"""How long each stage of a model takes: what every decision between stages rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trims_shim.batching.profile import LatencyProfile
+
+__all__ = ["StagedProfile"]
+
+
+class StagedProfile(LatencyProfile):
+    """The latency of a batch in each stage; as a :class:`LatencyProfile`, that of the whole model.
+
+    ``preferred`` is, for each stage, the smallest batch size beyond which a batch twice as large
+    takes twice as long or nearly so: more at once gain nothing there (DVABatch, ATC'22, section 3).
+    Raises ValueError for no stages.
+    """
+
+    __slots__ = ("_rest", "preferred", "stages")
+
+    def __init__(
+        self, stages: Sequence[LatencyProfile], *, preferred: Sequence[int] | None = None
+    ) -> None:
+        if not stages:
+            raise ValueError("a staged profile needs at least one stage")
+        largest = min(stage.max_batch_size for stage in stages)
+        self.stages = tuple(stages)
+        self.preferred = (largest,) * len(stages) if preferred is None else tuple(preferred)
+        if len(self.preferred) != len(stages):
+            raise ValueError(f"{len(self.preferred)} preferred sizes for {len(stages)} stages")
+        # rest[stage][size]: from this stage to the end.
+        rest = [[0] * (largest + 1)]
+        for stage in reversed(self.stages):
+            after = rest[-1]
+            rest.append(
+                [0, *(after[size] + stage.latency_ns(size) for size in range(1, largest + 1))]
+            )
+        self._rest = rest[::-1]
+        super().__init__(self._rest[0][1:])
+
+    @classmethod
+    def even(cls, whole: LatencyProfile, stages: int) -> StagedProfile:
+        """Of a model of which only the whole is known: stages that take equally long."""
+        part = LatencyProfile(
+            whole.latency_ns(size) / stages for size in range(1, whole.max_batch_size + 1)
+        )
+        return cls([part] * stages)
+
+    def stage_ns(self, stage: int, size: int) -> int:
+        """Of one stage; 0 for a batch of none."""
+        return self.stages[stage].latency_ns(size) if size else 0
+
+    def remaining_ns(self, stage: int, size: int) -> int:
+        """From the beginning of ``stage`` to the end: T_remain. ``stage`` may be one past the last.
+
+        0 for a batch of none.
+        """
+        return self._rest[stage][size]
+
+    def passed_ns(self, stage: int, size: int) -> int:
+        """From the beginning of the model to the beginning of ``stage``."""
+        return self._rest[0][size] - self._rest[stage][size]
+
+    def limited(self, max_batch_size: int) -> StagedProfile:
+        """The same up to a smaller size."""
+        stages = [stage.limited(max_batch_size) for stage in self.stages]
+        return StagedProfile(stages, preferred=[min(s, max_batch_size) for s in self.preferred])
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, StagedProfile)
+            and self.stages == other.stages
+            and self.preferred == other.preferred
+        )
+
+    __hash__ = None

@@ -1,0 +1,44 @@
+"""What a policy for staged models has to decide, and nothing else.
+
+Beyond what every :class:`~trims_shim.batching.rules.Rule` decides (how many start as a new batch
+when a device is free), it says how many join a batch that is on its way, and into which parts a
+batch is split between two stages. A plain Rule is one that does neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trims_shim.batching.rules import Rule
+from trims_shim.batching.staged.batches import Batch, Part
+from trims_shim.batching.staged.stage_profile import StagedProfile
+
+__all__ = ["StagedRule"]
+
+
+class StagedRule(Rule):
+    """Decides for the requests of one key. Its profile is always a :class:`StagedProfile`."""
+
+    @property
+    def staged(self) -> StagedProfile:
+        """How long each stage takes, as of now."""
+        profile = self.profile
+        assert isinstance(profile, StagedProfile)
+        return profile
+
+    def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
+        """How many of the queue's first requests join ``batch`` now; at most ``room``.
+
+        Called when a device is free, the queue is not empty and the batch, of the same key, can be
+        stretched: it is the newest and was not split. ``room`` is at least 1.
+        """
+        return 0
+
+    def split(self, now_ns: int, part: Part) -> Sequence[int]:
+        """The sizes into which the part is split before its next stage, ``part.stage``.
+
+        Empty to leave it whole. Called at the end of each stage but the last, for parts that are
+        all that is left of a batch that was not split before. The sizes are positive and add up to
+        ``part.size``; those first in the part come first.
+        """
+        return ()
