@@ -61,15 +61,25 @@ class Part:
     order: int = 0
     """Among the parts of a split batch: earlier ones are to be done earlier."""
     state: PartState = PartState.WAITING
+    started_ns: int = 0
+    """When its stage began, while it runs."""
+    running: Sequence[Request] = ()
+    """Whom its stage runs with. Its pieces are the driver's meanwhile, and not looked at."""
+    gone: list[Request] = field(default_factory=list)
+    """Those of them for whom nobody waits any more."""
 
     @property
     def size(self) -> int:
         """How many requests."""
+        if self.state is PartState.RUNNING:
+            return len(self.running)
         return sum(len(piece.requests) for piece in self.pieces)
 
     @property
     def requests(self) -> list[Request]:
         """All of them, in the order in which they are in the batch."""
+        if self.state is PartState.RUNNING:
+            return list(self.running)
         return [request for piece in self.pieces for request in piece.requests]
 
     def absorb(self, other: Part) -> None:
@@ -109,9 +119,11 @@ class Batch:
     size: int
     """How many requests have entered."""
     passed: list[int]
-    """The status map: how many of its requests have finished each stage."""
+    """The status map: how many of its requests have finished each stage; of a loop, the steps."""
     is_split: bool = False
     """It can be stretched no more, and its parts do not wait for each other."""
+    is_typical: bool = True
+    """It has taken what one that nobody joined on the way would have taken."""
     parts: list[Part] = field(default_factory=list)
 
     @property
@@ -119,15 +131,19 @@ class Batch:
         """How many of its requests are still on their way."""
         return sum(part.size for part in self.parts)
 
+    @property
+    def weight(self) -> int:
+        """What those weigh together."""
+        return sum(request.weight for part in self.parts for request in part.requests)
+
 
 class BatchTable:
     """The batches on their way, and what is done to them as a whole: new, stretch, split."""
 
-    __slots__ = ("_batches", "_number", "_pairs", "_stages")
+    __slots__ = ("_batches", "_number", "_stages")
 
-    def __init__(self, *, stages: int, pairs: int) -> None:
+    def __init__(self, *, stages: int) -> None:
         self._stages = stages
-        self._pairs = pairs
         self._number = 0
         self._batches: dict[int, Batch] = {}
 
@@ -137,22 +153,17 @@ class BatchTable:
     def __len__(self) -> int:
         return len(self._batches)
 
-    @property
-    def next_pair(self) -> int:
-        """Which buffers the next batch will have."""
-        return self._number % self._pairs
-
     def is_newest(self, batch: Batch) -> bool:
-        """Whether none was made after it."""
-        return batch.number == self._number - 1
+        """Whether none that was made after it is on its way."""
+        return next(reversed(self._batches.values()), None) is batch
 
-    def new(self, now_ns: int, requests: Sequence[Request]) -> Part:
+    def new(self, now_ns: int, requests: Sequence[Request], *, pair: int) -> Part:
         """A batch of requests of one key, at the first stage."""
         batch = Batch(
             number=self._number,
             key=requests[0].key,
             created_ns=now_ns,
-            pair=self.next_pair,
+            pair=pair,
             size=0,
             passed=[0] * self._stages,
         )

@@ -35,6 +35,8 @@ class BufferState(enum.Enum):
     AVAILABLE = "available"
     READING = "reading"
 
+    __hash__ = object.__hash__  # that of Enum is a function in Python, called at each step
+
 
 class BufferEvent(enum.Enum):
     """What happens to a buffer."""
@@ -51,6 +53,8 @@ class BufferEvent(enum.Enum):
     """It has ended, and other parts are still there; or the stage is a loop and goes on."""
     CLEARED = "cleared"
     """It has ended, or everything was withdrawn, and nothing is left."""
+
+    __hash__ = object.__hash__  # that of Enum is a function in Python, called at each step
 
 
 _S, _E = BufferState, BufferEvent

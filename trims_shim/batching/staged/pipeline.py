@@ -12,10 +12,12 @@ batches:
 ``split``    a batch goes on in several parts, which do not wait for each other any more.
 
 So at every border one rule holds: *a part goes on when no part of its batch is behind it*, and it
-takes those with it that wait there; parts of a split batch go on at once.
+takes those with it that wait there; parts of a split batch go on at once. Where the first part of a
+stretched batch does not run, it waits where it is, and else at the end of its stage.
 
 The last stage may be a *loop*: a step that is run again until its requests are finished, one after
-the other. It does not wait for those behind; they merge with it between two steps.
+the other. It does not wait for those behind; they merge with it between two steps. Batches that are
+in the loop at the same time take turns.
 
 Sans I/O, no clock, no decisions. Who calls it keeps to ``may_new``, ``may_stretch`` and ``ready``.
 Source: DVABatch (ATC'22), section 5.
@@ -23,11 +25,11 @@ Source: DVABatch (ATC'22), section 5.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.batches import Batch, BatchTable, Part, PartState
-from trims_shim.batching.staged.buffers import Buffer, BufferEvent
+from trims_shim.batching.staged.buffers import Buffer, BufferEvent, BufferState
 from trims_shim.batching.staged.stage_executors import ExecutorEvent, ExecutorState, StageExecutor
 
 __all__ = ["Pipeline"]
@@ -41,17 +43,12 @@ class Pipeline:
             raise ValueError(f"a model of {stages} stages; at least one is needed")
         if pairs < 1:
             raise ValueError(f"{pairs} buffer pairs; at least one is needed")
-        self.table = BatchTable(stages=stages, pairs=pairs)
+        self.table = BatchTable(stages=stages)
         self.has_loop = has_loop
+        self.last = stages - 1
+        """The last stage."""
         self._executors = [StageExecutor() for _ in range(stages)]
         self._buffers = [[Buffer() for _ in range(pairs)] for _ in range(stages)]
-        self._gone: set[Request] = set()
-        """Nobody waits for them, but their part runs."""
-
-    @property
-    def last(self) -> int:
-        """The last stage."""
-        return len(self._executors) - 1
 
     @property
     def active(self) -> int:
@@ -62,36 +59,44 @@ class Pipeline:
 
     @property
     def may_new(self) -> bool:
-        """Whether a batch could enter now and would be the next to run the first stage."""
-        return self._executors[0].is_idle and self._entrance(self.table.next_pair).owner is None
+        """Whether a batch could enter now and start at once."""
+        return self._free_pair() is not None
 
     def new(self, now_ns: int, requests: Sequence[Request]) -> Batch:
         """See the module docstring."""
-        part = self.table.new(now_ns, requests)
+        pair = self._free_pair()
+        assert pair is not None
+        part = self.table.new(now_ns, requests, pair=pair)
         self._enter(part)
+        self._look((0,))
         return part.batch
 
     def may_stretch(self, batch: Batch) -> bool:
-        """Whether requests could join it now and would still meet it."""
-        if batch.is_split or not batch.parts:
+        """Whether requests could join it now, and would still meet it."""
+        if batch.is_split or not batch.parts or not self._may_enter(batch):
             return False
-        is_last = self.table.is_newest(batch)
         if self.has_loop:
-            is_last = not any(
-                each.number > batch.number and each.key == batch.key for each in self.table
+            # Newer ones of other keys may overtake it in the loop, where they have buffers of their
+            # own. Where they have the same, newcomers would wait for them, and they for it.
+            return not any(
+                each.number > batch.number and (each.key == batch.key or each.pair == batch.pair)
+                for each in self.table
             )
-            is_ahead = True
-        else:
-            # What runs the last stage is gone when they come.
-            is_ahead = any(self._has_border_before(part) for part in batch.parts)
-        return is_last and is_ahead and self._entrance(batch.pair).may_write(batch)
-
-    def _has_border_before(self, part: Part) -> bool:
-        return part.state is not PartState.RUNNING or part.stage < self.last
+        # What runs the last stage is gone when they come.
+        is_met = any(
+            part.state is not PartState.RUNNING or part.stage < self.last for part in batch.parts
+        )
+        return is_met and self.table.is_newest(batch)
 
     def stretch(self, batch: Batch, requests: Sequence[Request]) -> None:
         """See the module docstring."""
-        self._enter(self.table.stretch(batch, requests))
+        newcomers = self.table.stretch(batch, requests)
+        for part in batch.parts:
+            if part.state is PartState.QUEUED and not self._goes_on(part):
+                self._executors[part.stage].discard(part)
+                part.state = PartState.WAITING
+        self._enter(newcomers)
+        self._look()
 
     def split(self, part: Part, sizes: Sequence[int]) -> None:
         """See the module docstring; of a queued part that is all of its batch."""
@@ -107,7 +112,34 @@ class Pipeline:
         entrance.handle(BufferEvent.WRITE, part.batch)
         entrance.handle(BufferEvent.WRITTEN, part.batch)
         self._gather(part.batch)
-        self._look()
+
+    def _free_pair(self) -> int | None:
+        """The buffers of a batch that would start at once; None if it would not.
+
+        Of several, those whose last batch is gone, or is ahead the most.
+        """
+        first = self._executors[0]
+        # Where the only stage is a loop, a new batch takes its turn after those that are in it.
+        if not first.is_idle and not (self._is_loop(0) and first.state is ExecutorState.CHECKING):
+            return None
+        pairs = [pair for pair in range(len(self._buffers[0])) if self._is_clear(pair)]
+        if len(pairs) < 2 or not len(self.table):
+            return pairs[0] if pairs else None
+        last = {batch.pair: batch.number for batch in self.table}
+        return min(pairs, key=lambda pair: last.get(pair, -1))
+
+    def _is_clear(self, pair: int) -> bool:
+        """That nothing is where a new batch would read and write."""
+        if self._buffers[0][pair].state is not BufferState.INVALID:
+            return False
+        return not self.last or self._buffers[1][pair].state is BufferState.INVALID
+
+    def _may_enter(self, batch: Batch) -> bool:
+        """Whether newcomers would run the first stage before any other batch does."""
+        first = self._executors[0]
+        part = first.part or next(iter(first.queue), None)
+        is_next = part is None or part.batch is batch
+        return is_next and self._entrance(batch.pair).may_write(batch)
 
     def _entrance(self, pair: int) -> Buffer:
         return self._buffers[0][pair]
@@ -117,23 +149,31 @@ class Pipeline:
     def ready(self) -> list[Part]:
         """What could start now, the best first.
 
-        Earlier batches first; of a batch, the first part of a split, and those that catch up before
-        those they catch up with.
+        Steps of a loop after all else. Earlier batches first; of a batch, the first part of a
+        split, and those that catch up before those they catch up with.
         """
-        return sorted(
-            (
-                part
-                for executor in self._executors
-                if executor.state is ExecutorState.CHECKING
-                and (part := executor.part) is not None
-                and self._is_legal(part)
-            ),
-            key=lambda part: (part.batch.number, part.order, part.stage),
-        )
+        parts = [
+            part
+            for executor in self._executors
+            if executor.state is ExecutorState.CHECKING
+            and (part := executor.part) is not None
+            and self._is_legal(part)
+        ]
+        if len(parts) > 1:
+            parts.sort(key=self._precedence)
+        return parts
+
+    def is_step(self, part: Part) -> bool:
+        """Whether it runs the loop next."""
+        return self._is_loop(part.stage)
+
+    def _precedence(self, part: Part) -> tuple[bool, int, int, int]:
+        return self.is_step(part), part.batch.number, part.order, part.stage
 
     def start(self, part: Part) -> None:
         """Its stage begins; it is one of :meth:`ready`."""
         self._executors[part.stage].handle(ExecutorEvent.START)
+        part.running = part.requests
         part.state = PartState.RUNNING
         self._input(part).handle(BufferEvent.READ, part.batch)
         output = self._output(part)
@@ -147,17 +187,15 @@ class Pipeline:
         """
         batch, stage, output = part.batch, part.stage, self._output(part)
         executor = self._executors[stage]
-        batch.passed[stage] += part.size
-        gone = self._gone.intersection(part.requests)
-        self._gone -= gone
-        part.leave_out(gone.union(left))
-        is_loop = self.has_loop and stage == self.last
-        if output is None and not is_loop:
+        batch.passed[stage] += len(part.running)
+        if output is None and not self.has_loop:
             part.pieces = []
+        part.leave_out({*part.gone, *left})
         if not part.pieces:
             batch.parts.remove(part)
-        elif not is_loop:
+        elif output is not None:
             part.stage += 1
+        part.running, part.gone = (), []
         part.state = PartState.WAITING
         is_left = any(each.stage == stage for each in batch.parts)
         self._buffers[stage][batch.pair].handle(
@@ -169,7 +207,9 @@ class Pipeline:
         executor.part = None
         executor.handle(ExecutorEvent.DONE)
         queued = self._gather(batch)
-        self._look()
+        # Its input is the output of the stage before, and its output the input of the next one.
+        beside = range(max(0, stage - 1), min(stage + 1, self.last) + 1)
+        self._look({*beside, *(each.stage for each in queued)})
         return queued
 
     def withdraw(self, request: Request) -> bool:
@@ -183,7 +223,7 @@ class Pipeline:
 
     def _withdraw(self, part: Part, request: Request) -> None:
         if part.state is PartState.RUNNING:
-            self._gone.add(request)
+            part.gone.append(request)
             return
         part.leave_out((request,))
         if part.pieces:
@@ -222,7 +262,7 @@ class Pipeline:
         return queued
 
     def _goes_on(self, part: Part) -> bool:
-        if part.batch.is_split or (self.has_loop and part.stage == self.last):
+        if part.batch.is_split or self._is_loop(part.stage):
             return True
         return all(each.stage >= part.stage for each in part.batch.parts)
 
@@ -239,9 +279,10 @@ class Pipeline:
             None,
         )
 
-    def _look(self) -> None:
-        """Let executors take parts, after anything has changed."""
-        for stage, executor in enumerate(self._executors):
+    def _look(self, stages: Iterable[int] | None = None) -> None:
+        """Let executors take parts, after anything has changed for these stages; None for all."""
+        for stage in range(len(self._executors)) if stages is None else stages:
+            executor = self._executors[stage]
             if executor.part is not None:
                 continue
             is_legal = self._has_legal_pair(stage)
@@ -257,18 +298,20 @@ class Pipeline:
         if stage == self.last:
             return True
         outputs = self._buffers[stage + 1]
-        return any(
-            buffer.owner is not None
-            and buffer.may_read(buffer.owner)
-            and outputs[pair].may_write(buffer.owner)
-            for pair, buffer in enumerate(self._buffers[stage])
-        )
+        for pair, buffer in enumerate(self._buffers[stage]):
+            owner = buffer.owner
+            if owner is not None and buffer.may_read(owner) and outputs[pair].may_write(owner):
+                return True
+        return False
 
     def _is_legal(self, part: Part) -> bool:
         output = self._output(part)
         return self._input(part).may_read(part.batch) and (
             output is None or output.may_write(part.batch)
         )
+
+    def _is_loop(self, stage: int) -> bool:
+        return self.has_loop and stage == self.last
 
     def _input(self, part: Part) -> Buffer:
         return self._buffers[part.stage][part.batch.pair]

@@ -3,8 +3,10 @@
 As :class:`~trims_shim.batching.single.Batching`, with one rule for each key; but a device runs one
 *stage* of one part of a batch at a time, and between any two of them newcomers may enter. Whenever
 a device is free it asks, in this order: who joins the newest batch; what is ready to go on; and,
-where a device is still free, who starts as a new batch. So batches are formed as late as possible,
-and nothing that is on its way waits for anything that is not.
+where a device is still free, who starts as a new batch, if it would start at once. So batches are
+formed as late as possible, and nothing that is on its way waits for anything that is not; but a
+loop, of which no one knows the end, gives way between two steps to keys of which nothing is on its
+way.
 
 Drivers get :class:`RunStage` for each stage of each part and answer with :class:`StageEnded`.
 """
@@ -23,11 +25,14 @@ from trims_shim.batching.protocol import (
 )
 from trims_shim.batching.rules import Rule
 from trims_shim.batching.single import Batching, urgency
-from trims_shim.batching.staged.batches import Part
+from trims_shim.batching.staged.batches import Batch, Part
 from trims_shim.batching.staged.pipeline import Pipeline
 from trims_shim.batching.staged.staged_rules import StagedRule
 
 __all__ = ["RunStage", "StageEnded", "StagedBatching"]
+
+# A batch of which some are finished early can be filled up again, while the others wait.
+_MOST_FILLINGS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,9 @@ class StagedBatching(Batching):
         max_weight: int | None = None,
     ) -> None:
         super().__init__(make_rule, devices=devices, max_weight=max_weight)
+        if max_active is not None and max_active < 1:
+            raise ValueError(f"max_active is {max_active}; it has to be 1 or more")
+        self._devices = devices
         self.pipeline = Pipeline(stages, pairs=pairs, has_loop=has_loop)
         self._max_active = max_active
 
@@ -81,14 +89,25 @@ class StagedBatching(Batching):
 
     # --- events -----------------------------------------------------------------------------------
 
+    def _new_rule(self, key: Hashable) -> Rule:
+        rule = super()._new_rule(key)
+        if isinstance(rule, StagedRule):
+            rule.devices = self._devices
+            rule.has_loop = self.pipeline.has_loop
+            rule.ahead = self.pipeline.table
+        return rule
+
     def _stage_ended(self, now_ns: int, event: StageEnded) -> None:
         batch = event.part.batch
+        batch.is_typical &= event.is_typical
         rule = self._rules.get(batch.key)
         for part in self.pipeline.finish(event.part, event.left):
             if isinstance(rule, StagedRule) and part.stage and not self._is_split_or_late(part):
+                self._tell(rule, self._count_waiting())
                 sizes = rule.split(now_ns, part)
-                if len(sizes) > 1:
+                if sizes:
                     _check_sizes(sizes, part)
+                if len(sizes) > 1:
                     self.pipeline.split(part, sizes)
 
     def _is_split_or_late(self, part: Part) -> bool:
@@ -100,8 +119,13 @@ class StagedBatching(Batching):
         batch = finished.part.batch
         rule = self._rules.get(batch.key)
         if rule is not None and finished.batch and not batch.parts:
-            whole = Finished(finished.device, finished.batch, batch.created_ns, finished.is_typical)
+            is_typical = self._is_typical(batch) and len(finished.batch) == batch.size
+            whole = Finished(finished.device, finished.batch, batch.created_ns, is_typical)
             rule.on_finished(now_ns, whole)
+
+    def _is_typical(self, batch: Batch) -> bool:
+        """Whether it took what the profile would say of its size."""
+        return batch.is_typical and not batch.is_split and not self.pipeline.has_loop
 
     def _cancelled(self, request: Request) -> None:
         if not self.pipeline.withdraw(request):
@@ -110,12 +134,26 @@ class StagedBatching(Batching):
     # --- actions ----------------------------------------------------------------------------------
 
     def _decide(self, now_ns: int) -> Sequence[Action]:
+        if not self._free:
+            return ()
         actions: list[Action] = []
+        # Not all are asked each time, and a time that has passed is none to wake up at.
+        for rule in self._waiting.values():
+            rule.wake_ns = None
         while self._free:
-            self._stretch(now_ns, actions)
-            if not self._start(actions) and not self._form(now_ns, actions):
+            if self._waiting:
+                self._stretch(now_ns, actions)
+            part = next(iter(self.pipeline.ready()), None)
+            may_form = self._waiting and (part is None or self.pipeline.is_step(part))
+            if may_form and self._form(now_ns, actions, only_rivals=part is not None):
+                continue
+            if part is None:
                 break
-        self._set_wake()
+            self.pipeline.start(part)
+            part.started_ns = now_ns
+            actions.append(RunStage(self._free.pop(), part.running, part.stage, part))
+        if self._free and self._waiting and self.pipeline.may_new:
+            self._set_wake()
         return actions
 
     def _stretch(self, now_ns: int, actions: list[Action]) -> None:
@@ -123,40 +161,64 @@ class StagedBatching(Batching):
             rule = self._waiting.get(batch.key)
             if not isinstance(rule, StagedRule) or not self.pipeline.may_stretch(batch):
                 continue
-            room = min(rule.room(), rule.max_batch_size - batch.live, self._allowance())
+            self._tell(rule, self._count_waiting())
+            room = self._room(rule, batch)
             if room < 1:
                 continue
-            size = min(room, rule.stretch(now_ns, batch, room))
-            actions.extend(rule.take_drops())
-            if size > 0:
-                self.pipeline.stretch(batch, rule.queue.take(size))
+            size = rule.stretch(now_ns, batch, room)
+            drops = rule.take_drops()
+            if drops:
+                actions.extend(drops)
+                room = self._room(rule, batch)
+            requests = rule.queue.take(max(0, min(room, size)))
+            if requests:
+                self.pipeline.stretch(batch, requests)
+                batch.is_typical &= len(batch.parts) == 1
             self._drop_if_empty(batch.key, rule)
 
-    def _start(self, actions: list[Action]) -> bool:
-        ready = self.pipeline.ready()
-        if not ready:
-            return False
-        part = ready[0]
-        stage, requests = part.stage, part.requests
-        self.pipeline.start(part)
-        actions.append(RunStage(self._free.pop(), requests, stage, part))
-        return True
+    def _room(self, rule: StagedRule, batch: Batch) -> int:
+        """How many of the queue's first requests the batch can take.
 
-    def _form(self, now_ns: int, actions: list[Action]) -> bool:
-        """Make one new batch, if any rule wants one."""
+        None where its first ones, or other keys, might wait for ever.
+        """
+        room = min(rule.room(), rule.max_batch_size - batch.live, self._allowance())
+        if not self.pipeline.has_loop:
+            room = min(room, _MOST_FILLINGS * rule.max_batch_size - batch.size)
+        elif rule.has_rivals and not self.pipeline.may_new:
+            return 0
+        if room < 1 or rule.max_weight is None:
+            return room
+        left = rule.max_weight - batch.weight
+        return rule.queue.within_weight(room, left) if rule.queue[0].weight <= left else 0
+
+    def _form(self, now_ns: int, actions: list[Action], *, only_rivals: bool) -> bool:
+        """Make one new batch, if any rule wants one; ``only_rivals``: of keys on their way none."""
         allowance = self._allowance()
-        if not self._waiting or not self.pipeline.may_new or allowance < 1:
+        if allowance < 1 or not self.pipeline.may_new:
             return False
-        has_rivals = len(self._waiting) > 1
+        on_their_way = {batch.key for batch in self.pipeline.table} if only_rivals else ()
+        waiting = self._count_waiting()
         for key, rule in sorted(self._waiting.items(), key=urgency):
-            rule.has_rivals = has_rivals
+            if key in on_their_way:
+                continue
+            self._tell(rule, waiting)
             size = min(allowance, self._ask(rule, now_ns, actions))
-            requests = rule.queue.take(size) if size else []
+            requests = rule.queue.take(size)
             self._drop_if_empty(key, rule)
             if requests:
                 self.pipeline.new(now_ns, requests)
                 return True
         return False
+
+    def _tell(self, rule: Rule, waiting: int) -> None:
+        """What else there is; ``waiting``: how many requests are in all queues."""
+        others = waiting - len(rule.queue)
+        rule.has_rivals = others > 0
+        if isinstance(rule, StagedRule):
+            rule.others = others
+
+    def _count_waiting(self) -> int:
+        return sum(len(rule.queue) for rule in self._waiting.values())
 
     def _allowance(self) -> int:
         """How many more may be on their way."""

@@ -30,6 +30,8 @@ class ExecutorState(enum.Enum):
     CHECKING = "checking"
     WORKING = "working"
 
+    __hash__ = object.__hash__  # that of Enum is a function in Python, called at each step
+
 
 class ExecutorEvent(enum.Enum):
     """What happens to an executor."""
@@ -40,6 +42,8 @@ class ExecutorEvent(enum.Enum):
     WITHDRAWN = "the part was withdrawn"
     START = "start"
     DONE = "done"
+
+    __hash__ = object.__hash__  # that of Enum is a function in Python, called at each step
 
 
 _S, _E = ExecutorState, ExecutorEvent

@@ -14,7 +14,10 @@ class StagedProfile(LatencyProfile):
 
     ``preferred`` is, for each stage, the smallest batch size beyond which a batch twice as large
     takes twice as long or nearly so: more at once gain nothing there (DVABatch, ATC'22, section 3).
-    Raises ValueError for no stages.
+    Of larger sizes than it knows, the largest in proportion: where less is allowed than before, a
+    batch that was made before may still be on its way.
+
+    Raises ValueError for no stages, and for sizes that are none, or not one for each stage.
     """
 
     __slots__ = ("_rest", "preferred", "stages")
@@ -29,6 +32,8 @@ class StagedProfile(LatencyProfile):
         self.preferred = (largest,) * len(stages) if preferred is None else tuple(preferred)
         if len(self.preferred) != len(stages):
             raise ValueError(f"{len(self.preferred)} preferred sizes for {len(stages)} stages")
+        if min(self.preferred) < 1:
+            raise ValueError(f"a stage prefers batches of {min(self.preferred)}; 1 is the least")
         # rest[stage][size]: from this stage to the end.
         rest = [[0] * (largest + 1)]
         for stage in reversed(self.stages):
@@ -43,24 +48,28 @@ class StagedProfile(LatencyProfile):
     def even(cls, whole: LatencyProfile, stages: int) -> StagedProfile:
         """Of a model of which only the whole is known: stages that take equally long."""
         part = LatencyProfile(
-            whole.latency_ns(size) / stages for size in range(1, whole.max_batch_size + 1)
+            max(1, whole.latency_ns(size) / stages) for size in range(1, whole.max_batch_size + 1)
         )
         return cls([part] * stages)
 
+    def latency_ns(self, size: int) -> int:
+        """See :class:`LatencyProfile`; of any size."""
+        return _at(self._table, size)
+
     def stage_ns(self, stage: int, size: int) -> int:
         """Of one stage; 0 for a batch of none."""
-        return self.stages[stage].latency_ns(size) if size else 0
+        return _at(self._rest[stage], size) - _at(self._rest[stage + 1], size)
 
     def remaining_ns(self, stage: int, size: int) -> int:
         """From the beginning of ``stage`` to the end: T_remain. ``stage`` may be one past the last.
 
         0 for a batch of none.
         """
-        return self._rest[stage][size]
+        return _at(self._rest[stage], size)
 
     def passed_ns(self, stage: int, size: int) -> int:
         """From the beginning of the model to the beginning of ``stage``."""
-        return self._rest[0][size] - self._rest[stage][size]
+        return _at(self._rest[0], size) - _at(self._rest[stage], size)
 
     def limited(self, max_batch_size: int) -> StagedProfile:
         """The same up to a smaller size."""
@@ -75,3 +84,15 @@ class StagedProfile(LatencyProfile):
         )
 
     __hash__ = None
+
+    def __repr__(self) -> str:
+        return (
+            super()
+            .__repr__()
+            .replace("<LatencyProfile of", f"<StagedProfile of {len(self.stages)} stages, of", 1)
+        )
+
+
+def _at(table: Sequence[int], size: int) -> int:
+    largest = len(table) - 1
+    return table[size] if size <= largest else table[largest] * size // largest

@@ -7,7 +7,7 @@ batch is split between two stages. A plain Rule is one that does neither.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.batches import Batch, Part
@@ -18,6 +18,15 @@ __all__ = ["StagedRule"]
 
 class StagedRule(Rule):
     """Decides for the requests of one key. Its profile is always a :class:`StagedProfile`."""
+
+    devices = 1
+    """How many stages run at once; set by the state machine."""
+    has_loop = False
+    """Whether the last stage is run again until its requests are finished; set likewise."""
+    others = 0
+    """How many requests of other keys wait; kept up by the state machine."""
+    ahead: Iterable[Batch] = ()
+    """The batches on their way, of all keys, the first one first; set by the state machine."""
 
     @property
     def staged(self) -> StagedProfile:
@@ -30,7 +39,9 @@ class StagedRule(Rule):
         """How many of the queue's first requests join ``batch`` now; at most ``room``.
 
         Called when a device is free, the queue is not empty and the batch, of the same key, can be
-        stretched: it is the newest and was not split. ``room`` is at least 1.
+        stretched: it is the newest and was not split. ``room`` is at least 1. They meet where its
+        part is now, before ``part.stage``; where that runs, before the next one. Until then the
+        part waits; how long is for the rule to bound. May give requests up, as ``choose`` does.
         """
         return 0
 
