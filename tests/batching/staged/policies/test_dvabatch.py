@@ -1,0 +1,173 @@
+"""All together, in the simulator: as good as without stages where these help nothing, else better.
+
+Latencies are stated, not measured. A *narrow* device does one thing at a time; a *wide* one has
+room beside small batches, and runs two stages at once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+
+import pytest
+
+from batching.staged.policies.boards import batch_at, queue_up
+from trims_shim.batching.policies import Auto, Immediate
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import NEVER_NS
+from trims_shim.batching.rules import RuleMaker
+from trims_shim.batching.simulator import Report, gamma, requests
+from trims_shim.batching.staged.diversity import Diversity
+from trims_shim.batching.staged.policies import DVABatch, LoadDiversity, OperatorDiversity
+from trims_shim.batching.staged.scheduler import StagedBatching
+from trims_shim.batching.staged.simulation import StageDevice, StagedOutcome, simulate_staged
+from trims_shim.batching.staged.stage_device import demand_of_best_size, full_demand
+from trims_shim.batching.staged.stage_profile import StagedProfile
+
+SIZE = 32
+LINE = StagedProfile([LatencyProfile.linear(0.3, 4, max_batch_size=SIZE)] * 4)
+
+
+def plateaus(*stages: tuple[int, float]) -> StagedProfile:
+    """Of (preferred size, milliseconds of a full batch): fewer take as long as that size."""
+    profiles = [
+        LatencyProfile(1e6 * full_ms * max(size, preferred) / SIZE for size in range(1, SIZE + 1))
+        for preferred, full_ms in stages
+    ]
+    return StagedProfile(profiles, preferred=[preferred for preferred, _ in stages])
+
+
+UNET = plateaus((2, 10), (8, 8), (32, 6), (8, 8), (2, 10), (2, 10))
+
+
+def run(
+    maker: RuleMaker,
+    profile: StagedProfile,
+    *,
+    load: float,
+    cv: float = 1,
+    is_wide: bool = False,
+    slo_ms: float | None = 150,
+    count: int = 1200,
+) -> StagedOutcome:
+    """``load``: of the throughput of the largest batches."""
+    device = StageDevice(profile, demand=demand_of_best_size if is_wide else full_demand)
+    policy = StagedBatching(
+        lambda key: maker(profile, max_batch_size=SIZE),
+        stages=len(profile.stages),
+        devices=2 if is_wide else 1,
+    )
+    rate_qps = load * SIZE / profile.latency_ns(SIZE) * 1e9
+    stream = requests(gamma(rate_qps, cv, Random(7)), slo_ms=slo_ms, count=count)
+    return simulate_staged(policy, stream, device=device)
+
+
+def mean_ms(outcome: StagedOutcome) -> float:
+    answered = outcome.answered
+    return sum(end_ns - each.arrival_ns for each, end_ns in answered) / len(answered) / 1e6
+
+
+def answers(outcome: StagedOutcome) -> dict[int, int]:
+    return {request.number: end_ns for request, end_ns in outcome.answered}
+
+
+def test_with_one_stage_it_is_the_default_policy() -> None:
+    whole = StagedProfile([LatencyProfile.linear(1.2, 16, max_batch_size=SIZE)])
+    for load in (0.3, 0.9):
+        ours = run(DVABatch, whole, load=load, cv=2, slo_ms=90)
+        default = run(Auto, whole, load=load, cv=2, slo_ms=90)
+        assert answers(ours) == answers(default)
+        assert len(ours.dropped) == len(default.dropped)
+
+
+@pytest.mark.parametrize("load", [0.1, 0.5, 0.9])
+def test_one_thing_at_a_time_and_stages_alike_lose_nothing(load: float) -> None:
+    ours, immediate = run(DVABatch, LINE, load=load), run(Immediate, LINE, load=load)
+    assert mean_ms(ours) <= 1.02 * mean_ms(immediate)
+
+
+def test_bursts_catch_up() -> None:
+    ours = run(DVABatch, LINE, load=0.3, cv=3)
+    immediate = run(Immediate, LINE, load=0.3, cv=3)
+    assert mean_ms(ours) <= 0.93 * mean_ms(immediate)
+
+
+def test_operators_that_differ_gain_one_at_a_time() -> None:
+    ours, immediate = run(DVABatch, UNET, load=0.85), run(Immediate, UNET, load=0.85)
+    assert mean_ms(ours) <= 0.93 * mean_ms(immediate)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.8])
+def test_a_batch_starts_when_it_is_not_held_up(load: float) -> None:
+    """Behind the stage that takes as long for one as for all, small batches would queue up."""
+    ours = run(DVABatch, UNET, load=load, is_wide=True)
+    immediate = run(Immediate, UNET, load=load, is_wide=True)
+    assert mean_ms(ours) <= 0.9 * mean_ms(immediate)
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("profile", [LINE, UNET], ids=["line", "unet"])
+def test_in_overload_nobody_waits_for_ever(profile: StagedProfile, is_wide: bool) -> None:
+    outcome = run(DVABatch, profile, load=1.2, cv=2, is_wide=is_wide)
+    report = Report.of(outcome)
+    assert report.unanswered == 0
+    assert report.p99_ms <= 2 * 150
+    assert report.goodput_qps > 0.7 * SIZE / profile.latency_ns(SIZE) * 1e9
+
+
+def test_tight_objectives_are_kept_as_well_as_by_the_default_policy() -> None:
+    for cv in (1, 3):
+        ours = Report.of(run(DVABatch, LINE, load=0.6, cv=cv, slo_ms=80))
+        default = Report.of(run(Auto, LINE, load=0.6, cv=cv, slo_ms=80))
+        assert ours.violations <= 1.05 * default.violations
+
+
+def test_without_deadlines_everything_is_answered() -> None:
+    outcome = run(DVABatch, UNET, load=0.7, slo_ms=None)
+    assert len(outcome.answered) == outcome.requests
+
+
+@pytest.mark.parametrize(
+    ("diversity", "alone"),
+    [
+        (Diversity(operators=False, load=True, inputs=False), LoadDiversity),
+        (Diversity(operators=True, load=False, inputs=False), OperatorDiversity),
+    ],
+)
+def test_one_of_them_alone(diversity: Diversity, alone: RuleMaker) -> None:
+    ours = run(partial(DVABatch, diversity=diversity), UNET, load=0.8, count=400)
+    assert answers(ours) == answers(run(alone, UNET, load=0.8, count=400))
+
+
+def test_a_window_only_if_asked_for() -> None:
+    windows = Diversity(operators=True, load=True, inputs=True)
+    for diversity, size in ((None, 1), (windows, 0)):
+        options = {} if diversity is None else {"diversity": diversity}
+        rule = DVABatch(LINE, max_batch_size=SIZE, **options)
+        queue_up(rule, NEVER_NS)
+        assert rule.choose(1) == size
+
+
+def test_a_batch_is_held_back_until_the_one_ahead_is_out_of_the_way() -> None:
+    rule = DVABatch(UNET, max_batch_size=SIZE)
+    rule.devices = 2
+    queue_up(rule, NEVER_NS)
+    rule.ahead = [batch_at((1, 1, 0), stages=6)]
+    assert rule.choose(0) == 0
+    # The third stage is free at 8 ms; one is there after 0.625 + 2 ms, and stage 1 takes 2.
+    held_until_ns = 8_000_000 - UNET.passed_ns(2, 1) - UNET.stage_ns(0, 1) // 2
+    assert rule.wake_ns == held_until_ns
+    rule.ahead = [batch_at((2, 1, 2_000_000), stages=6)]
+    assert rule.choose(held_until_ns - 1) == 0
+    assert rule.choose(held_until_ns) == 1
+
+
+def test_a_deadline_ends_that() -> None:
+    rule = DVABatch(UNET, max_batch_size=SIZE)
+    rule.devices = 2
+    due_ns = UNET.latency_ns(1) + 1_000_000
+    queue_up(rule, due_ns)
+    rule.ahead = [batch_at((1, 1, 0), stages=6)]
+    assert rule.choose(0) == 0
+    assert rule.wake_ns == 1_000_000
+    assert rule.choose(1_000_000) == 1

@@ -1,0 +1,162 @@
+"""Who may join a batch on its way: whom it helps, whom it costs, and who would be late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batching.checking import ms
+from batching.staged.policies.boards import Place, batch_at, queue_up
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import NEVER_NS, DropReason
+from trims_shim.batching.staged.policies.load import LoadDiversity
+from trims_shim.batching.staged.stage_profile import StagedProfile
+
+STAGE = LatencyProfile.linear(1, 10, max_batch_size=16)
+PROFILE = StagedProfile([STAGE] * 4)
+NOW_NS = ms(1000)
+LATER_NS = ms(9000)
+
+
+def rule_with(
+    *deadlines_ns: int, profile: StagedProfile = PROFILE, **options: Any
+) -> LoadDiversity:
+    rule = LoadDiversity(profile, max_batch_size=profile.max_batch_size, **options)
+    queue_up(rule, *deadlines_ns)
+    return rule
+
+
+def joining(rule: LoadDiversity, *places: Place, deadlines_ns: tuple[int, ...] = ()) -> int:
+    batch = batch_at(*places, stages=4, deadlines_ns=deadlines_ns)
+    rule.ahead = [batch]
+    room = min(len(rule.queue), rule.max_batch_size - batch.live)
+    return rule.stretch(NOW_NS, batch, room)
+
+
+def test_many_join_one_who_has_just_begun() -> None:
+    assert joining(rule_with(*[LATER_NS] * 6), (1, 1, None)) == 6
+
+
+def test_one_does_not_hold_up_many_who_are_nearly_done() -> None:
+    assert joining(rule_with(LATER_NS), (3, 10, None)) == 0
+
+
+def test_where_batches_save_nothing_nobody_joins() -> None:
+    profile = StagedProfile([LatencyProfile.linear(10, 0, max_batch_size=16)] * 4)
+    assert joining(rule_with(*[LATER_NS] * 6, profile=profile), (1, 2, None)) == 0
+
+
+@given(
+    early=st.integers(1, 8),
+    stage=st.integers(1, 3),
+    late=st.integers(1, 8),
+    fixed=st.integers(0, 9),
+)
+def test_with_nobody_else_coming_the_latencies_of_all_decide(
+    early: int, stage: int, late: int, fixed: int
+) -> None:
+    """Both ways, step by step; what a driver does around a stage is on the side of not joining."""
+    stages = [LatencyProfile.linear(1 + each, fixed, max_batch_size=16) for each in (1, 3, 2, 1)]
+    profile = StagedProfile(stages)
+    rest = sum(each.latency_ns(early) for each in stages[stage:])
+    apart = early * rest + late * (rest + sum(each.latency_ns(late) for each in stages))
+    catching_up = sum(each.latency_ns(late) + 100_000 for each in stages[:stage])
+    together = catching_up + sum(each.latency_ns(early + late) for each in stages[stage:])
+    joined = joining(rule_with(*[NEVER_NS] * late, profile=profile), (stage, early, None))
+    if (early + late) * together != pytest.approx(apart, rel=1e-3):
+        assert bool(joined) == ((early + late) * together < apart)
+
+
+def test_a_batch_that_has_not_begun_stays_as_it_was_made() -> None:
+    assert joining(rule_with(*[LATER_NS] * 6), (0, 1, None)) == 0
+    assert joining(rule_with(*[LATER_NS] * 6), (0, 1, NOW_NS)) == 6
+
+
+def test_what_the_driver_does_around_stages_counts() -> None:
+    """Stages of 60 us: 0.6 ms for all if the three wait, 0.48 if they join, but for the driver."""
+    quick = StagedProfile([LatencyProfile([60_000] * 4)] * 2)
+    assert joining(rule_with(*[LATER_NS] * 3, profile=quick), (1, 1, None)) == 0
+
+
+def test_who_is_in_time_alone_is_not_made_late() -> None:
+    due_ns = NOW_NS + PROFILE.stage_ns(0, 3) + PROFILE.remaining_ns(1, 4)
+    assert joining(rule_with(*[LATER_NS] * 6), (1, 1, None), deadlines_ns=(due_ns,)) == 3
+    tight_ns = NOW_NS + PROFILE.remaining_ns(1, 1)
+    assert joining(rule_with(*[LATER_NS] * 6), (1, 1, None), deadlines_ns=(tight_ns,)) == 0
+
+
+def test_a_margin_is_kept() -> None:
+    due_ns = NOW_NS + PROFILE.stage_ns(0, 3) + PROFILE.remaining_ns(1, 4)
+    rule = rule_with(*[LATER_NS] * 6, margin_ms=1)
+    assert joining(rule, (1, 1, None), deadlines_ns=(due_ns,)) == 2
+
+
+def test_who_is_late_anyway_forbids_nothing() -> None:
+    assert joining(rule_with(*[LATER_NS] * 6), (1, 1, None), deadlines_ns=(NOW_NS,)) == 6
+
+
+def test_who_is_hopeless_does_not_join_but_is_given_up() -> None:
+    rule = rule_with(NOW_NS + ms(5), *[LATER_NS] * 5)
+    assert joining(rule, (1, 1, None)) == 5
+    drops = rule.take_drops()
+    assert [(len(each.requests), each.reason) for each in drops] == [(1, DropReason.HOPELESS)]
+    only = rule_with(NOW_NS)
+    assert joining(only, (1, 1, None)) == 0
+    assert not only.queue
+
+
+def test_those_of_other_keys_are_not_held_up_for_little() -> None:
+    rule = rule_with(*[LATER_NS] * 2)
+    assert joining(rule, (1, 1, None)) == 2
+    rule.others = 50
+    assert joining(rule, (1, 1, None)) == 0
+
+
+def test_a_fixed_time_as_in_the_paper() -> None:
+    """Whatever it costs: the batch was made at 0."""
+    assert joining(rule_with(LATER_NS, wait_ms=1001), (3, 10, None)) == 1
+    assert joining(rule_with(*[LATER_NS] * 6, wait_ms=1000), (1, 1, None)) == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan")])
+def test_a_time_is_not_below_nothing(wrong: float) -> None:
+    with pytest.raises(ValueError, match="wait_ms"):
+        rule_with(wait_ms=wrong)
+
+
+def test_all_join_a_loop() -> None:
+    rule = rule_with(*[LATER_NS] * 3)
+    rule.has_loop = True
+    assert joining(rule, (3, 10, None)) == 3
+
+
+# --- where two stages run at a time ---------------------------------------------------------------
+
+# The third stage takes as long for 16 as for 1: who comes behind another one waits there.
+BOTTLENECK = StagedProfile(
+    [LatencyProfile.linear(0.1, 1, max_batch_size=16)] * 2
+    + [LatencyProfile([ms(30)] * 16)]
+    + [LatencyProfile.linear(0.1, 1, max_batch_size=16)]
+)
+
+
+def test_beside_a_batch_one_joins_where_he_would_wait_behind_it() -> None:
+    rule = rule_with(*[LATER_NS] * 2, profile=BOTTLENECK)
+    rule.devices = 2
+    assert joining(rule, (1, 2, None)) == 2
+    assert joining(rule, (3, 2, None)) == 0
+
+
+def test_beside_a_batch_nobody_joins_who_can_go_on_his_own() -> None:
+    rule = rule_with(*[LATER_NS] * 2)
+    rule.devices = 2
+    assert joining(rule, (2, 2, None)) == 0
+
+
+def test_nobody_is_held_up_once_the_device_is_busy() -> None:
+    rule = rule_with(*[LATER_NS] * 2, profile=BOTTLENECK)
+    rule.devices = 2
+    assert joining(rule, (1, 14, None)) == 0

@@ -1,0 +1,61 @@
+"""All of them together: batches start when nobody holds them up, and are stretched and split.
+
+The default of staged models. Nothing has to be chosen for a model: each decision compares what the
+profile says of both ways, so a batch is never stretched where catching up costs more than it saves,
+and never split where operators all prefer large batches. The window is the exception, as the
+profile of one length does not know of the others; it is off unless asked for, since who comes
+within it can as well join later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.staged.batches import Batch, Part
+from trims_shim.batching.staged.diversity import Diversity
+from trims_shim.batching.staged.policies.inputs import InputDiversity
+from trims_shim.batching.staged.policies.load import LoadDiversity
+from trims_shim.batching.staged.policies.operators import OperatorDiversity
+from trims_shim.batching.staged.policies.staged_auto import StagedAuto
+
+__all__ = ["DVABatch"]
+
+_AS_IT_PAYS = Diversity(operators=True, load=True, inputs=False)
+
+
+class DVABatch(LoadDiversity, OperatorDiversity, InputDiversity):
+    """Stretches and splits where that pays.
+
+    ``diversity``: what to look at instead: ``load`` for stretching, ``operators`` for splitting,
+    ``inputs`` for a window as long as the first stage takes with a full batch. ``wait_ms`` as in
+    :class:`LoadDiversity`.
+    """
+
+    def __init__(
+        self,
+        profile: LatencyProfile,
+        *,
+        max_batch_size: int,
+        margin_ms: float = 0.0,
+        wait_ms: float | None = None,
+        diversity: Diversity = _AS_IT_PAYS,
+    ) -> None:
+        super().__init__(
+            profile, max_batch_size=max_batch_size, margin_ms=margin_ms, wait_ms=wait_ms
+        )
+        self._diversity = diversity
+
+    def choose(self, now_ns: int) -> int:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        if self._diversity.inputs:
+            return super().choose(now_ns)
+        return StagedAuto.choose(self, now_ns)
+
+    def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
+        """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
+        return super().stretch(now_ns, batch, room) if self._diversity.load else 0
+
+    def split(self, now_ns: int, part: Part) -> Sequence[int]:
+        """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
+        return super().split(now_ns, part) if self._diversity.operators else ()

@@ -1,0 +1,61 @@
+"""Input diversity: batches of one length each, and a small window in which they come together.
+
+That inputs of different lengths do not share a batch is decided by their keys (``Pad(buckets=...)``
+makes one for each length), so there is a rule for each; batches of several keys are on their way at
+the same time. With many keys, few requests of one are queued at a time. DVABatch (ATC'22, section
+6) waits for more as long as the first stage takes with a full batch. Where that was tried it cost
+more than it saved (docs/decisions/0011); it is here to be compared with, and asked for.
+"""
+
+from __future__ import annotations
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import NEVER_NS
+from trims_shim.batching.staged.policies.staged_auto import StagedAuto
+
+__all__ = ["InputDiversity"]
+
+_NS_PER_MS = 1_000_000
+
+
+class InputDiversity(StagedAuto):
+    """Waits for others of its length, within what deadlines leave.
+
+    ``window_ms``: how long at most, since the arrival of the oldest; None for what the first stage
+    takes with a full batch.
+    """
+
+    def __init__(
+        self,
+        profile: LatencyProfile,
+        *,
+        max_batch_size: int,
+        margin_ms: float = 0.0,
+        window_ms: float | None = None,
+    ) -> None:
+        super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
+        if window_ms is not None and not window_ms >= 0:
+            raise ValueError(f"window_ms is {window_ms}; it has to be 0 or more")
+        self._window_ns = None if window_ms is None else round(window_ms * _NS_PER_MS)
+
+    def choose(self, now_ns: int) -> int:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        size = super().choose(now_ns)
+        if not size or self.has_shed or self.is_full(size):
+            return size
+        end_ns = self._window_end_ns(size)
+        if end_ns <= now_ns:
+            return size
+        self.wake_ns = end_ns
+        return 0
+
+    def _window_end_ns(self, size: int) -> int:
+        window_ns = self._window_ns
+        if window_ns is None:
+            window_ns = self.staged.stage_ns(0, self.max_batch_size)
+        oldest_ns = min(request.arrival_ns for request in self.queue)
+        deadline_ns = self.queue.deadline_ns(size)
+        if deadline_ns == NEVER_NS:
+            return oldest_ns + window_ns
+        takes_ns = int(self.stretches[-1] * self.profile.latency_ns(size + 1))
+        return min(oldest_ns + window_ns, deadline_ns - self.margin_ns - takes_ns)

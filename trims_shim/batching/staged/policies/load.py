@@ -1,0 +1,108 @@
+"""Load diversity: a batch that is on its way takes in those that come soon enough (stretch).
+
+DVABatch (ATC'22, section 6) lets them in while the batch is younger than a fixed time. But what a
+late entrance costs depends: those on board wait while the new ones catch up, the new ones need not
+wait until those are done, and the device runs the rest once instead of twice. So by default both
+plans are compared, each with what it means for those that wait and those to come.
+
+Nobody is let in where that would make one on board late who is in time without.
+"""
+
+from __future__ import annotations
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import NEVER_NS, DropReason
+from trims_shim.batching.staged.batches import Batch
+from trims_shim.batching.staged.policies.staged_auto import RUN_NS, StagedAuto
+from trims_shim.batching.staged.policies.timetable import levels_of, together_ns
+
+__all__ = ["LoadDiversity"]
+
+_NS_PER_MS = 1_000_000
+
+
+class LoadDiversity(StagedAuto):
+    """Stretches the newest batch where that is worth it.
+
+    ``wait_ms``: while the batch is younger than this (the paper's T_comp_wait), whatever it costs;
+    None for where the latencies of all together get lower.
+    """
+
+    def __init__(
+        self,
+        profile: LatencyProfile,
+        *,
+        max_batch_size: int,
+        margin_ms: float = 0.0,
+        wait_ms: float | None = None,
+    ) -> None:
+        super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
+        if wait_ms is not None and not wait_ms >= 0:
+            raise ValueError(f"wait_ms is {wait_ms}; it has to be 0 or more")
+        self._wait_ns = None if wait_ms is None else round(wait_ms * _NS_PER_MS)
+
+    def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
+        """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
+        if levels_of(batch)[-1][0] == 0:  # has not begun, and its size was just chosen
+            return 0
+        if self.has_loop:  # between two steps, as others wait for nobody there
+            return room
+        soonest_ns = now_ns + self.margin_ns + int(self.stretches[0] * self.profile.latency_ns(1))
+        self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)
+        size = self._in_time(now_ns, batch, min(room, len(self.queue)))
+        return size if size and self._is_worth_it(now_ns, batch, size) else 0
+
+    def _in_time(self, now_ns: int, batch: Batch, size: int) -> int:
+        """How many of the first ``size`` can join and make nobody late who is in time otherwise."""
+        levels = levels_of(batch)
+        due_ns = self._due_ns(now_ns, batch, together_ns(self.staged, levels))
+        while size and due_ns < self._likely_ns(
+            now_ns, together_ns(self.staged, [(0, size), *levels])
+        ):
+            size -= 1
+        return size
+
+    def _due_ns(self, now_ns: int, batch: Batch, rest_ns: int) -> int:
+        """The earliest deadline of those on board that is met if nobody joins."""
+        soonest_ns = self._likely_ns(now_ns, rest_ns)
+        return min(
+            (
+                request.deadline_ns
+                for part in batch.parts
+                for request in part.requests
+                if request.deadline_ns >= soonest_ns
+            ),
+            default=NEVER_NS,
+        )
+
+    def _likely_ns(self, now_ns: int, duration_ns: int) -> int:
+        return now_ns + self.margin_ns + int(self.stretches[-1] * duration_ns)
+
+    def _is_worth_it(self, now_ns: int, batch: Batch, size: int) -> bool:
+        if self._wait_ns is not None:
+            return now_ns - batch.created_ns < self._wait_ns
+        if self.devices == 1:
+            return self._saves_alone(now_ns, batch, size)
+        return self._saves_in_pipeline(now_ns, batch, size)
+
+    def _saves_alone(self, now_ns: int, batch: Batch, size: int) -> bool:
+        """Where the new ones would have to wait until those on board are done."""
+        levels, aboard, queued = levels_of(batch), batch.live, len(self.queue)
+        rest_ns = together_ns(self.staged, levels)
+        all_ns = together_ns(self.staged, [(0, size), *levels]) + RUN_NS * levels[0][0]
+        return self.cost_ns(
+            now_ns, [(all_ns, aboard + size)], next_ns=all_ns, queued=queued - size
+        ) < self.cost_ns(now_ns, [(rest_ns, aboard)], next_ns=rest_ns, queued=queued)
+
+    def _saves_in_pipeline(self, now_ns: int, batch: Batch, size: int) -> bool:
+        """Where the new ones could go beside those on board.
+
+        Once the device is busy with what is on its way, nothing is saved by making some of it wait.
+        """
+        if self.demand(size) + sum(self.demand(each.live) for each in self.ahead) > 1:
+            return False
+        aboard = batch.live
+        apart = self.timetable(now_ns, without=batch)
+        joined = apart.copy()
+        apart_ns = aboard * (apart.add(batch) - now_ns) + size * (apart.add_size(size) - now_ns)
+        return (aboard + size) * (joined.add(batch, size) - now_ns) < apart_ns

@@ -1,0 +1,97 @@
+"""Operator diversity: a batch goes on in parts where more at once gain nothing (split).
+
+Operators prefer batches of different sizes: where one that is filled by 8 items is next, 16 take
+twice as long. If smaller parts take no longer altogether, the first of them is done sooner and the
+last as soon. DVABatch (ATC'22, section 6) splits where ``T_remain(bs) >= 2 T_remain(bs / 2)``. Here
+several ways are compared by what they cost: parts that take a little longer altogether are worth it
+where nobody waits, and not where many do; where they take no longer, always.
+
+A batch is not split where that would make one late who is in time without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import Request
+from trims_shim.batching.staged.batches import Part
+from trims_shim.batching.staged.diversity import has_operator_diversity
+from trims_shim.batching.staged.policies.staged_auto import RUN_NS, StagedAuto
+from trims_shim.batching.staged.stage_profile import StagedProfile
+
+__all__ = ["OperatorDiversity", "ways_to_split"]
+
+_MOST_PARTS = 8
+"""More gain little: in k even parts one waits (k + 1) / 2k of the whole on average."""
+_LONGER = 0.05
+"""All parts may take so much longer than the whole: more makes those late who come in a burst."""
+_SAVES = 0.1
+"""A split is final, and profiles are measured: what it saves has to be so much of the rest."""
+
+
+class OperatorDiversity(StagedAuto):
+    """Splits into the parts that save most, in models that have operator diversity."""
+
+    _judged: LatencyProfile | None = None
+    _is_diverse = False
+
+    def split(self, now_ns: int, part: Part) -> Sequence[int]:
+        """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
+        size = part.size
+        if not 2 <= size <= self.profile.max_batch_size:
+            return ()
+        remaining_ns = self.staged.remaining_ns
+        rest_ns = remaining_ns(part.stage, size)
+        best: Sequence[int] = ()
+        best_ns = self.parts_cost_ns(now_ns, part, (size,)) - _SAVES * rest_ns * size
+        for sizes in ways_to_split(self.staged, part.stage, size):
+            if sum(remaining_ns(part.stage, each) for each in sizes) > (1 + _LONGER) * rest_ns:
+                continue
+            cost_ns = self.parts_cost_ns(now_ns, part, sizes)
+            if cost_ns < best_ns and not self._makes_late(now_ns, part, sizes):
+                best, best_ns = sizes, cost_ns
+        return best if best and self._has_diversity() else ()
+
+    def _has_diversity(self) -> bool:
+        if self._judged is not self.profile:
+            self._judged = self.profile
+            self._is_diverse = has_operator_diversity(self.staged)
+        return self._is_diverse
+
+    def parts_cost_ns(self, now_ns: int, part: Part, sizes: Sequence[int]) -> float:
+        """What it costs to go on in parts of these sizes, one after the other."""
+        remaining_ns = self.staged.remaining_ns
+        run_ns = RUN_NS * (len(self.staged.stages) - part.stage)
+        ends_ns = list(accumulate(remaining_ns(part.stage, size) + run_ns for size in sizes))
+        answers = list(zip(ends_ns, sizes, strict=True))
+        return self.cost_ns(now_ns, answers, next_ns=ends_ns[-1], queued=len(self.queue))
+
+    def _makes_late(self, now_ns: int, part: Part, sizes: Sequence[int]) -> bool:
+        """Whether one is late in parts of these sizes who is not in the whole."""
+        profile, stage = self.staged, part.stage
+        start_ns, stretch = now_ns + self.margin_ns, self.stretches[-1]
+        whole_ns = start_ns + int(stretch * profile.remaining_ns(stage, part.size))
+        ends_ns = accumulate(int(stretch * profile.remaining_ns(stage, size)) for size in sizes)
+        requests = iter(part.requests)
+        return any(
+            whole_ns <= request.deadline_ns < start_ns + end_ns
+            for size, end_ns in zip(sizes, ends_ns, strict=True)
+            for request in _next(requests, size)
+        )
+
+
+def _next(requests: Iterator[Request], count: int) -> list[Request]:
+    return [next(requests) for _ in range(count)]
+
+
+def ways_to_split(profile: StagedProfile, stage: int, size: int) -> Iterator[Sequence[int]]:
+    """What is worth looking at: some even parts, and parts of the sizes that stages prefer."""
+    for count in range(2, min(size, _MOST_PARTS) + 1):
+        smaller, larger = divmod(size, count)
+        yield (smaller + 1,) * larger + (smaller,) * (count - larger)
+    for preferred in set(profile.preferred[stage:]):
+        if preferred < size:
+            full, rest = divmod(size, preferred)
+            yield (preferred,) * full + ((rest,) if rest else ())

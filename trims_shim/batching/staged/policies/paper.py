@@ -1,0 +1,53 @@
+"""The rules as DVABatch has them (ATC'22, section 6): fixed times and ratios, no deadlines.
+
+To compare with. What starts as a new batch is all that is queued when a device is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trims_shim.batching.policies.immediate import Immediate
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.staged.batches import Batch, Part
+from trims_shim.batching.staged.staged_rules import StagedRule
+
+__all__ = ["PaperDVABatch"]
+
+_NS_PER_MS = 1_000_000
+
+
+class PaperDVABatch(Immediate, StagedRule):
+    """Stretches a batch younger than ``wait_ms`` (T_comp_wait), splits it into halves.
+
+    0 for one that never stretches. ``is_splitting``: where two halves take no longer than the
+    whole.
+    """
+
+    def __init__(
+        self,
+        profile: LatencyProfile,
+        *,
+        max_batch_size: int,
+        wait_ms: float = 0.0,
+        is_splitting: bool = True,
+    ) -> None:
+        super().__init__(profile, max_batch_size=max_batch_size)
+        if not wait_ms >= 0:
+            raise ValueError(f"wait_ms is {wait_ms}; it has to be 0 or more")
+        self._wait_ns = round(wait_ms * _NS_PER_MS)
+        self._is_splitting = is_splitting
+
+    def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
+        """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
+        return room if now_ns - batch.created_ns < self._wait_ns else 0
+
+    def split(self, now_ns: int, part: Part) -> Sequence[int]:
+        """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
+        half, rest = part.size // 2, part.size - part.size // 2
+        remaining_ns = self.staged.remaining_ns
+        if not self._is_splitting or not half:
+            return ()
+        if remaining_ns(part.stage, part.size) < 2 * remaining_ns(part.stage, rest):
+            return ()
+        return half, rest

@@ -1,0 +1,63 @@
+"""What a plan for the next batches costs: those on board, those that wait, and those to come.
+
+A plan says when those on board are answered, and when the device is free. Its cost is the time that
+all of them spend in the system together until then, and what comes after: with a queue of ``b`` at
+a free device, all later ones wait ``h(b)`` longer than on average. ``h`` is the relative value of a
+queue (Howard, 1960) whose batches take all that is there, ``L(b) = alpha b + beta``, with Poisson
+arrivals of rate ``r``. So the plan with the lowest cost is a step of policy iteration from "run all
+that is there":
+
+    x = r beta / (1 - rho)                     the queue that reproduces itself; rho = r alpha < 1
+    A = (1 + rho / 2) beta / (1 - rho)^2
+    B = (1 + rho / 2) alpha / (1 - rho^2)
+    h(b) = A (b - x) + B (b - x)^2
+    g = 1.5 x + r B                            how many are in the system on average
+
+which solves h(b) = b L + r L^2 / 2 - g L + E h(N), with N Poisson of mean r L and L = L(b). With no
+arrivals in sight, the cost is the sum of the latencies of those that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trims_shim.batching.profile import LatencyProfile
+
+__all__ = ["Answer", "Prospect"]
+
+Answer = tuple[float, int]
+"""(after how many nanoseconds, how many are answered)."""
+
+# Nearer to 1, the future would be all that counts, and it is never known so well.
+_HIGHEST_LOAD = 0.95
+
+
+class Prospect:
+    """What plans cost where requests come at ``rate``, in requests in a nanosecond.
+
+    More than full batches of ``max_batch_size`` can answer counts as nearly all that they can.
+    """
+
+    __slots__ = ("_in_system", "_linear", "_quadratic", "_queue", "_rate")
+
+    def __init__(self, profile: LatencyProfile, *, max_batch_size: int, rate: float) -> None:
+        alpha, beta = profile.line_ns()
+        highest = _HIGHEST_LOAD * max_batch_size / profile.latency_ns(max_batch_size)
+        self._rate = min(rate, highest)
+        load = min(self._rate * alpha, _HIGHEST_LOAD)
+        pressure = 1 + load / 2
+        self._queue = self._rate * beta / (1 - load)
+        self._linear = pressure * beta / (1 - load) ** 2
+        self._quadratic = pressure * alpha / (1 - load * load)
+        self._in_system = 1.5 * self._queue + self._rate * self._quadratic
+
+    def cost_ns(self, answers: Iterable[Answer], *, next_ns: float, queued: int) -> float:
+        """Of a plan, in requests times nanoseconds; to be compared with others from the same state.
+
+        ``queued`` are those whom the plan does not answer; it is over after ``next_ns``.
+        """
+        cost = sum(after_ns * count for after_ns, count in answers)
+        arriving = self._rate * next_ns
+        cost += next_ns * (queued + arriving / 2 - self._in_system)
+        more = queued + arriving - self._queue
+        return cost + more * (self._linear + self._quadratic * more)

@@ -1,0 +1,114 @@
+"""The base of the policies for models of stages: when a batch starts, and what a plan would cost.
+
+How many start as a new batch, and what is given up, is that of
+:class:`~trims_shim.batching.policies.auto.Auto`; for a model of one stage this is the same rule.
+With several stages it does not wait for more to come: who comes later can still join, and the mean
+latency is what stages are for. But a batch that would only wait before a later stage, for one that
+is ahead of it, starts so much later; until then, more can join it at no cost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from trims_shim.batching.policies.auto import Auto
+from trims_shim.batching.policies.goodput import Goodput
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import Request
+from trims_shim.batching.staged.batches import Batch
+from trims_shim.batching.staged.policies.prospect import Answer, Prospect
+from trims_shim.batching.staged.policies.timetable import Timetable
+from trims_shim.batching.staged.staged_rules import StagedRule
+
+__all__ = ["RUN_NS", "StagedAuto"]
+
+RUN_NS = 100_000
+"""What a driver does around a stage, about, with joining and parting batches."""
+
+_ARRIVALS = 32
+"""The last ones, of which the rate is known."""
+_RATE_CHANGES = 1.1
+"""A prospect is made anew when the rate is so many times what it was."""
+
+
+class StagedAuto(Auto, StagedRule):
+    """Never stretches, never splits."""
+
+    def __init__(
+        self, profile: LatencyProfile, *, max_batch_size: int, margin_ms: float = 0.0
+    ) -> None:
+        super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
+        self._arrivals_ns: deque[int] = deque(maxlen=_ARRIVALS)
+        self._prospect: Prospect | None = None
+        self._prospect_of: LatencyProfile | None = None
+        self._prospect_rate = 0.0
+
+    def choose(self, now_ns: int) -> int:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        if len(self.staged.stages) == 1:
+            return super().choose(now_ns)
+        size = Goodput.choose(self, now_ns)
+        if not size or self.devices == 1 or self.has_shed or self.is_full(size):
+            return size
+        start_ns = self._start_held_ns(now_ns, size)
+        if start_ns <= now_ns:
+            return size
+        self.wake_ns = start_ns
+        return 0
+
+    def _start_held_ns(self, now_ns: int, size: int) -> int:
+        """When a batch of ``size`` is held up no more by those ahead, or its time is up.
+
+        Half of its first stage sooner: where stages at the same time slow each other down, to use
+        what is left of the device beside those ahead is worth more than to let more join.
+        """
+        start_ns = self.timetable(now_ns).next_ns(size) - self.staged.stage_ns(0, size) // 2
+        takes_ns = int(self.stretches[-1] * self.profile.latency_ns(size))
+        return min(start_ns, self.queue.deadline_ns(size) - self.margin_ns - takes_ns)
+
+    def on_arrival(self, now_ns: int, request: Request) -> None:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        super().on_arrival(now_ns, request)
+        self._arrivals_ns.append(now_ns)
+
+    def demand(self, size: int) -> float:
+        """Which share of the device's best throughput a batch of ``size`` has while it is alone."""
+        full, latency_ns = self.max_batch_size, self.profile.latency_ns
+        size = min(size, full)
+        return min(1.0, size * latency_ns(full) / (full * latency_ns(size))) if size else 0.0
+
+    def timetable(self, now_ns: int, *, without: Batch | None = None) -> Timetable:
+        """Of all that are on their way, or all but one batch, as if all had this profile."""
+        timetable = Timetable(self.staged, now_ns)
+        for batch in self.ahead:
+            if batch is not without:
+                timetable.add(batch)
+        return timetable
+
+    def cost_ns(
+        self, now_ns: int, answers: Iterable[Answer], *, next_ns: float, queued: int
+    ) -> float:
+        """Of a plan; ``queued`` of this key, and all others, wait for the next batch."""
+        prospect = self._looked_at(now_ns)
+        return prospect.cost_ns(answers, next_ns=next_ns, queued=queued + self.others)
+
+    def _looked_at(self, now_ns: int) -> Prospect:
+        rate = self._rate(now_ns)
+        prospect = self._prospect
+        if (
+            prospect is None
+            or self._prospect_of is not self.profile
+            or rate > self._prospect_rate * _RATE_CHANGES
+            or rate * _RATE_CHANGES < self._prospect_rate
+        ):
+            prospect = Prospect(self.profile, max_batch_size=self.max_batch_size, rate=rate)
+            self._prospect, self._prospect_of, self._prospect_rate = prospect, self.profile, rate
+        return prospect
+
+    def _rate(self, now_ns: int) -> float:
+        """Arrivals in a nanosecond."""
+        arrivals_ns = self._arrivals_ns
+        if len(arrivals_ns) < 2:
+            return 0.0
+        return (len(arrivals_ns) - 1) / max(1, now_ns - arrivals_ns[0])
