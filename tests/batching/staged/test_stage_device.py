@@ -1,0 +1,150 @@
+"""A simulated device: what a stage costs alone, and what stages cost each other."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import NEVER_NS, Request
+from trims_shim.batching.staged.stage_device import (
+    DeviceTime,
+    StageDevice,
+    demand_of_best_size,
+    demand_of_line,
+    full_demand,
+)
+from trims_shim.batching.staged.stage_profile import StagedProfile
+
+LINE = LatencyProfile.linear(1, 3, max_batch_size=8)
+FLAT = LatencyProfile([8_000] * 4 + [16_000] * 4)
+"""It prefers batches of 4."""
+
+
+def of(size: int, key: str | None = None) -> list[Request]:
+    return [Request(number, 0, key=key) for number in range(size)]
+
+
+def ends(*starts: tuple[int, int, float]) -> dict[int, int]:
+    """Of (start, nanoseconds alone, demand): when each ends, by its number."""
+    device = DeviceTime[int]()
+    result = {}
+    waiting = sorted(enumerate(starts), key=lambda each: each[1][0], reverse=True)
+    while waiting or device.next_end_ns() != NEVER_NS:
+        end_ns = device.next_end_ns()
+        if waiting and waiting[-1][1][0] < end_ns:
+            number, (start_ns, alone_ns, demand) = waiting.pop()
+            device.start(start_ns, number, alone_ns=alone_ns, demand=demand)
+        else:
+            result[device.end_next()] = end_ns
+    return result
+
+
+# --- demand ---------------------------------------------------------------------------------------
+
+
+def test_the_best_size_keeps_the_device_busy_and_half_of_it_half_of_it() -> None:
+    assert [demand_of_best_size(FLAT, size) for size in (1, 2, 4, 8)] == [0.25, 0.5, 1.0, 1.0]
+    assert demand_of_best_size(FLAT, 6) == 0.75  # as long as 8 of them
+
+
+def test_of_a_line_only_the_items_keep_it_busy() -> None:
+    assert demand_of_line(LINE, 1) == pytest.approx(1 / 4)
+    assert demand_of_line(LINE, 3) == pytest.approx(3 / 6)
+    assert full_demand(LINE, 1) == 1
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=12))
+def test_no_demand_is_more_than_all_of_it(latencies_ns: list[int]) -> None:
+    profile = LatencyProfile(latencies_ns)
+    for size in range(1, len(latencies_ns) + 1):
+        assert 0 < demand_of_best_size(profile, size) <= 1
+        assert 0 <= demand_of_line(profile, size) <= 1
+
+
+# --- costs ----------------------------------------------------------------------------------------
+
+
+def test_a_stage_costs_what_its_profile_says_and_the_overhead_keeps_nothing_busy() -> None:
+    device = StageDevice(StagedProfile([LINE, FLAT]), overhead_ns=8_000)
+    assert device.stages == 2
+    assert device.cost(1, of(2)) == (16_000, 0.25)
+    assert device.profile().stage_ns(1, 2) == 16_000
+    assert StageDevice(StagedProfile([FLAT]), demand=full_demand).cost(0, of(1)) == (8_000, 1.0)
+
+
+def test_in_one_stage_it_costs_the_sum_and_the_overhead_once() -> None:
+    device = StageDevice(StagedProfile([FLAT, FLAT]), overhead_ns=16_000).unstaged()
+    assert device.stages == 1
+    assert device.cost(0, of(4)) == (32_000, 0.5)
+    assert device.profile().latency_ns(4) == 32_000
+
+
+def test_each_key_has_its_profile_or_who_makes_it_says_which() -> None:
+    profiles = {"short": StagedProfile([LINE]), "long": StagedProfile([FLAT])}
+    assert StageDevice(profiles).cost(0, of(1, "long"))[0] == 8_000
+    of_size = StageDevice(profiles, profile_of=lambda batch: "short" if len(batch) < 3 else "long")
+    assert of_size.cost(0, of(2, "long"))[0] == 5_000_000
+    assert of_size.unstaged().cost(0, of(3, "short"))[0] == 8_000
+
+
+def test_what_it_has_no_cost_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="same number"):
+        StageDevice({1: StagedProfile([LINE]), 2: StagedProfile([LINE, LINE])})
+    with pytest.raises(ValueError, match="same number"):
+        StageDevice({})
+    with pytest.raises(ValueError, match="larger than any"):
+        StageDevice(StagedProfile([LINE])).cost(0, of(9))
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def test_stages_that_leave_room_for_each_other_notice_nothing() -> None:
+    assert ends((0, 100, 0.5), (10, 50, 0.5)) == {0: 100, 1: 60}
+
+
+def test_where_they_do_not_all_are_slower_while_it_lasts() -> None:
+    # Together from 50 to 150, half as fast as alone; then the first is alone again.
+    assert ends((0, 200, 1.0), (50, 50, 1.0)) == {0: 250, 1: 150}
+    assert ends((0, 100, 1.0), (0, 100, 0.5)) == {0: 150, 1: 150}
+
+
+def test_one_that_starts_among_others_is_as_slow_as_they() -> None:
+    # The first two have come to 50 at 100; the third is there when the first is.
+    assert ends((0, 100, 1.0), (0, 200, 1.0), (100, 50, 1.0)) == {0: 250, 2: 250, 1: 350}
+
+
+def test_three_that_start_at_once_end_in_the_order_of_their_lengths() -> None:
+    assert ends((0, 100, 1.0), (0, 200, 1.0), (0, 300, 1.0)) == {0: 300, 1: 500, 2: 600}
+
+
+def test_nothing_runs_on_a_new_device_and_the_busy_share_is_weighted() -> None:
+    device = DeviceTime[str]()
+    assert device.next_end_ns() == NEVER_NS
+    device.start(100, "first", alone_ns=100, demand=0.25)
+    device.start(150, "second", alone_ns=50, demand=1.0)
+    assert device.next_end_ns() == 212  # 50 ns each, at 1 / 1.25; of two, the first that started
+    assert (device.end_next(), device.end_next()) == ("first", "second")
+    assert device.busy_ns == pytest.approx(50 * 0.25 + 62)
+
+
+spans = st.tuples(st.integers(0, 10_000), st.integers(1, 5_000), st.floats(0.01, 1))
+
+
+@given(st.lists(spans, min_size=1, max_size=12))
+def test_nobody_is_faster_than_alone_and_nothing_is_done_that_the_device_has_not(
+    starts: list[tuple[int, int, float]],
+) -> None:
+    ended = ends(*starts)
+    assert sorted(ended) == list(range(len(starts)))
+    for number, (start_ns, alone_ns, _) in enumerate(starts):
+        assert ended[number] >= start_ns + alone_ns - 1
+    work_ns = sum(alone_ns * demand for _, alone_ns, demand in starts)
+    first_ns = min(start_ns for start_ns, _, _ in starts)
+    assert max(ended.values()) - first_ns >= work_ns - len(starts)
+    # Nor more slowly than one after the other.
+    assert max(ended.values()) <= max(s for s, _, _ in starts) + sum(a for _, a, _ in starts) + len(
+        starts
+    )

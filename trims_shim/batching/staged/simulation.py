@@ -1,0 +1,262 @@
+"""Policies of staged models in virtual time, on a device that runs several stages at once.
+
+As :mod:`trims_shim.batching.simulator.loop`: single-threaded, deterministic, and it refuses what
+breaks the contract, so a policy that loses, doubles or reorders anything does not get away with a
+good result. How stages that run at once slow each other down is
+:mod:`trims_shim.batching.staged.stage_device`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from trims_shim.batching.protocol import (
+    FLUSH,
+    NEVER_NS,
+    TIMER,
+    Action,
+    Drop,
+    Finished,
+    Policy,
+    Request,
+    Run,
+)
+from trims_shim.batching.simulator.loop import Execution, Outcome
+from trims_shim.batching.staged.batches import Part, Piece
+from trims_shim.batching.staged.scheduler import RunStage, StageEnded
+from trims_shim.batching.staged.stage_device import (
+    DeviceTime,
+    StageDevice,
+    demand_of_best_size,
+    demand_of_line,
+    full_demand,
+)
+
+__all__ = [
+    "StageDevice",
+    "StageExecution",
+    "StagedOutcome",
+    "demand_of_best_size",
+    "demand_of_line",
+    "full_demand",
+    "simulate_staged",
+]
+
+
+@dataclass(slots=True, eq=False)
+class StageExecution:
+    """One stage of one part; or a batch that goes through the model in one."""
+
+    device: int
+    """The policy's: a lane of the device."""
+    stage: int
+    part: Part | None
+    batch: Sequence[Request]
+    started_ns: int
+    alone_ns: int
+    """What it would have taken with nothing beside it."""
+    demand: float
+    ended_ns: int = -1
+
+
+@dataclass(slots=True)
+class StagedOutcome(Outcome):
+    """An :class:`Outcome` whose ``executions`` are the answers: who left at the end of a stage."""
+
+    stage_executions: list[StageExecution] = field(default_factory=list)
+    """In the order of their ends."""
+    device_busy_ns: int = 0
+
+    @property
+    def busy_ns(self) -> int:
+        """The device's time, each moment weighted with the share that was busy."""
+        return self.device_busy_ns
+
+
+def simulate_staged(
+    policy: Policy,
+    requests: Iterable[Request],
+    *,
+    device: StageDevice,
+    exits: Callable[[Request, int], bool] | None = None,
+    steps: Callable[[Request], int] | None = None,
+) -> StagedOutcome:
+    """Drive ``policy`` with ``requests``, sorted by arrival, until all are settled.
+
+    It is that of a staged model; or, where the device has a single stage, one of plain batches, of
+    which several may run at once, to compare with.
+
+    ``exits(request, stage)``: whether it is finished after that stage, before the last. ``steps``:
+    the last stage is a loop, and this is how many steps a request needs, 1 or more. After the last
+    arrival the policy gets FLUSH only when nothing else would happen. Raises ValueError where the
+    policy breaks its contract, or an arrival comes before its predecessor.
+    """
+    run = _Simulation(device, exits, steps)
+    arrivals = iter(requests)
+    arriving = next(arrivals, None)
+    run.outcome.start_ns = 0 if arriving is None else arriving.arrival_ns
+    is_flushed = False
+    now_ns = 0
+    actions: Sequence[Action]
+    while True:
+        arrival_ns = NEVER_NS if arriving is None else arriving.arrival_ns
+        deadline_ns = policy.next_deadline_ns()
+        wake_ns = NEVER_NS if deadline_ns is None else max(deadline_ns, now_ns)
+        end_ns = run.shared.next_end_ns()
+        if end_ns <= arrival_ns and end_ns <= wake_ns and end_ns != NEVER_NS:
+            now_ns = end_ns
+            actions = policy.on_event(now_ns, run.end_next(now_ns))
+        elif arriving is not None and arrival_ns <= wake_ns:
+            if arrival_ns < now_ns:
+                raise ValueError(f"request {arriving.number} arrives before what has happened")
+            now_ns = arrival_ns
+            run.admit(arriving)
+            actions = policy.on_event(now_ns, arriving)
+            arriving = next(arrivals, None)
+        elif deadline_ns is not None:
+            now_ns = wake_ns
+            actions = policy.on_event(now_ns, TIMER)
+            asked_ns = policy.next_deadline_ns()
+            if not actions and asked_ns is not None and asked_ns <= now_ns:
+                raise ValueError(f"the policy did nothing at {now_ns} ns, and asks to again then")
+        elif not is_flushed:
+            is_flushed = True
+            actions = policy.on_event(now_ns, FLUSH)
+        else:
+            return run.close(now_ns)
+        run.carry_out(actions, now_ns)
+
+
+class _Simulation:
+    """Where every request is, and what has become of those that left."""
+
+    __slots__ = (
+        "_device",
+        "_exits",
+        "_inside",
+        "_lanes",
+        "_loop_left",
+        "_queued",
+        "_running",
+        "_steps",
+        "outcome",
+        "shared",
+    )
+
+    def __init__(
+        self,
+        device: StageDevice,
+        exits: Callable[[Request, int], bool] | None,
+        steps: Callable[[Request], int] | None,
+    ) -> None:
+        self.outcome = StagedOutcome()
+        self.shared = DeviceTime[StageExecution]()
+        self._device = device
+        self._exits = exits
+        self._steps = steps
+        self._queued: set[Request] = set()
+        self._inside: dict[Request, int] = {}
+        """Those between two stages, with the next one."""
+        self._lanes: set[int] = set()
+        self._running: set[int] = set()
+        """The stages that run."""
+        self._loop_left: dict[Request, int] = {}
+
+    def admit(self, request: Request) -> None:
+        self.outcome.requests += 1
+        self._queued.add(request)
+
+    def carry_out(self, actions: Sequence[Action], now_ns: int) -> None:
+        for action in actions:
+            if isinstance(action, RunStage):
+                self._check_stage(action)
+                self._start(action, action.stage, action.part, now_ns)
+            elif isinstance(action, Run) and self._device.stages == 1:
+                self._start(action, 0, None, now_ns)
+            elif isinstance(action, Drop):
+                self._leave_queue(action.requests)
+                self.outcome.dropped.extend((request, now_ns) for request in action.requests)
+            else:
+                raise ValueError(f"{type(action).__name__} is no action of a staged model's policy")
+
+    def end_next(self, now_ns: int) -> Finished:
+        """The next stage ends: free its lane, and say who left."""
+        execution = self.shared.end_next()
+        execution.ended_ns = now_ns
+        self._lanes.discard(execution.device)
+        self.outcome.stage_executions.append(execution)
+        left = [each for each in execution.batch if self._is_finished(each, execution.stage)]
+        self._inside.update(dict.fromkeys(execution.batch, self._next_stage(execution.stage)))
+        for request in left:
+            del self._inside[request]
+        if left:
+            answer = Execution(execution.device, left, execution.started_ns, execution.ended_ns)
+            self.outcome.executions.append(answer)
+        part, lane, started_ns = execution.part, execution.device, execution.started_ns
+        if part is None:
+            return Finished(lane, execution.batch, started_ns)
+        self._running.discard(execution.stage)
+        part.pieces = [Piece(list(execution.batch), list(range(len(execution.batch))))]
+        return StageEnded(lane, execution.batch, started_ns, part=part, left=left)
+
+    def close(self, now_ns: int) -> StagedOutcome:
+        outcome = self.outcome
+        outcome.unanswered = sorted(
+            [*self._queued, *self._inside], key=lambda request: request.number
+        )
+        outcome.end_ns = now_ns
+        outcome.device_busy_ns = round(self.shared.busy_ns)
+        return outcome
+
+    def _check_stage(self, action: RunStage) -> None:
+        if action.stage in self._running:
+            raise ValueError(f"the policy runs stage {action.stage} twice at the same time")
+        self._running.add(action.stage)
+
+    def _start(self, action: Run, stage: int, part: Part | None, now_ns: int) -> None:
+        lane, batch = action.device, list(action.batch)
+        if lane in self._lanes:
+            raise ValueError(f"the policy runs a stage on device {lane}, which is busy")
+        if not batch:
+            raise ValueError(f"the policy runs stage {stage} with nothing")
+        if any(request.key != batch[0].key for request in batch):
+            raise ValueError(f"the policy runs stage {stage} with requests of different keys")
+        if stage == 0:
+            self._enter([request for request in batch if request not in self._inside])
+        self._leave_border(batch, stage)
+        self._lanes.add(lane)
+        alone_ns, demand = self._device.cost(stage, batch)
+        execution = StageExecution(lane, stage, part, batch, now_ns, alone_ns, demand)
+        self.shared.start(now_ns, execution, alone_ns=alone_ns, demand=demand)
+
+    def _enter(self, batch: Sequence[Request]) -> None:
+        self._leave_queue(batch)
+        self._inside.update(dict.fromkeys(batch, 0))
+        if self._steps is not None:
+            self._loop_left.update((request, self._steps(request)) for request in batch)
+
+    def _leave_queue(self, requests: Sequence[Request]) -> None:
+        expected = len(self._queued) - len(requests)
+        self._queued.difference_update(requests)
+        if len(self._queued) != expected:
+            raise ValueError("the policy runs or drops a request that is not queued, or twice")
+
+    def _leave_border(self, batch: Sequence[Request], stage: int) -> None:
+        for request in batch:
+            if self._inside.pop(request, None) != stage:
+                raise ValueError(
+                    f"the policy runs stage {stage} with request {request.number}, "
+                    "which is not there"
+                )
+
+    def _is_finished(self, request: Request, stage: int) -> bool:
+        if stage < self._device.stages - 1:
+            return self._exits is not None and self._exits(request, stage)
+        if self._steps is None:
+            return True
+        self._loop_left[request] -= 1
+        return self._loop_left[request] < 1
+
+    def _next_stage(self, stage: int) -> int:
+        return min(stage + 1, self._device.stages - 1)

@@ -1,0 +1,195 @@
+"""A simulated device that runs several stages at once, and how they slow each other down.
+
+A stage takes as long as its profile says while it has the device for itself, and it has a *demand*:
+the share of the device that it keeps busy meanwhile. While the demands of all that run add up to no
+more than 1, none of them notices the others; where they add up to D > 1, all of them run D times
+slower: processor sharing, with what one stage cannot use left to the others (Parekh and Gallager,
+IEEE/ACM ToN 1993). So two stages side by side gain what a single one leaves idle, and nothing more.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import NEVER_NS, Request
+from trims_shim.batching.staged.stage_profile import StagedProfile
+
+__all__ = [
+    "DeviceTime",
+    "StageDevice",
+    "demand_of_best_size",
+    "demand_of_line",
+    "full_demand",
+]
+
+T = TypeVar("T")
+
+Demand = Callable[[LatencyProfile, int], float]
+"""(a stage's profile, batch size) -> the share of the device that it keeps busy, at most 1."""
+
+
+def demand_of_best_size(profile: LatencyProfile, size: int) -> float:
+    """The batch size with the best throughput keeps all of it busy; others in proportion to theirs.
+
+    So nothing that runs side by side has a better throughput than the best batch size alone.
+    """
+    sizes = range(1, profile.max_batch_size + 1)
+    best_ns = min(profile.latency_ns(each) / each for each in sizes)
+    return size * best_ns / profile.latency_ns(size)
+
+
+def demand_of_line(profile: LatencyProfile, size: int) -> float:
+    """Of ``alpha * b + beta``: items keep all of it busy, what each batch costs keeps none."""
+    alpha_ns, beta_ns = profile.line_ns()
+    return alpha_ns * size / (alpha_ns * size + beta_ns)
+
+
+def full_demand(profile: LatencyProfile, size: int) -> float:
+    """Every stage keeps all of it busy, as on a CPU whose cores all work at each stage."""
+    return 1.0
+
+
+_Costs = Sequence[Sequence[tuple[int, float]]]
+"""For each stage, for each batch size from 0 on: (nanoseconds alone, demand)."""
+
+
+class StageDevice:
+    """What executes the stages: how long each takes alone, and what share it keeps busy.
+
+    ``profiles``: one for all batches, or several by name; then ``profile_of(batch)`` says which one
+    a batch has, by default that of its key. ``overhead_ns`` is added to each stage and keeps
+    nothing busy: the launch, and what the driver does between two stages. Raises ValueError for
+    profiles that differ in their number of stages.
+    """
+
+    __slots__ = ("_costs", "_demand", "_overhead_ns", "_profile_of", "_profiles", "stages")
+
+    def __init__(
+        self,
+        profiles: StagedProfile | Mapping[Hashable, StagedProfile],
+        *,
+        demand: Demand = demand_of_best_size,
+        overhead_ns: int = 0,
+        profile_of: Callable[[Sequence[Request]], Hashable] = lambda batch: batch[0].key,
+    ) -> None:
+        if isinstance(profiles, StagedProfile):
+            profiles, profile_of = {None: profiles}, lambda batch: None
+        counts = {len(each.stages) for each in profiles.values()}
+        if len(counts) != 1:
+            raise ValueError(f"profiles of {sorted(counts)} stages; all need the same number")
+        self.stages = counts.pop()
+        self._profiles = profiles
+        self._profile_of = profile_of
+        self._demand = demand
+        self._overhead_ns = overhead_ns
+        self._costs = {
+            name: _with_overhead(_costs(each, demand), overhead_ns)
+            for name, each in profiles.items()
+        }
+
+    def unstaged(self) -> StageDevice:
+        """The same, for the same model in one stage: busy as its stages are on average."""
+        device = StageDevice(
+            self._profiles,
+            demand=self._demand,
+            overhead_ns=self._overhead_ns,
+            profile_of=self._profile_of,
+        )
+        device.stages = 1
+        device._costs = {
+            name: _with_overhead(_in_one(_costs(each, self._demand)), self._overhead_ns)
+            for name, each in self._profiles.items()
+        }
+        return device
+
+    def profile(self, name: Hashable = None) -> StagedProfile:
+        """What measuring it would give: of one of its profiles, with the overhead."""
+        return StagedProfile(
+            [LatencyProfile(ns for ns, _ in stage[1:]) for stage in self._costs[name]]
+        )
+
+    def cost(self, stage: int, batch: Sequence[Request]) -> tuple[int, float]:
+        """(nanoseconds alone, the share of the device that is busy meanwhile)."""
+        costs = self._costs[self._profile_of(batch)][stage]
+        if len(batch) >= len(costs):
+            raise ValueError(f"a batch of {len(batch)} is larger than any in the profile")
+        return costs[len(batch)]
+
+
+def _costs(profile: StagedProfile, demand: Demand) -> _Costs:
+    sizes = range(1, profile.max_batch_size + 1)
+    return [
+        [(0, 0.0), *((stage.latency_ns(size), min(1.0, demand(stage, size))) for size in sizes)]
+        for stage in profile.stages
+    ]
+
+
+def _in_one(costs: _Costs) -> _Costs:
+    def cost(stages: Sequence[tuple[int, float]]) -> tuple[int, float]:
+        alone_ns = sum(own_ns for own_ns, _ in stages)
+        busy_ns = sum(own_ns * demand for own_ns, demand in stages)
+        return alone_ns, busy_ns / alone_ns if alone_ns else 0.0
+
+    return [[cost(stages) for stages in zip(*costs, strict=True)]]
+
+
+def _with_overhead(costs: _Costs, overhead_ns: int) -> _Costs:
+    return [
+        [
+            (own_ns + overhead_ns, demand * own_ns / (own_ns + overhead_ns)) if own_ns else (0, 0.0)
+            for own_ns, demand in stage
+        ]
+        for stage in costs
+    ]
+
+
+class DeviceTime(Generic[T]):
+    """Processor sharing: what runs, when the next one ends, what share of the time was busy.
+
+    All that run progress at the same rate, so one clock of progress does for all of them, and each
+    ends when it has come as far as was known when it started.
+    """
+
+    __slots__ = ("_count", "_ends", "_load", "_now_ns", "_progress_ns", "busy_ns")
+
+    def __init__(self) -> None:
+        self._ends: list[tuple[float, int, float, T]] = []
+        """A heap of (progress at the end, number, demand, what)."""
+        self._count = 0
+        self._load = 0.0
+        """The sum of the demands."""
+        self._now_ns = 0
+        self._progress_ns = 0.0
+        self.busy_ns = 0.0
+        """Each moment weighted with the share that was busy."""
+
+    def start(self, now_ns: int, what: T, *, alone_ns: int, demand: float) -> None:
+        """From now on it runs, too."""
+        self._advance(now_ns)
+        self._count += 1
+        heapq.heappush(self._ends, (self._progress_ns + alone_ns, self._count, demand, what))
+        self._load += demand
+
+    def next_end_ns(self) -> int:
+        """NEVER_NS where nothing runs."""
+        if not self._ends:
+            return NEVER_NS
+        left_ns = self._ends[0][0] - self._progress_ns
+        return self._now_ns + max(0, round(left_ns * max(1.0, self._load)))
+
+    def end_next(self) -> T:
+        """Go on to that time; what ends then."""
+        self._advance(self.next_end_ns())
+        self._progress_ns, _, _, what = heapq.heappop(self._ends)
+        # Added up anew each time: a difference of floats would drift.
+        self._load = sum(demand for _, _, demand, _ in self._ends)
+        return what
+
+    def _advance(self, now_ns: int) -> None:
+        passed_ns = now_ns - self._now_ns
+        self._progress_ns += passed_ns / max(1.0, self._load)
+        self.busy_ns += passed_ns * min(1.0, self._load)
+        self._now_ns = now_ns
