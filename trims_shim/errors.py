@@ -30,6 +30,7 @@
     │   ├── QueueFull                too many requests are waiting already
     │   ├── BatcherClosed            the batcher takes no more requests
     │   └── BadBatch                 the batch function did not return one result for each item
+    ├── StagingError             a model cannot be cut into stages
     ├── NotServed                the load gains nothing or cannot be shared; not a fault
     └── PatchError               a patch point could not be applied
 
@@ -64,6 +65,7 @@ __all__ = [
     "ReadFailed",
     "RequestDropped",
     "RequestRefused",
+    "StagingError",
     "TooManyRequests",
     "TrimsError",
     "TruncatedFile",
@@ -264,6 +266,12 @@ class BadBatch(BatchingError):
     """The batch function did not return one result for each item."""
 
     reason = "bad_batch"
+
+
+class StagingError(TrimsError):
+    """A model cannot be cut into stages."""
+
+    reason = "staging"
 
 
 class NotServed(TrimsError):

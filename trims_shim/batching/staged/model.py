@@ -14,47 +14,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from trims_shim.batching.staged.activations import EarlyExit, Shared, Stepped
+from trims_shim.batching.staged.flow import take
 from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.whole import run_steps, run_whole
 
 __all__ = ["EarlyExit", "Loop", "Shared", "Stage", "StagedModel", "Stepped"]
 
 Stage = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """A part of an activation that has no batch axis, the same for every batch of equal shapes."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class EarlyExit:
-    """Returned by a stage before the last: some rows are finished.
-
-    ``finished``: for each row of the stage's batch, whether it is. ``results``: one result for each
-    finished row, as the last stage would return them. ``rest``: the activations of the others.
-    """
-
-    finished: Sequence[bool]
-    results: Any
-    rest: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """Returned by each step of a :class:`Loop`, for all rows of its batch.
-
-    ``state`` is what the next step gets, after rows that are finished were taken out of it.
-    ``pieces``: one for each row, what this step adds to its answer. ``finished``: one for each.
-    """
-
-    state: Any
-    pieces: Any
-    finished: Sequence[bool]
 
 
 class Loop:
@@ -83,6 +52,11 @@ class Loop:
     def __call__(self, state: Any) -> Stepped:
         """One step."""
         return self.step(state)
+
+    def run(self, state: Any) -> list[Any]:
+        """All steps. Returns the answer of each row."""
+        pieces = run_steps(self.step, state, take_rows=self.take or take)
+        return [self.result(each) for each in pieces]
 
 
 class StagedModel:
@@ -116,6 +90,16 @@ class StagedModel:
         """The last stage, if it is one."""
         last = self.stages[-1]
         return last if isinstance(last, Loop) else None
+
+    def __call__(self, *batch: Any) -> Any:
+        """The whole with one batch, one argument for each of the first stage.
+
+        Returns what the last stage does; a list of one result for each row where rows left earlier
+        or the last is a Loop. Raises what the stages raise.
+        """
+        loop = self.loop
+        stages = self.stages if loop is None else (*self.stages[:-1], loop.run)
+        return run_whole(stages, batch)
 
     def __len__(self) -> int:
         return len(self.stages)

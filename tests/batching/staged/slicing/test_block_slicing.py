@@ -1,0 +1,256 @@
+"""Models that are a row of blocks, run between their blocks by their own code."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.batching.staged.slicing.networks import DecoderStack, Encoder, UNet, join_and_take
+from trims_shim.batching.staged.flow import NotJoinable, join
+from trims_shim.batching.staged.slicing.block_slicing import slice_blocks
+from trims_shim.batching.staged.slicing.examples import Example, are_identical
+from trims_shim.errors import StagingError
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def check(model: nn.Module, example: Any, stages: int, **options: Any) -> Any:
+    """Alone bit for bit; joined and taken apart at the borders as far as kernels are exact."""
+    staged = slice_blocks(model.eval(), example, stages, **options)
+    assert len(staged) == stages
+    for sizes in ((3, 2), (1, 1)):
+        batches = [Example(example).with_rows(size) for size in sizes]
+        results = join_and_take(staged, *batches)
+        for batch, result in zip(batches, results, strict=True):
+            expected = batch.call(model)
+            assert are_identical(staged(*batch.batch()), expected)
+            torch.testing.assert_close(_plain(result), _plain(expected))
+    return staged
+
+
+def _plain(output: Any) -> Any:
+    return dict(output) if hasattr(output, "keys") else output
+
+
+def ids_and_mask() -> dict[str, torch.Tensor]:
+    mask = torch.ones(3, 7, dtype=torch.int64)
+    mask[1, 4:] = 0
+    return {"ids": torch.randint(0, 50, (3, 7)), "mask": mask}
+
+
+class TestOwnModels:
+    def test_an_encoder_with_masks(self) -> None:
+        staged = check(Encoder(), ids_and_mask(), 3)
+        short = Example({name: each[:2, :4] for name, each in ids_and_mask().items()})
+        assert rows_differ(staged, Example(ids_and_mask()), short)
+
+    def test_blocks_that_return_tuples(self) -> None:
+        check(DecoderStack(), torch.rand(3, 5, 4), 4)
+
+    def test_a_sequential_model(self) -> None:
+        check(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), torch.rand(3, 3), 3)
+
+    def test_a_sequential_body(self) -> None:
+        check(UNet(), torch.rand(2, 3, 8, 8), 3, blocks="deep")
+
+    def test_one_stage_and_the_most(self) -> None:
+        check(Encoder(2), torch.randint(0, 50, (2, 5)), 1)
+        check(Encoder(2), torch.randint(0, 50, (2, 5)), 4)
+        with pytest.raises(ValueError, match="4 stages at most"):
+            slice_blocks(Encoder(2).eval(), torch.randint(0, 50, (2, 5)), 5)
+
+    def test_torchs_encoder(self) -> None:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        check(model, torch.rand(2, 5, 8), 3)
+
+    def test_blocks_that_are_called_in_another_way_for_other_data(self) -> None:
+        model = Wrong("branch").eval()
+        up, down = torch.ones(2, 4), -torch.ones(2, 4)
+        staged = slice_blocks(model, up, 2)
+        assert staged(down).tolist() == model(down).tolist() == (2 * down).tolist()
+        assert staged(up).tolist() == model(up).tolist() == up.tolist()
+        first = next(iter(staged))
+        with pytest.raises(NotJoinable):
+            join([first(up), first(down)])
+
+    def test_hooks_of_blocks_run(self) -> None:
+        model = Encoder().eval()
+        staged = slice_blocks(model, torch.randint(0, 50, (2, 5)), 2)
+        called: list[Any] = []
+        model.layers[1].register_forward_hook(lambda *_: called.append(1))
+        staged(torch.randint(0, 50, (2, 5)))
+        assert called == [1]
+
+    def test_the_model_is_not_touched(self) -> None:
+        model = Encoder().eval()
+        modules = list(model.modules())
+        slice_blocks(model, torch.randint(0, 50, (2, 5)), 2)
+        assert list(map(id, model.modules())) == list(map(id, modules))
+        assert type(model.layers[0]).__call__ is nn.Module.__call__
+
+    def test_compiled_blocks(self) -> None:
+        compiled: list[Any] = []
+
+        def compiler(block: Any) -> Any:
+            compiled.append(block)
+            return block
+
+        model = Encoder().eval()
+        staged = slice_blocks(model, torch.randint(0, 50, (2, 5)), 2, compiler=compiler)
+        assert compiled == list(model.layers)
+        assert staged(torch.randint(0, 50, (1, 4)))["pooled"].shape == (1, 16)
+
+    def test_threads(self) -> None:
+        """Preludes and postludes of several batches at the same time."""
+        model = Encoder().eval()
+        staged = slice_blocks(model, torch.randint(0, 50, (2, 5)), 3)
+        batches = [torch.randint(0, 50, (1 + number, 5)) for number in range(4)]
+        results: list[bool] = []
+
+        def run(batch: torch.Tensor) -> None:
+            torch.set_num_threads(1)
+            for _ in range(5):
+                results.append(are_identical(staged(batch), Example(batch).call(model)))
+
+        threads = [threading.Thread(target=run, args=(batch,), daemon=True) for batch in batches]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert results == [True] * 20
+
+
+def rows_differ(staged: Any, one: Example, other: Example) -> bool:
+    """Batches of other lengths run, and do not become one."""
+    first = next(iter(staged))
+    with pytest.raises(NotJoinable):
+        join([first(*one.batch()), first(*other.batch())])
+    return True
+
+
+class Wrong(nn.Module):
+    """Two blocks, and something that stages cannot do."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(_Any() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two, three = self.blocks
+        if self.kind == "between":
+            return three(two(one(x) + 1))
+        if self.kind == "skip":
+            y = one(x)
+            return three(two(y), y)
+        if self.kind == "twice":
+            return three(two(one(one(x))))
+        if self.kind == "left out":
+            return two(one(x))
+        if self.kind == "cache":
+            return three(two(one(x, object())))
+        if self.kind == "size":
+            return three(two(one(x, len(x))))
+        if self.kind == "branch":
+            return three(two(one(x, scale=1 if x.sum() > 0 else 2)))
+        if self.kind == "attention":
+            return three(two(one(x, returns_more=True)[0]))
+        return three(two(one(x))[:, :2].reshape(len(x), 2))
+
+
+class _Any(nn.Module):
+    def forward(
+        self, x: torch.Tensor, other: Any = None, *, returns_more: bool = False, scale: int = 1
+    ) -> Any:
+        return (x, x) if returns_more else x * scale
+
+
+class TestWhatCannotBeCut:
+    @pytest.mark.parametrize(
+        ("kind", "message"),
+        [
+            ("between", "does something between its blocks 0 and 1"),
+            ("skip", "what blocks before the last one have returned"),
+            ("twice", "calls its block 0 after 1 others"),
+            ("left out", "has called 2 of its 3 blocks"),
+            ("cache", "a object, which cannot go.*use_cache=False"),
+            ("size", "in another way with 2 rows than with 3"),
+            ("attention", "return more than a hidden state"),
+            ("shape", "do not compute|does something between"),
+        ],
+    )
+    def test_is_named(self, kind: str, message: str) -> None:
+        with pytest.raises(StagingError, match=message):
+            slice_blocks(Wrong(kind).eval(), torch.rand(2, 4), 2)
+
+    def test_a_model_that_does_not_run_without_its_blocks(self) -> None:
+        class Shaped(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList([nn.Linear(3, 6), nn.Linear(3, 3)])
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.blocks[1](self.blocks[0](x).view(len(x), 2, 3).sum(1))
+
+        with pytest.raises(StagingError, match="stand-ins for its blocks 'blocks'"):
+            slice_blocks(Shaped().eval(), torch.rand(2, 3), 2)
+
+    def test_no_blocks(self) -> None:
+        with pytest.raises(StagingError, match=r"no nn\.ModuleList or nn\.Sequential"):
+            slice_blocks(nn.Linear(2, 2).eval(), torch.rand(2, 2), 2)
+
+    def test_train_mode(self) -> None:
+        with pytest.raises(StagingError, match="train mode"):
+            slice_blocks(Encoder(), torch.randint(0, 50, (2, 5)), 2)
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_nested_tensors(self) -> None:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2).eval()
+        padding = torch.tensor([[False, False, False], [False, False, True]])
+        example = {"src": torch.rand(2, 3, 8), "src_key_padding_mask": padding}
+        with pytest.raises(StagingError, match="enable_nested_tensor=False"):
+            slice_blocks(model, example, 2)
+
+
+class TestTransformers:
+    def test_an_encoder(self) -> None:
+        transformers = pytest.importorskip("transformers")
+        config = transformers.BertConfig(
+            hidden_size=16,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            intermediate_size=16,
+            vocab_size=50,
+        )
+        batch = ids_and_mask()
+        example = {"input_ids": batch["ids"], "attention_mask": batch["mask"]}
+        staged = check(transformers.BertModel(config), example, 3)
+        # Without padding its mask is None: other calls, that are not joined with those of masks.
+        full = {**example, "attention_mask": torch.ones_like(batch["mask"])}
+        first = next(iter(staged))
+        with pytest.raises(NotJoinable):
+            join([first(example), first(full)])
+
+    def test_a_decoder(self) -> None:
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            hidden_size=16,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            intermediate_size=16,
+            vocab_size=50,
+        )
+        model = transformers.LlamaForCausalLM(config).eval()
+        example = {"input_ids": ids_and_mask()["ids"], "use_cache": False}
+        check(model, example, 3)
+        with pytest.raises(StagingError, match="use_cache=False"):
+            slice_blocks(model, {**example, "use_cache": True}, 3)

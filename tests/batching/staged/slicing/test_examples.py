@@ -1,0 +1,83 @@
+"""Examples: how a model is called, and whether two of its outputs are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trims_shim.batching.staged.slicing.examples import Example, are_identical, check_stages
+from trims_shim.errors import StagingError
+
+IDS = torch.arange(6).reshape(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("example", "batch"),
+    [
+        (IDS, (IDS,)),
+        ((IDS, IDS), (IDS, IDS)),
+        ({"ids": IDS, "scale": 2}, ({"scale": 2, "other": None, "ids": IDS},)),
+        (({"ids": IDS}, None), ({"ids": IDS}, None)),
+    ],
+)
+def test_what_the_first_stage_is_called_with(example: Any, batch: Any) -> None:
+    made = Example(example)
+    assert made.rows == 3
+    again = made.like(batch)
+    assert are_identical((again.args, again.kwargs), (made.args, made.kwargs))
+    assert are_identical(made.of_leaves(made.leaves()).batch(), made.batch())
+
+
+def test_a_name_that_is_missing() -> None:
+    with pytest.raises(TypeError, match="no 'ids'"):
+        Example({"ids": IDS}).like(({"id": IDS},))
+
+
+@pytest.mark.parametrize("example", [(IDS, IDS[:1]), (torch.tensor(1.0),), {"a": 1}])
+def test_tensors_without_a_common_batch(example: Any) -> None:
+    with pytest.raises(StagingError, match="the batch as its first axis"):
+        Example(example)
+
+
+def test_other_sizes() -> None:
+    example = Example((IDS, torch.tensor(2.0), "text"))
+    larger = example.with_rows(5)
+    assert larger.args[0].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
+    assert larger.args[1:] == (torch.tensor(2.0), "text")
+    assert example.with_rows(1).rows == 1
+
+
+def test_identical_is_bit_for_bit() -> None:
+    value = {"a": (torch.tensor([1.0, torch.nan]), 3)}
+    assert are_identical(value, {"a": (torch.tensor([1.0, torch.nan]), 3)})
+    assert not are_identical(value, {"a": (torch.tensor([1.0, 2.0]), 3)})
+    assert not are_identical(value, {"a": (torch.tensor([1.0, torch.nan]), 4)})
+    assert not are_identical(value, {"b": (torch.tensor([1.0, torch.nan]), 3)})
+    assert not are_identical(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+    assert not are_identical(torch.zeros(2), torch.zeros(2, 1))
+    assert are_identical(torch.zeros(2, dtype=torch.complex64), torch.zeros(2) * 0j)
+
+
+def test_stages_that_compute_something_else() -> None:
+    model = nn.Linear(2, 2)
+    example = Example(torch.rand(2, 2))
+    check_stages([model, nn.Identity()], model, example)
+    with pytest.raises(StagingError, match="do not compute what it computes"):
+        check_stages([model, lambda value: value + 1e-6], model, example)
+    with pytest.raises(StagingError, match="batch of 3"):
+        check_stages([model, lambda value: value * (1 + (len(value) > 2))], model, example)
+
+
+def test_rows_that_depend_on_each_other() -> None:
+    """As in one whole, so in stages, but for those who join."""
+    stages = [nn.ReLU(), lambda value: value - value.mean(0)]
+    with pytest.raises(StagingError, match="depends on the others in the batch"):
+        check_stages(stages, nn.Sequential(nn.ReLU(), Centred()), Example(torch.rand(3, 2)))
+
+
+class Centred(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)

@@ -1,0 +1,233 @@
+"""A traced graph can be cut at every place it calls legal; what cannot be traced is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.batching.staged.slicing.networks import Encoder, Recurrent, UNet, join_and_take
+from trims_shim.batching.staged.activations import Shared
+from trims_shim.batching.staged.flow import rows_of
+from trims_shim.batching.staged.model import StagedModel
+from trims_shim.batching.staged.slicing.examples import Example, are_identical
+from trims_shim.batching.staged.slicing.tracing import TracedModel
+from trims_shim.errors import StagingError
+
+Forward = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Function(nn.Module):
+    """A model of one function."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.function = forward
+        self.register_buffer("count", torch.zeros(()))
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def trace(forward: Forward, example: Any = None) -> TracedModel:
+    return TracedModel(Function(forward).eval(), torch.rand(4, 3) if example is None else example)
+
+
+def check(traced: TracedModel, positions: list[int]) -> None:
+    """Other batches, joined and taken apart at these borders, come to what the model makes."""
+    model = StagedModel(traced.stages(positions))
+    one, other = traced.example.with_rows(1), traced.example.with_rows(3)
+    results = join_and_take(model, one, other)
+    for batch, result in zip((one, other), results, strict=True):
+        expected = batch.call(traced.model)
+        for found, wanted in zip(_tensors(result), _tensors(expected), strict=True):
+            torch.testing.assert_close(found, wanted)
+        alone: Any = batch.batch()
+        for number, stage in enumerate(model.stages):
+            alone = stage(alone) if number else stage(*alone)
+        assert are_identical(alone, expected)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+class TestEveryLegalCut:
+    def every(self, traced: TracedModel, *, least: int) -> None:
+        positions = [cut.position for cut in traced.cuts()]
+        assert len(positions) >= least
+        check(traced, positions)  # all at once, and each of a sample by itself
+        for position in positions[::7]:
+            check(traced, [position])
+
+    def test_skips_and_operations_in_place(self) -> None:
+        self.every(TracedModel(UNet().eval(), torch.rand(2, 3, 8, 8)), least=10)
+
+    def test_channels_last(self) -> None:
+        x = torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last)
+        model = UNet().to(memory_format=torch.channels_last).eval()
+        self.every(TracedModel(model, x), least=10)
+
+    def test_masks_and_lengths(self) -> None:
+        ids = torch.randint(0, 50, (2, 7))
+        mask = torch.ones(2, 7)
+        mask[1, 4:] = 0
+        traced = TracedModel(Encoder(2).eval(), {"ids": ids, "mask": mask}, varying=(1,))
+        self.every(traced, least=15)
+        short = Example({"ids": ids[:, :3], "mask": mask[:, :3]})
+        stages = StagedModel(traced.stages([cut.position for cut in traced.cuts()[::5]]))
+        assert are_identical(stages(*short.batch()), short.call(traced.model))
+
+    def test_the_batch_as_second_axis(self) -> None:
+        self.every(TracedModel(Recurrent().eval(), torch.rand(3, 5, 4)), least=2)
+
+
+class TestWhatCrosses:
+    def test_what_has_no_batch_is_shared(self) -> None:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(x.shape[1]) * 2.0
+            return (x + 1) * places
+
+        traced = trace(forward)
+        last = traced.cuts()[-1].position
+        value = traced.stages([last])[0](torch.rand(2, 3))
+        assert rows_of(value) == 2
+        assert any(isinstance(each, Shared) for each in value)
+        check(traced, [last])
+
+    def test_a_size_of_the_batch_never_crosses(self) -> None:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            rows = x.shape[0]
+            y = torch.relu(x + 1)
+            return (y.reshape(rows * 3) * rows / rows).reshape(rows, 3)
+
+        traced = trace(forward)
+        for cut in traced.cuts():
+            value = traced.stages([cut.position])[0](torch.rand(2, 3))
+            assert all(isinstance(each, torch.Tensor) for each in value)
+            check(traced, [cut.position])
+        last = traced.stages([traced.cuts()[-1].position])[0](torch.rand(2, 3))
+        assert len(last) == 1  # nor does the input, to be counted
+        # [rows * 3] has no batch as its first axis.
+        assert len(traced.cuts()) < len(traced.operations) - 1
+
+    def test_no_cut_tears_a_memory_that_is_written_to(self) -> None:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            z = y[:, :2]
+            w = torch.exp(x)
+            y.add_(1)
+            return z.sum(1) + w.sum(1) + y.sum(1)
+
+        traced = trace(forward)
+        for cut in traced.cuts():
+            check(traced, [cut.position])
+        names = traced.operations
+        legal = {cut.position for cut in traced.cuts()}
+        assert not legal & set(
+            range(names.index("aten.exp.default"), names.index("aten.add_.Tensor") + 1)
+        )
+
+    def test_what_a_join_would_lay_out_anew_does_not_cross(self) -> None:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            y = torch.exp(x[:, :, None].expand(-1, -1, 2).contiguous().transpose(1, 2))
+            z = torch.relu(y)  # laid out as y is, which the view below needs
+            return z.transpose(1, 2).view(x.shape[0], 6)
+
+        traced = trace(forward)
+        for cut in traced.cuts():
+            check(traced, [cut.position])
+        relu = traced.operations.index("aten.relu.default")
+        assert not {relu, relu + 1} & {cut.position for cut in traced.cuts()}
+
+    def test_what_depends_on_the_data_of_others_does_not_cross(self) -> None:
+        traced = trace(lambda self, x: torch.relu(x) * torch.exp(x.amax()))
+        names = traced.operations
+        after = names.index("aten.amax.default") + 1
+        assert after not in {cut.position for cut in traced.cuts()}
+        assert after - 1 in {cut.position for cut in traced.cuts()}
+
+    def test_weights_are_the_models_own(self) -> None:
+        traced = trace(lambda self, x: torch.relu(x * self.weight) * self.weight)
+        stages = traced.stages([cut.position for cut in traced.cuts()])
+        weights = [each for stage in stages for each in stage.module.parameters()]
+        assert len(weights) == 2
+        assert all(each is traced.model.weight for each in weights)
+
+    def test_no_graph_of_gradients(self) -> None:
+        traced = trace(lambda self, x: torch.relu(x * self.weight) * self.weight)
+        value = StagedModel(traced.stages([traced.cuts()[0].position]))(torch.rand(2, 3))
+        assert not value.requires_grad
+
+    def test_an_input_of_another_kind(self) -> None:
+        stages = StagedModel(trace(lambda self, x: torch.relu(x + 1)).stages([1]))
+        with pytest.raises(AssertionError, match="Guard failed"):
+            stages(torch.rand(2, 4))
+        with pytest.raises(TypeError, match=r"traced with .*float32.* called with .*float64"):
+            stages(torch.rand(2, 3, dtype=torch.float64))
+        with pytest.raises(TypeError, match="structure"):
+            stages(torch.rand(2, 3), torch.rand(2, 3))
+
+
+class TestWhatCannotBeCut:
+    @pytest.mark.parametrize(
+        ("forward", "message"),
+        [
+            (lambda self, x: x if x.sum() > 0 else -x, "no branch may depend on data"),
+            (lambda self, x: x.view(4, -1) + 1, "batch size must be free"),
+            (lambda self, x: x + self.count.add_(1), "changes its 'count'"),
+            (lambda self, x: x + torch.rand_like(x), r"rand_like.* depends on chance"),
+            (lambda self, x: nn.functional.dropout(x), r"dropout.* depends on chance"),
+        ],
+    )
+    def test_is_named(self, forward: Forward, message: str) -> None:
+        with pytest.raises(StagingError, match=message):
+            trace(forward)
+
+    def test_train_mode(self) -> None:
+        model = UNet().eval()
+        model.deep.train()
+        with pytest.raises(StagingError, match=r"its 'deep' is in train mode.*model\.eval\(\)"):
+            TracedModel(model, torch.rand(2, 3, 8, 8))
+
+    def test_what_is_no_module(self) -> None:
+        with pytest.raises(StagingError, match=r"no torch\.nn\.Module"):
+            TracedModel(torch.relu, torch.rand(2, 3))
+
+    def test_a_compiled_model(self) -> None:
+        compiled = torch.compile(UNet().eval(), backend="eager")
+        with pytest.raises(StagingError, match="compiler="):
+            TracedModel(compiled, torch.rand(2, 3, 8, 8))
+
+    def test_constants_are_built_in(self) -> None:
+        class Scaled(nn.Module):
+            def forward(self, x: torch.Tensor, scale: int) -> torch.Tensor:
+                return torch.relu(x) * scale
+
+        traced = TracedModel(Scaled().eval(), (torch.rand(1, 3), 3))
+        model = StagedModel(traced.stages([traced.cuts()[0].position]))
+        assert model(torch.ones(2, 3), 3).tolist() == [[3, 3, 3]] * 2
+        with pytest.raises(TypeError, match="traced with 3, and are called with 4"):
+            model(torch.ones(2, 3), 4)
+
+    def test_more_stages_than_places(self) -> None:
+        traced = trace(lambda self, x: torch.relu(x))
+        with pytest.raises(StagingError, match="stages at most, not 9"):
+            traced.even(9, [1] * len(traced.operations))
+
+
+def test_times_are_read_from_the_clock_that_is_given() -> None:
+    traced = trace(lambda self, x: torch.relu(x + 1))
+    ticks = iter(range(0, 10_000, 10))
+    assert traced.measure(3, repeats=2, clock_ns=lambda: next(ticks)) == [10] * len(
+        traced.operations
+    )

@@ -1,0 +1,1 @@
+"""Cutting models into stages: by their graph, at their blocks, or in ONNX."""

@@ -1,0 +1,256 @@
+"""Models that are a row of blocks, cut between them: encoders, decoders, sequential bodies.
+
+Nothing is traced: the model's own code runs, so lengths may vary and its kernels are those it
+chooses. The first stage begins with what the model does before its blocks (the prelude), the last
+one ends with what it does after them (the postlude); how these are found is in :mod:`.block_calls`.
+The prelude (embeddings, masks) runs twice, which has to be cheap;
+:func:`.graph_slicing.slice_model` is for models where it is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from trims_shim.batching.staged.activations import Shared
+from trims_shim.batching.staged.model import StagedModel
+from trims_shim.batching.staged.slicing.block_calls import BlockCalls, Prelude, Shell
+from trims_shim.batching.staged.slicing.cutting import Cut, even_cuts
+from trims_shim.batching.staged.slicing.examples import Example, check_stages
+from trims_shim.batching.staged.slicing.tracing import Compiler, check_evaluates
+from trims_shim.errors import StagingError
+
+__all__ = ["BlockStage", "slice_blocks"]
+
+_STAGES = 4
+"""Where nothing speaks for another number."""
+_REPEATS = 5
+_KINDS = 64
+_SHARE = 0.2
+"""Of the time: about what stages gain where they gain little."""
+
+_log = logging.getLogger(__name__)
+
+
+def slice_blocks(
+    model: Any,
+    example: Any,
+    n_stages: int | None = None,
+    *,
+    blocks: str | None = None,
+    compiler: Compiler | None = None,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+) -> StagedModel:
+    """A ``torch.nn.Module`` as a :class:`StagedModel` that computes the same, bit for bit.
+
+    ``example`` as of :func:`.graph_slicing.slice_model`, of a typical size.
+    ``n_stages``: how many stages of even time; None for four, or one for each block if they are
+    fewer. ``blocks``: the name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds them, such
+    as ``"encoder.layer"``; None for the one with the most weights. ``compiler``: what makes each
+    block faster, such as ``torch.compile``; the model is equalled only as far as it equals it.
+
+    Nothing is copied: the blocks are the model's own, and their hooks run. Raises StagingError for
+    a model in train mode, that has no blocks, or does not call each of them once, with what the one
+    before has returned; ValueError for less than one stage, or more than there are blocks and ends.
+    Blocks: the model runs some times.
+    """
+    check_evaluates(model)
+    path = (
+        _path_to_blocks(model) if blocks is None else [each for each in blocks.split(".") if each]
+    )
+    run = Example(example)
+    run.call(model)
+    body = _body(model, path, run)
+    shell = body.shell
+    times_ns = body.measure(run, clock_ns)
+    _warn_of_twice(shell.name, times_ns)
+    cuts = [Cut(position) for position in range(1, len(times_ns))]
+    n_stages = min(_STAGES, len(shell.blocks)) if n_stages is None else n_stages
+    borders = [0, *even_cuts(times_ns, cuts, n_stages), len(times_ns)]
+    stages = [BlockStage(body, *border) for border in itertools.pairwise(borders)]
+    check_stages(stages, model, run)
+    if compiler is not None:
+        body.blocks = [compiler(block) for block in body.blocks]
+    return StagedModel(stages, name=shell.name)
+
+
+def _body(model: Any, path: Sequence[str], run: Example) -> _Body:
+    try:
+        return _Body(Shell(model, path, run), run)
+    except StagingError:
+        raise
+    # The model's own code, where it gets from a stand-in what no block would give.
+    except Exception as error:
+        raise StagingError(
+            f"{type(model).__name__} does not run with stand-ins for its blocks "
+            f"{'.'.join(path)!r} ({error}); name others (blocks=), or try slice_model"
+        ) from error
+
+
+def _warn_of_twice(name: str, times_ns: Sequence[int]) -> None:
+    share = times_ns[0] / sum(times_ns)
+    if share > _SHARE:
+        _log.warning(
+            "%s spends %.0f %% of its time before its blocks, and in stages that is spent twice; "
+            "slice_model does not run it again",
+            name,
+            100 * share,
+        )
+
+
+class _Body:
+    """A model's blocks, and what is around them: step 0 is the prelude, the last the postlude."""
+
+    def __init__(self, shell: Shell, example: Example) -> None:
+        self.shell = shell
+        self.blocks: list[Callable[..., Any]] = list(shell.blocks)
+        self._example = example
+        self._kinds: list[tuple[BlockCalls, tuple[bool, ...]]] = []
+        """For calls that are known, which of the prelude's tensors have the batch as an axis."""
+        self.begin(example.batch())
+
+    @property
+    def last(self) -> int:
+        """The number of the postlude."""
+        return len(self.blocks) + 1
+
+    def begin(self, batch: Sequence[Any]) -> tuple[Any, ...]:
+        """The prelude: what goes from stage to stage."""
+        run = self._example.like(batch)
+        prelude = self.shell.prelude(run)
+        calls, is_batched = self._kind(prelude, run)
+        tensors = tuple(
+            tensor if has_rows else Shared(tensor)
+            for tensor, has_rows in zip(prelude.tensors, is_batched, strict=True)
+        )
+        leaves = tuple(each if _is_array(each) else Shared(each) for each in run.leaves())
+        return leaves, prelude.hidden, tensors, Shared(calls)
+
+    def through(self, state: tuple[Any, ...], begin: int, end: int) -> tuple[Any, ...]:
+        """Some blocks."""
+        leaves, hidden, tensors, calls = state
+        plain = _without_shared(tensors)
+        for number in range(begin, end):
+            args, kwargs = calls.value.arguments(number, hidden, plain)
+            hidden = self.shell.hidden_of(self.blocks[number](*args, **kwargs))
+        return leaves, hidden, tensors, calls
+
+    def end(self, state: tuple[Any, ...]) -> Any:
+        """The postlude: the model's output."""
+        leaves, hidden, *_ = state
+        return self.shell.postlude(self._example.of_leaves(_without_shared(leaves)), hidden)
+
+    def _kind(self, prelude: Prelude, run: Example) -> tuple[BlockCalls, tuple[bool, ...]]:
+        """The calls as they were seen first, and which tensors have rows.
+
+        The same object for equal ones, so that they are quickly compared when they are joined.
+        """
+        for calls, is_batched in self._kinds:
+            if calls == prelude.calls and len(is_batched) == len(prelude.tensors):
+                return calls, is_batched
+        # With all of its rows and one more, what depends on the contents stays as it is.
+        larger = self.shell.prelude(run.with_rows(run.rows + 1))
+        if larger.calls != prelude.calls:
+            raise StagingError(
+                f"{self.shell.name} calls its blocks in another way with {run.rows} rows than with "
+                f"{run.rows + 1}; what they are called with may not depend on the size of the batch"
+            )
+        kind = (
+            prelude.calls,
+            tuple(
+                _has_rows(one, other, run.rows)
+                for one, other in zip(prelude.tensors, larger.tensors, strict=True)
+            ),
+        )
+        # Numbers that depend on a length make as many kinds as there are lengths.
+        self._kinds = [*self._kinds[1 - _KINDS :], kind]
+        return kind
+
+    def measure(self, example: Example, clock_ns: Callable[[], int]) -> list[int]:
+        """The least time of each step with the example."""
+        import torch
+
+        taken_ns: list[list[int]] = [[] for _ in range(self.last + 1)]
+        with torch.no_grad():
+            for _ in range(_REPEATS + 1):
+                value: Any = example.batch()
+                for step in range(self.last + 1):
+                    begin_ns = clock_ns()
+                    value = self.run(value, step)
+                    example.synchronize()
+                    taken_ns[step].append(clock_ns() - begin_ns)
+        return [min(each[1:]) for each in taken_ns]
+
+    def run(self, value: Any, step: int) -> Any:
+        """One step; the first is given the batch."""
+        if not step:
+            return self.begin(value)
+        return self.end(value) if step == self.last else self.through(value, step - 1, step)
+
+
+class BlockStage:
+    """Some of a model's steps: the prelude, blocks, the postlude. ``end`` is not among them."""
+
+    def __init__(self, body: _Body, begin: int, end: int) -> None:
+        self._body = body
+        self._begin, self._end = begin, end
+
+    def __call__(self, *batch: Any) -> Any:
+        """The batch for the first stage, else what the stage before returned."""
+        import torch
+
+        # The number of threads belongs to each thread, and products of matrices do not hand it on.
+        torch.get_num_threads()
+        body = self._body
+        with torch.no_grad():
+            state = batch[0] if self._begin else body.begin(batch)
+            state = body.through(state, max(self._begin - 1, 0), min(self._end, body.last) - 1)
+            return body.end(state) if self._end > body.last else state
+
+    def __repr__(self) -> str:
+        return f"<BlockStage of steps {self._begin} to {self._end - 1}>"
+
+
+def _has_rows(one: Any, other: Any, rows: int) -> bool:
+    return bool(one.dim() and one.shape[0] == rows and other.shape == (rows + 1, *one.shape[1:]))
+
+
+def _is_array(leaf: Any) -> bool:
+    import torch
+
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _without_shared(values: Sequence[Any]) -> list[Any]:
+    return [each.value if isinstance(each, Shared) else each for each in values]
+
+
+def _path_to_blocks(model: Any) -> list[str]:
+    """To the container with the most weights, outermost first."""
+    found = max(
+        _containers(model),
+        key=lambda found: sum(each.numel() for each in found[1].parameters()),
+        default=None,
+    )
+    if found is None:
+        raise StagingError(
+            f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of blocks; use "
+            "slice_model, or name the container (blocks=)"
+        )
+    return [name for name in found[0].split(".") if name]
+
+
+def _containers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Those that are in no other one, by name."""
+    import torch
+
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(each) for each in outer):
+            continue
+        if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) and len(module) > 1:
+            outer.append(f"{name}." if name else "")
+            yield name, module

@@ -1,0 +1,223 @@
+"""An example of a model's batch: how the model is called, and batches of other sizes like it.
+
+An example is what the model is called with: one tensor, a tuple of positional arguments, or a
+mapping of keyword arguments. Each tensor in it with any axis has the batch as its first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trims_shim.batching.staged.flow import NotJoinable, join, take
+from trims_shim.errors import StagingError
+
+__all__ = ["Example", "are_identical", "check_stages"]
+
+_NEAR = 0.1
+"""Of the largest magnitude."""
+
+
+class Example:
+    """See the module docstring. Raises StagingError for tensors that disagree, or none at all."""
+
+    def __init__(self, example: Any) -> None:
+        self._names: tuple[str, ...] | None = None
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        if isinstance(example, Mapping):
+            self.kwargs = dict(example)
+            self._names = tuple(self.kwargs)
+        else:
+            self.args = tuple(example) if isinstance(example, tuple | list) else (example,)
+        sizes = {each.shape[0] for each in self.leaves() if _has_rows(each)}
+        if len(sizes) != 1:
+            raise StagingError(
+                f"the example's tensors have {sorted(sizes) or 'no'} rows; each tensor needs the "
+                "batch as its first axis, and there has to be one"
+            )
+        (self.rows,) = sizes
+
+    def leaves(self) -> list[Any]:
+        """Everything in it that is no structure, in the order of torch's trees."""
+        import torch.utils._pytree as pytree
+
+        leaves: list[Any] = pytree.tree_leaves((self.args, self.kwargs))
+        return leaves
+
+    def arguments(self, batch: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model's arguments for what the first stage is called with.
+
+        That is one mapping, if the example is one. Raises TypeError for a name that is missing.
+        """
+        if self._names is None:
+            return tuple(batch), {}
+        (mapping,) = batch
+        missing = [name for name in self._names if name not in mapping]
+        if missing:
+            raise TypeError(f"the batch has no {', '.join(map(repr, missing))}")
+        return (), {name: mapping[name] for name in self._names}
+
+    def like(self, batch: Sequence[Any]) -> Example:
+        """What the first stage is called with, as an example of the same kind."""
+        args, kwargs = self.arguments(batch)
+        return Example(args if self._names is None else kwargs)
+
+    def of_leaves(self, leaves: Sequence[Any]) -> Example:
+        """As :meth:`like`, of what :meth:`leaves` gave."""
+        import torch.utils._pytree as pytree
+
+        shape = pytree.tree_structure((self.args, self.kwargs))
+        args, kwargs = pytree.tree_unflatten(list(leaves), shape)
+        return Example(args if self._names is None else kwargs)
+
+    def with_rows(self, rows: int) -> Example:
+        """A batch of another size, by repeating rows or leaving some out. Copies."""
+        import torch
+        import torch.utils._pytree as pytree
+
+        index = torch.arange(rows) % self.rows
+
+        def of(each: Any) -> Any:
+            return each[index.to(each.device)] if _has_rows(each) else each
+
+        args, kwargs = pytree.tree_map(of, (self.args, self.kwargs))
+        return Example(kwargs if self._names is not None else args)
+
+    def batch(self) -> tuple[Any, ...]:
+        """What the first stage is called with."""
+        return self.args if self._names is None else (self.kwargs,)
+
+    def synchronize(self) -> None:
+        """Wait for its device, before a clock is read."""
+        import torch
+
+        if any(isinstance(each, torch.Tensor) and each.is_cuda for each in self.leaves()):
+            torch.cuda.synchronize()
+
+    def call(self, model: Callable[..., Any]) -> Any:
+        """The model's output, without a graph."""
+        import torch
+
+        with torch.no_grad():
+            return model(*self.args, **self.kwargs)
+
+
+def check_stages(
+    stages: Sequence[Callable[..., Any]], model: Callable[..., Any], example: Example
+) -> None:
+    """Raises StagingError if they compute something else than it, or rows meddle with each other.
+
+    Alone, with some sizes of batch, the results are the model's bit for bit. Those of two batches
+    that are joined at every border are only near them, as kernels sum in other orders.
+    """
+    import torch
+
+    name = type(model).__name__
+    for rows in (1, example.rows, example.rows + 1):
+        run = example.with_rows(rows)
+        with torch.no_grad():
+            value: Any = stages[0](*run.batch())
+            for stage in stages[1:]:
+                value = stage(value)
+        if not are_identical(value, run.call(model)):
+            raise StagingError(
+                f"the stages of {name} do not compute what it computes, with a batch of {rows}: it "
+                "does something else where it is traced, or keeps something from call to call; cut "
+                "it in the other way (slice_model, slice_blocks), or write its stages as functions"
+            )
+    runs = example, example.with_rows(1)
+    # Batches that cannot be joined are not, when it comes to it.
+    with contextlib.suppress(NotJoinable), torch.no_grad():
+        for run, result in zip(runs, _joined(stages, *runs), strict=True):
+            if not _are_near(result, run.call(model)):
+                raise StagingError(
+                    f"{name} cannot be batched between stages: what it returns for a row depends "
+                    "on the others in the batch, or has not the batch as its first axis"
+                )
+
+
+def _joined(stages: Sequence[Callable[..., Any]], one: Example, other: Example) -> list[Any]:
+    """The results of two batches that were one in every stage but the first."""
+    values = [stages[0](*each.batch()) for each in (one, other)]
+    everyone = range(one.rows + other.rows)
+    parts = everyone[: one.rows], everyone[one.rows :]
+    for number, stage in enumerate(stages[1:], 2):
+        value = stage(join(values))
+        if number < len(stages):
+            values = [take(value, part) for part in parts]
+        else:
+            values = [_rows(value, part, len(everyone)) for part in parts]
+    return values
+
+
+def _rows(output: Any, rows: range, count: int) -> Any:
+    """These of the ``count`` rows of what a model returns."""
+    import torch.utils._pytree as pytree
+
+    def of(each: Any) -> Any:
+        has_all = _has_rows(each) and each.shape[0] == count
+        return each[rows.start : rows.stop] if has_all else each
+
+    return pytree.tree_map(of, output)
+
+
+def _are_near(one: Any, other: Any) -> bool:
+    """Whether floating-point tensors differ by less than wrong rows would make of them.
+
+    The bound is far above what half precision loses. Numbers of other types (the index of the
+    largest) may differ altogether where two are nearly equal, and are not looked at.
+    """
+    import torch
+    import torch.utils._pytree as pytree
+
+    for each, its in zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True):
+        if not isinstance(each, torch.Tensor) or not each.is_floating_point():
+            continue
+        if each.shape != its.shape:
+            return False
+        differences, magnitudes = (each - its).abs(), its.abs()
+        is_finite = differences.isfinite() & magnitudes.isfinite()
+        if is_finite.any():
+            limit = _NEAR * float(magnitudes[is_finite].max())
+            if float(differences[is_finite].max()) > limit:
+                return False
+    return True
+
+
+def are_identical(one: Any, other: Any) -> bool:
+    """Whether two outputs are equal bit for bit, NaNs included."""
+    import torch
+    import torch.utils._pytree as pytree
+
+    ones, shape = pytree.tree_flatten(one)
+    others, other_shape = pytree.tree_flatten(other)
+    if shape != other_shape:
+        return False
+    for each, its in zip(ones, others, strict=True):
+        if not isinstance(each, torch.Tensor):
+            if each is not its and each != its:
+                return False
+        elif not isinstance(its, torch.Tensor) or not _is_identical(each, its):
+            return False
+    return True
+
+
+def _is_identical(one: Any, other: Any) -> bool:
+    import torch
+
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    one, other = one.detach().contiguous(), other.detach().contiguous()
+    return torch.equal(one, other) or bool(
+        torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    )
+
+
+def _has_rows(each: Any) -> bool:
+    import torch
+
+    return isinstance(each, torch.Tensor) and each.dim() > 0

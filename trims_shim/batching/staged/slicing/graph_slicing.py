@@ -1,0 +1,160 @@
+"""Any torch model in stages: its graph, cut where the stages take equally long.
+
+Or where the batch size changes from which on a batch gains nothing more. For models whose code
+cannot be traced, or whose lengths vary freely, :mod:`.block_slicing`.
+Source: DVABatch (ATC'22), section 6.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.staged.diversity import preferred_size
+from trims_shim.batching.staged.model import StagedModel
+from trims_shim.batching.staged.slicing.examples import Example, check_stages
+from trims_shim.batching.staged.slicing.graph_stages import GraphStage
+from trims_shim.batching.staged.slicing.tracing import Compiler, TracedModel
+from trims_shim.errors import StagingError
+
+__all__ = ["OperatorTimes", "operator_times", "slice_model"]
+
+OperatorTimes = Mapping[int, Sequence[int]]
+"""For batch sizes, what each operation of the trace takes, in ns."""
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_GRAINS = 16
+"""Pieces of even time whose preferred batch sizes are compared: single operations are too noisy."""
+_LEAST_SHARE = 0.03
+"""Of the whole time: half of what a piece has on the average."""
+_CHANGE = 4
+"""Times as large or as small: sizes that were measured are twice as large as the one before, and by
+one of them two measurements of the same operations differ."""
+_MOST_STAGES = 8
+"""More gain nothing, and each costs a change of batches (DVABatch found 20 to be too many)."""
+_REPEATS = 4
+_STAGES = 4
+"""Where nothing speaks for another number."""
+
+
+def slice_model(
+    model: Any,
+    example: Any,
+    n_stages: int | None = None,
+    *,
+    profile: OperatorTimes | None = None,
+    varying: Collection[int] = (),
+    compiler: Compiler | None = None,
+) -> StagedModel:
+    """A ``torch.nn.Module`` as a :class:`StagedModel` that computes the same, bit for bit.
+
+    ``example``: what the model is called with for a batch: a tensor ``[batch, ...]``, a tuple of
+    arguments, or a mapping of keyword arguments (the first stage gets one mapping then). A batch of
+    a typical size, as times are measured with it. ``n_stages``: how many stages of even time;
+    None: cut where the preferred batch size of operations changes much (into eight at most), or
+    into four where it does not.
+    ``profile``: times of operations that were measured before (:func:`operator_times`).
+    ``varying``: axes besides the first that may have other sizes than in the example, as ``(1,)``
+    for lengths. ``compiler``: what makes each stage faster, for example
+    ``functools.partial(torch.compile, dynamic=True)``; stages of even time are cut once more by
+    what they take then, and equal the model only as far as what it makes does.
+
+    Nothing is copied: the stages have the model's own parameters and buffers. Raises StagingError
+    for a model in train mode, that depends on chance, changes its buffers, branches on data, has a
+    batch size built in, or has fewer places to be cut at; ValueError for less than one stage.
+    Blocks: tracing takes seconds, and the model runs some times.
+    """
+    if n_stages is not None and n_stages < 1:
+        raise ValueError(f"a model cannot be cut into {n_stages} stages")
+    traced = TracedModel(model, example, varying=varying)
+    if n_stages is None:
+        positions = _where_preferred_changes(traced, profile or operator_times(traced))
+    else:
+        positions = traced.even(n_stages, _times(traced, profile))
+    stages = traced.stages(positions)
+    check_stages(stages, model, traced.example)
+    if compiler is not None and n_stages is not None:
+        positions = _recut(traced, positions, _times(traced, profile), compiler)
+    if compiler is not None:
+        stages = _compiled(traced.stages(positions), compiler)
+    return StagedModel(stages, name=traced.name)
+
+
+def operator_times(traced: TracedModel, sizes: Sequence[int] = _SIZES) -> OperatorTimes:
+    """Measure every operation at these batch sizes. Blocks; runs the model four times for each."""
+    return {size: traced.measure(size, repeats=3) for size in sizes}
+
+
+def _times(traced: TracedModel, profile: OperatorTimes | None) -> Sequence[int]:
+    if profile is None:
+        return traced.measure()
+    size = min(profile, key=lambda size: abs(size - traced.example.rows))
+    if len(profile[size]) != len(traced.operations):
+        raise StagingError(
+            f"the profile is of {len(profile[size])} operations, and {traced.name} has "
+            f"{len(traced.operations)}; measure it again"
+        )
+    return profile[size]
+
+
+def _compiled(stages: list[GraphStage], compiler: Compiler) -> list[GraphStage]:
+    for stage in stages:
+        stage.run = compiler(stage.module)
+    return stages
+
+
+def _recut(
+    traced: TracedModel, positions: Sequence[int], times_ns: Sequence[int], compiler: Compiler
+) -> list[int]:
+    """As many cuts, even by what the stages between ``positions`` take when they are compiled.
+
+    Within a stage its operations keep their shares: what became of each cannot be seen.
+    """
+    taken_ns = _stage_times(_compiled(traced.stages(positions), compiler), traced.example)
+    borders = [0, *positions, len(times_ns)]
+    scaled = [
+        round(each * taken / max(sum(times_ns[begin:end]), 1))
+        for (begin, end), taken in zip(itertools.pairwise(borders), taken_ns, strict=True)
+        for each in times_ns[begin:end]
+    ]
+    return traced.even(len(positions) + 1, scaled)
+
+
+def _stage_times(stages: Sequence[GraphStage], example: Example) -> list[int]:
+    """The least time of each stage; first runs, in which compilers compile, do not count."""
+    taken_ns: list[list[int]] = [[] for _ in stages]
+    for _ in range(_REPEATS):
+        value: Any = example.batch()
+        for number, stage in enumerate(stages):
+            begin_ns = time.perf_counter_ns()
+            value = stage(value) if number else stage(*value)
+            example.synchronize()
+            taken_ns[number].append(time.perf_counter_ns() - begin_ns)
+    return [min(each[1:]) for each in taken_ns]
+
+
+def _where_preferred_changes(traced: TracedModel, profile: OperatorTimes) -> list[int]:
+    times = _times(traced, profile)
+    grains = traced.even(min(_GRAINS, len(traced.cuts()) + 1), times)
+    changes: dict[int, float] = {}
+    before: int | None = None
+    for begin, end in itertools.pairwise([0, *grains, len(times)]):
+        if sum(times[begin:end]) < _LEAST_SHARE * sum(times):
+            continue  # too short to have been measured, or to matter
+        preferred = preferred_size(_profile_of(profile, begin, end))
+        change = max(preferred, before or preferred) / min(preferred, before or preferred)
+        if before is None or change >= _CHANGE:
+            before = preferred
+        if change >= _CHANGE:
+            changes[begin] = change
+    largest = sorted(changes, key=lambda position: changes[position])[-_MOST_STAGES + 1 :]
+    return sorted(largest) or traced.even(min(_STAGES, len(traced.cuts()) + 1), times)
+
+
+def _profile_of(times: OperatorTimes, begin: int, end: int) -> LatencyProfile:
+    """Of some operations."""
+    sums = {size: max(1, sum(each[begin:end])) for size, each in times.items()}
+    return LatencyProfile.measured(sums, pads=False)

@@ -1,0 +1,347 @@
+"""A traced graph in stages: what may cross the border between two, and the stages themselves.
+
+Operations stand in the order of the trace, which is topological. At a border a value crosses that
+is made before it and used after it:
+
+========  ==========================================================================================
+batched   a dense tensor ``[batch, ...]``: crosses as it is
+shared    tensors and numbers that depend on no data and not on the size of the batch: as Shared
+count     a number that depends on the size of the batch: never crosses; computed again behind it
+view      another way to look at a tensor that may cross: that one does, and the view is taken again
+========  ==========================================================================================
+
+A border that anything else would cross is not legal. Nor is one where two names of one memory
+cross, and an operation behind it writes there: joined with others, they would be two memories.
+
+Which is which is found by running the graph with two sizes of batch and comparing. Weights do not
+cross: each stage has those it uses, and they are the model's own tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trims_shim.batching.staged.activations import Shared
+from trims_shim.batching.staged.slicing.cutting import Cut
+from trims_shim.batching.staged.slicing.examples import Example
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+__all__ = ["GraphStage", "StagedGraph", "written_by"]
+
+_FACTORIES = ("new_", "full_like", "ones_like", "zeros_like", "empty_like")
+"""Operations that take a tensor for its kind and shape alone."""
+_SMALL, _LARGE = 2, 3
+"""The two sizes of batch that are compared. Not 1: what has one row anyway looks batched then."""
+
+_NO_MEMORY = 0
+
+
+class StagedGraph:
+    """The graph of an exported program's module, with the example that it was traced with.
+
+    ``leaves`` makes the flat list of the graph's inputs of a batch, ``unflatten`` the model's
+    output of the flat list of its outputs.
+    """
+
+    def __init__(
+        self,
+        module: GraphModule,
+        example: Example,
+        *,
+        leaves: Callable[..., Sequence[Any]],
+        unflatten: Callable[[Sequence[Any]], Any],
+    ) -> None:
+        self._module = module
+        self._leaves, self._unflatten = leaves, unflatten
+        nodes = list(module.graph.nodes)
+        self.inputs = [node for node in nodes if node.op == "placeholder"]
+        self.operations = [node for node in nodes if node.op.startswith("call_")]
+        self._outputs: Sequence[Any] = nodes[-1].args[0]
+        self._order = {node: index for index, node in enumerate(self.operations)}
+        self._small = self._values(example, _SMALL)
+        self._large = self._values(example, _LARGE)
+        self._with_data = self._find_data()
+        self._needed: dict[Node, frozenset[Node] | None] = {}
+        self._crossing = self._find_crossing()
+
+    def _values(self, example: Example, rows: int) -> dict[Node, Any]:
+        """Of every node. All are kept alive, so that equal memory means the same memory."""
+        import torch
+        from torch.fx import Interpreter
+
+        interpreter = Interpreter(self._module, garbage_collect_values=False)
+        run = example.with_rows(rows)
+        leaves = self._leaves(*run.batch())
+        with torch.no_grad():
+            interpreter.run(*leaves, enable_io_processing=False)
+        return interpreter.env
+
+    def measure(self, example: Example, *, repeats: int, clock_ns: Callable[[], int]) -> list[int]:
+        """The least time of each operation, in ns, after one run that does not count."""
+        import torch
+        from torch.fx import Interpreter
+
+        taken_ns: dict[Node, list[int]] = {node: [] for node in self.operations}
+
+        class Timing(Interpreter):
+            def run_node(self, n: Node) -> Any:
+                begin_ns = clock_ns()
+                result = super().run_node(n)
+                example.synchronize()
+                if n in taken_ns:
+                    taken_ns[n].append(clock_ns() - begin_ns)
+                return result
+
+        with torch.no_grad():
+            for _ in range(repeats + 1):
+                leaves = self._leaves(*example.batch())
+                Timing(self._module).run(*leaves, enable_io_processing=False)
+        return [min(each[1:]) for each in taken_ns.values()]
+
+    # --- what may cross ---------------------------------------------------------------------------
+
+    def cuts(self) -> list[Cut]:
+        """The legal positions among :attr:`operations`."""
+        return [
+            Cut(position, sum(map(self._row_bytes, crossing)))
+            for position, crossing in enumerate(self._crossing)
+            if position and crossing and any(map(self._is_batched, crossing))
+        ]
+
+    def _find_data(self) -> set[Node]:
+        """What depends on the contents of the inputs, not only on their shapes."""
+        found: set[Node] = set(self.inputs)
+        for node in self.operations:
+            name = str(node.target).removeprefix("aten.")
+            if not name.startswith(("sym_", *_FACTORIES)) and found.intersection(
+                node.all_input_nodes
+            ):
+                found.add(node)
+        return found
+
+    def _find_crossing(self) -> list[set[Node] | None]:
+        """For each position what crosses there, or None where that is not legal."""
+        end = len(self.operations)
+        crossing: list[set[Node] | None] = [set() for _ in range(end)]
+        for node in [*self.inputs, *self.operations]:
+            uses = [self._order.get(user, end) for user in node.users]
+            for position in range(self._order.get(node, -1) + 1, max(uses, default=-1) + 1):
+                if position < end:
+                    _add(crossing, position, self._needs(node))
+        for index, node in enumerate(self.operations):
+            for memory in self._written(node):
+                for position in range(index + 1):
+                    if self._is_torn(crossing[position] or (), memory):
+                        crossing[position] = None
+        return crossing
+
+    def _needs(self, node: Node) -> frozenset[Node] | None:
+        """What has to cross a border for ``node`` to be used behind it; None if nothing helps."""
+        if node not in self._needed:
+            self._needed[node] = self._find_needs(node)
+        return self._needed[node]
+
+    def _find_needs(self, node: Node) -> frozenset[Node] | None:
+        if node.op == "get_attr" or self._is_batch_size(node):
+            return frozenset()
+        if self._is_batched(node) or self._is_shared(node):
+            return frozenset((node,))
+        if not (self._is_count(node) or _is_view(node)):
+            return None
+        every = [self._needs(each) for each in node.all_input_nodes]
+        found = [each for each in every if each is not None]
+        return frozenset().union(*found) if len(found) == len(every) else None
+
+    def _is_batched(self, node: Node) -> bool:
+        import torch
+
+        small, large = self._small[node], self._large[node]
+        return (
+            isinstance(small, torch.Tensor)
+            and small.dim() > 0
+            and (small.shape[0], large.shape[0]) == (_SMALL, _LARGE)
+            and small.shape[1:] == large.shape[1:]
+            and _is_dense(small)
+            and _is_dense(large)
+        )
+
+    def _is_shared(self, node: Node) -> bool:
+        import torch
+
+        if node in self._with_data:
+            return False
+        small, large = self._small[node], self._large[node]
+        if isinstance(small, torch.Tensor):
+            return small.shape == large.shape and small.layout is torch.strided
+        return isinstance(small, bool | int | float) and small == large
+
+    def _is_count(self, node: Node) -> bool:
+        return node not in self._with_data and isinstance(self._small[node], bool | int | float)
+
+    def _is_batch_size(self, node: Node) -> bool:
+        return "sym_size" in str(node.target) and (self._small[node], self._large[node]) == (
+            _SMALL,
+            _LARGE,
+        )
+
+    def _row_bytes(self, node: Node) -> int:
+        return self._small[node].nbytes // _SMALL if self._is_batched(node) else 0
+
+    def _written(self, node: Node) -> set[int]:
+        """The memory that an operation writes to."""
+        found = {_memory(self._small[each]) for each in written_by(node)}
+        return found - {_NO_MEMORY}
+
+    def _is_torn(self, crossing: Collection[Node], memory: int) -> bool:
+        names = [node for node in crossing if _memory(self._small[node]) == memory]
+        return len(names) > 1 or any(not self._is_batched(node) for node in names)
+
+    # --- stages -----------------------------------------------------------------------------------
+
+    def stages(self, positions: Sequence[int]) -> list[GraphStage]:
+        """The stages between these positions, which are legal and ascend."""
+        borders = [0, *positions, len(self.operations)]
+        stages = []
+        for number, (begin, end) in enumerate(itertools.pairwise(borders)):
+            is_last = number == len(positions)
+            stages.append(
+                GraphStage(
+                    self._part(begin, end),
+                    takes=None if begin else self._leaves,
+                    shared=() if is_last else self._shared_at(end),
+                    gives=self._unflatten if is_last else tuple,
+                )
+            )
+        return stages
+
+    def _crossing_at(self, position: int) -> list[Node]:
+        crossing = self._crossing[position]
+        assert crossing is not None
+        return sorted(crossing, key=lambda node: self._order.get(node, -1))
+
+    def _shared_at(self, position: int) -> list[int]:
+        return [
+            index
+            for index, node in enumerate(self._crossing_at(position))
+            if not self._is_batched(node)
+        ]
+
+    def _part(self, begin: int, end: int) -> GraphModule:
+        from torch.fx import Graph, GraphModule
+
+        graph = Graph()
+        inputs = self._crossing_at(begin) if begin else self.inputs
+        known = {node: graph.placeholder(node.name) for node in inputs}
+        batched = next((node for node in inputs if begin and self._is_batched(node)), None)
+
+        def here(node: Node) -> Node:
+            """The node in this stage, computed again if it was computed before it."""
+            if node not in known:
+                if batched is not None and self._is_batch_size(node):
+                    known[node] = graph.create_node(node.op, node.target, (known[batched], 0))
+                else:
+                    known[node] = graph.node_copy(node, here)
+            return known[node]
+
+        for node in self.operations[begin:end]:
+            known[node] = graph.node_copy(node, here)
+        is_last = end == len(self.operations)
+        outputs = self._outputs if is_last else self._crossing_at(end)
+        graph.output(tuple(here(each) if hasattr(each, "users") else each for each in outputs))
+        return GraphModule(self._module, graph)
+
+
+class GraphStage:
+    """One stage: a callable that takes an activation and returns one, without a graph of gradients.
+
+    ``module`` has the operations, ``run`` is what runs them: the module, or what a compiler made
+    of it.
+    """
+
+    def __init__(
+        self,
+        module: GraphModule,
+        *,
+        takes: Callable[..., Sequence[Any]] | None,
+        shared: Sequence[int],
+        gives: Callable[[Sequence[Any]], Any],
+    ) -> None:
+        self.module = module
+        self.run: Callable[..., Any] = module
+        self._takes = takes
+        self._shared = tuple(shared)
+        self._gives = gives
+
+    def __call__(self, *batch: Any) -> Any:
+        """The batch for the first stage, else what the stage before returned."""
+        import torch
+
+        # The number of threads belongs to each thread, and products of matrices do not hand it on.
+        torch.get_num_threads()
+        if self._takes is not None:
+            inputs = self._takes(*batch)
+        else:
+            inputs = [each.value if isinstance(each, Shared) else each for each in batch[0]]
+        with torch.no_grad():
+            outputs = list(self.run(*inputs))
+        for index in self._shared:
+            outputs[index] = Shared(outputs[index])
+        return self._gives(outputs)
+
+    def __repr__(self) -> str:
+        operations = sum(node.op.startswith("call_") for node in self.module.graph.nodes)
+        return f"<GraphStage of {operations} operations>"
+
+
+def _add(crossing: list[set[Node] | None], position: int, needs: frozenset[Node] | None) -> None:
+    found = crossing[position]
+    if needs is None:
+        crossing[position] = None
+    elif found is not None:
+        found.update(needs)
+
+
+def _memory(value: Any) -> int:
+    import torch
+
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return _NO_MEMORY
+    return value.untyped_storage().data_ptr()
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Joined with others its strides stay as they are."""
+    import torch
+
+    if tensor.layout is not torch.strided:
+        return False
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(tensor.dim())
+    return tensor.is_contiguous() or (last is not None and tensor.is_contiguous(memory_format=last))
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or len(schema.returns) != 1:
+        return False
+    alias = schema.returns[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+def written_by(node: Node) -> list[Node]:
+    """The nodes whose tensors an operation writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    arguments = dict(zip((each.name for each in schema.arguments), node.args, strict=False))
+    arguments.update(node.kwargs)
+    written: list[Any] = [
+        arguments.get(each.name)
+        for each in schema.arguments
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
+    return [each for each in written if hasattr(each, "users")]

@@ -1,0 +1,255 @@
+"""A torch model as a line of operations, which can be timed and cut anywhere that is legal.
+
+The trace is ``torch.export``'s before any decomposition: the very operations that the model calls,
+in their order, with its own parameters and buffers. So stages compute what the model computes, bit
+for bit. The size of the batch is free in it; other axes are as in the example, unless they are
+said to vary. An input of another shape raises AssertionError, with the guard that fails, and one of
+another type TypeError. A model that is moved to another device has to be traced there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trims_shim.batching.staged.slicing.cutting import Cut, even_cuts
+from trims_shim.batching.staged.slicing.examples import Example
+from trims_shim.batching.staged.slicing.graph_stages import GraphStage, StagedGraph, written_by
+from trims_shim.errors import StagingError
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+__all__ = ["Compiler", "TracedModel", "check_evaluates"]
+
+Compiler = Callable[[Any], Callable[..., Any]]
+"""For example ``functools.partial(torch.compile, dynamic=True)``."""
+
+_LEAST_ROWS = 2
+"""An axis of one is not left free by torch.export."""
+
+
+class TracedModel:
+    """A model, traced with an example of its batch (:mod:`.examples`).
+
+    ``varying``: the axes of tensors that may be of any size, besides the first. It keeps the model
+    and the example. Raises StagingError for what cannot be traced, has a size of batch built in,
+    depends on chance, or changes itself.
+    """
+
+    def __init__(self, model: Any, example: Any, *, varying: Collection[int] = ()) -> None:
+        self.model = model
+        self.name = type(model).__name__
+        given = Example(example)
+        self.example = given if given.rows >= _LEAST_ROWS else given.with_rows(_LEAST_ROWS)
+        check_evaluates(model)
+        program = _exported(model, self.example, varying)
+        module = program.module()
+        for node in module.graph.nodes:
+            _check_operation(node, module, self.name)
+        self._graph = StagedGraph(
+            module,
+            self.example,
+            leaves=_Leaves(self.example, program.call_spec.in_spec),
+            unflatten=_Unflatten(program.call_spec.out_spec),
+        )
+
+    @property
+    def operations(self) -> list[str]:
+        """Their names, in their order."""
+        return [str(node.target) for node in self._graph.operations]
+
+    def cuts(self) -> list[Cut]:
+        """The legal positions between operations."""
+        return self._graph.cuts()
+
+    def even(self, stages: int, times_ns: Sequence[int]) -> list[int]:
+        """Positions that cut it into stages of even time, given that of each operation.
+
+        Raises StagingError if it has no place for so many cuts.
+        """
+        cuts = self.cuts()
+        if len(cuts) < stages - 1:
+            raise StagingError(
+                f"{self.name} can be cut into {len(cuts) + 1} stages at most, not {stages}: "
+                "elsewhere something would cross that is no tensor with the batch as its first axis"
+            )
+        return even_cuts(times_ns, cuts, stages)
+
+    def stages(self, positions: Sequence[int]) -> list[GraphStage]:
+        """Its stages, cut at these positions. Weights are the model's own tensors."""
+        return self._graph.stages(positions)
+
+    def measure(
+        self,
+        rows: int | None = None,
+        *,
+        repeats: int = 5,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> list[int]:
+        """What each operation takes with a batch of ``rows`` (default: the example's), in ns.
+
+        The least of some repeats. Blocks, and runs the model ``repeats + 1`` times.
+        """
+        example = self.example if rows is None else self.example.with_rows(rows)
+        return self._graph.measure(example, repeats=repeats, clock_ns=clock_ns)
+
+
+def check_evaluates(model: Any) -> None:
+    """Raises StagingError for a model, or a part of it, in train mode."""
+    modules = getattr(model, "named_modules", None)
+    if modules is None:
+        raise StagingError(f"{model!r} is no torch.nn.Module; give StagedModel a list of functions")
+    if hasattr(model, "_orig_mod"):
+        raise StagingError(
+            "a compiled model cannot be cut; cut the model itself, and have its stages compiled "
+            "(compiler=)"
+        )
+    for name, module in modules():
+        if module.training:
+            part = f"its {name!r}" if name else "it"
+            raise StagingError(
+                f"{type(model).__name__} cannot be cut into stages: {part} is in train mode, where "
+                "answers depend on chance and on who shares a batch; call model.eval()"
+            )
+
+
+class _Leaves:
+    """The flat list of the inputs of a batch."""
+
+    def __init__(self, example: Example, shape: Any) -> None:
+        self._example = example
+        self._shape = shape
+        self._constants = [_constant(each) for each in example.leaves()]
+
+    def __call__(self, *batch: Any) -> Sequence[Any]:
+        import torch.utils._pytree as pytree
+
+        leaves, shape = pytree.tree_flatten(self._example.arguments(batch))
+        if shape != self._shape:
+            raise TypeError(
+                f"the arguments are not of the example's structure: {shape}, not {self._shape}"
+            )
+        for leaf, constant in zip(leaves, self._constants, strict=True):
+            found = _constant(leaf)
+            if found != constant:
+                raise TypeError(
+                    f"the stages were traced with {constant!r}, and are called with {found!r}"
+                )
+        return leaves
+
+
+class _Unflatten:
+    def __init__(self, shape: Any) -> None:
+        self._shape = shape
+
+    def __call__(self, outputs: Sequence[Any]) -> Any:
+        import torch.utils._pytree as pytree
+
+        return pytree.tree_unflatten(outputs, self._shape)
+
+
+def _constant(leaf: Any) -> Any:
+    """What is built into a trace: of a tensor its type, anything else as it is."""
+    import torch
+
+    return (leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _exported(model: Any, example: Example, varying: Collection[int]) -> Any:
+    import torch
+    import torch.utils._pytree as pytree
+    from torch.export import Dim
+
+    def axes(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        free = {axis: Dim.AUTO for axis in varying if axis < leaf.dim()}
+        return {**free, 0: Dim.DYNAMIC} if leaf.dim() else {}
+
+    shapes = pytree.tree_map(axes, (example.args, example.kwargs))
+    try:
+        with torch.no_grad(), _without_warnings():
+            return torch.export.export(
+                model, example.args, example.kwargs, dynamic_shapes=_by_name(model, *shapes)
+            )
+    # What torch.export raises has no common class; what the model itself raises comes through too.
+    except Exception as error:
+        raise StagingError(
+            f"{type(model).__name__} cannot be traced: {_first_line(error)}. Its batch size must "
+            "be free, and no branch may depend on data; cut it at its blocks (slice_blocks), or "
+            "write its stages as functions"
+        ) from error
+
+
+def _by_name(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The shapes of arguments by the names of ``forward``'s parameters, as torch.export wants."""
+    import inspect
+
+    parameters = inspect.signature(model.forward).parameters.values()
+    named: dict[str, Any] = {}
+    rest = list(args)
+    for each in parameters:
+        if each.kind is each.VAR_POSITIONAL:
+            named[each.name], rest = tuple(rest), []
+        elif rest:
+            named[each.name] = rest.pop(0)
+    loose = next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), None)
+    known = {each.name for each in parameters}
+    named.update((name, shape) for name, shape in kwargs.items() if name in known)
+    others = {name: shape for name, shape in kwargs.items() if name not in known}
+    if others and loose is not None:
+        named[loose] = others
+    return named
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """torch's own about itself, which nobody who slices a model can do anything about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _check_operation(node: Node, module: GraphModule, name: str) -> None:
+    """Raises StagingError for one that depends on chance, or writes to what the model keeps."""
+    if _is_random(node):
+        raise StagingError(
+            f"{name} cannot be cut into stages: {node.target} depends on chance{_place(node)}"
+        )
+    for written in written_by(node):
+        if written.op == "get_attr":
+            raise StagingError(
+                f"{name} cannot be cut into stages: {node.target} changes its "
+                f"{written.target!r}{_place(node)}; batches that run at the same time would see "
+                "each other's"
+            )
+
+
+def _is_random(node: Node) -> bool:
+    import torch
+
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    values = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    values.update(zip((each.name for each in arguments), node.args, strict=False))
+    values.update(node.kwargs)
+    is_off = values.get("train") is False or values.get("training") is False
+    return not is_off and values.get("dropout_p", values.get("p")) != 0.0
+
+
+def _place(node: Node) -> str:
+    """Where in the user's code, as far as torch knows."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    places = [line for line in lines if line.startswith("File ")]
+    return f" ({places[-1]})" if places else ""

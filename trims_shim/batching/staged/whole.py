@@ -1,0 +1,60 @@
+"""All stages of a model one after the other, with one batch: what it means to be sliced.
+
+Whatever else runs the stages has to come to the same answers. No threads, no policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trims_shim.batching.splitting import split
+from trims_shim.batching.staged.activations import EarlyExit, Stepped
+from trims_shim.batching.staged.flow import take
+
+__all__ = ["run_steps", "run_whole"]
+
+Take = Callable[[Any, Sequence[int]], Any]
+
+
+def run_whole(stages: Sequence[Callable[..., Any]], batch: Sequence[Any]) -> Any:
+    """What the last stage returns; a list of one result for each row if some have left earlier.
+
+    ``batch`` has one element for each argument of the first stage. Loops are run to their end by
+    the caller, who gives a stage that does it.
+    """
+    value = stages[0](*batch)
+    rows: list[int] | None = None
+    results: dict[int, Any] = {}
+    for stage in stages[1:]:
+        if isinstance(value, EarlyExit):
+            left = [index for index, is_finished in enumerate(value.finished) if is_finished]
+            rows = list(range(len(value.finished))) if rows is None else rows
+            found = split(value.results, len(left))
+            results.update((rows[index], each) for index, each in zip(left, found, strict=True))
+            rows = [row for index, row in enumerate(rows) if index not in left]
+            if not rows:
+                break
+            value = value.rest
+        value = stage(value)
+    if rows is None:
+        return value
+    results.update(zip(rows, split(value, len(rows)) if rows else (), strict=True))
+    return [results[row] for row in sorted(results)]
+
+
+def run_steps(
+    step: Callable[[Any], Stepped], state: Any, *, take_rows: Take = take
+) -> list[list[Any]]:
+    """Run a step until all rows are finished. Returns the pieces of each."""
+    stepped = step(state)
+    answers: list[list[Any]] = [[] for _ in stepped.finished]
+    rows = list(range(len(answers)))
+    while True:
+        for row, piece in zip(rows, split(stepped.pieces, len(rows)), strict=True):
+            answers[row].append(piece)
+        kept = [index for index, is_finished in enumerate(stepped.finished) if not is_finished]
+        if not kept:
+            return answers
+        rows = [rows[index] for index in kept]
+        stepped = step(take_rows(stepped.state, kept))
