@@ -154,6 +154,20 @@ def test_a_slow_model_makes_room_for_a_quick_one(run: Run) -> None:
     assert "preemption factor 3.03" in output
 
 
+def test_newcomers_catch_up_with_a_batch_on_its_way(run: Run) -> None:
+    output = run(str(EXAMPLES / "batching" / "staged.py"))
+    assert "same answers: True" in output
+    assert "pieces: [3, 2, 1]" in output
+    assert "an answer: [5, 4, 3, 2, 1]" in output
+
+
+def test_prompts_are_continued_together(run: Run) -> None:
+    output = run(str(EXAMPLES / "batching" / "generation.py"))
+    assert "same tokens as alone: True" in output
+    assert "streamed in 23 pieces, the same: True" in output
+    assert number(r"([\d.]+) rows for each step", output) > 1.5
+
+
 def test_suite_with_a_model_per_test_passes_with_trims(run: Run) -> None:
     output = run(str(EXAMPLES / "pytest_project" / "compare.py"), "--rounds", "1")
     assert number(r"(\d+) tests passed in every run", output) > 0

@@ -241,3 +241,16 @@ def test_two_engines_share_nothing() -> None:
     assert second(1) == 3
     wait_until(lambda: second.stats().submitted == 2)
     second.close()
+
+
+def test_the_end_of_the_process_waits_for_workers_that_give_tensors_back() -> None:
+    """A thread of torch's that is cut off in the middle of that aborts the process."""
+    pytest.importorskip("torch")
+    code = (
+        "import torch\n"
+        "from trims_shim.batching import Batcher\n"
+        "batcher = Batcher(lambda batch: batch)\n"
+        "batcher.submit(torch.ones(5)).result()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=LONG_S, check=False)
+    assert done.returncode == 0

@@ -11,6 +11,7 @@ from trims_shim.batching.exit_points import ExitPoints
 from trims_shim.batching.flex_models import StagedFunctions, stages_of
 from trims_shim.batching.lanes import CpuLane
 from trims_shim.batching.replies import BlockedCall, Entry, Failure
+from trims_shim.batching.staged import Loop, StagedModel
 
 
 def double(values: list[int]) -> list[int]:
@@ -147,6 +148,7 @@ def test_each_device_may_have_a_copy_of_its_own() -> None:
         ([], ValueError, "at least one stage"),
         ([double, 3], TypeError, "3 is no stage"),
         ([later], TypeError, "asynchronous"),
+        (StagedModel([double, Loop(double)]), TypeError, "a Loop cannot start anew"),
     ],
 )
 def test_what_is_no_model_is_refused(model: Any, error: type[Exception], message: str) -> None:

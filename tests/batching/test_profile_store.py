@@ -137,7 +137,7 @@ def test_profiles_of_another_machine_are_not_used(
     store: ProfileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.save("classify", None, SAVED)
-    monkeypatch.setattr("trims_shim.batching.profile_store._machine", lambda: "another")
+    monkeypatch.setattr("trims_shim.batching.profile_store.machine_text", lambda: "another")
     assert store.load("classify") is None
 
 

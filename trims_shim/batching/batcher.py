@@ -28,14 +28,14 @@ from trims_shim.batching.arguments import (
 )
 from trims_shim.batching.collate import Collate, CollateSpec
 from trims_shim.batching.dispatch import Dispatch, Options
-from trims_shim.batching.engine import Engine
-from trims_shim.batching.functions import BatchFunction
-from trims_shim.batching.learning import Learning
-from trims_shim.batching.policies.registry import rule_maker
+from trims_shim.batching.engine import Engine, EngineKind
+from trims_shim.batching.policies.registry import POLICIES, rule_maker
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.replies import BatchFuture, BlockedCall, Entry, Reply
 from trims_shim.batching.rules import RuleMaker
+from trims_shim.batching.staged.model import StagedModel
+from trims_shim.batching.staged.stage_statistics import StagedStats
 from trims_shim.batching.statistics import BatcherStats
 from trims_shim.batching.streams import END, StreamReply
 
@@ -52,9 +52,18 @@ class Batcher:
     item. It may be ``async`` or a generator (see :meth:`stream`); a function of a class has one
     batcher for each instance.
 
+    ``model``: the same in stages, a :class:`~trims_shim.batching.staged.StagedModel`, so that
+    requests can enter and leave a batch on its way. Stages run instead of ``function``, which
+    answers where one fails; the first batch of each key runs both ways, and where the results
+    differ by more than rounding, the function answers alone. A StagedModel may also be given as
+    ``function`` itself. ``buffer_pairs`` and ``max_active`` are for models in stages: how many
+    batches there may be at each border, and how many requests on their way.
+
     ``max_batch_size``: 32, or the largest of ``batch_sizes``.
     ``slo_ms``: by when an answer is wanted, from the call on; None for no limit.
-    ``policy``: a name of :data:`trims_shim.batching.policies.POLICIES`, or what makes a rule.
+    ``policy``: a name of :data:`trims_shim.batching.policies.POLICIES`, or what makes a rule; for
+    models in stages also of :data:`trims_shim.batching.staged.policies.STAGED_POLICIES`. By default
+    ``"auto"``, and with stages ``"dvabatch"``.
     ``profile``: how long batches take, or a file with it; learned if not given, and kept for the
     next process; in both cases refreshed by each batch.
     ``collate``: how items become batches, see :func:`~trims_shim.batching.collate.collate_of`;
@@ -65,19 +74,24 @@ class Batcher:
     :class:`~trims_shim.errors.RequestDropped`, or served when nothing else is left.
     ``isolate_failures``: halve a failing batch until each failing item is alone.
     ``weight`` of an item, and the most that the items of a batch may weigh together.
-    ``devices``: how many batches run at once.
+    ``devices``: how many batches run at once, 1 by default. Of a model in stages how many of its
+    stages, each with one batch; also names of devices (``["cuda:0", "cuda:0"]`` are two streams);
+    by default 1 on a CPU, and 2 where its parameters are on a GPU.
     ``caller_runs``: a thread that waits for its answer may run the batch itself, which saves a
     change of threads; False for functions that care in which thread they run (thread-local state;
     OpenMP, which keeps a pool of threads for each thread that computes).
     """
 
+    _has_stages = False
+
     def __init__(
         self,
         function: Callable[..., Any],
         *,
+        model: StagedModel | None = None,
         slo_ms: float | None = None,
         max_batch_size: int | None = None,
-        policy: str | RuleMaker = "auto",
+        policy: str | RuleMaker | None = None,
         profile: LatencyProfile | str | os.PathLike[str] | None = None,
         collate: CollateSpec = "auto",
         batch_sizes: Sequence[int] | None = None,
@@ -87,7 +101,9 @@ class Batcher:
         isolate_failures: bool = True,
         weight: Callable[..., int] | None = None,
         max_batch_weight: int | None = None,
-        devices: int = 1,
+        devices: int | Sequence[str] | None = None,
+        buffer_pairs: int = 2,
+        max_active: int | None = None,
         caller_runs: bool = True,
         name: str | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -103,23 +119,41 @@ class Batcher:
             raise ValueError(
                 f"max_batch_size is {max_batch_size}, and no size in batch_sizes is as large"
             )
+        given_name = name
+        has_function = True
+        if isinstance(function, StagedModel):
+            if model is not None:
+                raise TypeError("give a function and its model, or a model alone, not two models")
+            model, has_function = function, False
+            given_name = name or function.name or None
         functools.update_wrapper(self, function, updated=())
-        self.name = name or name_of(function)
+        self.name = given_name or name_of(function)
         self._function = function
         slo_ns = NEVER_NS if slo_ms is None else objective_ns(slo_ms)
         self._weight = weight
         self._clock_ns = clock_ns
         self._owner: object = None
         self._bound: dict[int, tuple[weakref.ref[Any], Engine]] = {}
-        prior = prior_of(profile)
-        kept_as = name or lasting_name(function)
-        maker = rule_maker(policy)
-
+        self._has_stages = model is not None
+        self._model = model
+        kept_as = given_name or lasting_name(function)
         shown_name = self.name
+        if model is None:
+            kind = _plain_kind(policy, profile, devices, max_active)
+        else:
+            kind = _staged().staged_kind(
+                model,
+                has_function=has_function,
+                policy=policy,
+                profile=profile,
+                devices=devices,
+                pairs=buffer_pairs,
+                max_active=max_active,
+            )
 
         # Without self, so that a batcher is gone with its last reference, not when it is collected.
         def make_engine(takes_owner: bool) -> Engine:
-            batch_function = BatchFunction(
+            batch_function = kind.function(
                 function,
                 collate=collate,
                 batch_sizes=batch_sizes,
@@ -127,26 +161,26 @@ class Batcher:
                 takes_owner=takes_owner,
                 name=shown_name,
             )
-            learning = Learning(
-                maker,
+            learning = kind.learning(
+                kind.maker,
                 name=kept_as,
                 max_batch_size=max_batch_size,
                 max_batch_weight=max_batch_weight,
-                devices=devices,
+                devices=kind.devices,
                 batch_sizes=batch_sizes,
-                prior=prior,
+                prior=kind.prior,
                 store=open_store,
             )
             options = Options(
                 learning,
-                devices=devices,
+                devices=kind.devices,
                 queue_size=queue_size,
                 rejects_when_full=choice("when_full", when_full, "reject", "wait"),
                 serves_late=choice("when_late", when_late, "serve", "drop"),
                 caller_runs=caller_runs,
                 clock_ns=clock_ns,
             )
-            return Engine(batch_function, options, slo_ns=slo_ns)
+            return kind.engine(batch_function, options, slo_ns=slo_ns)
 
         self._make_engine = make_engine
         self._engine = make_engine(False)
@@ -196,8 +230,9 @@ class Batcher:
     ) -> Iterator[Any]:
         """The pieces of the answer for one item as they come; blocks between them.
 
-        For batch functions that are generators: each list they yield has a piece for every item. Of
-        other functions the whole answer is the only piece. Closing the iterator gives the rest up.
+        For batch functions that are generators: each list they yield has a piece for every item;
+        and for models whose last stage is a Loop. Of others the whole answer is the only piece.
+        Closing the iterator gives the rest up.
         """
         engine = self._engine
         dispatch = engine.own_loop() if engine.function.is_async else engine.threads()
@@ -252,6 +287,11 @@ class Batcher:
         return self._function
 
     @property
+    def model(self) -> StagedModel | None:
+        """The model in stages; None for a function without."""
+        return self._model
+
+    @property
     def collate(self) -> Collate:
         """How items become batches."""
         return self._engine.function.collate
@@ -276,6 +316,14 @@ class Batcher:
     def stats(self) -> BatcherStats:
         """What it did until now."""
         return self._engine.stats()
+
+    def stage_stats(self) -> StagedStats:
+        """What it did to batches between stages. Raises TypeError where there are none."""
+        engine: Any = self._engine
+        if not self._has_stages:
+            raise TypeError(f"{self.name} has no stages; give them with model=")
+        stats: StagedStats = engine.stage_stats()
+        return stats
 
     def update(self, *, slo_ms: float | None = None, max_batch_size: int | None = None) -> None:
         """Change the objective of later requests, or the size of later batches."""
@@ -345,6 +393,11 @@ class Batcher:
         """Of a class: the batcher of this instance, which is gone when the instance is."""
         if instance is None or not inspect.isfunction(self._function):
             return self
+        if self._has_stages:
+            raise TypeError(
+                f"{self.name} is a method, and model= has no instance; make a Batcher of the model "
+                "in __init__ instead"
+            )
         number = id(instance)
         found = self._bound.get(number)
         if found is None or found[0]() is not instance:
@@ -406,6 +459,34 @@ def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> An
     if function is None:
         return functools.partial(Batcher, **options)
     return Batcher(function, **options)
+
+
+def _plain_kind(
+    policy: str | RuleMaker | None,
+    profile: LatencyProfile | str | os.PathLike[str] | None,
+    devices: int | Sequence[str] | None,
+    max_active: int | None,
+) -> EngineKind:
+    """Of a function without stages."""
+    if not isinstance(devices, int | None) or max_active is not None:
+        raise TypeError(
+            "names of devices and max_active are for models in stages: give one with model="
+        )
+    if isinstance(policy, str) and policy not in POLICIES and _staged().is_policy(policy):
+        raise ValueError(f"policy {policy!r} is for models in stages: give one with model=")
+    return EngineKind(
+        devices=1 if devices is None else devices,
+        maker=rule_maker("auto" if policy is None else policy),
+        prior=prior_of(profile),
+    )
+
+
+@functools.cache
+def _staged() -> ModuleType:
+    """What only models in stages need."""
+    from trims_shim.batching.staged import front
+
+    return front
 
 
 @functools.cache

@@ -162,6 +162,7 @@ class Dispatch(ABC):
                 finally:
                     outside, self._outside = self._outside, outside
                     self._is_busy = False
+                    self._me = None  # it may have its answer by now, which is its caller's
             finally:
                 self._lock.release()
                 if outside:

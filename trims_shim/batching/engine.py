@@ -15,16 +15,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.dispatch import Dispatch, Options
 from trims_shim.batching.functions import BatchFunction
+from trims_shim.batching.learning import Learning
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profiling import measure
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.replies import Entry, Failure
+from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.statistics import BatcherStats, Record
-from trims_shim.batching.threads import ThreadDispatch
+from trims_shim.batching.threads import ThreadDispatch, join_workers
 from trims_shim.errors import BatcherClosed
 
 if TYPE_CHECKING:
@@ -32,10 +35,13 @@ if TYPE_CHECKING:
 
     from trims_shim.batching.aio import LoopDispatch, Mailbox
 
-__all__ = ["EXIT_S", "Engine"]
+__all__ = ["EXIT_S", "Engine", "EngineKind"]
 
 EXIT_S = 10.0
 """How long the end of the interpreter waits for answers; a batch that hangs must not keep it."""
+
+_JOIN_S = 1.0
+"""How long it waits for threads that have nothing to do any more; they take some microseconds."""
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _parents: list[object] = []
@@ -263,6 +269,18 @@ class Engine:
             raise BatcherClosed(f"{self.function.name} takes no more requests: it was closed")
 
 
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What a :class:`~trims_shim.batching.batcher.Batcher` makes its engine of."""
+
+    devices: int
+    maker: RuleMaker
+    prior: LatencyProfile | None
+    function: Callable[..., BatchFunction] = BatchFunction
+    learning: Callable[..., Learning] = Learning
+    engine: Callable[..., Engine] = Engine
+
+
 class _Countdown:
     def __init__(self, number: int, on_zero: Callable[[], None]) -> None:
         self._left = [None] * number
@@ -286,6 +304,7 @@ def _at_exit() -> None:
     end_s = time.monotonic() + EXIT_S
     for engine in list(_engines):
         engine.finish(max(0.0, end_s - time.monotonic()))
+    join_workers(_JOIN_S)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

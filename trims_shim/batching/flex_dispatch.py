@@ -22,7 +22,7 @@ from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profile_store import ProfileStore
 from trims_shim.batching.profiling import LearnedProfile
 from trims_shim.batching.protocol import Action, Event, Policy, Preempt, Preempted, Request
-from trims_shim.batching.replies import BatchFuture, Entry
+from trims_shim.batching.replies import Entry
 from trims_shim.batching.rules import Rule
 from trims_shim.batching.threads import ThreadDispatch
 
@@ -226,22 +226,6 @@ class FlexDispatch(ThreadDispatch):
             for request in job.live or ():
                 self._tell(now_ns, request)
 
-    def _wait_again(self, request: Request) -> None:
-        reply = request.payload.reply
-        if isinstance(reply, BatchFuture):
-            reply.requeue()
-        self._waiting[request.number] = request
-        try:
-            self._room.pop()
-        except IndexError:
-            self._debt += 1  # it was in the queue before those who have its place now
-
-    def _leave(self, requests: Sequence[Request]) -> None:
-        super()._leave(requests)
-        while self._debt and self._room:
-            self._room.pop()
-            self._debt -= 1
-
     def _tell(self, now_ns: int, event: Event) -> None:
         if isinstance(event, Request):
             policy, learning = self._policy, self.options.learning
@@ -260,8 +244,6 @@ class FlexDispatch(ThreadDispatch):
 
     def _set_up(self) -> None:
         super()._set_up()
-        self._debt = 0
-        """Requests in the queue without a place of their own."""
         self.preemptions = 0
         self.wasted_ns = 0
         self.stops_ns: deque[int] = deque(maxlen=_LAST)

@@ -17,6 +17,7 @@ from trims_shim.batching.exit_points import ExitPoints, GivenUp
 from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.lanes import Lane
 from trims_shim.batching.replies import Entry, Failure
+from trims_shim.batching.staged.model import Loop
 from trims_shim.errors import BadBatch
 
 __all__ = ["StagedFunctions", "Stages", "stages_of"]
@@ -39,6 +40,10 @@ def stages_of(model: Stages, device: str) -> list[Stage]:
     for stage in stages:
         if not callable(stage):
             raise TypeError(f"{stage!r} is no stage: it is not callable")
+        if isinstance(stage, Loop):
+            raise TypeError(
+                "a model that ends in a Loop cannot start anew; serve it with a Batcher"
+            )
         if inspect.iscoroutinefunction(stage) or inspect.isasyncgenfunction(stage):
             raise TypeError(f"{stage!r} is asynchronous; stages run in threads")
     if not stages:

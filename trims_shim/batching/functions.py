@@ -20,7 +20,7 @@ from trims_shim.batching.replies import Entry, Failure
 from trims_shim.batching.streams import Streaming
 from trims_shim.errors import BadBatch
 
-__all__ = ["BatchFunction"]
+__all__ = ["BatchFunction", "item_of"]
 
 
 class BatchFunction:
@@ -109,16 +109,18 @@ class BatchFunction:
     def joined(self, entries: Sequence[Entry]) -> tuple[Collate, list[Any], list[Any]]:
         """Their collate, their items, and the batch for each argument of the function."""
         first = entries[0]
-        number = len(first.arguments)
-        collate = self._collate(number)
+        collate = self.collate_of(first)
         batch = [first.owner] if self._takes_owner else []
-        if number == 1:
-            items = [entry.arguments[0] for entry in entries]
+        items = [item_of(entry) for entry in entries]
+        if len(first.arguments) == 1:
             batch.append(collate.join(items))
         else:
-            items = [entry.arguments for entry in entries]
             batch.extend(collate.join(items))
         return collate, items, batch
+
+    def collate_of(self, entry: Entry) -> Collate:
+        """The collate of items like this one's."""
+        return self._collate(len(entry.arguments))
 
     def _collate(self, number: int) -> Collate:
         collate = self._columns.get(number)
@@ -133,6 +135,12 @@ class BatchFunction:
         if streaming is not None and streaming.has_begun:
             return False
         return self._isolates and len(entries) > 1 and not isinstance(error, BadBatch)
+
+
+def item_of(entry: Entry) -> Any:
+    """What a collate sees of a request: its argument, or the tuple of them."""
+    arguments = entry.arguments
+    return arguments[0] if len(arguments) == 1 else arguments
 
 
 def _failed(entries: Sequence[Entry], error: Exception, streaming: Streaming | None) -> list[Any]:

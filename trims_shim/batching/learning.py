@@ -77,10 +77,10 @@ class Learning:
         self._store: ProfileStore | None = None
         self._is_store_open = False
         self._learned: dict[Hashable, LearnedProfile] = {}
-        self._seen: dict[Hashable, set[int]] = {}
+        self._seen: dict[Hashable, set[Hashable]] = {}
         self._measured: set[Hashable] = set()
         # Raises here, not at the first request, for what no rule can be made of.
-        self._rule(None, LatencyProfile([1.0] * max_batch_size))
+        self._rule(None, self._trial_profile())
         self.make_policy()
 
     def make_policy(self) -> Policy:
@@ -148,7 +148,7 @@ class Learning:
         prior = LatencyProfile.measured(
             durations_ns, max_batch_size=self.max_batch_size, pads=self._batch_sizes is not None
         )
-        self._learned[key] = LearnedProfile(prior, batch_sizes=self._batch_sizes)
+        self._learned[key] = self._new_learned(prior)
         self._measured.add(key)
         self._seen[key] = set(durations_ns)
         return self.profile(key)
@@ -166,10 +166,12 @@ class Learning:
                 store = self._opened_store()
                 if store is None:
                     return
-                known = learned.known_latencies_ns(self.max_batch_size)
-                pads = self._batch_sizes is not None
-                if known:
-                    store.save(self.name, key, SavedProfile(known, max(known), pads))
+                self._save(self.name, key, learned, store)
+
+    def _save(self, name: str, key: Hashable, learned: LearnedProfile, store: ProfileStore) -> None:
+        known = learned.known_latencies_ns(self.max_batch_size)
+        if known:
+            store.save(name, key, SavedProfile(known, max(known), self._batch_sizes is not None))
 
     def _make_rule(self, key: Hashable) -> Rule:
         if isinstance(key, LateKey):
@@ -187,9 +189,15 @@ class Learning:
                 del self._learned[oldest]
                 self._seen.pop(oldest, None)
                 self._measured.discard(oldest)
-            learned = LearnedProfile(self._prior_of(key), batch_sizes=self._batch_sizes)
-            self._learned[key] = learned
+            learned = self._learned[key] = self._new_learned(self._prior_of(key))
         return learned
+
+    def _new_learned(self, prior: LatencyProfile | None) -> LearnedProfile:
+        return LearnedProfile(prior, batch_sizes=self._batch_sizes)
+
+    def _trial_profile(self) -> LatencyProfile:
+        """Any of the right kind and size."""
+        return LatencyProfile([1.0] * self.max_batch_size)
 
     def _prior_of(self, key: Hashable) -> LatencyProfile | None:
         if self._prior is not None:
@@ -198,7 +206,10 @@ class Learning:
         # Under the lock, so not for keys without end (inputs of any length, not bucketed).
         if store is None or self.name is None or len(self._seen) >= _MOST_LOOKED_UP:
             return None
-        saved = store.load(self.name, key)
+        return self._load(self.name, key, store)
+
+    def _load(self, name: str, key: Hashable, store: ProfileStore) -> LatencyProfile | None:
+        saved = store.load(name, key)
         return None if saved is None else saved.profile
 
     def _opened_store(self) -> ProfileStore | None:

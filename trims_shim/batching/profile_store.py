@@ -1,8 +1,8 @@
 """Latency profiles as files: those that a user names, and those that batchers keep for themselves.
 
-A file is JSON, made whole beside its place and then renamed, so a reader sees the old one or the
-new one. Reading a file the user named raises; the store's own files are a convenience, so a broken
-one is ignored, with one warning for each, and written anew.
+A file is the JSON of :mod:`trims_shim.batching.profile_json`. Reading a file the user named raises;
+the store's own files are a convenience, so a broken one is ignored, with one warning for each, and
+written anew.
 """
 
 from __future__ import annotations
@@ -10,26 +10,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import logging
 import os
-import tempfile
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile_json import JsonFormat, largest_of, latencies_of
 from trims_shim.config import Config
-from trims_shim.errors import CorruptFile, FormatError, TruncatedFile, UnsupportedFormat
+from trims_shim.errors import FormatError
 
-__all__ = ["ProfileStore", "SavedProfile", "key_text", "load_profile", "load_saved", "save_profile"]
+__all__ = [
+    "ProfileStore",
+    "SavedProfile",
+    "key_text",
+    "load_profile",
+    "load_saved",
+    "machine_text",
+    "save_profile",
+]
 
 _logger = logging.getLogger(__name__)
 
-_FORMAT = "trims latency profile"
-_VERSION = 1
-_LIMIT_BYTES = 4 << 20
-_LARGEST_SIZE = 1 << 16
+_FORMAT = JsonFormat("trims latency profile", "latency profile", 1, "trims batch profile")
 _LIMIT_FILES = 1000
 """Inputs of very many shapes make as many keys, and keys may hold what differs in each process."""
 
@@ -62,8 +65,6 @@ class SavedProfile:
 def save_profile(path: str | os.PathLike[str], saved: SavedProfile) -> None:
     """Write or replace the file at ``path``, for its owner. Raises OSError."""
     fields = {
-        "format": _FORMAT,
-        "version": _VERSION,
         "name": saved.name,
         "key": saved.key,
         "machine": saved.machine,
@@ -72,20 +73,7 @@ def save_profile(path: str | os.PathLike[str], saved: SavedProfile) -> None:
         "pads": saved.pads,
         "latencies_ns": {str(size): round(each) for size, each in saved.latencies_ns.items()},
     }
-    _replace(os.fspath(path), json.dumps(fields, indent=1) + "\n")
-
-
-def _replace(path: str, text: str) -> None:
-    directory = os.path.dirname(path) or "."
-    number, temporary = tempfile.mkstemp(prefix=".profile-", dir=directory)
-    try:
-        with open(number, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    _FORMAT.write(path, fields)
 
 
 def load_profile(path: str | os.PathLike[str]) -> LatencyProfile:
@@ -95,54 +83,10 @@ def load_profile(path: str | os.PathLike[str]) -> LatencyProfile:
 
 def load_saved(path: str | os.PathLike[str]) -> SavedProfile:
     """The content of a profile's file. Raises OSError, and FormatError if it is not one."""
-    name = os.fspath(path)
-    with open(name, "rb") as file:
-        content = file.read(_LIMIT_BYTES + 1)
-    # Far more than any profile: not ours, and not worth decoding.
-    if len(content) > _LIMIT_BYTES:
-        raise CorruptFile(f"{name} is too large for a latency profile")
-    if not content.strip():
-        raise TruncatedFile(
-            f"{name} is empty, not a latency profile; `trims batch profile` makes one"
-        )
-    try:
-        fields = json.loads(content)
-    # RecursionError: brackets without end.
-    except (ValueError, RecursionError) as error:
-        raise CorruptFile(f"{name} is not a latency profile: {error}") from error
-    if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
-        raise CorruptFile(f"{name} is not a latency profile; see `trims batch profile`")
-    if fields.get("version") != _VERSION:
-        raise UnsupportedFormat(
-            f"{name} is a latency profile of version {fields.get('version')!r}, and this is for "
-            f"{_VERSION}; measure it anew with `trims batch profile`"
-        )
-    return _saved(name, fields)
-
-
-def _saved(name: str, fields: dict[str, Any]) -> SavedProfile:
-    latencies, largest = fields.get("latencies_ns"), fields.get("max_batch_size")
-    if not isinstance(latencies, dict) or not latencies:
-        raise CorruptFile(f"{name} has no latencies")
-    if type(largest) is not int or not 1 <= largest <= _LARGEST_SIZE:
-        raise CorruptFile(f"{name} has a max_batch_size of {largest!r}")
-    table = {_size(name, size): _latency(name, each) for size, each in latencies.items()}
+    name, fields = os.fspath(path), _FORMAT.read(path)
+    latencies_ns, largest = latencies_of(name, fields), largest_of(name, fields)
     texts = {each: str(fields.get(each, "")) for each in ("name", "key", "machine", "note")}
-    return SavedProfile(table, largest, bool(fields.get("pads")), **texts)
-
-
-def _size(name: str, text: str) -> int:
-    is_number = text.isascii() and text.isdigit() and len(text) <= 5
-    if not is_number or not 1 <= int(text) <= _LARGEST_SIZE:
-        raise CorruptFile(f"{name} has the latency of a batch of {text[:40]!r}")
-    return int(text)
-
-
-def _latency(name: str, value: object) -> float:
-    # A bool is an int, too. The limit is a century; not-a-number is not below it.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 62:
-        raise CorruptFile(f"{name} has a latency of {str(value)[:40]} ns")
-    return float(value)
+    return SavedProfile(latencies_ns, largest, bool(fields.get("pads")), **texts)
 
 
 # --- the profiles that batchers keep --------------------------------------------------------------
@@ -167,7 +111,7 @@ class ProfileStore:
 
     def path(self, name: str, key: Hashable = None) -> str:
         """Where the profile of this batcher and key is, or would be."""
-        text = "\n".join((name, key_text(key), _machine()))
+        text = "\n".join((name, key_text(key), machine_text()))
         # Readable for users, unique by the digest.
         readable = "".join(each if each.isalnum() or each in "-_." else "_" for each in name)[-80:]
         digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -183,12 +127,12 @@ class ProfileStore:
         except (OSError, FormatError) as error:
             self._warn(f"{error}; it is ignored, and measured anew")
             return None
-        is_it = (saved.name, saved.key, saved.machine) == (name, key_text(key), _machine())
+        is_it = (saved.name, saved.key, saved.machine) == (name, key_text(key), machine_text())
         return saved if is_it else None
 
     def save(self, name: str, key: Hashable, saved: SavedProfile) -> bool:
         """Keep it, in place of what was there; False, with a warning, where that fails."""
-        whole = replace(saved, name=name, key=key_text(key), machine=_machine())
+        whole = replace(saved, name=name, key=key_text(key), machine=machine_text())
         try:
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
             save_profile(self.path(name, key), whole)
@@ -225,7 +169,7 @@ def key_text(key: Hashable) -> str:
 
 
 @functools.cache
-def _machine() -> str:
+def machine_text() -> str:
     """What makes one machine as quick as another: processor, and how many of them we may use."""
     model = ""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:

@@ -48,7 +48,16 @@ class Reply(Protocol):
 class Entry:
     """What a driver keeps of a request while it waits: its arguments and where the answer goes."""
 
-    __slots__ = ("arguments", "deadline_ns", "gate", "has_room", "is_admitted", "owner", "reply")
+    __slots__ = (
+        "arguments",
+        "deadline_ns",
+        "gate",
+        "has_room",
+        "is_admitted",
+        "owner",
+        "pieces",
+        "reply",
+    )
 
     def __init__(
         self, arguments: tuple[Any, ...], reply: Reply, deadline_ns: int, owner: object
@@ -65,6 +74,8 @@ class Entry:
         """Whether the policy was told about it."""
         self.gate: threading.Lock | None = None
         """Released when it gets its place, or is lost; for those who wait for that."""
+        self.pieces: list[Any] | None = None
+        """What a loop has added to its answer; None before the first step."""
 
     def open_gate(self) -> None:
         """Nobody needs to wait for its place any more."""

@@ -134,11 +134,19 @@ class Record:
 
     def add_batch(self, arrivals_ns: Sequence[int], started_ns: int, ended_ns: int) -> None:
         """A batch has run; ``arrivals_ns`` are those of the requests that were in it."""
+        self.add_start(arrivals_ns, started_ns)
+        if arrivals_ns:
+            self.batch_sizes[len(arrivals_ns)] += 1
+        self.add_stage(started_ns, ended_ns)
+
+    def add_start(self, arrivals_ns: Sequence[int], started_ns: int) -> None:
+        """Requests wait no more."""
         for arrival_ns in arrivals_ns:
             self._waits_ns.append(started_ns - arrival_ns)
             self._wait_total_ns += started_ns - arrival_ns
-        if arrivals_ns:
-            self.batch_sizes[len(arrivals_ns)] += 1
+
+    def add_stage(self, started_ns: int, ended_ns: int) -> None:
+        """A device was busy."""
         self._busy_ns += ended_ns - started_ns
 
     def add_answer(self, arrival_ns: int, deadline_ns: int, now_ns: int) -> None:

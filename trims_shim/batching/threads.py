@@ -16,22 +16,27 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from trims_shim.batching.dispatch import Dispatch, Options
 from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.protocol import TIMER, Request
-from trims_shim.batching.replies import BlockedCall, Entry, Seat, deliver
+from trims_shim.batching.replies import BatchFuture, BlockedCall, Entry, Seat, deliver
 from trims_shim.errors import BatcherClosed, QueueFull
 
-__all__ = ["IDLE_S", "ThreadDispatch"]
+__all__ = ["IDLE_S", "ThreadDispatch", "join_workers"]
 
 _logger = logging.getLogger(__name__)
 
 IDLE_S = 30.0
 """How long a worker without work stays. Starting one costs about 100 us."""
+
+
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class _Worker(Seat):
@@ -54,6 +59,8 @@ class ThreadDispatch(Dispatch):
         self._keeper: Seat | None = None
         self._runners: dict[int, int] = {}
         """Threads that run batches, and how deep."""
+        self._debt = 0
+        """Requests in the queue without a place of their own."""
 
     # --- callers ----------------------------------------------------------------------------------
 
@@ -66,8 +73,7 @@ class ThreadDispatch(Dispatch):
                 if job is not None:
                     # Its own until its end: whoever is interrupted finds it there.
                     self._execute(job)
-                    self.post(job)
-                    reply.job = None
+                    self._report(job, reply)
                 else:
                     self._wait(reply)
         except (QueueFull, BatcherClosed):
@@ -78,6 +84,11 @@ class ThreadDispatch(Dispatch):
         if self._keeper is reply:
             self.post(self._look_for_keeper)
         return reply.take()
+
+    def _report(self, job: Job, reply: BlockedCall) -> None:
+        """The caller's job has ended."""
+        self.post(job)
+        reply.job = None
 
     def call_nested(self, entry: Entry) -> Any:
         """From inside a batch, whose end nobody may wait for: alone, here and now."""
@@ -186,6 +197,25 @@ class ThreadDispatch(Dispatch):
         if depth > 1:
             self._runners[ident] = depth - 1
 
+    # --- once more; under the lock ----------------------------------------------------------------
+
+    def _wait_again(self, request: Request) -> None:
+        """It has left the queue, and was not answered: it is in the queue again."""
+        reply = request.payload.reply
+        if isinstance(reply, BatchFuture):
+            reply.requeue()
+        self._waiting[request.number] = request
+        try:
+            self._room.pop()
+        except IndexError:
+            self._debt += 1  # it was in the queue before those who have its place now
+
+    def _leave(self, requests: Sequence[Request]) -> None:
+        super()._leave(requests)
+        while self._debt and self._room:
+            self._room.pop()
+            self._debt -= 1
+
     # --- who does what; under the lock ------------------------------------------------------------
 
     def _launch(self, job: Job) -> None:
@@ -203,7 +233,7 @@ class ThreadDispatch(Dispatch):
         if isinstance(me, _Worker) and me in self._idle:
             self._idle.remove(me)
             return me
-        if self.options.caller_runs and not self.function.is_generator:
+        if self._may_be_callers(job):
             callers = [
                 each.payload.reply
                 for each in job.requests
@@ -212,6 +242,10 @@ class ThreadDispatch(Dispatch):
             if callers:
                 return me if me in callers else callers[0]
         return self._idle.pop() if self._idle else self._new_worker()
+
+    def _may_be_callers(self, job: Job) -> bool:
+        """Whether a caller may run it in his thread."""
+        return self.options.caller_runs and not self.function.is_generator
 
     def _new_worker(self) -> _Worker:
         worker = _Worker()
@@ -227,6 +261,7 @@ class ThreadDispatch(Dispatch):
     def _start(self, worker: _Worker) -> None:
         try:
             worker.thread.start()
+            _started.add(worker.thread)
         except RuntimeError as error:  # no more threads, or the interpreter ends
             self._do_without(worker, error)
 
@@ -328,6 +363,17 @@ def _step(dispatch: ThreadDispatch, worker: _Worker) -> bool:
         # Of somebody's callback. A worker that dies would take later batches with it.
         _logger.exception("a callback of a future of %s failed", dispatch.function.name)
         return True
+
+
+def join_workers(timeout_s: float) -> None:
+    """Wait for the workers of closed batchers, and of those that are gone, to end; for so long.
+
+    A thread that is still giving a tensor back when the interpreter ends aborts the process: torch
+    wants the interpreter's lock back in a destructor, which the end of a thread must not leave.
+    """
+    end_s = time.monotonic() + timeout_s
+    for thread in list(_started):
+        thread.join(max(0.0, end_s - time.monotonic()))
 
 
 def _adopt_torch_threads() -> None:

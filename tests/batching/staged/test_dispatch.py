@@ -1,0 +1,747 @@
+"""Threads that run stages: nobody's answer is lost, doubled or somebody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.batching.staged.rules import joining, splitting
+from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
+from trims_shim.batching import Batcher
+from trims_shim.batching.policies.window import Window
+from trims_shim.batching.staged import EarlyExit, Loop, StagedModel, Stepped
+from trims_shim.batching.staged.staged_rules import StagedRule
+from trims_shim.errors import BatcherClosed, BatchingError, RequestDropped
+
+plain = functools.partial(Batcher, collate="list")
+
+
+def adding(number: int) -> Callable[[list[int]], list[int]]:
+    return lambda items: [item + number for item in items]
+
+
+class Held:
+    """A stage that waits; ``batches`` are those it was called with."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        self.gate(items)
+        return items
+
+    @property
+    def batches(self) -> list[list[Any]]:
+        return self.gate.batches
+
+
+# --- the ways through the stages ------------------------------------------------------------------
+
+
+def test_answers_come_from_the_last_stage() -> None:
+    with plain(StagedModel([adding(1), adding(10), adding(100)])) as batcher:
+        assert batcher(5) == 116
+        assert list(batcher.map(range(50))) == [item + 111 for item in range(50)]
+
+
+def test_a_lone_caller_runs_all_stages_and_starts_no_thread() -> None:
+    idents: list[int] = []
+
+    def stage(items: list[int]) -> list[int]:
+        idents.append(threading.get_ident())
+        return items
+
+    before = threading.active_count()
+    with plain(StagedModel([stage] * 4)) as batcher:
+        batcher(1)
+        assert idents == [threading.get_ident()] * 4
+        assert threading.active_count() == before
+
+
+def test_newcomers_catch_up_with_a_batch_on_its_way() -> None:
+    """The first waits for them at the border before the third stage; the two go on as one."""
+    second, third = Held(), Held()
+    with plain(StagedModel([adding(1), second, third]), policy=joining) as batcher:
+        first = batcher.submit(0)
+        second.gate.wait_entered()
+        late = [batcher.submit(item) for item in (10, 20)]
+        second.gate.open(2)
+        third.gate.open()
+        assert [each.result(LONG_S) for each in (first, *late)] == [1, 11, 21]
+        batcher.drain(LONG_S)
+        stats = batcher.stage_stats()
+    assert second.batches == [[1], [11, 21]]
+    assert third.batches == [[1, 11, 21]]
+    assert (stats.batches, stats.stretches, stats.splits) == (1, 1, 0)
+    assert [each.runs for each in stats.stages] == [2, 2, 1]
+    assert stats.stages[2].mean_batch_size == 3
+
+
+def test_a_split_batch_goes_on_in_parts() -> None:
+    second = Held()
+    policy = splitting(lambda size: (1, size - 1) if size > 1 else ())
+    first = Held()
+    with plain(StagedModel([first, second]), policy=policy, max_batch_size=4) as batcher:
+        before = batcher.submit(9)
+        first.gate.wait_entered()
+        futures = [batcher.submit(item) for item in range(4)]
+        first.gate.open(2)
+        second.gate.open(1)
+        assert before.result(LONG_S) == 9
+        second.gate.open(1)
+        wait_until(lambda: sum(each.done() for each in futures) == 1)
+        second.gate.open(1)
+        assert [each.result(LONG_S) for each in futures] == [0, 1, 2, 3]
+        batcher.drain(LONG_S)
+        assert batcher.stage_stats().splits == 1
+    assert second.batches == [[9], [0], [1, 2, 3]]
+
+
+def test_finished_rows_are_answered_before_the_others() -> None:
+    def first(items: list[int]) -> EarlyExit:
+        even = [item for item in items if item % 2 == 0]
+        return EarlyExit(
+            [item % 2 == 0 for item in items], even, [item for item in items if item % 2]
+        )
+
+    second = Held()
+    gate = Held()
+    model = StagedModel([gate, first, second])
+    with plain(model, policy="immediate", max_batch_size=4) as batcher:
+        start_one = batcher.submit(0)
+        gate.gate.wait_entered()
+        futures = [batcher.submit(item) for item in range(1, 5)]
+        gate.gate.open(2)
+        assert start_one.result(LONG_S) == 0
+        assert [futures[1].result(LONG_S), futures[3].result(LONG_S)] == [2, 4]
+        assert not futures[0].done()
+        second.gate.open()
+        assert [futures[0].result(LONG_S), futures[2].result(LONG_S)] == [1, 3]
+    assert second.batches == [[1, 3]]
+
+
+def test_pieces_that_cannot_be_joined_run_one_after_the_other() -> None:
+    """Rows of other lengths: they were padded apart, and are answered all the same."""
+    numpy = pytest.importorskip("numpy")
+    shapes: list[tuple[int, ...]] = []
+    gate = Gate()
+
+    def second(batch: Any) -> Any:
+        gate([])
+        return batch
+
+    def third(batch: Any) -> Any:
+        shapes.append(batch.shape)
+        return batch.sum(axis=1)
+
+    from trims_shim.batching import Pad
+
+    model = StagedModel([lambda batch: batch.values, second, third])
+    with Batcher(model, policy=joining, collate=Pad(unpad=False)) as batcher:
+        first = batcher.submit(numpy.ones(3))
+        gate.wait_entered()
+        late = [batcher.submit(numpy.ones(length)) for length in (5, 5)]
+        gate.open(2)
+        assert [float(each.result(LONG_S)) for each in (first, *late)] == [3, 5, 5]
+        batcher.drain(LONG_S)
+        assert batcher.stage_stats().failures == 0
+    assert shapes == [(1, 3), (2, 5)]
+
+
+def test_stages_of_two_batches_run_at_the_same_time() -> None:
+    """One waits for the other; so it is with stages that release the interpreter's lock."""
+    meeting = threading.Barrier(2)
+
+    def meet(who: int, items: list[int]) -> list[int]:
+        if items == [who]:
+            meeting.wait(LONG_S / 4)
+        return items
+
+    # The first batch in the second stage, and the second batch in the first stage.
+    model = StagedModel([functools.partial(meet, 2), functools.partial(meet, 1)])
+    with plain(model, policy="immediate", max_batch_size=1, devices=2) as batcher:
+        futures = [batcher.submit(item) for item in (1, 2)]
+        assert [each.result(LONG_S) for each in futures] == [1, 2]
+        batcher.drain(LONG_S)
+        assert batcher.stage_stats().failures == 0
+
+
+def test_every_stage_sees_the_given_batch_sizes_only() -> None:
+    seen: list[int] = []
+
+    def stage(items: list[int]) -> Any:
+        seen.append(len(items))
+        return items
+
+    def leave(items: list[int]) -> EarlyExit:
+        seen.append(len(items))
+        flags = [item % 3 == 0 for item in items]
+        ended = [item for item in items if item % 3 == 0]
+        return EarlyExit(flags, ended, [item for item in items if item % 3])
+
+    model = StagedModel([stage, leave, stage])
+    with plain(model, batch_sizes=(4, 8), max_batch_size=8) as batcher:
+        assert list(batcher.map(range(60))) == list(range(60))
+    assert set(seen) <= {4, 8}
+
+
+# --- loops ----------------------------------------------------------------------------------------
+
+
+def counting(held: Callable[[list[Any]], object] = lambda state: None) -> StagedModel:
+    """Of ``n`` the answer is n, n - 1, ..., 1, one in each step."""
+
+    def step(state: list[int]) -> Stepped:
+        held(state)
+        return Stepped([n - 1 for n in state], list(state), [n == 1 for n in state])
+
+    return StagedModel([lambda items: items, Loop(step)])
+
+
+def test_rows_leave_a_loop_when_they_are_finished() -> None:
+    with plain(counting()) as batcher:
+        assert batcher(3) == [3, 2, 1]
+        assert list(batcher.map([1, 4, 2])) == [[1], [4, 3, 2, 1], [2, 1]]
+        assert list(batcher.stream(3)) == [3, 2, 1]
+
+
+def test_newcomers_join_between_two_steps() -> None:
+    gate = Gate()
+    with plain(counting(gate), policy=joining) as batcher:
+        long = batcher.submit(4)
+        gate.wait_entered()
+        short = batcher.submit(1)
+        gate.open(2)
+        assert short.result(LONG_S) == [1]
+        assert not long.done()
+        gate.open(10)
+        assert long.result(LONG_S) == [4, 3, 2, 1]
+    assert [4] in gate.batches
+    assert any(sorted(batch) == [1, 3] for batch in gate.batches)
+
+
+def test_pieces_come_as_they_are_made() -> None:
+    gate = Gate()
+    with plain(counting(gate)) as batcher:
+        pieces = batcher.stream(3)
+        gate.open()
+        assert next(pieces) == 3
+        gate.open(2)
+        assert list(pieces) == [2, 1]
+
+
+def test_a_listener_that_goes_leaves_the_loop() -> None:
+    gate = Gate()
+    with plain(counting(gate)) as batcher:
+        pieces = batcher.stream(100)
+        gate.open()
+        assert next(pieces) == 100
+        pieces.close()  # type: ignore[attr-defined]
+        gate.open()
+        wait_until(lambda: batcher.stats().cancelled == 1)
+        gate.open()
+        assert batcher(1) == [1]
+    assert len(gate.batches) <= 3
+
+
+def test_the_result_of_a_loop_is_the_users_to_make() -> None:
+    def result(pieces: list[int]) -> int:
+        if len(pieces) == 2:
+            raise ValueError("two")
+        return sum(pieces)
+
+    step = counting().stages[-1]
+    assert isinstance(step, Loop)
+    with plain(StagedModel([Loop(step.step, result=result)])) as batcher:
+        assert batcher(3) == 6
+        with pytest.raises(ValueError, match="two"):
+            batcher(2)
+        batcher.drain(LONG_S)
+        assert batcher.stats().failed == 1
+
+
+def test_pieces_by_event_loops() -> None:
+    async def ask() -> list[int]:
+        return [piece async for piece in batcher.astream(3)]
+
+    with plain(counting()) as batcher:
+        assert asyncio.run(ask()) == [3, 2, 1]
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def refusing(bad: int) -> Callable[[list[int]], list[int]]:
+    def stage(items: list[int]) -> list[int]:
+        if bad in items:
+            raise ValueError(f"{bad} is bad")
+        return items
+
+    return stage
+
+
+def test_a_bad_item_fails_alone() -> None:
+    model = StagedModel([adding(0), refusing(13), adding(1)])
+    with plain(model, policy=functools.partial(Window, wait_ms=20)) as batcher:
+        futures = [batcher.submit(item) for item in range(10, 20)]
+        errors = [each.exception(LONG_S) for each in futures]
+        assert [isinstance(each, ValueError) for each in errors] == [n == 3 for n in range(10)]
+        assert [f.result() for f in futures if not f.exception()] == [
+            item + 1 for item in range(10, 20) if item != 13
+        ]
+        batcher.drain(LONG_S)
+        assert batcher.stage_stats().failures == 1
+        assert batcher.stats().failed == 1
+
+
+def test_without_isolation_all_of_them_fail() -> None:
+    model = StagedModel([adding(0), refusing(13)])
+    policy = functools.partial(Window, wait_ms=20)
+    with plain(model, policy=policy, isolate_failures=False) as batcher:
+        futures = [batcher.submit(item) for item in (12, 13, 14)]
+        assert all(isinstance(each.exception(LONG_S), ValueError) for each in futures)
+
+
+def test_what_cannot_cross_a_border_is_answered_by_the_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = StagedModel([lambda items: len(items), lambda count: [count] * count])
+    with plain(model, max_batch_size=1) as batcher:
+        assert [batcher(item) for item in range(3)] == [1, 1, 1]
+        batcher.drain(LONG_S)
+        assert batcher.stage_stats().failures == 3
+    (record,) = caplog.records
+    assert "stage 0" in record.getMessage()
+    assert "the number 1" in record.getMessage()
+
+
+def test_a_loop_that_fails_is_run_again_for_those_who_have_heard_nothing() -> None:
+    failed: list[bool] = []
+
+    def step(state: list[int]) -> Stepped:
+        if len(state) == 2 and not failed:
+            failed.append(True)
+            raise ValueError("once")
+        time.sleep(0.001)
+        return Stepped([n - 1 for n in state], list(state), [n == 1 for n in state])
+
+    model = StagedModel([lambda items: items, Loop(step)])
+    with plain(model, policy=functools.partial(Window, wait_ms=5000), max_batch_size=2) as batcher:
+        future = batcher.submit(3)
+        stream = batcher.stream(2)
+        assert future.result(LONG_S) == [3, 2, 1]
+        assert list(stream) == [2, 1]
+    assert failed
+
+
+def test_a_stream_that_has_begun_fails_with_the_step() -> None:
+    def step(state: list[int]) -> Stepped:
+        if state == [2]:
+            raise ValueError("two")
+        return Stepped([n - 1 for n in state], list(state), [n == 1 for n in state])
+
+    with plain(StagedModel([lambda items: items, Loop(step)])) as batcher:
+        stream = batcher.stream(3)
+        assert next(stream) == 3
+        with pytest.raises(ValueError, match="two"):
+            next(stream)
+        with pytest.raises(ValueError, match="two"):
+            batcher(3)
+
+
+# --- cancellation, deadlines ----------------------------------------------------------------------
+
+
+def test_a_future_can_be_cancelled_until_its_last_stage() -> None:
+    first, second, third = Held(), Held(), Held()
+    with plain(StagedModel([first, second, third]), policy="immediate") as batcher:
+        kept, given_up = None, None
+        blocking = batcher.submit(0)
+        first.gate.wait_entered()
+        kept, given_up = batcher.submit(1), batcher.submit(2)
+        first.gate.open(2)
+        second.gate.open(1)
+        third.gate.open(1)
+        assert blocking.result(LONG_S) == 0
+        wait_until(lambda: len(second.batches) == 2)
+        assert given_up.cancel()
+        second.gate.open()
+        wait_until(lambda: len(third.batches) == 2)
+        assert not kept.cancel()
+        third.gate.open()
+        assert kept.result(LONG_S) == 1
+        assert given_up.cancelled()
+        batcher.drain(LONG_S)
+        stats = batcher.stats()
+    assert third.batches == [[0], [1]]
+    assert (stats.answered, stats.cancelled) == (2, 1)
+
+
+def test_a_cancelled_task_leaves_between_two_stages() -> None:
+    first, second = Held(), Held()
+
+    async def ask() -> None:
+        tasks = [asyncio.ensure_future(batcher.aio(item)) for item in (1, 2)]
+        while not first.batches:
+            await asyncio.sleep(0.001)
+        tasks[0].cancel()
+        first.gate.open(2)
+        second.gate.open(2)
+        assert await tasks[1] == 2
+        assert tasks[0].cancelled()
+
+    with plain(StagedModel([first, second]), policy="immediate") as batcher:
+        asyncio.run(asyncio.wait_for(ask(), LONG_S))
+        wait_until(lambda: batcher.stats().running == 0)
+        assert batcher.stats().cancelled == 1
+    assert [item for batch in second.batches for item in batch] == [2]
+
+
+def test_who_goes_in_the_last_stage_has_been_answered() -> None:
+    """As in any batcher: the work is done, and nothing of it can be saved."""
+    second = Held()
+
+    async def ask() -> None:
+        task = asyncio.ensure_future(batcher.aio(1))
+        while not second.batches:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.sleep(0)
+        second.gate.open()
+
+    with plain(StagedModel([adding(1), second])) as batcher:
+        asyncio.run(asyncio.wait_for(ask(), LONG_S))
+        batcher.drain(LONG_S)
+        stats = batcher.stats()
+    assert (stats.answered, stats.cancelled) == (1, 0)
+
+
+def test_what_cannot_be_in_time_is_dropped_or_served_late() -> None:
+    for when_late in ("drop", "serve"):
+        held = Held()
+        model = StagedModel([held, adding(1)])
+        with plain(model, policy="early_drop", when_late=when_late) as batcher:  # type: ignore[arg-type]
+            first = batcher.submit(0)
+            held.gate.wait_entered()
+            late = batcher.submit(1, deadline_ms=0.01)
+            held.gate.open(3)
+            assert first.result(LONG_S) == 1
+            if when_late == "drop":
+                assert isinstance(late.exception(LONG_S), RequestDropped)
+            else:
+                assert late.result(LONG_S) == 2
+
+
+# --- interrupts, broken policies ------------------------------------------------------------------
+
+
+@pytest.fixture
+def _python_handler() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where pytest was started with it ignored."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
+@pytest.mark.usefixtures("_python_handler")
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interrupted_caller_loses_nobody_elses_answer(interrupted: int) -> None:
+    """A stage that has written into its activations does not get them a second time."""
+    calls: list[int] = []
+
+    def stage(number: int, items: list[list[int]]) -> list[list[int]]:
+        calls.append(number)
+        for item in items:
+            item.append(number)
+        is_first = calls.count(number) == 1 and number == interrupted
+        if is_first and threading.current_thread() is threading.main_thread():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(LONG_S)
+        return items
+
+    def begin(items: list[int]) -> list[list[int]]:
+        return stage(0, [[item] for item in items])
+
+    policy = functools.partial(Window, wait_ms=1000)
+    model = StagedModel([begin, functools.partial(stage, 1), functools.partial(stage, 2)])
+    with plain(model, policy=policy, max_batch_size=2) as batcher:
+        others: list[Any] = []
+
+        def submit() -> None:
+            wait_until(lambda: batcher.stats().queued == 1)
+            others.append(batcher.submit(7))
+
+        other = start(submit)
+        with pytest.raises(KeyboardInterrupt):
+            batcher(5)
+        join(other)
+        assert others[0].result(LONG_S) == [7, 0, 1, 2]
+        wait_until(lambda: batcher.stats().cancelled == 1)
+
+
+def break_down(batcher: Batcher, error: BaseException) -> None:
+    """As if the policy had failed, between two events."""
+    batcher._engine.threads().post(lambda now_ns: _raise(error))
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def test_a_policy_that_fails_fails_what_waits_and_what_runs_is_run_again() -> None:
+    first, second = Held(), Held()
+    with plain(StagedModel([first, second]), policy="immediate", max_batch_size=1) as batcher:
+        running = batcher.submit(1)
+        first.gate.wait_entered()
+        waiting = batcher.submit(2)
+        break_down(batcher, RuntimeError("broken"))
+        assert isinstance(waiting.exception(LONG_S), RuntimeError)
+        first.gate.open(2)  # its second stage belongs to a pipeline that is gone
+        second.gate.open(1)
+        assert running.result(LONG_S) == 1
+        batcher.drain(LONG_S)
+        stats = batcher.stats()
+    assert (stats.answered, stats.failed, stats.submitted) == (1, 1, 2)
+    assert first.batches == [[1], [1]]
+
+
+def test_a_policy_that_is_interrupted_gets_all_back_that_is_on_its_way() -> None:
+    """Also what is between two stages, and in no job."""
+
+    class Interrupted(StagedRule):
+        def choose(self, now_ns: int) -> int:
+            return 1
+
+        def split(self, now_ns: int, part: Any) -> Any:
+            nonlocal is_due
+            if is_due:
+                is_due = False
+                raise KeyboardInterrupt
+            return ()
+
+    is_due = True
+    with plain(StagedModel([adding(1), adding(1)]), policy=Interrupted) as batcher:
+        with pytest.raises(KeyboardInterrupt):
+            batcher(1)  # runs the first stage in this thread
+        wait_until(lambda: batcher.stats().running == 0)
+        is_due = True
+        future = batcher.submit(2)  # in a worker, which nobody would miss
+        assert future.result(LONG_S) == 4
+        assert batcher(3) == 5
+        assert not is_due
+
+
+def test_a_stream_that_has_begun_is_not_begun_again() -> None:
+    gate = Gate()
+    with plain(counting(gate)) as batcher:
+        stream = batcher.stream(3)
+        gate.open()
+        assert next(stream) == 3
+        gate.wait_entered()
+        gate.wait_entered()
+        break_down(batcher, RuntimeError("broken"))
+        gate.open(9)
+        # What the interrupted step has made is handed out first.
+        assert next(stream) == 2
+        with pytest.raises(BatchingError, match="interrupted after the first pieces"):
+            next(stream)
+        assert batcher(2) == [2, 1]
+
+
+# --- the ends of lives ----------------------------------------------------------------------------
+
+
+def test_closing_answers_what_is_on_its_way() -> None:
+    first, second = Held(), Held()
+    batcher = plain(StagedModel([first, second]), max_batch_size=1, policy="immediate")
+    running = batcher.submit(1)
+    first.gate.wait_entered()
+    waiting = batcher.submit(2)
+    closing = start(functools.partial(batcher.close, cancel=True))
+    assert isinstance(waiting.exception(LONG_S), BatcherClosed)
+    first.gate.open()
+    second.gate.open()
+    assert running.result(LONG_S) == 1
+    join(closing)
+    with pytest.raises(BatcherClosed):
+        batcher(3)
+
+
+def test_draining_waits_for_what_is_between_two_stages() -> None:
+    first, second = Held(), Held()
+    with plain(StagedModel([first, second])) as batcher:
+        future = batcher.submit(1)
+        first.gate.open()
+        second.gate.wait_entered()
+        with pytest.raises(TimeoutError):
+            batcher.drain(timeout_s=0.02)
+        second.gate.open()
+        batcher.drain(timeout_s=LONG_S)
+        assert future.done()
+
+
+def test_a_child_works_anew_and_does_not_wait_for_the_parents_stages() -> None:
+    first, second = Held(), Held()
+    with plain(StagedModel([first, second])) as batcher:
+        future = batcher.submit(1)
+        first.gate.open()
+        second.gate.wait_entered()
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                first.gate.open(5)
+                second.gate.open(5)
+                is_orphan = isinstance(future.exception(LONG_S), BatchingError)
+                code = 0 if is_orphan and batcher(2) == 2 else 2
+            finally:
+                os._exit(code)
+        os.close(writing)
+        _, status = os.waitpid(child, 0)
+        os.close(reading)
+        assert os.waitstatus_to_exitcode(status) == 0
+        second.gate.open()
+        assert future.result(LONG_S) == 1
+
+
+def test_a_batcher_that_nobody_has_any_more_is_gone() -> None:
+    batcher = plain(StagedModel([adding(1), adding(2)]))
+    assert batcher.submit(1).result(LONG_S) == 4
+    dispatch = weakref.ref(batcher._engine.threads())
+    del batcher
+    gc.collect()
+    wait_until(lambda: dispatch() is None)
+
+
+class Tracked:
+    """An activation, and an answer, whose end can be seen."""
+
+    alive: ClassVar[weakref.WeakSet[Tracked]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        Tracked.alive.add(self)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_nothing_is_kept_of_an_answer(stages: int) -> None:
+    def stage(items: list[Any]) -> list[Tracked]:
+        return [Tracked() for _ in items]
+
+    with plain(StagedModel([stage] * stages)) as batcher:
+        answer = batcher(1)
+        assert isinstance(answer, Tracked)
+        assert list(Tracked.alive) == [answer]
+        del answer
+        assert not list(Tracked.alive)
+        batcher.submit(1).result(LONG_S)
+        wait_until(lambda: not list(Tracked.alive))
+
+
+# --- all of it at once ----------------------------------------------------------------------------
+
+
+class Wild(StagedRule):
+    """Anything that is allowed."""
+
+    randoms = random.Random(5)
+
+    def choose(self, now_ns: int) -> int:
+        return self.randoms.randint(1, self.room())
+
+    def stretch(self, now_ns: int, batch: Any, room: int) -> int:
+        return self.randoms.randint(0, room)
+
+    def split(self, now_ns: int, part: Any) -> Any:
+        first = self.randoms.randint(1, part.size)
+        return (first, part.size - first) if first < part.size else ()
+
+
+def wild_model(stages: int, *, has_loop: bool) -> StagedModel:
+    """``n`` becomes the numbers of its stages; every fifth leaves early, some fail."""
+
+    def stage(number: int, items: list[Any]) -> Any:
+        if any(item[0] % 29 == 28 and item[0] % stages == number for item in items):
+            raise ValueError("bad")
+        passed = [(item[0], [*item[1], number]) for item in items]
+        if number or stages == 1:
+            return passed
+        flags = [item[0] % 5 == 0 for item in passed]
+        ended = [item[1] for item in passed if item[0] % 5 == 0]
+        return EarlyExit(flags, ended, [item for item in passed if item[0] % 5])
+
+    def step(items: list[Any]) -> Stepped:
+        after = [(item[0], [*item[1], "step"]) for item in items]
+        ends = [item[1].count("step") > item[0] % 4 for item in after]
+        return Stepped(after, [len(item[1]) for item in after], ends)
+
+    last: list[Any] = [Loop(step)] if has_loop else [lambda items: [item[1] for item in items]]
+    return StagedModel([*(functools.partial(stage, n) for n in range(stages)), *last])
+
+
+def wild_answer(item: int, stages: int, *, has_loop: bool) -> Any:
+    is_early = stages > 1 and item % 5 == 0
+    if item % 29 == 28 and not (is_early and item % stages):
+        return ValueError
+    if is_early:
+        return [0]
+    if has_loop:
+        return [stages + 1 + index for index in range(item % 4 + 1)]
+    return list(range(stages))
+
+
+@pytest.mark.parametrize("policy", [Wild, "dvabatch", "auto", "immediate"])
+@pytest.mark.parametrize(
+    ("stages", "has_loop", "devices", "pairs"),
+    [(1, False, 1, 1), (3, False, 1, 2), (4, False, 3, 2), (2, True, 2, 2), (2, True, 1, 1)],
+)
+def test_everyone_gets_their_own_answer_once(
+    policy: Any, stages: int, has_loop: bool, devices: int, pairs: int
+) -> None:
+    batcher = plain(
+        wild_model(stages, has_loop=has_loop),
+        policy=policy,
+        devices=devices,
+        buffer_pairs=pairs,
+        max_batch_size=6,
+    )
+    wrong: list[Any] = []
+
+    def ask(seed: int) -> None:
+        randoms = random.Random(seed)
+        for _ in range(20):
+            item = randoms.randrange(200)
+            expected = wild_answer(item, stages, has_loop=has_loop)
+            future = batcher.submit((item, []))
+            if randoms.random() < 0.2:
+                time.sleep(randoms.random() * 1e-3)
+                if future.cancel():
+                    continue
+            try:
+                found = future.result(LONG_S)
+            except ValueError:
+                found = ValueError
+            if found != expected:
+                wrong.append((item, found, expected))
+
+    join(*[start(functools.partial(ask, seed)) for seed in range(5)])
+    batcher.close(timeout_s=LONG_S)
+    stats = batcher.stats()
+    assert wrong == []
+    assert stats.submitted == stats.answered + stats.failed + stats.cancelled == 100
+    dispatch: Any = batcher._engine.threads()
+    wait_until(lambda: not dispatch._jobs)
+    assert not dispatch._active
+    assert len(dispatch._room) == 1024
+    assert not list(dispatch._policy.pipeline.table)

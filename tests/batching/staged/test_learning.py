@@ -1,0 +1,163 @@
+"""What is learned of each stage, and what is kept for the next process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.batching.staged.rules import joining
+from trims_shim.batching.learning import LateKey
+from trims_shim.batching.policies.immediate import Immediate
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile_store import ProfileStore
+from trims_shim.batching.protocol import Drop, DropReason, Request
+from trims_shim.batching.replies import BatchFuture, Entry
+from trims_shim.batching.single import Batching
+from trims_shim.batching.staged.batches import Batch, Part, Piece
+from trims_shim.batching.staged.jobs import StageJob
+from trims_shim.batching.staged.learning import LearnedStages, StagedLearning
+from trims_shim.batching.staged.running import StageOutput
+from trims_shim.batching.staged.scheduler import RunStage, StagedBatching
+from trims_shim.batching.staged.stage_profile import StagedProfile
+
+MS = 1_000_000
+
+
+def make(**options: Any) -> StagedLearning:
+    defaults: dict[str, Any] = {
+        "stages": 2, "is_whole": False, "has_loop": False, "pairs": 2, "max_active": None,
+        "name": None, "max_batch_size": 8, "max_batch_weight": None, "devices": 1,
+        "batch_sizes": None, "prior": None, "store": lambda: None,
+    }  # fmt: skip
+    return StagedLearning(joining, **{**defaults, **options})
+
+
+def ran_stage(
+    stage: int, size: int, latency_ms: float, *, key: Any = None, runs: int = 1
+) -> StageJob:
+    requests = [
+        Request(number, 0, key=key, payload=Entry((number,), BatchFuture(), 0, None))
+        for number in range(size)
+    ]
+    pieces = [Piece(list(requests), list(range(size)))]
+    part = Part(Batch(0, key, 0, 0, size, [0, 0]), stage, pieces)
+    job = StageJob(RunStage(0, requests, stage, part), 0, is_end=stage == 1, result=list)
+    job.begin(0)
+    job.pieces()
+    job.end_stage(round(latency_ms * MS), StageOutput(pieces, [], [], [], [], runs=runs))
+    return job
+
+
+def with_rule(learning: StagedLearning, key: Any = None) -> tuple[Batching, Any]:
+    policy = learning.make_policy()
+    assert isinstance(policy, Batching)
+    policy.on_event(0, Request(1, 0, key=key))
+    return policy, policy.rules[key]
+
+
+def test_each_stage_has_its_own_latencies() -> None:
+    learning = make()
+    policy, rule = with_rule(learning)
+    assert isinstance(policy, StagedBatching)
+    for stage, latency_ms in ((0, 2), (1, 10)):
+        assert not learning.ran(policy, ran_stage(stage, 1, 500))
+        assert learning.ran(policy, ran_stage(stage, 1, latency_ms))
+        assert learning.ran(policy, ran_stage(stage, 1, latency_ms))
+    assert isinstance(rule.profile, StagedProfile)
+    assert rule.profile.stage_ns(0, 1) == 2 * MS
+    assert rule.profile.stage_ns(1, 1) == 10 * MS
+    assert rule.profile.latency_ns(1) == 12 * MS
+
+
+def test_what_was_no_single_call_of_the_stage_says_nothing() -> None:
+    learning = make()
+    policy, _ = with_rule(learning)
+    learning.ran(policy, ran_stage(0, 1, 5))
+    for runs in (0, 2):  # answered by the whole; pieces that could not be joined
+        assert not learning.ran(policy, ran_stage(0, 1, 5, runs=runs))
+    failed = ran_stage(0, 1, 5)
+    failed.end_with(MS, ValueError())
+    assert not learning.ran(policy, failed)
+
+
+def test_keys_have_their_own_and_late_requests_have_none() -> None:
+    learning = make()
+    policy, rule = with_rule(learning, "a")
+    for _ in range(3):
+        learning.ran(policy, ran_stage(0, 1, 3, key="a"))
+        learning.ran(policy, ran_stage(1, 1, 3, key=LateKey("a")))
+    assert rule.profile.latency_ns(1) == 6 * MS
+    policy.on_event(0, Request(2, 0, key=LateKey("a")))
+    late = policy.rules[LateKey("a")]
+    assert isinstance(late, Immediate)
+    assert late.profile == rule.profile
+    assert learning.profile("b").latency_ns(1) < MS
+
+
+def test_what_was_measured_or_saved_is_where_it_begins(tmp_path: Path) -> None:
+    store = ProfileStore(str(tmp_path))
+    first = make(name="m", store=lambda: store)
+    measured = first.measured_stages("k", [{1: 2.0 * MS, 8: 3.0 * MS}, {1: 5.0 * MS}])
+    assert isinstance(measured, StagedProfile)
+    assert measured.stage_ns(0, 8) == 3 * MS
+    first.save()
+    second = make(name="m", store=lambda: store)
+    found = second.profile("k")
+    assert isinstance(found, StagedProfile)
+    assert found.stage_ns(0, 1) == 2 * MS
+    assert found.stage_ns(1, 1) == 5 * MS
+    # Cut elsewhere, stages are others.
+    assert make(name="m", stages=3, store=lambda: store).profile("k").latency_ns(1) < MS
+
+
+def test_a_stage_that_was_never_reached_takes_nothing() -> None:
+    measured = make().measured_stages("k", [{1: 2.0 * MS}, {}])
+    assert measured.latency_ns(1) < 2 * MS + 10
+
+
+def test_preferred_sizes_are_the_priors() -> None:
+    prior = StagedProfile([LatencyProfile([MS] * 8)] * 2, preferred=(8, 2))
+    learning = make(prior=prior)
+    policy, rule = with_rule(learning)
+    for _ in range(3):
+        learning.ran(policy, ran_stage(0, 1, 5))
+    assert rule.profile.preferred == (8, 2)
+    learning.max_batch_size = 4
+    learning.resize(policy)
+    assert rule.profile.preferred == (4, 2)
+    assert rule.profile.max_batch_size == 4
+
+
+def test_a_profile_by_which_nothing_is_in_time_is_doubted() -> None:
+    prior = StagedProfile([LatencyProfile([50.0 * MS] * 8)] * 2)
+    learning = make(prior=prior)
+    policy, rule = with_rule(learning)
+    drop = Drop([Request(2, 0, 10 * MS)], DropReason.HOPELESS)
+    for _ in range(2):
+        learning.gave_up(policy, drop, 0)
+    assert rule.profile.latency_ns(1) == 50 * MS
+    assert rule.profile.stage_ns(0, 1) == 25 * MS
+
+
+def test_a_profile_of_the_whole_is_shared_out_evenly() -> None:
+    learned = LearnedStages(2, LatencyProfile([4.0 * MS, 8.0 * MS]))
+    assert [each.latency_ns(2) for each in learned.profile(2).stages] == [4 * MS, 4 * MS]
+
+
+def test_little_news_is_no_new_profile() -> None:
+    """What rules are given stays the same object, which costs nothing to look at."""
+    learned = LearnedStages(2)
+    for _ in range(8):
+        learned.observe_stage(0, 1, MS)
+        learned.observe_stage(1, 1, MS)
+    made = learned.profile(8)
+    learned.observe_stage(1, 1, MS)
+    assert learned.profile(8) is made
+    assert learned.count == 8
+
+
+def test_one_stage_has_a_plain_policy() -> None:
+    learning = make(stages=1, is_whole=True)
+    policy, rule = with_rule(learning)
+    assert type(policy) is Batching
+    assert isinstance(rule.profile, StagedProfile)

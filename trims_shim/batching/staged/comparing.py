@@ -1,0 +1,82 @@
+"""Whether two ways to compute results have come to the same, but for rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trims_shim.batching.arrays import library_of
+from trims_shim.batching.structures import parts_of
+
+__all__ = ["is_close"]
+
+_TOLERANCE = 1e-3
+"""Of the largest magnitude: what float32 and other orders of summing make of deep models."""
+
+
+def is_close(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    """The results of several items, item by item; the largest magnitude is that of all of them.
+
+    Floating-point arrays and numbers may differ by a thousandth of it; everything else is equal.
+    """
+    columns: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {}
+    if len(ones) != len(others):
+        return False
+    for one, other in zip(ones, others, strict=True):
+        leaves, rivals = dict(_leaves(one, ())), dict(_leaves(other, ()))
+        if leaves.keys() != rivals.keys():
+            return False
+        for path, leaf in leaves.items():
+            columns.setdefault(path, []).append((leaf, rivals[path]))
+    return all(_is_close(pairs) for pairs in columns.values())
+
+
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    parts = None if library_of(value) is not None else parts_of(value)
+    if parts is None and isinstance(value, list):
+        parts = dict(enumerate(value))
+    if parts is None:
+        yield (*path, type(value)), value
+        return
+    yield (*path, type(value), len(parts)), None
+    for name, part in parts.items():
+        yield from _leaves(part, (*path, name))
+
+
+def _is_close(pairs: Sequence[tuple[Any, Any]]) -> bool:
+    scale = max((_magnitude(one) for one, _ in pairs), default=0.0)
+    return all(_is_within(one, other, _TOLERANCE * scale) for one, other in pairs)
+
+
+def _magnitude(value: Any) -> float:
+    if isinstance(value, float):
+        return abs(value) if value - value == 0 else 0.0
+    if library_of(value) is None or not _is_inexact(value):
+        return 0.0
+    magnitudes = abs(value)
+    finite = magnitudes[magnitudes < math.inf]
+    return float(finite.max()) if finite.shape[0] else 0.0
+
+
+def _is_within(one: Any, other: Any, limit: float) -> bool:
+    if isinstance(one, float):
+        is_nan = one != one and other != other
+        return is_nan or one == other or bool(abs(one - other) <= limit)
+    if library_of(one) is None:
+        return bool(one == other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    same = one == other
+    if not _is_inexact(one):
+        return bool(same.all())
+    # Without those that are equal: the difference of infinities is a warning, and no number.
+    differs = ~(same | ((one != one) & (other != other)))
+    return bool((abs(one[differs] - other[differs]) <= limit).all())
+
+
+def _is_inexact(array: Any) -> bool:
+    kind = getattr(array.dtype, "is_floating_point", None)
+    if kind is not None:  # torch's dtypes say it themselves
+        return bool(kind or array.dtype.is_complex)
+    return any(name in str(array.dtype) for name in ("float", "complex"))

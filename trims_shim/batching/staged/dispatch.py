@@ -1,0 +1,239 @@
+"""Threads that run the stages of a model: what a batch of a single function does not need.
+
+Each stage of each part is a job of its own. Between two of them nobody runs a request: it is
+neither in the queue nor in a job, but on its way, until it is answered or withdrawn. Where its next
+stage runs, in the thread of a caller or in a worker, is decided anew each time.
+
+A stage that fails says nothing about whose fault it was, and its activations are gone: all requests
+of that part are answered by the whole function, with bisection, and leave.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from trims_shim.batching.dispatch import Options
+from trims_shim.batching.jobs import Job
+from trims_shim.batching.protocol import Action, Cancelled, Request
+from trims_shim.batching.replies import BlockedCall, Failure, Seat
+from trims_shim.batching.staged.functions import StagedFunction
+from trims_shim.batching.staged.jobs import StageJob
+from trims_shim.batching.staged.running import StageOutput
+from trims_shim.batching.staged.scheduler import RunStage, StageEnded
+from trims_shim.batching.staged.stage_statistics import StageRecord
+from trims_shim.batching.threads import ThreadDispatch
+from trims_shim.errors import BatchingError
+
+__all__ = ["StagedDispatch"]
+
+_logger = logging.getLogger(__name__)
+
+
+class StagedDispatch(ThreadDispatch):
+    """See the module docstring. Its policy is a StagedBatching of as many stages as the model."""
+
+    def __init__(self, function: StagedFunction, options: Options) -> None:
+        self._staged = function
+        super().__init__(function, options)
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._active: dict[int, Request] = {}
+        """On their way: they have left the queue, and are not answered."""
+        self.stages = StageRecord(len(self._staged.model))
+
+    # --- a thread that runs a stage ---------------------------------------------------------------
+
+    def _report(self, job: Job, reply: BlockedCall) -> None:
+        # With its own thread: who has run one stage may run the next one.
+        self.post(job, reply)
+        while reply.job is job and not reply.is_done:
+            self._wait(reply)
+
+    def _execute(self, job: Job) -> None:
+        assert isinstance(job, StageJob)
+        ident = self._enter()
+        try:
+            if job.results is None:
+                job.begin(self.options.clock_ns())
+                output = self._output_of(job)
+                job.end_stage(self.options.clock_ns(), output)
+            job.deliver()
+        finally:
+            self._exit(ident)
+
+    def _output_of(self, job: StageJob) -> StageOutput:
+        pieces = job.pieces()
+        is_second, job.has_started = job.has_started, True
+        if is_second and job.stage:
+            # Its thread was interrupted, and the stage may have written into its activations.
+            return self._staged.instead(job.live or [])
+        if not pieces:
+            return StageOutput([], [], [], [], [])
+        return self._staged.run_stage(job.stage, pieces, device=job.device)
+
+    # --- under the lock: actions ------------------------------------------------------------------
+
+    def _carry_out(self, action: Action) -> None:
+        if not isinstance(action, RunStage):
+            super()._carry_out(action)
+            return
+        if not action.stage and not self._staged.model.loop:
+            self._check_queued(action.batch)
+        job = self._job_of(action)
+        self._jobs.add(job)
+        if len(self._jobs) > self.options.devices:
+            self._held.append(job)
+        else:
+            self._launch(job)
+        self._set_out(job)
+
+    def _job_of(self, action: RunStage) -> StageJob:
+        model = self._staged.model
+        is_last = action.stage == len(model) - 1
+        return StageJob(
+            action,
+            self._era,
+            is_end=is_last and model.loop is None,
+            result=list if model.loop is None else model.loop.result,
+        )
+
+    def _set_out(self, job: Job) -> None:
+        """Those that have not begun leave the queue."""
+        assert isinstance(job, StageJob)
+        new = [each for each in job.requests if each.number in self._waiting]
+        for request in new:
+            self._active[request.number] = request
+        self._leave(new)
+        if new:
+            is_first = job.part.batch.size == len(new)
+            self.stages.batches += is_first
+            self.stages.stretches += not is_first
+
+    def _may_be_callers(self, job: Job) -> bool:
+        # The steps of a loop belong to many callers, and cannot be run again after an interrupt.
+        return super()._may_be_callers(job) and self._staged.model.loop is None
+
+    # --- under the lock: events -------------------------------------------------------------------
+
+    def _end(self, now_ns: int, job: Job) -> None:
+        assert isinstance(job, StageJob)
+        if job not in self._jobs:
+            return  # from before a fork, or an interrupt
+        self._jobs.discard(job)
+        self._free_seat(job)
+        left, gone = job.settle_part()
+        self._count_stage(job, gone)
+        self._settled([each for each in left if self._active.pop(each.number, None)])
+        if self._held:
+            self._launch(self._held.popleft())
+        if job.era != self._era:
+            for request in [each for each in job.requests if each.number in self._active]:
+                self._begin_again(now_ns, request)
+            return
+        is_typical = self.options.learning.ran(self._policy, job)
+        batch = job.part.batch
+        self.stages.splits -= batch.is_split
+        self._tell(
+            now_ns,
+            StageEnded(
+                job.device, job.requests, job.started_ns, is_typical, part=job.part, left=left
+            ),
+        )
+        self.stages.splits += batch.is_split
+
+    def _free_seat(self, job: StageJob) -> None:
+        """Its runner may be given another one now."""
+        seat = job.runner
+        if isinstance(seat, Seat) and seat.job is job:
+            seat.job = None
+            if seat is not self._me:
+                seat.wake()
+
+    def _count_stage(self, job: StageJob, gone: Sequence[Request]) -> None:
+        record = self.record
+        record.add_stage(job.started_ns, job.ended_ns)
+        if not job.stage:
+            record.add_start([each.arrival_ns for each in job.began], job.started_ns)
+        if job.stage == len(self._staged.model) - 1 and job.size:
+            record.batch_sizes[job.size] += 1
+        record.cancelled += sum(each.number in self._active for each in gone)
+        for request, result in zip(job.live or (), job.results or (), strict=True):
+            if request.number not in self._active:
+                continue  # it was withdrawn meanwhile
+            if isinstance(result, Failure | BaseException):
+                record.failed += 1
+            else:
+                record.add_answer(request.arrival_ns, request.payload.deadline_ns, job.ended_ns)
+        self.stages.add_run(job.stage, job.size, job.ended_ns - job.started_ns)
+        self.stages.failures += job.has_failed
+
+    def _withdraw(self, now_ns: int, request: Request) -> None:
+        if request.number not in self._active:
+            super()._withdraw(now_ns, request)
+        elif not self._is_leaving(request):
+            del self._active[request.number]
+            self.record.cancelled += 1
+            self._tell(now_ns, Cancelled(request))
+            self._settled([request])
+
+    def _is_leaving(self, request: Request) -> bool:
+        """Whether it is in its last stage, or answered already."""
+        return any(isinstance(job, StageJob) and job.lets_go(request) for job in self._jobs)
+
+    # --- under the lock: once more ----------------------------------------------------------------
+
+    def _start_over(self, error: BaseException) -> None:
+        """Those that are on their way, and not in a job, begin again: their policy is gone."""
+        running = {
+            each.number
+            for job in self._jobs
+            if job.runner is not None or job in self._held
+            for each in job.requests
+        }
+        for number in [each for each in self._active if each not in running]:
+            request = self._active.pop(number)
+            if self._is_heard(request):
+                self._fail([request], self._interrupted())
+            else:
+                self._wait_again(request)
+        super()._start_over(error)
+
+    def _tidy_up(self) -> None:
+        for job in self._jobs:
+            if job.runner is not None or job in self._held:
+                self._set_out(job)
+        super()._tidy_up()
+
+    def _begin_again(self, now_ns: int, request: Request) -> None:
+        del self._active[request.number]
+        if self._is_heard(request):
+            self._fail([request], self._interrupted())
+        else:
+            self._wait_again(request)
+            self._tell(now_ns, request)
+
+    def _is_heard(self, request: Request) -> bool:
+        """Whether its caller has got pieces already; forgets them if not."""
+        entry = request.payload
+        if entry.pieces is not None and hasattr(entry.reply, "step"):
+            return True
+        entry.pieces = None
+        return False
+
+    def _interrupted(self) -> BatchingError:
+        return BatchingError(
+            f"{self.function.name}: interrupted after the first pieces of this answer, which "
+            "cannot be taken back; ask again"
+        )
+
+    # --- watching, closing, forgetting ------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """See :class:`Dispatch`: all that are on their way."""
+        return len(self._active)
+
+    def _open_requests(self) -> list[Request]:
+        return [*self._waiting.values(), *self._overflow, *self._active.values()]

@@ -1,0 +1,61 @@
+"""What is behind a batcher of a staged model."""
+
+from __future__ import annotations
+
+from trims_shim.batching.engine import Engine
+from trims_shim.batching.options import Options
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import Request
+from trims_shim.batching.staged.dispatch import StagedDispatch
+from trims_shim.batching.staged.functions import StagedFunction
+from trims_shim.batching.staged.learning import StagedLearning
+from trims_shim.batching.staged.profiling import measure_stages
+from trims_shim.batching.staged.stage_statistics import StagedStats, StageRecord, StageStats
+from trims_shim.batching.threads import ThreadDispatch
+
+__all__ = ["StagedEngine"]
+
+_NS_PER_S = 1e9
+
+
+class StagedEngine(Engine):
+    """Its threads run stages; or, with ``is_whole``, the model as any other function."""
+
+    def __init__(
+        self, function: StagedFunction, options: Options, *, slo_ns: int, is_whole: bool
+    ) -> None:
+        self._staged = function
+
+        def make() -> ThreadDispatch:
+            return StagedDispatch(function, options)
+
+        super().__init__(function, options, slo_ns=slo_ns, make_threads=None if is_whole else make)
+
+    def stage_stats(self) -> StagedStats:
+        """What was done between stages until now."""
+        dispatch = next(iter(self.dispatches()), None)
+        if isinstance(dispatch, StagedDispatch):
+            return dispatch.stages.snapshot()
+        if dispatch is None:  # before the first request
+            return StageRecord(len(self._staged.model)).snapshot()
+        stats = dispatch.stats()
+        stage = StageStats(stats.batch_sizes, stats.busy_total_s)
+        return StagedStats(stats.batches, stretches=0, splits=0, failures=0, stages=(stage,))
+
+    def warm(self, request: Request, *, repeats: int, limit_s: float) -> LatencyProfile:
+        """See :class:`Engine`; measures each stage."""
+        learning, entry = self.options.learning, request.payload
+        assert isinstance(learning, StagedLearning)
+        durations_ns = measure_stages(
+            self._staged.model,
+            lambda size: self._staged.joined([entry] * size)[2],
+            learning.sizes_to_measure(),
+            repeats=repeats,
+            clock=self.options.clock_ns,
+            limit_ns=round(limit_s * _NS_PER_S),
+            lane=self._staged.lanes[0],
+        )
+        profile = learning.measured_stages(request.key, durations_ns)
+        for dispatch in self.dispatches():
+            dispatch.change(lambda policy: learning.refresh(policy, request.key))
+        return profile

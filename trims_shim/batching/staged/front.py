@@ -1,0 +1,110 @@
+"""What a batcher is made of where its function is a model in stages."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from trims_shim.batching.engine import EngineKind
+from trims_shim.batching.lanes import CpuLane, Lane, lane_of
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.rules import RuleMaker
+from trims_shim.batching.staged.engine import StagedEngine
+from trims_shim.batching.staged.functions import StagedFunction
+from trims_shim.batching.staged.learning import StagedLearning
+from trims_shim.batching.staged.model import StagedModel
+from trims_shim.batching.staged.policies.registry import STAGED_POLICIES, staged_rule_maker
+from trims_shim.batching.staged.profile_files import load_staged_profile
+from trims_shim.batching.staged.stage_profile import StagedProfile
+
+__all__ = ["is_policy", "staged_kind"]
+
+_STREAMS = 2
+"""On a GPU: as many stages at once as there are buffer pairs (DVABatch, ATC'22, section 5.3)."""
+
+
+def staged_kind(
+    model: StagedModel,
+    *,
+    has_function: bool,
+    policy: str | RuleMaker | None,
+    profile: LatencyProfile | str | os.PathLike[str] | None,
+    devices: int | Sequence[str] | None,
+    pairs: int,
+    max_active: int | None,
+) -> EngineKind:
+    """See :class:`~trims_shim.batching.batcher.Batcher`. ``has_function``: besides the model.
+
+    Raises TypeError for what is no model, ValueError for pairs, devices, a policy or a bound of
+    active requests that cannot be.
+    """
+    if not isinstance(model, StagedModel):
+        raise TypeError(f"model is {model!r}; give a StagedModel, which takes stages")
+    if max_active is not None and max_active < 1:
+        raise ValueError(f"max_active is {max_active}; it has to be 1 or more")
+    lanes = _lanes(model, devices)
+    # Between the stages of one stage nothing can happen, and batches of it may run side by side.
+    is_whole = len(model) == 1 and model.loop is None and max_active is None
+    is_whole = is_whole and all(isinstance(lane, CpuLane) for lane in lanes)
+    return EngineKind(
+        function=functools.partial(
+            StagedFunction, model=model, has_function=has_function, lanes=lanes
+        ),
+        learning=functools.partial(
+            StagedLearning,
+            stages=len(model),
+            is_whole=is_whole,
+            has_loop=model.loop is not None,
+            pairs=pairs,
+            max_active=max_active,
+        ),
+        engine=functools.partial(StagedEngine, is_whole=is_whole),
+        devices=len(lanes),
+        maker=staged_rule_maker("dvabatch" if policy is None else policy),
+        prior=_prior_of(profile, model),
+    )
+
+
+def is_policy(name: str) -> bool:
+    """Whether it is one of those for models in stages only."""
+    return name in STAGED_POLICIES
+
+
+def _lanes(model: StagedModel, devices: int | Sequence[str] | None) -> list[Lane]:
+    """One for each stage that may run at once."""
+    if devices is None or isinstance(devices, int):
+        name = _device_of(model)
+        # On a CPU a stage uses all cores.
+        count = devices if devices is not None else 1 if name == "cpu" else _STREAMS
+        names: Sequence[str] = [name] * count
+    else:
+        names = devices
+    if not names:
+        raise ValueError(f"devices is {devices!r}; at least one is needed")
+    return [lane_of(name) for name in names]
+
+
+def _device_of(model: StagedModel) -> str:
+    """Of its first parameter on a GPU."""
+    for stage in model.stages:
+        parameters: Any = getattr(stage, "parameters", None)
+        first: Any = next(iter(parameters()), None) if callable(parameters) else None
+        if getattr(first, "is_cuda", False):
+            return str(first.device)
+    return "cpu"
+
+
+def _prior_of(
+    profile: LatencyProfile | str | os.PathLike[str] | None, model: StagedModel
+) -> LatencyProfile | None:
+    if profile is None:
+        return model.profile
+    found = profile if isinstance(profile, LatencyProfile) else load_staged_profile(profile)
+    if isinstance(found, StagedProfile) and len(found.stages) != len(model):
+        raise ValueError(
+            f"a profile of {len(found.stages)} stages for a model of {len(model)}; measure it with "
+            "`trims stage profile`"
+        )
+    return found

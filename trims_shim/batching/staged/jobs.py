@@ -1,0 +1,178 @@
+"""A stage of a part on its way through a device: begun, run, handed out, reported.
+
+Unlike a plain :class:`~trims_shim.batching.jobs.Job` it answers only some of its requests, those
+that leave; ``live`` and ``results`` are theirs once it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trims_shim.batching.jobs import Job
+from trims_shim.batching.protocol import Request
+from trims_shim.batching.replies import BatchFuture, Entry, Failure
+from trims_shim.batching.staged.batches import Piece
+from trims_shim.batching.staged.running import StageOutput
+from trims_shim.batching.staged.scheduler import RunStage
+from trims_shim.batching.streams import END
+
+__all__ = ["Pieces", "StageJob"]
+
+
+class Pieces:
+    """As a result: the pieces of an answer that nobody has got yet."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: Sequence[Any]) -> None:
+        self.pieces = pieces
+
+
+class StageJob(Job):
+    """One :class:`~trims_shim.batching.staged.scheduler.RunStage`.
+
+    ``is_end``: the last stage, and no loop; who is in it cannot be withdrawn any more. ``result``
+    makes the answer of a row of a loop from its pieces.
+    """
+
+    __slots__ = (
+        "_is_handed_out",
+        "_output",
+        "_result",
+        "_told",
+        "began",
+        "has_started",
+        "is_alone",
+        "is_end",
+        "part",
+        "size",
+        "stage",
+    )
+
+    def __init__(
+        self, action: RunStage, era: int, *, is_end: bool, result: Callable[[list[Any]], Any]
+    ) -> None:
+        super().__init__(action.device, action.batch, era)
+        self.stage = action.stage
+        self.part = action.part
+        self.is_end = is_end
+        self.size = 0
+        """How many rows have run."""
+        self.began: Sequence[Request] = ()
+        """Theirs."""
+        self.has_started = False
+        """The stage was called, and may have changed what it was called with."""
+        self.is_alone = True
+        """Its duration is that of one call of the stage, of all its rows."""
+        self._result = result
+        self._output: StageOutput | None = None
+        self._told = 0
+        self._is_handed_out = False
+
+    @property
+    def is_typical(self) -> bool:
+        """See :class:`Job`."""
+        return self.size > 0 and self.is_alone
+
+    @property
+    def has_failed(self) -> bool:
+        """The stage failed, and the whole function has answered instead."""
+        return self._output is not None and self._output.has_failed
+
+    def begin(self, now_ns: int) -> list[Entry]:
+        """See :class:`Job`."""
+        if self.live is None:
+            self.started_ns = now_ns
+            self.live = [each for each in self.requests if self._is_wanted(each)]
+        return [request.payload for request in self.live]
+
+    def _is_wanted(self, request: Request) -> bool:
+        reply = request.payload.reply
+        if self.is_end or not isinstance(reply, BatchFuture):
+            return bool(reply.begin())
+        return not reply.cancelled()  # it stays one that can be cancelled
+
+    def pieces(self) -> list[Piece]:
+        """What to run: of those for whom somebody waits."""
+        live = self.began = self.live or []
+        self.size = len(live)
+        pieces = [Piece(each.requests, each.rows, each.value) for each in self.part.pieces]
+        if len(live) < len(self.requests):
+            for piece in pieces:
+                piece.leave_out([each for each in piece.requests if each not in live])
+        return [piece for piece in pieces if piece.requests]
+
+    def end_stage(self, now_ns: int, output: StageOutput) -> None:
+        """It has run."""
+        self._output = output
+        self.is_alone = self.is_alone and output.runs == 1
+        self.live = [*output.left, *output.finished]
+        self.end(now_ns, [*output.results, *[None] * len(output.finished)])
+
+    def end_with(self, now_ns: int, error: BaseException) -> None:
+        """See :class:`Job`."""
+        self.is_alone = False
+        self.end(now_ns, [Failure(error)] * len(self.live or ()))
+
+    def deliver(self) -> None:
+        """See :class:`Job`; first what a loop adds to answers."""
+        output = self._output
+        if output is not None and not self._is_handed_out:
+            while self._told < len(output.steps):
+                request, piece = output.steps[self._told]
+                _hand_out(request.payload, piece)
+                self._told += 1
+            self._complete(output)
+            self._is_handed_out = True
+        super().deliver()
+
+    def _complete(self, output: StageOutput) -> None:
+        assert self.results is not None
+        for index, request in enumerate([*output.left, *output.finished]):
+            result = self.results[index]
+            if isinstance(result, Pieces):
+                for piece in result.pieces:
+                    _hand_out(request.payload, piece)
+            elif index < len(output.left):
+                continue
+            self.results[index] = self._answer(request.payload)
+
+    def _answer(self, entry: Entry) -> Any:
+        if hasattr(entry.reply, "step"):
+            return END
+        try:
+            return self._result(entry.pieces or [])
+        except Exception as error:
+            return Failure(error)
+
+    def lets_go(self, request: Request) -> bool:
+        """Whether the request, if it is in it, is on its way no more when it has ended."""
+        leaving = self.live or () if self.results is not None else ()
+        return request in (self.requests if self.is_end else leaving)
+
+    def settle_part(self) -> tuple[list[Request], list[Request]]:
+        """Give the part what it is now. Returns who leaves it, and who of them got nothing.
+
+        Those got nothing for whom nobody waits. Under the lock.
+        """
+        output, requests = self._output, self.requests
+        if output is not None and not self.live and self.size == len(requests):
+            self.part.pieces = output.pieces  # all of them go on
+            return [], []
+        going = [] if output is None else output.pieces
+        staying = {each for piece in going for each in piece.requests}
+        left = [each for each in requests if each not in staying]
+        self.part.pieces = [*going, Piece(left, [0] * len(left))] if left else going
+        answered = set(self.live or ())
+        return left, [each for each in left if each not in answered]
+
+
+def _hand_out(entry: Entry, piece: Any) -> None:
+    if entry.pieces is None:
+        entry.pieces = []
+    step = getattr(entry.reply, "step", None)
+    if step is None:
+        entry.pieces.append(piece)
+    else:
+        step(piece)

@@ -1,0 +1,205 @@
+"""How long each stage takes, learned while stages run.
+
+As :class:`~trims_shim.batching.learning.Learning`, with a profile for each stage of each key; the
+rules of the policy get them as one :class:`StagedProfile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from trims_shim.batching.collate import padded_size
+from trims_shim.batching.jobs import Job
+from trims_shim.batching.learning import Learning, plain_key
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile_store import ProfileStore, SavedProfile
+from trims_shim.batching.profiling import LearnedProfile
+from trims_shim.batching.protocol import Policy
+from trims_shim.batching.rules import RuleMaker
+from trims_shim.batching.staged.jobs import StageJob
+from trims_shim.batching.staged.scheduler import StagedBatching
+from trims_shim.batching.staged.stage_profile import StagedProfile
+
+__all__ = ["LearnedStages", "StagedLearning"]
+
+
+_UNREACHED: Mapping[int, float] = {1: 1.0}
+"""All rows of this item have left before this stage: it was not measured."""
+
+
+class LearnedStages(LearnedProfile):
+    """A learned profile for each stage, and that of the whole made of them."""
+
+    def __init__(
+        self,
+        stages: int,
+        prior: LatencyProfile | None = None,
+        *,
+        batch_sizes: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(prior, batch_sizes=batch_sizes)
+        if prior is not None and not isinstance(prior, StagedProfile):
+            prior = StagedProfile.even(prior, stages)
+        priors = prior.stages if prior is not None else (None,) * stages
+        self.stages = tuple(LearnedProfile(each, batch_sizes=batch_sizes) for each in priors)
+        self._preferred = None if prior is None else prior.preferred
+        self._whole: StagedProfile | None = None
+        self._news = set(range(stages))
+        """Stages that were told something since the whole was made."""
+
+    @property
+    def count(self) -> int:
+        """See :class:`LearnedProfile`: of the stage of which it was told least."""
+        return min(each.count for each in self.stages)
+
+    def observe_stage(self, stage: int, size: int, duration_ns: int) -> None:
+        """As :meth:`observe`, of one stage."""
+        self.stages[stage].observe(size, duration_ns)
+        self._news.add(stage)
+
+    def doubt(self) -> bool:
+        """See :class:`LearnedProfile`."""
+        found = [each.doubt() for each in self.stages]  # of all of them, not up to the first
+        self._news.update(range(len(found)))
+        return any(found)
+
+    def profile(self, max_batch_size: int) -> StagedProfile:
+        """See :class:`LearnedProfile`."""
+        whole = self._whole
+        if whole is None or whole.max_batch_size != max_batch_size:
+            return self._made_of([each.profile(max_batch_size) for each in self.stages])
+        parts = list(whole.stages)
+        for stage in self._news:
+            parts[stage] = self.stages[stage].profile(max_batch_size)
+        self._news.clear()
+        if all(one is other for one, other in zip(parts, whole.stages, strict=True)):
+            return whole
+        return self._made_of(parts)
+
+    def _made_of(self, parts: Sequence[LatencyProfile]) -> StagedProfile:
+        preferred = self._preferred
+        if preferred is not None:
+            largest = min(each.max_batch_size for each in parts)
+            preferred = tuple(min(each, largest) for each in preferred)
+        self._whole = StagedProfile(parts, preferred=preferred)
+        return self._whole
+
+
+class StagedLearning(Learning):
+    """Makes policies for a model of ``stages`` stages, and keeps their profiles fresh.
+
+    ``pairs``, ``has_loop`` and ``max_active`` are those of :class:`StagedBatching`. With
+    ``is_whole`` the one stage runs as any function does, under a plain :class:`Batching`.
+    """
+
+    def __init__(
+        self,
+        maker: RuleMaker,
+        *,
+        stages: int,
+        is_whole: bool,
+        has_loop: bool,
+        pairs: int,
+        max_active: int | None,
+        name: str | None,
+        max_batch_size: int,
+        max_batch_weight: int | None,
+        devices: int,
+        batch_sizes: Sequence[int] | None,
+        prior: LatencyProfile | None,
+        store: Callable[[], ProfileStore | None],
+    ) -> None:
+        # First: the base class makes a policy, to see whether that can be done.
+        self._stages = stages
+        self._is_whole = is_whole
+        self._has_loop = has_loop
+        self._pairs = pairs
+        self._max_active = max_active
+        super().__init__(
+            maker,
+            name=name,
+            max_batch_size=max_batch_size,
+            max_batch_weight=max_batch_weight,
+            devices=devices,
+            batch_sizes=batch_sizes,
+            prior=prior,
+            store=store,
+        )
+
+    def make_policy(self) -> Policy:
+        """See :class:`Learning`."""
+        if self._is_whole:
+            return super().make_policy()
+        return StagedBatching(
+            self._make_rule,
+            stages=self._stages,
+            devices=self._devices,
+            pairs=self._pairs,
+            has_loop=self._has_loop,
+            max_active=self._max_active,
+            max_weight=self._max_batch_weight,
+        )
+
+    def ran(self, policy: Policy, job: Job) -> bool:
+        """See :class:`Learning`."""
+        if not job.is_typical:
+            return False
+        stage, rows = 0, len(job.live or ())
+        if isinstance(job, StageJob):
+            stage, rows = job.stage, job.size
+        key = plain_key(job.requests[0].key)
+        size = padded_size(rows, self._batch_sizes)
+        learned = self._learned_of(key)
+        assert isinstance(learned, LearnedStages)
+        seen = self._seen.setdefault(key, set())
+        if (stage, size) not in seen:
+            seen.add((stage, size))
+            return False
+        learned.observe_stage(stage, size, job.ended_ns - job.started_ns)
+        self._refresh(policy, key, learned)
+        return True
+
+    def measured_stages(
+        self, key: Hashable, durations_ns: Sequence[Mapping[int, float]]
+    ) -> LatencyProfile:
+        """As :meth:`measured`, with the durations of each stage."""
+        pads = self._batch_sizes is not None
+        prior = StagedProfile(
+            [
+                LatencyProfile.measured(
+                    each or _UNREACHED, max_batch_size=self.max_batch_size, pads=pads
+                )
+                for each in durations_ns
+            ]
+        )
+        self._learned[key] = self._new_learned(prior)
+        self._measured.add(key)
+        self._seen[key] = {
+            (stage, size) for stage, each in enumerate(durations_ns) for size in each
+        }
+        return self.profile(key)
+
+    def _new_learned(self, prior: LatencyProfile | None) -> LearnedProfile:
+        return LearnedStages(self._stages, prior, batch_sizes=self._batch_sizes)
+
+    def _trial_profile(self) -> LatencyProfile:
+        return StagedProfile([super()._trial_profile()] * self._stages)
+
+    # --- kept for the next process ----------------------------------------------------------------
+
+    def _save(self, name: str, key: Hashable, learned: LearnedProfile, store: ProfileStore) -> None:
+        assert isinstance(learned, LearnedStages)
+        pads = self._batch_sizes is not None
+        for stage, of_stage in enumerate(learned.stages):
+            known = of_stage.known_latencies_ns(self.max_batch_size)
+            if known:
+                store.save(name, self._kept_as(key, stage), SavedProfile(known, max(known), pads))
+
+    def _load(self, name: str, key: Hashable, store: ProfileStore) -> LatencyProfile | None:
+        saved = [store.load(name, self._kept_as(key, stage)) for stage in range(self._stages)]
+        parts = [each.profile for each in saved if each is not None]
+        return StagedProfile(parts) if len(parts) == self._stages else None
+
+    def _kept_as(self, key: Hashable, stage: int) -> Hashable:
+        # Other stages of the same model, sliced anew, are others.
+        return key, f"stage {stage} of {self._stages}"

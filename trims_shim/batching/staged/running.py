@@ -1,0 +1,288 @@
+"""One stage with one part of a batch: joined before it, taken apart after it.
+
+No threads, no policy, no clock. What comes in are pieces, rows of what stages before have returned;
+what goes out are pieces for the next stage, and the results of those that are finished. Pieces that
+cannot be joined, because they are padded to other lengths, run one after the other and stay apart.
+
+Stages are called without torch's graph, and outside of ``inference_mode``, in whatever thread they
+run: so what one returns in one thread is fit for the next one in another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trims_shim.batching.collate import answers, padded_size
+from trims_shim.batching.functions import BatchFunction, item_of
+from trims_shim.batching.lanes import Lane
+from trims_shim.batching.protocol import Request
+from trims_shim.batching.splitting import split
+from trims_shim.batching.staged.activations import EarlyExit, Stepped
+from trims_shim.batching.staged.batches import Piece
+from trims_shim.batching.staged.flow import NotJoinable, join, rows_of, take
+from trims_shim.batching.staged.model import Loop, StagedModel
+from trims_shim.errors import BadBatch
+
+__all__ = ["StageOutput", "StageRunner", "without_graph"]
+
+
+@dataclass(slots=True)
+class StageOutput:
+    """What became of the requests of a part in one stage."""
+
+    pieces: list[Piece]
+    """Of those that go on."""
+    left: list[Request]
+    results: list[Any]
+    """Of those that left; not of those that a loop has finished, whose pieces are their answers."""
+    steps: list[tuple[Request, Any]]
+    """What a loop adds to answers."""
+    finished: list[Request]
+    """Those that a loop has finished; none of ``left``."""
+    runs: int = 1
+    """How often the stage was called."""
+    has_failed: bool = False
+    """It was called, and the whole function has answered instead."""
+
+
+class StageRunner:
+    """Runs stages of ``model``; ``function`` has its collate, and knows no ``batch_sizes``.
+
+    With ``batch_sizes`` stages see batches of these sizes only: the last row is repeated.
+    ``lanes``: one for each device of the policy. May be called from several threads.
+    """
+
+    def __init__(
+        self,
+        model: StagedModel,
+        function: BatchFunction,
+        *,
+        lanes: Sequence[Lane],
+        batch_sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.model = model
+        self.lanes = tuple(lanes)
+        self._function = function
+        self._batch_sizes = batch_sizes
+
+    def run(self, stage: int, pieces: Sequence[Piece], *, device: int = 0) -> StageOutput:
+        """Raises what the stage raises, and BadBatch for what it may not return."""
+        outputs: list[tuple[list[Request], Any]] = []
+        total = StageOutput([], [], [], [], [], runs=0)
+        with without_graph():
+            lane = self.lanes[device]
+            try:
+                with lane.enter():
+                    for requests, arguments in self._calls(stage, pieces):
+                        outputs.append((requests, self.model.stages[stage](*arguments)))
+            finally:
+                # Also after a failure: the device may still read what is given up now.
+                lane.finish([output for _, output in outputs])
+            # Not in the lane, which is not waited for once more.
+            for requests, output in outputs:
+                self._sort(stage, requests, output, total)
+                total.runs += 1
+        return total
+
+    # --- before the stage -------------------------------------------------------------------------
+
+    def _calls(
+        self, stage: int, pieces: Sequence[Piece]
+    ) -> Iterator[tuple[list[Request], Sequence[Any]]]:
+        """The batches to run, each with what the stage is called with."""
+        new = [each for piece in pieces if piece.value is None for each in piece.requests]
+        begun = [piece for piece in pieces if piece.value is not None]
+        if new and not begun:
+            yield new, self._batch(new)
+            return
+        loop = self._loop_at(stage)
+        take_rows = (loop and loop.take) or take
+        groups = [(piece.requests, take_rows(piece.value, piece.rows)) for piece in begun]
+        if new:  # to a loop without stages before it
+            (state,) = self._batch(new)
+            groups.append((new, state))
+        for requests, value in self._joined(groups, loop):
+            yield requests, (self._filled(value, len(requests), loop),)
+
+    def _batch(self, requests: Sequence[Request]) -> Sequence[Any]:
+        entries = [request.payload for request in requests]
+        missing = padded_size(len(entries), self._batch_sizes) - len(entries)
+        _, _, batch = self._function.joined([*entries, *[entries[-1]] * missing])
+        return batch
+
+    def _joined(
+        self, groups: list[tuple[list[Request], Any]], loop: Loop | None
+    ) -> list[tuple[list[Request], Any]]:
+        if len(groups) < 2:
+            return groups
+        join_all = (loop and loop.join) or join
+        try:
+            return [_merged(groups, join_all)]
+        except NotJoinable:
+            alike = _alike(groups, join_all, (loop and loop.take) or take)
+            return [_merged(each, join_all) for each in alike]
+
+    def _filled(self, value: Any, count: int, loop: Loop | None) -> Any:
+        missing = padded_size(count, self._batch_sizes) - count
+        if not missing:
+            return value
+        last = ((loop and loop.take) or take)(value, [count - 1])
+        return ((loop and loop.join) or join)([value, *[last] * missing])
+
+    def _loop_at(self, stage: int) -> Loop | None:
+        return self.model.loop if stage == len(self.model.stages) - 1 else None
+
+    # --- after the stage --------------------------------------------------------------------------
+
+    def _sort(self, stage: int, requests: list[Request], output: Any, total: StageOutput) -> None:
+        """Who leaves, and who goes on with which rows."""
+        if isinstance(output, Stepped):
+            self._after_step(requests, output, total)
+        elif isinstance(output, EarlyExit):
+            self._after_exit(stage, requests, output, total)
+        elif stage == len(self.model.stages) - 1:
+            total.left.extend(requests)
+            total.results.extend(self._answers(output, requests))
+        else:
+            self._go_on(stage, requests, list(range(len(requests))), output, total)
+
+    def _go_on(
+        self, stage: int, requests: list[Request], rows: list[int], value: Any, total: StageOutput
+    ) -> None:
+        found, expected = rows_of(value), padded_size(len(requests), self._batch_sizes)
+        if found != expected:
+            raise BadBatch(
+                f"{self._named(stage)} returned {'no' if found is None else found} rows for a "
+                f"batch of {expected}"
+            )
+        total.pieces.append(Piece(requests, rows, value))
+
+    def _after_exit(
+        self, stage: int, requests: list[Request], output: EarlyExit, total: StageOutput
+    ) -> None:
+        flags = [bool(each) for each in output.finished]
+        if len(flags) != padded_size(len(requests), self._batch_sizes):
+            raise BadBatch(
+                f"{self._named(stage)} said of {len(flags)} rows whether they are finished, and "
+                f"has {padded_size(len(requests), self._batch_sizes)}"
+            )
+        filled = [*requests, *[requests[-1]] * (len(flags) - len(requests))]
+        ended = [each for each, is_finished in zip(filled, flags, strict=True) if is_finished]
+        count = sum(flags[: len(requests)])
+        if ended:
+            items = self._items(ended)
+            found = answers(
+                self._collate(ended), output.results, items, function=self._named(stage)
+            )
+            total.left.extend(ended[:count])
+            total.results.extend(found[:count])
+        rest = [each for each, flag in zip(requests, flags, strict=False) if not flag]
+        if not rest:
+            return
+        if stage == len(self.model.stages) - 1:
+            raise BadBatch(f"{self._named(stage)} is the last one, and some rows are not finished")
+        found_rows = rows_of(output.rest)
+        if found_rows != len(flags) - len(ended):
+            raise BadBatch(
+                f"{self._named(stage)} returned {found_rows} rows of activations for "
+                f"{len(flags) - len(ended)} that are not finished"
+            )
+        total.pieces.append(Piece(rest, list(range(len(rest))), output.rest))
+
+    def _after_step(self, requests: list[Request], output: Stepped, total: StageOutput) -> None:
+        last = len(self.model.stages) - 1
+        expected = padded_size(len(requests), self._batch_sizes)
+        flags = [bool(each) for each in output.finished]
+        if len(flags) != expected:
+            raise BadBatch(
+                f"{self._named(last)} said of {len(flags)} rows whether they are finished, and "
+                f"has {expected}"
+            )
+        pieces = split(output.pieces, expected)
+        total.steps.extend(zip(requests, pieces, strict=False))
+        total.finished.extend(each for each, flag in zip(requests, flags, strict=False) if flag)
+        rows = [row for row in range(len(requests)) if not flags[row]]
+        if rows:
+            total.pieces.append(Piece([requests[row] for row in rows], rows, output.state))
+
+    def _answers(self, output: Any, requests: Sequence[Request]) -> list[Any]:
+        missing = padded_size(len(requests), self._batch_sizes) - len(requests)
+        filled = [*requests, *[requests[-1]] * missing]
+        found = answers(
+            self._collate(filled), output, self._items(filled), function=self._function.name
+        )
+        return found[: len(requests)]
+
+    def _collate(self, requests: Sequence[Request]) -> Any:
+        return self._function.collate_of(requests[0].payload)
+
+    def _items(self, requests: Sequence[Request]) -> list[Any]:
+        return [item_of(request.payload) for request in requests]
+
+    def _named(self, stage: int) -> str:
+        return f"stage {stage} of {self._function.name}"
+
+
+_Group = tuple[list[Request], Any]
+
+
+def _merged(groups: Sequence[_Group], join_all: Callable[[Sequence[Any]], Any]) -> _Group:
+    value = join_all([value for _, value in groups])
+    return [each for requests, _ in groups for each in requests], value
+
+
+def _alike(
+    groups: Sequence[_Group],
+    join_all: Callable[[Sequence[Any]], Any],
+    take_rows: Callable[[Any, Sequence[int]], Any],
+) -> list[list[_Group]]:
+    """Those that can be joined with each other; tried with one row of each."""
+    found: list[tuple[Any, list[_Group]]] = []
+    for group in groups:
+        row = take_rows(group[1], [0])
+        for first, others in found:
+            try:
+                join_all([first, row])
+            except NotJoinable:
+                continue
+            others.append(group)
+            break
+        else:
+            found.append((row, [group]))
+    return [others for _, others in found]
+
+
+class without_graph:
+    """A context: whatever the thread does otherwise, no graph and no inference tensors.
+
+    No generator, which would take as long as both of torch's contexts.
+    """
+
+    __slots__ = ("_had_graph", "_inference", "_torch")
+
+    def __init__(self) -> None:
+        self._torch: Any = None
+        self._inference: Any = None
+
+    def __enter__(self) -> None:
+        torch = sys.modules.get("torch")
+        self._torch = torch if hasattr(torch, "inference_mode") else None  # it may be half there
+        if self._torch is None:
+            return
+        if self._torch.is_inference_mode_enabled():
+            self._inference = self._torch.inference_mode(False)
+            self._inference.__enter__()
+        self._had_graph = self._torch.is_grad_enabled()
+        if self._had_graph:
+            self._torch.set_grad_enabled(False)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._torch is None:
+            return
+        if self._had_graph:
+            self._torch.set_grad_enabled(True)
+        if self._inference is not None:
+            self._inference.__exit__(*exc_info)

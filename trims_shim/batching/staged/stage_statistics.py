@@ -1,0 +1,78 @@
+"""What the stages of a model did, beside the statistics that every batcher has.
+
+Plain counters, written under the lock of one dispatch, read without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["StageRecord", "StageStats", "StagedStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageStats:
+    """One stage of a model, since the batcher was made."""
+
+    batch_sizes: Mapping[int, int]
+    """How many times it ran with how many requests."""
+    busy_s: float
+    """Summed over devices."""
+
+    @property
+    def runs(self) -> int:
+        """How many times it ran."""
+        return sum(self.batch_sizes.values())
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Requests for each run; 0 before the first."""
+        rows = sum(size * count for size, count in self.batch_sizes.items())
+        return rows / self.runs if rows else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStats:
+    """What was done to batches between stages, and each stage by itself."""
+
+    batches: int
+    """How many were begun."""
+    stretches: int
+    """How many times requests joined one that was on its way."""
+    splits: int
+    failures: int
+    """Parts that were answered by the whole function, because a stage had failed with them."""
+    stages: tuple[StageStats, ...]
+
+
+class StageRecord:
+    """The counters themselves."""
+
+    def __init__(self, stages: int) -> None:
+        self.batches = 0
+        self.stretches = 0
+        self.splits = 0
+        self.failures = 0
+        self._sizes: list[Counter[int]] = [Counter() for _ in range(stages)]
+        self._busy_ns = [0] * stages
+
+    def add_run(self, stage: int, size: int, taken_ns: int) -> None:
+        """A stage has run with ``size`` requests."""
+        if size:
+            self._sizes[stage][size] += 1
+            self._busy_ns[stage] += taken_ns
+
+    def snapshot(self) -> StagedStats:
+        """As of now."""
+        return StagedStats(
+            batches=self.batches,
+            stretches=self.stretches,
+            splits=self.splits,
+            failures=self.failures,
+            stages=tuple(
+                StageStats(dict(sorted(sizes.copy().items())), busy_ns / 1e9)
+                for sizes, busy_ns in zip(self._sizes, self._busy_ns, strict=True)
+            ),
+        )
