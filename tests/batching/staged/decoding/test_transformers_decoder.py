@@ -1,0 +1,156 @@
+"""transformers' models generate in shared steps what ``model.generate`` does for each alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.batching.staged.decoding.test_generating import Arrivals, prompt
+from trims_shim.batching.staged.decoding.generating import generation
+from trims_shim.errors import StagingError
+
+transformers = pytest.importorskip("transformers")
+
+MOST = 8
+SIZES = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
+NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def model_of(kind: str, attention: str = "sdpa") -> Any:
+    """Random weights, in float64, so that no rounding decides between two tokens."""
+    torch.manual_seed(1)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=23, n_positions=64, n_embd=16, n_layer=2, n_head=2, **NO_ENDS
+        )
+    elif kind == "llama":
+        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, **NO_ENDS)
+    else:  # sliding windows, shorter than prompts and answers
+        config = transformers.MistralConfig(
+            **SIZES, num_key_value_heads=1, sliding_window=5, **NO_ENDS
+        )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+def generated(model: Any, tokens: Tensor, ends: list[int] | None = None) -> list[int]:
+    """By itself."""
+    found = model.generate(
+        tokens[None],
+        attention_mask=torch.ones_like(tokens)[None],
+        max_new_tokens=MOST,
+        do_sample=False,
+        eos_token_id=ends,
+        pad_token_id=0,
+    )
+    answer: list[int] = found[0, len(tokens) :].tolist()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "prefill_stages"),
+    [
+        ("gpt2", "sdpa", 1),
+        ("gpt2", "eager", 2),
+        ("llama", "sdpa", 3),
+        ("llama", "eager", 1),
+        ("mistral", "sdpa", 2),
+    ],
+)
+def test_any_arrivals_give_the_tokens_of_generate(
+    kind: str, attention: str, prefill_stages: int
+) -> None:
+    model = model_of(kind, attention)
+    ends = [3, 7, 11]
+    staged = generation(
+        model, max_new_tokens=MOST, eos_token_id=ends, prefill_stages=prefill_stages
+    )
+    expected = {number: generated(model, prompt(number), ends) for number in range(12)}
+    assert len({len(each) for each in expected.values()}) > 2
+    for seed in range(3):
+        arrivals = Arrivals(staged, Random(seed))
+        arrivals.run(list(range(12)))
+        assert len(arrivals.answers) > 4
+        assert arrivals.answers == {number: expected[number] for number in arrivals.answers}
+
+
+def test_ends_are_those_of_the_generation_config() -> None:
+    model = model_of("gpt2")
+    first = generated(model, prompt(4))
+    model.generation_config.eos_token_id = first[2]
+    try:
+        (answer,) = generation(model, max_new_tokens=MOST)([prompt(4)])
+        (without,) = generation(model, max_new_tokens=MOST, eos_token_id=())([prompt(4)])
+    finally:
+        model.generation_config.eos_token_id = None
+    assert answer.tolist() == first[: first.index(first[2]) + 1]
+    assert without.tolist() == first
+
+
+def test_weights_are_the_models_own() -> None:
+    model = model_of("llama")
+    before = {name: each.data_ptr() for name, each in model.named_parameters()}
+    staged = generation(model, max_new_tokens=2)
+    staged([prompt(1)])
+    assert staged.name == "LlamaForCausalLM"
+    assert {name: each.data_ptr() for name, each in model.named_parameters()} == before
+
+
+def small(kind: str) -> Any:
+    config = {
+        "t5": lambda: transformers.T5Config(
+            vocab_size=23, d_model=16, num_layers=1, num_heads=2, d_kv=8, d_ff=16
+        ),
+        "mamba": lambda: transformers.MambaConfig(
+            vocab_size=23, hidden_size=16, num_hidden_layers=1
+        ),
+        "lfm2": lambda: transformers.Lfm2Config(
+            **SIZES, num_key_value_heads=1, layer_types=["conv", "full_attention"]
+        ),
+        "xlnet": lambda: transformers.XLNetConfig(
+            vocab_size=23, d_model=16, n_layer=1, n_head=2, d_inner=16
+        ),
+    }[kind]()
+    kinds = (
+        transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
+    )
+    return kinds.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("t5", "is an encoder-decoder"),
+        ("mamba", "keeps a state instead of the keys and values"),
+        ("lfm2", "keeps a state instead of the keys and values"),
+        ("xlnet", "takes no `past_key_values`"),
+    ],
+)
+def test_models_without_a_cache_of_tokens_are_refused(kind: str, message: str) -> None:
+    with pytest.raises(StagingError, match=message):
+        generation(small(kind), max_new_tokens=3)

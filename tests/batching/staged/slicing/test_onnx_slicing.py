@@ -1,0 +1,302 @@
+"""The stages of an ONNX model are the whole model, to the bit, and share its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+np = pytest.importorskip("numpy")
+pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+
+from tests.harness import World, close_worlds  # noqa: E402
+from tests.onnx_models import INT64, Graph, Sample, sample, save, save_external  # noqa: E402
+from trims_shim import config  # noqa: E402
+from trims_shim.batching import Batcher  # noqa: E402
+from trims_shim.batching.staged.flow import join, rows_of, take  # noqa: E402
+from trims_shim.batching.staged.model import Shared  # noqa: E402
+from trims_shim.batching.staged.slicing.onnx_slicing import TracedOnnx, slice_onnx  # noqa: E402
+from trims_shim.client import cache as caches  # noqa: E402
+from trims_shim.client.cache import Cache  # noqa: E402
+from trims_shim.errors import StagingError  # noqa: E402
+
+KINDS = ("perceptron", "pictures", "transformer")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "model.onnx")
+
+
+def whole(path: str, feeds: dict[str, Any]) -> list[Any]:
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    found: list[Any] = session.run(None, feeds)
+    return found
+
+
+def bits(values: Any) -> list[bytes]:
+    several = values if isinstance(values, list) else [values]
+    return [each.tobytes() for each in several]
+
+
+def layers(count: int, *, width: int = 64, batch: Any = "batch") -> Sample:
+    """Products one after the other."""
+    graph = Graph("layers")
+    value = graph.input("x", [batch, width])
+    for number in range(count):
+        value = graph.node("MatMul", value, graph.weight(f"w{number}", width, width))
+        value = graph.node("Relu", value)
+    graph.output(value, [batch, width])
+    feeds = {"x": np.random.RandomState(0).rand(5, width).astype(np.float32)}
+    return Sample(graph.model(), (feeds,))
+
+
+def pictures() -> Sample:
+    """Convolutions, for which onnxruntime has layouts of its own."""
+    graph = Graph("pictures")
+    value = graph.input("x", ["batch", 3, 12, "width"])
+    for number, (channels, count) in enumerate([(3, 16), (16, 32), (32, 32)]):
+        kernel = graph.weight(f"kernel{number}", count, channels, 3, 3)
+        bias = graph.weight(f"bias{number}", count)
+        value = graph.node("Relu", graph.node("Conv", value, kernel, bias, pads=[1, 1, 1, 1]))
+    value = graph.node("Flatten", graph.node("GlobalAveragePool", value))
+    graph.output(graph.node("MatMul", value, graph.weight("w", 32, 10)), ["batch", 10])
+    state = np.random.RandomState(2)
+    feeds = tuple(
+        {"x": state.rand(rows, 3, 12, width).astype(np.float32)}
+        for rows, width in [(4, 12), (1, 9)]
+    )
+    return Sample(graph.model(), feeds)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("has_example", [False, True])
+def test_stages_have_the_bits_of_the_whole(
+    path: str, kind: str, stages: int, *, has_example: bool
+) -> None:
+    made = pictures() if kind == "pictures" else sample(kind)
+    save(made)(Path(path))
+    model = slice_onnx(path, stages, example=made.feeds[-1] if has_example else None)
+    assert (len(model), model.name) == (stages, "model")
+    for feeds in made.feeds:
+        assert bits(model(feeds)) == bits(whole(path, feeds))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_two_batches_can_be_joined_at_every_border(path: str, kind: str) -> None:
+    made = pictures() if kind == "pictures" else sample(kind)
+    save(made)(Path(path))
+    traced = TracedOnnx(path)
+    for cut in traced.cuts:
+        first, second = traced.cut([cut.position]).stages
+        feeds = made.feeds[-1]
+        twice = join([first(feeds), first(feeds)])
+        rows = len(next(iter(feeds.values())))
+        assert rows_of(twice) == 2 * rows
+        expected = whole(path, feeds)[0]
+        for part in (range(rows), range(rows, 2 * rows)):
+            found = second(take(twice, part))
+            assert found.tobytes() == expected.tobytes()
+        np.testing.assert_allclose(second(twice)[rows:], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_external_data(path: str) -> None:
+    made = sample("transformer")
+    save_external(made, size_threshold=1024)(Path(path))
+    assert (Path(path).parent / "weights.bin").exists()
+    feeds = made.feeds[-1]
+    assert bits(slice_onnx(path, 3)(feeds)) == bits(whole(path, feeds))
+
+
+def test_weights_are_mapped_once(tmp_path: Path) -> None:
+    """Those of all stages, and no memory has a copy of its own."""
+    path = tmp_path / "layers.onnx"
+    made = layers(8, width=512)
+    save(made)(path)
+    script = f"""
+import json, re, numpy as np
+from trims_shim.batching.staged.slicing.onnx_slicing import slice_onnx
+model = slice_onnx({str(path)!r}, 4, example=np.ones((2, 512), np.float32))
+model(np.ones((2, 512), np.float32))
+pieces = []
+for line in open("/proc/self/maps"):
+    if line.rstrip().endswith("weights.bin"):
+        start, end, offset = re.match(r"(\\w+)-(\\w+) \\S+ (\\w+)", line).groups()
+        pieces.append((int(offset, 16), int(end, 16) - int(start, 16)))
+print(json.dumps([len(model), pieces]))
+"""
+    output = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    count, pieces = json.loads(output.splitlines()[-1])
+    assert count == 4
+    total = sum(size for _, size in pieces)
+    assert 8 * 512 * 512 * 4 <= total < 9 * 512 * 512 * 4, "each weight once, packed"
+    assert len({offset for offset, _ in pieces}) == len(pieces)
+
+
+@pytest.fixture
+def _unpacked() -> Iterator[None]:
+    before = caches.exchange(Cache(config.load({}, ort_prepack="off", autostart="0")))
+    yield
+    caches.exchange(before)
+
+
+@pytest.mark.usefixtures("_unpacked")
+def test_weights_are_not_packed_if_so_configured(path: str) -> None:
+    made = layers(3)
+    save(made)(Path(path))
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    expected = ort.InferenceSession(path, options).run(None, made.feeds[0])
+    model = slice_onnx(path, 3, is_shared=False)
+    assert bits(model(made.feeds[0])) == bits(expected)
+    assert b"prepacked" not in Path(model.stages[0].source.path).read_bytes()
+
+
+def test_temporary_files_go_with_the_stages(path: str) -> None:
+    save(layers(2))(Path(path))
+    model = slice_onnx(path, 2, is_shared=False)
+    folder = model.stages[0].source.folder
+    assert sorted(os.listdir(folder)) == ["model.onnx", "weights.bin"]
+    del model
+    assert not os.path.exists(folder)
+
+
+# --- borders --------------------------------------------------------------------------------------
+
+
+def test_there_may_be_fewer_borders_than_wanted(path: str) -> None:
+    made = layers(2)
+    save(made)(Path(path))
+    model = slice_onnx(path, 20)
+    assert 2 <= len(model) < 20
+    assert bits(model(made.feeds[0])) == bits(whole(path, made.feeds[0]))
+
+
+def test_what_depends_on_other_rows_does_not_cross(path: str) -> None:
+    """The largest of a batch is the same for repeated rows, and another one for other rows."""
+    graph = Graph("largest")
+    x = graph.input("x", ["batch", 8])
+    largest = graph.node("ReduceMax", x, keepdims=0, noop_with_empty_axes=0)
+    value = graph.node("MatMul", x, graph.weight("w", 8, 8))
+    value = graph.node("Relu", graph.node("Relu", value))
+    graph.output(graph.node("Mul", value, largest), ["batch", 8])
+    save(Sample(graph.model(), ()))(Path(path))
+    one_row = np.ones((1, 8), np.float32)
+    traced = TracedOnnx(path, example=one_row)
+    names = [traced.cut([cut.position]).stages[0].wanted for cut in traced.cuts]
+    assert names
+    assert not [each for each in names if largest in each]
+
+
+def test_what_depends_on_shapes_only_crosses_as_shared(path: str) -> None:
+    graph = Graph("positions")
+    ids = graph.input("ids", ["batch", "sequence"], INT64)
+    shape = graph.node("Shape", ids, start=1)
+    end = graph.node("Squeeze", shape)
+    zero, one = graph.constant("zero", np.array(0)), graph.constant("one", np.array(1))
+    positions = graph.node("Range", zero, end, one)
+    words = graph.node("Gather", graph.weight("words", 30, 16), ids)
+    words = graph.node("MatMul", words, graph.weight("w", 16, 16))
+    places = graph.node("Gather", graph.weight("places", 64, 16), positions)
+    graph.output(graph.node("Add", words, places), ["batch", "sequence", 16])
+    save(Sample(graph.model(), ()))(Path(path))
+    traced = TracedOnnx(path)
+    shared = set()
+    for cut in traced.cuts:
+        value = traced.cut([cut.position]).stages[0](np.zeros((2, 5), np.int64))
+        shared |= {name for name, each in value.items() if isinstance(each, Shared)}
+        assert rows_of(value) == 2
+    assert shared
+    assert ids not in shared
+    other = traced.even(3)(np.ones((3, 7), np.int64))
+    assert bits(other) == bits(whole(path, {"ids": np.ones((3, 7), np.int64)}))
+
+
+def test_answers_without_rows_are_refused(path: str) -> None:
+    save(sample("recogniser"))(Path(path))  # [steps, batch, letters]
+    with pytest.raises(StagingError, match="not the first axis of output y"):
+        slice_onnx(path, 2)
+
+
+def test_batches_of_one_size_are_refused(path: str) -> None:
+    save(layers(2, batch=2))(Path(path))
+    with pytest.raises(StagingError, match="the size of their batches is fixed"):
+        slice_onnx(path, 2)
+    with pytest.raises(StagingError, match="dynamic batch axis"):
+        slice_onnx(path, 2, example=np.zeros((2, 64), np.float32))
+
+
+def test_what_is_no_model_is_refused(path: str) -> None:
+    with pytest.raises(FileNotFoundError):
+        slice_onnx(path, 2)
+    Path(path).write_bytes(b"no model")
+    with pytest.raises(StagingError, match="cannot be optimised"):
+        slice_onnx(path, 2)
+    with pytest.raises(ValueError, match="0 stages"):
+        slice_onnx(path, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (({"x": 1, "y": 2},), "takes x, ids, not x, y"),
+        ((1, 2, 3), "takes x, ids, not 3 arguments"),
+    ],
+)
+def test_other_arguments_are_refused(path: str, batch: tuple[Any, ...], message: str) -> None:
+    save(sample("perceptron"))(Path(path))
+    with pytest.raises(ValueError, match=message):
+        slice_onnx(path, 2)(*batch)
+
+
+# --- in use ---------------------------------------------------------------------------------------
+
+
+def test_behind_a_batcher(path: str) -> None:
+    made = layers(4)
+    save(made)(Path(path))
+    model = slice_onnx(path, 3)
+    rows = np.random.RandomState(1).rand(20, 64).astype(np.float32)
+    with Batcher(model, max_batch_size=4) as batcher:
+        futures = [batcher.submit(row) for row in rows]
+        found = [future.result(timeout=20) for future in futures]
+    np.testing.assert_allclose(found, whole(path, {"x": rows})[0], rtol=1e-5)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    close_worlds([world])
+
+
+@pytest.mark.slow
+def test_processes_share_the_machines_prepared_model(world: World) -> None:
+    path = os.path.join(world.root, "model.onnx")
+    made = layers(4, width=1024)
+    save(made)(Path(path))
+    world.start()
+    script = f"""
+import numpy as np
+from trims_shim.batching.staged.slicing.onnx_slicing import slice_onnx
+model = slice_onnx({path!r}, 3)
+files = {{line.split()[5] for line in open("/proc/self/maps") if "weights.bin" in line}}
+result = model(np.full((2, 1024), 0.5, np.float32))
+say([sorted(files), result.tobytes().hex()])
+"""
+    (first, result), (second, other) = world.run(script), world.run(script)
+    assert first == second
+    assert first[0].startswith(os.path.join(world.settings["cache_dir"], "prepared"))
+    assert result == other
+    expected = whole(path, {"x": np.full((2, 1024), 0.5, np.float32)})
+    assert bytes.fromhex(result) == expected[0].tobytes()

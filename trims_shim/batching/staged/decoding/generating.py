@@ -1,0 +1,261 @@
+"""Generation token by token as a staged model: prefill, and a loop of decoder steps.
+
+Callers give prompts, and get the tokens that follow, greedily chosen. Whoever comes joins between
+two steps, after his prompt was read by the stages before (the prefill); whoever has his last token
+leaves. So a short answer does not wait for a long one, and a newcomer waits for a step instead of
+for all others' answers.
+
+A model is here a :class:`Decoder`: transformers' causal language models are made one by
+:class:`.transformers_decoder.TransformersDecoder`, and a decoder of your own is written as one.
+Rows end at the same column, prompts are padded in front (:mod:`.key_values`). Nested tensors would
+save that padding, but few attention kernels take them together with a cache.
+
+Source of the scheduling: iteration-level scheduling of Orca (OSDI'22), here with meta-operations of
+DVABatch (ATC'22).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from trims_shim.batching.staged.decoding.key_values import (
+    NOTHING_SEEN,
+    GrowingCache,
+    KeyValues,
+    gather,
+)
+from trims_shim.batching.staged.decoding.prompts import prompts_of
+from trims_shim.batching.staged.decoding.transformers_decoder import (
+    TransformersDecoder,
+    refuse_training,
+)
+from trims_shim.batching.staged.model import EarlyExit, Loop, Stage, StagedModel, Stepped
+
+__all__ = ["Decoder", "generation"]
+
+
+class Decoder(Protocol):
+    """A causal language model, as :func:`generation` calls it."""
+
+    def __call__(self, tokens: Any, positions: Any, mask: Any, cache: GrowingCache) -> Any:
+        """The scores of what follows the last of ``tokens``, ``[batch, vocabulary]``.
+
+        ``tokens`` and their ``positions`` are ``[batch, tokens]`` int64. ``mask`` is ``[batch, past
+        + tokens]`` boolean, false for padding, which no token may attend to; nor may a token attend
+        to later ones. What padding itself gets does not matter. Each layer gives its new keys and
+        values to ``cache.update(keys, values, layer)`` and attends to what that returns.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """Between two stages of the prefill."""
+
+    tokens: Any
+    """``[batch, columns]``, padded in front."""
+    lengths: Any
+    """``[batch]``, of the prompts."""
+    budgets: Any
+    """``[batch]``: how many tokens may be generated."""
+    past: KeyValues
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """Between two steps."""
+
+    tokens: Any
+    """``[batch]``: chosen last, and not read yet."""
+    lengths: Any
+    """``[batch]``: how many were read."""
+    budgets: Any
+    """``[batch]``: how many more may be generated."""
+    is_new: Any
+    """``[batch]``: whether the first token was not handed out yet."""
+    past: KeyValues
+
+
+def generation(
+    model: Any,
+    *,
+    max_new_tokens: int,
+    eos_token_id: int | Collection[int] | None = None,
+    pad_token_id: int = 0,
+    prefill_stages: int = 1,
+    name: str = "",
+) -> StagedModel:
+    """A causal language model as a staged model that generates.
+
+    ``model`` is one of transformers, or a :class:`Decoder`. ``eos_token_id``: one or several tokens
+    that end an answer, and are its last; None for those of the model's generation config, and
+    ``()`` for none. ``pad_token_id`` is any token; it is never attended to.
+
+    An item is a prompt: a tensor ``[tokens]``, a list of tokens, or a mapping of ``input_ids`` and,
+    if wanted, ``attention_mask``, and ``max_new_tokens`` of this prompt, if fewer. They are
+    collated as a list (``collate="list"``), or padded in any way (``collate=Pad(...)``). The answer
+    is a tensor of the new tokens, on the model's device; callers that stream get tensors of the
+    first two tokens, and then of one each.
+
+    With several ``prefill_stages`` prompts are read in so many parts, and prompts that come a bit
+    later may meet them in between. Others take their steps meanwhile where there is a device for
+    it (``devices=2``); with one device prompts go first.
+
+    Raises ValueError for numbers below 1, and StagingError for models that cannot be run so:
+    encoder-decoders, those without a cache of keys and values, and modules in training mode.
+    """
+    if max_new_tokens < 1 or prefill_stages < 1:
+        raise ValueError("max_new_tokens and prefill_stages are numbers from 1 on")
+    decoder, ends = _decoder_of(model)
+    if eos_token_id is not None:
+        ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+    generator = _Generator(decoder, ends, max_new_tokens, pad_token_id)
+    loop = Loop(generator.step, join=_join, take=_take, result=_answer)
+    stages: list[Stage] = [*generator.prefill(prefill_stages), loop]
+    name = name or getattr(model, "__name__", type(model).__name__)
+    return StagedModel(stages, name=name)
+
+
+def _decoder_of(model: Any) -> tuple[Decoder, tuple[int, ...]]:
+    if hasattr(model, "generation_config"):
+        decoder = TransformersDecoder(model)
+        return decoder, decoder.eos_token_ids
+    if not callable(model):
+        raise TypeError(f"a {type(model).__name__} is no decoder: it is not callable")
+    refuse_training(model)
+    return model, ()
+
+
+@dataclass(frozen=True)
+class _Generator:
+    """The stages."""
+
+    decoder: Decoder
+    ends: tuple[int, ...]
+    max_new_tokens: int
+    pad_token_id: int
+
+    def prefill(self, count: int) -> list[Stage]:
+        """The stages before the loop."""
+        reading = [functools.partial(self._read, part=part, parts=count) for part in range(count)]
+        return [functools.partial(self._begin, read=reading[0]), *reading[1:]]
+
+    def _begin(self, batch: Any, *, read: Stage) -> Any:
+        """The first stage: a batch as it was collated."""
+        prompts = prompts_of(
+            batch,
+            max_new_tokens=self.max_new_tokens,
+            pad_token_id=self.pad_token_id,
+            device=getattr(self.decoder, "device", None),
+        )
+        return read(_Prompts(*prompts, NOTHING_SEEN))
+
+    def _read(self, prompts: _Prompts, *, part: int, parts: int) -> Any:
+        """One part of the columns; after the last, the first token."""
+        torch = _torch_in_this_thread()
+        columns = prompts.tokens.shape[1]
+        start, end = columns * part // parts, columns * (part + 1) // parts
+        if start == end:
+            return prompts
+        with torch.inference_mode():
+            numbers = torch.arange(end, device=prompts.lengths.device)
+            positions = numbers - (columns - prompts.lengths)[:, None]
+            is_own = positions >= 0
+            cache = GrowingCache(prompts.past, padding=~is_own[:, start:])
+            scores = self.decoder(
+                prompts.tokens[:, start:end], positions[:, start:].clamp(min=0), is_own, cache
+            )
+            if end < columns:
+                return replace(prompts, past=cache.grown())
+            return self._first(prompts, scores.argmax(-1), cache.grown())
+
+    def _first(self, prompts: _Prompts, chosen: Any, past: KeyValues) -> Any:
+        import torch
+
+        budgets = prompts.budgets - 1
+        is_last = self._is_last(chosen, budgets)
+        state = _Decoding(chosen, prompts.lengths, budgets, torch.ones_like(is_last), past)
+        finished: list[bool] = is_last.tolist()
+        if not any(finished):
+            return state
+        going = [row for row, is_finished in enumerate(finished) if not is_finished]
+        with torch.inference_mode(mode=False):
+            results = list(chosen[is_last].split(1))
+        return EarlyExit(finished, results, _take(state, going) if going else None)
+
+    def step(self, state: _Decoding) -> Stepped:
+        """One more token for each row."""
+        torch = _torch_in_this_thread()
+        with torch.inference_mode():
+            lengths = state.lengths + 1
+            columns = state.past.length + 1
+            numbers = torch.arange(columns, device=lengths.device)
+            cache = GrowingCache(state.past)
+            scores = self.decoder(
+                state.tokens[:, None],
+                state.lengths[:, None],
+                numbers >= (columns - lengths)[:, None],
+                cache,
+            )
+            chosen, budgets = scores.argmax(-1), state.budgets - 1
+            is_last = self._is_last(chosen, budgets)
+            is_old = torch.zeros_like(is_last)
+            after = _Decoding(chosen, lengths, budgets, is_old, cache.grown())
+            # One copy to the host for both.
+            finished, is_new = torch.stack([is_last, state.is_new]).tolist()
+        two = torch.stack([state.tokens, chosen], 1)  # outside: callers may write to theirs
+        pieces = [both if first else both[1:] for both, first in zip(two, is_new, strict=True)]
+        return Stepped(after, pieces, finished)
+
+    def _is_last(self, chosen: Any, budgets: Any) -> Any:
+        is_last = budgets <= 0
+        for end in self.ends:  # few, and a tensor of them would be copied to the device
+            is_last = is_last | (chosen == end)
+        return is_last
+
+
+def _join(states: Sequence[_Decoding]) -> _Decoding:
+    import torch
+
+    length = max(state.past.length for state in states)
+    with torch.inference_mode():
+        return _Decoding(
+            tokens=torch.cat([state.tokens for state in states]),
+            lengths=torch.cat([state.lengths for state in states]),
+            budgets=torch.cat([state.budgets for state in states]),
+            is_new=torch.cat([state.is_new for state in states]),
+            past=gather([(state.past, None) for state in states], length),
+        )
+
+
+def _take(state: _Decoding, rows: Sequence[int]) -> _Decoding:
+    import torch
+
+    if list(rows) == list(range(len(state.tokens))):
+        return state
+    with torch.inference_mode():
+        numbers = torch.tensor(rows, device=state.tokens.device)
+        lengths = state.lengths[numbers]
+        return _Decoding(
+            tokens=state.tokens[numbers],
+            lengths=lengths,
+            budgets=state.budgets[numbers],
+            is_new=state.is_new[numbers],
+            past=gather([(state.past, numbers)], int(lengths.max())),
+        )
+
+
+def _answer(pieces: list[Any]) -> Any:
+    import torch
+
+    return torch.cat(pieces)
+
+
+def _torch_in_this_thread() -> Any:
+    """torch, with its number of threads as it was set; see arrays."""
+    import torch
+
+    torch.get_num_threads()
+    return torch

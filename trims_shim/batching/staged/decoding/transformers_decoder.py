@@ -1,0 +1,101 @@
+"""transformers' causal language models as decoders whose cache is ours."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from trims_shim.batching.staged.decoding.key_values import GrowingCache
+from trims_shim.errors import StagingError
+
+__all__ = ["TransformersDecoder", "refuse_training"]
+
+_ATTENTION = frozenset(["full_attention", "sliding_attention", "chunked_attention"])
+"""Types of layers that need no more than keys and values of all tokens."""
+
+
+class TransformersDecoder:
+    """A :class:`.generating.Decoder` of a causal language model.
+
+    Raises StagingError for encoder-decoders, models that keep something else than keys and values
+    of all tokens (state-space and other recurrent ones), and models in training mode.
+    """
+
+    def __init__(self, model: Any) -> None:
+        refuse_training(model)
+        name = type(model).__name__
+        if model.config.is_encoder_decoder:
+            raise StagingError(
+                f"{name} is an encoder-decoder, which `generation` cannot run; "
+                "write a StagedModel of its encoder and a Loop of your own"
+            )
+        layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
+        if getattr(model, "_is_stateful", False) or not _ATTENTION.issuperset(layers):
+            raise StagingError(
+                f"{name} keeps a state instead of the keys and values of all tokens, and rows of "
+                "different lengths cannot be joined; batch whole generations with `batched`"
+            )
+        accepted = inspect.signature(model.forward).parameters
+        if "past_key_values" not in accepted:
+            raise StagingError(f"{name} takes no `past_key_values`; it cannot go on from a cache")
+        self._model = model
+        self._takes_positions = "position_ids" in accepted
+        self._keeps = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    @property
+    def device(self) -> Any:
+        """Where tokens have to be."""
+        return self._model.device
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Those of the generation config."""
+        ends = self._model.generation_config.eos_token_id
+        if ends is None:
+            return ()
+        return (ends,) if isinstance(ends, int) else tuple(ends)
+
+    def __call__(self, tokens: Any, positions: Any, mask: Any, cache: GrowingCache) -> Any:
+        """See :class:`~trims_shim.batching.staged.decoding.generating.Decoder`."""
+        given = {"position_ids": positions} if self._takes_positions else {}
+        outputs = self._model(
+            input_ids=tokens,
+            attention_mask=mask.long(),
+            past_key_values=_cache_class()(cache),
+            use_cache=True,
+            **given,
+            **self._keeps,
+        )
+        return outputs.logits[:, -1]
+
+
+def refuse_training(model: Any) -> None:
+    """Raises StagingError: dropout would make answers depend on chance."""
+    if getattr(model, "training", False):
+        raise StagingError(f"{type(model).__name__} is in training mode; call its eval() first")
+
+
+@functools.cache
+def _cache_class() -> Any:
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    class Forwarding(Cache):
+        """Keeps every token; models with sliding windows leave out the rest by the mask."""
+
+        def __init__(self, cache: GrowingCache) -> None:
+            super().__init__(layer_class_to_replicate=DynamicLayer)
+            self._cache = cache
+
+        def update(
+            self, key_states: Any, value_states: Any, layer_idx: int, *_: Any, **__: Any
+        ) -> tuple[Any, Any]:
+            return self._cache.update(key_states, value_states, layer_idx)
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return self._cache.length_of(layer_idx)
+
+        def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+            return self._cache.length_of(layer_idx) + query_length, 0
+
+    return Forwarding

@@ -1,0 +1,125 @@
+"""An ONNX graph as a line of nodes that can be cut: what crosses a cut, and the model of a piece.
+
+Works on graphs without their weights: initializers of any size stay where they are, and a piece
+refers to the same bytes of the same file. Knows nothing of sessions. Needs the package ``onnx``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from trims_shim.errors import StagingError
+
+__all__ = ["OnnxGraph"]
+
+_OF_SHAPE = frozenset(["Shape", "Size"])
+"""Operators that look at no content."""
+_GRAPH, _GRAPHS = 5, 10
+"""AttributeProto.AttributeType"""
+
+
+class OnnxGraph:
+    """The nodes of a model in their order, which is topological. Raises StagingError."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import onnx
+        except ImportError as error:
+            raise StagingError("slicing ONNX models needs `pip install onnx`") from error
+        self._onnx = onnx
+        model = onnx.load(path, load_external_data=False)
+        graph = model.graph
+        self.nodes: list[Any] = list(graph.node)
+        self._initializers = {each.name: each for each in graph.initializer}
+        if graph.sparse_initializer:
+            raise StagingError(f"{path} has sparse initializers, which cannot be cut")
+        self.inputs = [each.name for each in graph.input if each.name not in self._initializers]
+        self.outputs = [each.name for each in graph.output]
+        for number, node in enumerate(self.nodes):
+            node.name = f"{number}:{node.name}"  # one of its own, for the profile
+        self._declared = {each.name: each for each in (*graph.input, *graph.output)}
+        self._rest = onnx.ModelProto()
+        """All but the graph's content."""
+        self._rest.CopyFrom(model)
+        for part in ("node", "initializer", "input", "output", "value_info"):
+            self._rest.graph.ClearField(part)
+        self._made = dict.fromkeys(self.inputs, -1)
+        self._last_use = dict.fromkeys(self.outputs, len(self.nodes))
+        self._of_content = set(self.inputs)
+        self._trace()
+
+    def _trace(self) -> None:
+        for number, node in enumerate(self.nodes):
+            used = set(_used_by(node))
+            for name in used:
+                self._last_use[name] = max(number, self._last_use.get(name, -1))
+            made = [name for name in node.output if name]
+            self._made |= dict.fromkeys(made, number)
+            if node.op_type not in _OF_SHAPE and not self._of_content.isdisjoint(used):
+                self._of_content.update(made)
+
+    def depends_on_content(self, name: str) -> bool:
+        """Whether what is in the inputs decides what a value is, and not their shapes alone."""
+        return name in self._of_content
+
+    def crossing(self, position: int) -> list[str]:
+        """What was made, or given, before the node at ``position``, and is used there or later."""
+        return [
+            name
+            for name, made in self._made.items()
+            if made < position <= self._last_use.get(name, -1)
+        ]
+
+    def needed(self, start: int, end: int, given: Sequence[str]) -> list[str]:
+        """Of the values that are given, those that the nodes from ``start`` to ``end`` use."""
+        used = {name for node in self.nodes[start:end] for name in _used_by(node)}
+        return [name for name in given if name in used]
+
+    def with_outputs(self, names: Collection[str]) -> bytes:
+        """The whole, which returns these values as well."""
+        outputs = [*self.outputs, *(name for name in names if name not in self.outputs)]
+        return self.piece(0, len(self.nodes), dict.fromkeys(self.inputs), outputs)
+
+    def piece(
+        self, start: int, end: int, inputs: Mapping[str, Any], outputs: Sequence[str]
+    ) -> bytes:
+        """A model of the nodes from ``start`` to before ``end``.
+
+        ``inputs`` are arrays by name, of whose types those of the piece are. Inputs of the whole
+        need none.
+        """
+        model = self._onnx.ModelProto()
+        model.CopyFrom(self._rest)
+        graph = model.graph
+        graph.node.extend(self.nodes[start:end])
+        used = {name for node in graph.node for name in _used_by(node)}.union(outputs)
+        graph.initializer.extend(
+            self._initializers[name] for name in self._initializers if name in used
+        )
+        graph.input.extend(
+            self._declared.get(name) or self._like(name, array) for name, array in inputs.items()
+        )
+        # onnxruntime finds the types of values that are not declared.
+        nothing = self._onnx.ValueInfoProto
+        graph.output.extend(self._declared.get(name) or nothing(name=name) for name in outputs)
+        content: bytes = model.SerializeToString()
+        return content
+
+    def _like(self, name: str, array: Any) -> Any:
+        element = self._onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+        return self._onnx.helper.make_tensor_value_info(name, element, [None] * array.ndim)
+
+
+def _used_by(node: Any) -> Iterator[str]:
+    """Values of the graph that a node needs; also those that only its own sub-graphs do."""
+    yield from filter(None, node.input)
+    for attribute in node.attribute:
+        for graph in (
+            [attribute.g, *attribute.graphs] if attribute.type in (_GRAPH, _GRAPHS) else ()
+        ):
+            own = {each.name for each in (*graph.input, *graph.initializer)}
+            own.update(name for each in graph.node for name in each.output)
+            for each in graph.node:
+                yield from (name for name in _used_by(each) if name not in own)
+            yield from (each.name for each in graph.output if each.name not in own)

@@ -1,0 +1,199 @@
+"""Where an ONNX graph may be cut, found out by running it: with batches of two sizes, and a clock.
+
+What crosses a border has to have the batch as its first axis, so that rows of several batches can
+be joined there. Or it may be the same for all batches of equal shapes: then the two runs agree on
+it to the bit, and nothing in the graph makes it depend on what is in the inputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trims_shim.batching.staged.activations import Shared
+from trims_shim.batching.staged.slicing.cutting import Cut
+from trims_shim.batching.staged.slicing.onnx_graph import OnnxGraph
+from trims_shim.errors import StagingError
+
+__all__ = ["Observed", "is_equal", "legal_cuts", "named", "observe", "times_ns"]
+
+_ROWS = (2, 3)
+"""Batch sizes that are told apart."""
+_RUNS = 5
+"""For times; the fastest counts."""
+_MOST_CROSSING = 64
+"""Values; where more cross is no border."""
+
+Feeds = Mapping[str, Any]
+MakeSession = Callable[..., Any]
+"""Of a model's bytes; with ``profile``, the beginning of the profile's path."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Inputs and all other values by name, in a batch of each size."""
+
+    values: Sequence[Feeds]
+    feeds: Feeds
+    """As they were given, to take times with."""
+
+    def is_batched(self, name: str) -> bool:
+        """Whether its first axis is the batch."""
+        pairs = zip(_ROWS, self.values, strict=True)
+        return all(each[name].shape[:1] == (rows,) for rows, each in pairs)
+
+    def is_same(self, name: str) -> bool:
+        """Whether it is equal in both."""
+        return is_equal(*(each[name] for each in self.values))
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two arrays are, to the bit."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return bool((one == other).all() if one.dtype == object else one.tobytes() == other.tobytes())
+
+
+def named(batch: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    """The arguments of a first stage as arrays by name. Raises ValueError for others."""
+    if len(batch) == 1 and isinstance(batch[0], Mapping):
+        if set(batch[0]) != set(names):
+            raise ValueError(f"the model takes {', '.join(names)}, not {', '.join(batch[0])}")
+        return {name: _array(batch[0][name]) for name in names}
+    if len(batch) != len(names):
+        raise ValueError(f"the model takes {', '.join(names)}, not {len(batch)} arguments")
+    return {name: _array(each) for name, each in zip(names, batch, strict=True)}
+
+
+def _array(value: Any) -> Any:
+    import numpy
+
+    return numpy.asarray(value.value if isinstance(value, Shared) else value)
+
+
+# --- running it -----------------------------------------------------------------------------------
+
+
+def observe(graph: OnnxGraph, make_session: MakeSession, example: Any) -> Observed:
+    """Run the whole, and look at everything that crosses anywhere.
+
+    ``example``: a batch, or None to make inputs up. Raises StagingError.
+    """
+    feeds = None
+    if example is not None:
+        feeds = named(example if isinstance(example, tuple) else (example,), graph.inputs)
+    crossing = {name for cut in range(1, len(graph.nodes)) for name in _crossing(graph, cut)}
+    session = make_session(graph.with_outputs(sorted(crossing.difference(graph.inputs))))
+    reason: object = "the size of their batches is fixed"
+    for tried in _made_up(session.get_inputs()) if feeds is None else [_repeated(feeds)]:
+        try:
+            values = [_run(session, each) for each in tried]
+        # onnxruntime raises a RuntimeError or ValueError of its own for each kind of failure.
+        except Exception as error:
+            reason = error
+            continue
+        observed = Observed(values, feeds or tried[0])
+        if any(map(observed.is_batched, graph.inputs)):
+            _check_outputs(graph, observed)
+            return observed
+    raise StagingError(
+        f"the model cannot be run with batches of {_ROWS[0]} and of {_ROWS[1]}: {reason}; export "
+        "it with a dynamic batch axis, the first of its inputs, and give an `example`"
+    )
+
+
+def _check_outputs(graph: OnnxGraph, observed: Observed) -> None:
+    for name in graph.outputs:
+        if name not in observed.values[0] or not observed.is_batched(name):
+            raise StagingError(
+                f"the batch is not the first axis of output {name}, so that rows cannot be told "
+                "apart; export the model with outputs [batch, ...]"
+            )
+
+
+def _crossing(graph: OnnxGraph, position: int) -> list[str]:
+    names = graph.crossing(position)
+    return names if len(names) <= _MOST_CROSSING else []
+
+
+def _run(session: Any, feeds: Feeds) -> dict[str, Any]:
+    names = [each.name for each in session.get_outputs()]
+    values = zip(names, session.run(names, feeds), strict=True)
+    # Not sequences and maps, which do not cross.
+    return {name: value for name, value in values if hasattr(value, "nbytes")} | dict(feeds)
+
+
+def _repeated(feeds: Feeds) -> list[dict[str, Any]]:
+    """The rows of a batch, as often as needed."""
+    import numpy
+
+    return [
+        {name: numpy.take(each, range(rows), axis=0, mode="wrap") for name, each in feeds.items()}
+        for rows in _ROWS
+    ]
+
+
+def _made_up(inputs: Sequence[Any]) -> Iterable[list[dict[str, Any]]]:
+    from trims_shim.daemon import probe_inputs
+
+    def arguments(rows: int) -> list[probe_inputs.Argument]:
+        return [
+            probe_inputs.Argument(each.name, each.type, _with_rows(each.shape, rows))
+            for each in inputs
+        ]
+
+    for size, filling in itertools.product(probe_inputs.SIZES[2:], probe_inputs.FILLINGS):
+        try:
+            yield [
+                probe_inputs.inputs(arguments(rows), size=size, filling=filling) for rows in _ROWS
+            ]
+        except probe_inputs.NoInputs as error:
+            raise StagingError(f"no inputs can be made up: {error}; give an `example`") from error
+
+
+def _with_rows(shape: Sequence[Any], rows: int) -> tuple[Any, ...]:
+    is_open = shape and not isinstance(shape[0], int)
+    return (rows, *shape[1:]) if is_open else tuple(shape)
+
+
+# --- where to cut ---------------------------------------------------------------------------------
+
+
+def times_ns(graph: OnnxGraph, make_session: MakeSession, feeds: Feeds) -> list[int]:
+    """How long each node takes, by onnxruntime's own profile; at least 1."""
+    fastest: dict[str, int] = {}
+    with tempfile.TemporaryDirectory(prefix="trims-profile-") as directory:
+        session = make_session(graph.with_outputs(()), profile=os.path.join(directory, "profile"))
+        for _ in range(_RUNS):
+            session.run(None, feeds)
+        events = json.loads(Path(session.end_profiling()).read_text())
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            name = event["name"].removesuffix("_kernel_time")
+            fastest[name] = min(event["dur"], fastest.get(name, event["dur"]))
+    return [1 + 1000 * fastest.get(node.name, 0) for node in graph.nodes]
+
+
+def legal_cuts(graph: OnnxGraph, observed: Observed) -> list[Cut]:
+    """Before which nodes the graph may be cut."""
+    cuts = []
+    for position in range(1, len(graph.nodes)):
+        names = _crossing(graph, position)
+        if names and all(_may_cross(graph, observed, name) for name in names):
+            crossing_bytes = sum(observed.values[0][name].nbytes for name in names)
+            cuts.append(Cut(position, crossing_bytes))
+    return cuts
+
+
+def _may_cross(graph: OnnxGraph, observed: Observed, name: str) -> bool:
+    if name not in observed.values[0]:
+        return False
+    if observed.is_batched(name):
+        return True
+    return observed.is_same(name) and not graph.depends_on_content(name)

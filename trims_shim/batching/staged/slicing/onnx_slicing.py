@@ -1,0 +1,266 @@
+"""ONNX models cut into stages: sessions of sub-graphs, whose weights are those of one file.
+
+What is cut is what onnxruntime makes of the model: its own optimised graph with the weights beside
+it, already packed. So the kernels of the stages are those of the whole, and so are the bits of
+their results; and no stage has weights of its own, all map the same file. It is the machine's
+prepared model where the cache can have one (:mod:`trims_shim.patches.onnxruntime_warm`), shared
+with every other process; else one in a temporary directory, that goes with the stages.
+
+The CPU's provider only, and the options that sessions have by default.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trims_shim import diagnostics
+from trims_shim.batching.staged.activations import Shared
+from trims_shim.batching.staged.model import StagedModel
+from trims_shim.batching.staged.slicing.cutting import even_cuts
+from trims_shim.batching.staged.slicing.onnx_graph import OnnxGraph
+from trims_shim.batching.staged.slicing.onnx_observing import (
+    Observed,
+    is_equal,
+    legal_cuts,
+    named,
+    observe,
+    times_ns,
+)
+from trims_shim.client.cache import cache
+from trims_shim.errors import NotServed, StagingError, TrimsError
+from trims_shim.memory import heap
+
+__all__ = ["TracedOnnx", "slice_onnx"]
+
+_FATAL_ONLY = 4
+"""What onnxruntime prints of; errors are raised all the same."""
+_FOLDER = "session.model_external_initializers_file_folder_path"
+
+
+def slice_onnx(
+    path: str | os.PathLike[str],
+    n_stages: int,
+    *,
+    example: Any = None,
+    intra_op_num_threads: int = 0,
+    is_shared: bool = True,
+) -> StagedModel:
+    """An ONNX model as so many stages of even measured time; fewer where it has fewer borders.
+
+    ``example``: a batch, as the first stage gets it: arrays by the names of inputs, or one array,
+    or a tuple of them in the order of inputs. Its rows are repeated to make batches of two sizes.
+    Without, inputs are made up from the types and shapes that the model declares.
+    ``intra_op_num_threads`` as of onnxruntime's options; each stage has threads of its own, which
+    sleep while others work. ``is_shared``: with the machine's prepared model, for which the daemon
+    is started where none runs and that is allowed; else with a copy in a temporary directory.
+
+    The last stage returns an array, or arrays by name if the model has several outputs. Results are
+    bitwise those of the whole model for the same batch. Stages may be called from any thread.
+
+    Blocks while the model is prepared, and runs it some times. Needs onnxruntime 1.21 and the
+    package ``onnx``. Raises OSError for the file, ValueError for less than one stage or another
+    example, and StagingError for a model that onnxruntime does not optimise or run, or whose
+    batches have a fixed size.
+    """
+    if n_stages < 1:
+        raise ValueError(f"{n_stages} stages; at least one is needed")
+    traced = TracedOnnx(
+        path, example=example, intra_op_num_threads=intra_op_num_threads, is_shared=is_shared
+    )
+    return traced.even(n_stages)
+
+
+class TracedOnnx:
+    """A model whose borders are known, to be cut several times; arguments of :func:`slice_onnx`."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        example: Any = None,
+        intra_op_num_threads: int = 0,
+        is_shared: bool = True,
+    ) -> None:
+        os.stat(path)
+        self._name = Path(path).stem
+        with heap.given_back():
+            self._source = _source(os.fspath(path), is_shared=is_shared)
+            self._make_session = functools.partial(
+                _session, folder=self._source.folder, threads=intra_op_num_threads
+            )
+            self._graph = OnnxGraph(self._source.path)
+            self._observed = observe(self._graph, self._make_session, example)
+            self.cuts = legal_cuts(self._graph, self._observed)
+            self.times_ns = times_ns(self._graph, self._make_session, self._observed.feeds)
+
+    def even(self, n_stages: int) -> StagedModel:
+        """As many stages of even measured time, or as there can be."""
+        count = min(n_stages, len(self.cuts) + 1)
+        return self.cut(even_cuts(self.times_ns, self.cuts, count))
+
+    def cut(self, positions: Sequence[int]) -> StagedModel:
+        """Stages that begin at these of :attr:`cuts`, and at the beginning.
+
+        Raises StagingError where their results are not those of the whole.
+        """
+        with heap.given_back():
+            stages = _stages(
+                self._graph, self._make_session, self._observed, positions, self._source
+            )
+            _check(stages, self._graph, self._observed)
+        return StagedModel(stages, name=self._name)
+
+
+# --- the optimised model --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Source:
+    """An optimised model with its weights beside it."""
+
+    path: str
+    owner: Any
+    """While it lives, the files stay."""
+
+    @property
+    def folder(self) -> str:
+        return os.path.dirname(self.path)
+
+
+class _Owner:
+    """Of files; they are given up when it is gone, with the last stage."""
+
+    def __init__(self, give_up: Callable[[], None]) -> None:
+        self.finalizer = weakref.finalize(self, give_up)
+
+
+def _source(path: str, *, is_shared: bool) -> _Source:
+    from trims_shim.patches import onnxruntime_warm
+
+    if not is_shared:
+        return _own_source(path)
+    try:
+        prepared = onnxruntime_warm.prepare(path)
+    except TrimsError as error:
+        # No daemon, or one that cannot prepare this model: it is done here, for this process.
+        diagnostics.fallback(error.reason, error, what=path)
+        return _own_source(path)
+    owner = _Owner(prepared.release)
+    owner.finalizer.atexit = False  # The daemon sees that the process has ended.
+    return _Source(prepared.path, owner)
+
+
+def _own_source(path: str) -> _Source:
+    from trims_shim.daemon import optimising
+    from trims_shim.patches.onnxruntime_recipe import default_recipe
+
+    directory = tempfile.mkdtemp(prefix="trims-stages-")
+    owner = _Owner(functools.partial(shutil.rmtree, directory, ignore_errors=True))
+    sessions = optimising.Sessions(default_recipe(prepack=cache().config.ort_prepack))
+    try:
+        sessions.save(path, directory, is_packed=True)
+        optimising.place(directory, source=path)
+    except NotServed as error:
+        raise StagingError(f"{path} cannot be optimised: {error}") from error
+    return _Source(os.path.join(directory, optimising.MODEL_NAME), owner)
+
+
+def _session(content: bytes, *, folder: str, threads: int, profile: str = "") -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = _FATAL_ONLY
+    options.intra_op_num_threads = threads
+    # That has been done.
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry(_FOLDER, folder)
+    if cache().config.ort_prepack == "off":
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    # Else a stage's threads spin on while those of the next one work.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if profile:
+        options.enable_profiling = True
+        options.profile_file_prefix = profile
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+# --- stages ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A session as a stage; from stage to stage go arrays by name."""
+
+    session: Any
+    given: Sequence[str]
+    """What the stage gets; of them the session needs only some."""
+    needed: Sequence[str]
+    made: Sequence[str]
+    wanted: Sequence[str]
+    """What it returns: what was made, and what later stages need of what was given."""
+    shared: frozenset[str]
+    is_last: bool
+    source: _Source = field(repr=False)
+    """Keeps the files that the session has mapped."""
+
+    def __call__(self, *batch: Any) -> Any:
+        values = named(batch, self.given)
+        if self.made:
+            feeds = {name: values[name] for name in self.needed}
+            values |= zip(self.made, self.session.run(self.made, feeds), strict=True)
+        if not self.is_last:
+            return {
+                name: Shared(values[name]) if name in self.shared else values[name]
+                for name in self.wanted
+            }
+        if len(self.wanted) == 1:
+            return values[self.wanted[0]]
+        return {name: values[name] for name in self.wanted}
+
+
+def _stages(
+    graph: OnnxGraph,
+    make_session: Callable[[bytes], Any],
+    observed: Observed,
+    positions: Sequence[int],
+    source: _Source,
+) -> list[_Stage]:
+    seen = observed.values[0]
+    stages = []
+    given: Sequence[str] = graph.inputs
+    for start, end in itertools.pairwise([0, *positions, len(graph.nodes)]):
+        is_last = end == len(graph.nodes)
+        wanted = graph.outputs if is_last else graph.crossing(end)
+        made = [name for name in wanted if name not in given]
+        needed = graph.needed(start, end, given)
+        piece = graph.piece(start, end, {name: seen[name] for name in needed}, made)
+        shared = frozenset(name for name in wanted if not is_last and not observed.is_batched(name))
+        session = make_session(piece) if made else None
+        stages.append(_Stage(session, given, needed, made, wanted, shared, is_last, source))
+        given = wanted
+    return stages
+
+
+def _check(stages: Sequence[_Stage], graph: OnnxGraph, observed: Observed) -> None:
+    """The pieces together are the whole, to the bit; or nobody gets them."""
+    import numpy
+
+    for expected in observed.values:
+        value: Any = {name: expected[name] for name in graph.inputs}
+        for stage in stages:
+            value = stage(value)
+        found = value if len(graph.outputs) > 1 else {graph.outputs[0]: value}
+        for name, each in found.items():
+            if not is_equal(numpy.asarray(each), numpy.asarray(expected[name])):
+                raise StagingError(
+                    f"output {name} of the stages is not that of the whole model; serve it whole"
+                )
