@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable
-from typing import TypeVar
 
 from trims_shim.cli.arguments import Commands, add_command
+from trims_shim.cli.values import count, counts, line, not_negative, positive, shares
 
 __all__ = ["add_batch"]
 
-_N = TypeVar("_N", int, float)
 _ARRIVALS = ("poisson", "uniform", "gamma", "bursty")
 _PLOTS = {
     "profile": "latency and throughput over the batch size",
@@ -62,7 +59,7 @@ def _add_profile(commands: Commands[argparse.ArgumentParser]) -> None:
     item.add_argument(
         "--shape",
         action="append",
-        type=_counts,
+        type=counts,
         metavar="3,224,224",
         help="random torch tensors of this shape as items; once for each argument",
     )
@@ -71,18 +68,18 @@ def _add_profile(commands: Commands[argparse.ArgumentParser]) -> None:
     sizes = profile.add_mutually_exclusive_group()
     sizes.add_argument(
         "--sizes",
-        type=_counts,
+        type=counts,
         metavar="1,2,4,8",
         help="batch sizes to measure; default: powers of two, up to the largest",
     )
     sizes.add_argument(
         "--max-batch-size",
-        type=_count,
+        type=count,
         metavar="N",
         help="the largest; default: the batcher's own, or 32",
     )
     profile.add_argument(
-        "--repeats", type=_count, default=20, metavar="N", help="of each size; default 20"
+        "--repeats", type=count, default=20, metavar="N", help="of each size; default 20"
     )
     profile.add_argument(
         "-o", "--output", metavar="FILE", help="save there, for `batched(profile=FILE)`"
@@ -116,7 +113,7 @@ def _add_plot(commands: Commands[argparse.ArgumentParser]) -> None:
     _add_load(plot)
     plot.add_argument(
         "--loads",
-        type=_shares,
+        type=shares,
         default=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3),
         metavar="0.2,0.4",
         help="of `plot load`, as shares of the capacity; default 0.2 to 1.3",
@@ -128,23 +125,23 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--profile", metavar="FILE", help="made by `trims batch profile`")
     device.add_argument(
         "--line",
-        type=_line,
+        type=line,
         metavar="ALPHA,BETA",
         help="a batch of b takes ALPHA * b + BETA milliseconds",
     )
     parser.add_argument(
         "--slo-ms",
-        type=_positive,
+        type=positive,
         metavar="MS",
         help="the time in which a request is to be answered; default: the trace's, or 100",
     )
     parser.add_argument(
         "--max-batch-size",
-        type=_count,
+        type=count,
         metavar="N",
         help="default: the profile's; 32 with --line",
     )
-    parser.add_argument("--devices", type=_count, default=1, metavar="N", help="default 1")
+    parser.add_argument("--devices", type=count, default=1, metavar="N", help="default 1")
     parser.add_argument(
         "--policy",
         action="append",
@@ -152,19 +149,19 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
         help="several times for several; default: all",
     )
     parser.add_argument(
-        "--requests", type=_count, metavar="N", help="default: all of a trace, or 20000"
+        "--requests", type=count, metavar="N", help="default: all of a trace, or 20000"
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument(
         "--jitter-ms",
-        type=_not_negative,
+        type=not_negative,
         default=0.0,
         metavar="MS",
         help="mean (exponential) by which timers are late and batches take longer; default 0",
     )
     parser.add_argument(
         "--spread",
-        type=_not_negative,
+        type=not_negative,
         default=0.0,
         metavar="SIGMA",
         help="of the logarithm of the time that batches take, with the profile's mean; default 0",
@@ -174,10 +171,10 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
 def _add_load(parser: argparse.ArgumentParser) -> None:
     arrivals = parser.add_argument_group("arrivals")
     load = arrivals.add_mutually_exclusive_group()
-    load.add_argument("--rate", type=_positive, metavar="QPS", help="requests per second")
+    load.add_argument("--rate", type=positive, metavar="QPS", help="requests per second")
     load.add_argument(
         "--load",
-        type=_positive,
+        type=positive,
         default=0.6,
         metavar="SHARE",
         help="of the most that the devices answer within the SLO; default 0.6",
@@ -191,50 +188,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     arrivals.add_argument("--arrivals", choices=_ARRIVALS, help="default poisson")
     arrivals.add_argument(
         "--cv",
-        type=_positive,
+        type=positive,
         metavar="CV",
         help="coefficient of variation of gamma arrivals, which it implies",
     )
-
-
-# --- values ---------------------------------------------------------------------------------------
-
-
-def _read(text: str, parse: Callable[[str], _N], is_fine: Callable[[_N], bool], what: str) -> _N:
-    try:
-        number = parse(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-    if not is_fine(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return number
-
-
-def _count(text: str) -> int:
-    return _read(text, int, lambda number: number >= 1, "a whole number from 1 on")
-
-
-def _positive(text: str) -> float:
-    return _read(text, float, lambda number: 0 < number < math.inf, "a number above 0")
-
-
-def _not_negative(text: str) -> float:
-    return _read(text, float, lambda number: 0 <= number < math.inf, "a number from 0 on")
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_count(part) for part in text.split(","))
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    return tuple(_positive(part) for part in text.split(","))
-
-
-def _line(text: str) -> tuple[float, float]:
-    alpha, comma, beta = text.partition(",")
-    if not comma:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers: ALPHA,BETA")
-    line = _not_negative(alpha), _not_negative(beta)
-    if not sum(line):
-        raise argparse.ArgumentTypeError("a batch has to take some time")
-    return line

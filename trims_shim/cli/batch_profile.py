@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib
 import inspect
-import os
 import sys
 import time
 from collections import Counter
@@ -25,6 +23,7 @@ from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profile_store import SavedProfile, save_profile
 from trims_shim.batching.profiling import measure, sizes_to_measure
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.targets import import_from_here, items_of, named
 from trims_shim.cli.text import print_json, table
 from trims_shim.errors import ConfigError
 
@@ -35,8 +34,7 @@ _DEFAULT_MAX_BATCH_SIZE = 32
 
 def profile(arguments: argparse.Namespace) -> Exit:
     """Measure each size, print the table, and save it if asked to."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    import_from_here()
     # One loop for all batches: what a function keeps may belong to it.
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         target = _target(arguments, loop)
@@ -82,10 +80,10 @@ class _Target:
 
 
 def _target(arguments: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> _Target:
-    found = _named(arguments.target)
+    found = named(arguments.target)
     if not callable(found):
         raise ConfigError(f"{arguments.target} is {type(found).__name__}, not a function")
-    values = _values(arguments)
+    values = items_of(arguments)
     function, collate, largest = found, collate_of("auto"), _DEFAULT_MAX_BATCH_SIZE
     if isinstance(found, Batcher):
         function, collate, largest = found.function, found.collate, found.max_batch_size
@@ -109,50 +107,6 @@ def _finished(results: Any, loop: asyncio.AbstractEventLoop) -> Iterator[Any]:
 
 async def _gathered(steps: AsyncIterator[Any]) -> list[Any]:
     return [step async for step in steps]
-
-
-def _named(name: str) -> Any:
-    module_name, colon, path = name.partition(":")
-    if not colon or not module_name or not path:
-        raise ConfigError(f"{name!r} names nothing; write MODULE:NAME, such as app:classify")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.partition(".")[0] and error.name != module_name:
-            raise  # It is there, and imports something that is not.
-        raise ConfigError(
-            f"there is no module {module_name} in {os.getcwd()} or on the path of {sys.executable}"
-        ) from None
-    for part in path.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise ConfigError(f"{module_name} has no {path}") from None
-    return found
-
-
-# --- an item --------------------------------------------------------------------------------------
-
-
-def _values(arguments: argparse.Namespace) -> list[Any]:
-    """One item: a value for each argument of the function."""
-    if arguments.item:
-        found = [_named(name) for name in arguments.item]
-        return [each() if callable(each) else each for each in found]
-    return [_random_tensor(shape, arguments) for shape in arguments.shape]
-
-
-def _random_tensor(shape: Sequence[int], arguments: argparse.Namespace) -> Any:
-    import torch
-
-    dtype = getattr(torch, arguments.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"--dtype {arguments.dtype} is not a data type of torch")
-    generator = torch.Generator().manual_seed(0)
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(*shape, generator=generator).to(arguments.device, dtype)
-    # Two values that are valid as tokens, labels and flags alike.
-    return torch.randint(0, 2, shape, generator=generator).to(arguments.device, dtype)
 
 
 # --- measuring ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from trims_shim._version import __version__
 from trims_shim.cli.arguments import Commands, add_command
 from trims_shim.cli.batch_arguments import add_batch
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.stage_arguments import add_stage
 from trims_shim.errors import ConfigError, DaemonUnavailable, TrimsError
 
 __all__ = ["main"]
@@ -101,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"trims {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_looking, _add_images, _add_daemon, _add_programs, add_batch):
+    for add in (_add_looking, _add_images, _add_daemon, _add_programs, add_batch, add_stage):
         add(commands)
     return parser
 

@@ -1,0 +1,168 @@
+"""Profiles of staged models as files: what ``trims stage profile`` writes.
+
+A file has the latencies of each stage by batch size, once for each length of items that was
+measured, and what follows from them: preferred batch sizes and diversities. What follows is written
+for readers, and computed anew when the file is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile_json import JsonFormat, largest_of, latencies_of
+from trims_shim.batching.staged.diversity import Diversity, preferred_size
+from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.errors import CorruptFile
+
+__all__ = [
+    "SavedStages",
+    "StageLatencies",
+    "load_saved_stages",
+    "load_staged_profile",
+    "save_staged_profile",
+    "staged_profile",
+]
+
+_FORMAT = JsonFormat("trims staged profile", "staged profile", 1, "trims stage profile")
+_LARGEST_LENGTH = 1 << 40
+_LIMIT_ENTRIES = 1 << 22
+"""Of all tables together: a file of some bytes must not fill the memory."""
+
+StageLatencies = Sequence[Mapping[int, float]]
+"""For each stage, nanoseconds by batch size."""
+
+
+def staged_profile(latencies_ns: StageLatencies, *, max_batch_size: int) -> StagedProfile:
+    """From measured latencies, with the preferred size of each stage.
+
+    Sizes between those that were measured lie on the line between them. Raises ValueError for a
+    stage without any.
+    """
+    stages = [
+        LatencyProfile.measured(each, max_batch_size=max_batch_size, pads=False)
+        for each in latencies_ns
+    ]
+    return StagedProfile(stages, preferred=[preferred_size(stage) for stage in stages])
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStages:
+    """The content of a staged profile's file; equal files are of equal profiles."""
+
+    latencies_ns: Mapping[int | None, StageLatencies]
+    """By the length of items, ascending; None where all are of the one shape that was measured."""
+    max_batch_size: int
+    stages: tuple[str, ...] = ()
+    """What each is, for readers."""
+    name: str = ""
+    machine: str = ""
+    note: str = ""
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths that were measured, ascending; empty where there was only one."""
+        return [length for length in self.latencies_ns if length is not None]
+
+    @property
+    def profile(self) -> StagedProfile:
+        """That of the longest items: with it, a batch takes no longer than was thought."""
+        return self.profiles()[-1]
+
+    @property
+    def diversity(self) -> Diversity:
+        """What this model can gain from being staged."""
+        return Diversity.of(self.profiles())
+
+    def profile_for(self, length: int) -> StagedProfile:
+        """For items up to ``length``: that of the next length measured, or of the longest."""
+        fitting = [each for each in self.lengths if each >= length]
+        return self._profile(fitting[0]) if fitting else self.profile
+
+    def profiles(self) -> list[StagedProfile]:
+        """One for each length, ascending."""
+        return [self._profile(length) for length in self.latencies_ns]
+
+    def _profile(self, length: int | None) -> StagedProfile:
+        return staged_profile(self.latencies_ns[length], max_batch_size=self.max_batch_size)
+
+
+def save_staged_profile(path: str | os.PathLike[str], saved: SavedStages) -> None:
+    """Write or replace the file at ``path``, for its owner. Raises OSError."""
+    fields = {
+        "name": saved.name,
+        "machine": saved.machine,
+        "note": saved.note,
+        "max_batch_size": saved.max_batch_size,
+        "diversity": asdict(saved.diversity),
+        "inputs": [
+            {"length": length, "stages": _described(saved, latencies_ns, profile)}
+            for (length, latencies_ns), profile in zip(
+                saved.latencies_ns.items(), saved.profiles(), strict=True
+            )
+        ],
+    }
+    _FORMAT.write(path, fields)
+
+
+def _described(
+    saved: SavedStages, latencies_ns: StageLatencies, profile: StagedProfile
+) -> list[dict[str, Any]]:
+    names = saved.stages or [""] * len(latencies_ns)
+    return [
+        {
+            "name": name,
+            "preferred": preferred,
+            "latencies_ns": {str(size): round(taken_ns) for size, taken_ns in each.items()},
+        }
+        for name, preferred, each in zip(names, profile.preferred, latencies_ns, strict=True)
+    ]
+
+
+def load_staged_profile(path: str | os.PathLike[str]) -> StagedProfile:
+    """The profile in a file. Raises OSError, and FormatError if it is not one."""
+    return load_saved_stages(path).profile
+
+
+def load_saved_stages(path: str | os.PathLike[str]) -> SavedStages:
+    """The content of a staged profile's file. Raises OSError, and FormatError if it is not one."""
+    name, fields = os.fspath(path), _FORMAT.read(path)
+    inputs = _list_of(name, fields, "inputs")
+    latencies_ns = {_length(name, each): _stages(name, each) for each in inputs}
+    lengths = [length for length in latencies_ns if length is not None]
+    is_one = len(latencies_ns) == 1
+    if len(latencies_ns) != len(inputs) or (len(lengths) != len(inputs) and not is_one):
+        raise CorruptFile(f"{name} has several inputs of the same length")
+    if lengths != sorted(lengths):
+        raise CorruptFile(f"{name} has inputs whose lengths do not ascend")
+    if len({len(stages) for stages in latencies_ns.values()}) > 1:
+        raise CorruptFile(f"{name} has inputs of different numbers of stages")
+    largest, count = largest_of(name, fields), sum(map(len, latencies_ns.values()))
+    if largest * count > _LIMIT_ENTRIES:
+        raise CorruptFile(f"{name} has {count} stages of batches up to {largest}: too much")
+    texts = {each: str(fields.get(each, "")) for each in ("name", "machine", "note")}
+    stages = tuple(str(each.get("name", "")) for each in inputs[0]["stages"])
+    return SavedStages(latencies_ns, largest, stages, **texts)
+
+
+def _list_of(name: str, fields: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
+    found = fields.get(field)
+    if not isinstance(found, list) or not found:
+        raise CorruptFile(f"{name} has no {field}")
+    if not all(isinstance(each, dict) for each in found):
+        raise CorruptFile(f"{name} has {field} that are no objects")
+    return found
+
+
+def _stages(name: str, fields: Mapping[str, Any]) -> StageLatencies:
+    return tuple(latencies_of(name, stage) for stage in _list_of(name, fields, "stages"))
+
+
+def _length(name: str, fields: Mapping[str, Any]) -> int | None:
+    length = fields.get("length")
+    if length is not None and (type(length) is not int or not 1 <= length <= _LARGEST_LENGTH):
+        raise CorruptFile(f"{name} has a length of {str(length)[:40]}")
+    return length

@@ -1,0 +1,72 @@
+"""Lines in panels as a picture, with matplotlib, which is no dependency of this package."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trims_shim.errors import ConfigError
+
+__all__ = ["Drawing", "Line", "Panel", "check_output", "draw"]
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A name, and as many ``x`` as ``y``."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Axes, and the lines in them; ``is_share`` if ``y`` is from 0 to 1."""
+
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    is_share: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Panels side by side."""
+
+    title: str
+    panels: Sequence[Panel]
+
+
+def check_output(path: str | None) -> None:
+    """Raises ConfigError if ``path`` cannot be drawn; to be called before the work, not after."""
+    if not path or os.path.splitext(path)[1].lower() not in _SUFFIXES:
+        raise ConfigError(f"--output has to name a file that ends in {', '.join(_SUFFIXES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "matplotlib draws the picture, and is not installed: run `pip install matplotlib`, "
+            "or print the data with --json"
+        )
+
+
+def draw(drawing: Drawing, path: str) -> None:
+    """Write it to ``path``, as what its suffix says."""
+    # Not pyplot, which looks for a display and keeps figures.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4 * len(drawing.panels), 4.8), layout="constrained")
+    figure.suptitle(drawing.title, fontsize="small")
+    all_axes = figure.subplots(1, len(drawing.panels), squeeze=False)[0]
+    for axes, panel in zip(all_axes, drawing.panels, strict=True):
+        for line in panel.lines:
+            axes.plot(line.x, line.y, label=line.name)
+        axes.set_xlabel(panel.x_label)
+        axes.set_ylabel(panel.y_label)
+        axes.set_ylim(bottom=0, top=1 if panel.is_share else None)
+        axes.grid(alpha=0.3)
+        if len(panel.lines) > 1:
+            axes.legend()
+    figure.savefig(path, dpi=150)

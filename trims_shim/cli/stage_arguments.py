@@ -1,0 +1,137 @@
+"""Arguments of ``trims stage profile`` and ``plot``; imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+
+from trims_shim.cli.arguments import Commands, add_command
+from trims_shim.cli.values import count, counts, positive
+
+__all__ = ["add_stage"]
+
+_LENGTH = "N"
+_EXAMPLE = """trims stage profile app:unet --shape 3,256,256 -o unet.json
+  trims stage profile app:bert --shape N --dtype int64 --lengths 16,64,256 -o bert.json
+  trims stage plot bert.json -o bert.png"""
+
+
+def add_stage(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add ``trims stage`` and its own commands."""
+    stage = add_command(
+        commands,
+        "stage",
+        "stage",
+        "cut a model into stages, and measure what batches gain from entering between them",
+        _EXAMPLE,
+        has_json=False,
+    )
+    inner = stage.add_subparsers(metavar="COMMAND", required=True)
+    _add_profile(inner)
+    _add_plot(inner)
+
+
+def _add_profile(commands: Commands[argparse.ArgumentParser]) -> None:
+    profile = add_command(
+        commands,
+        "profile",
+        "stage:profile",
+        "measure every stage of a model at batch sizes from 1 on",
+        "trims stage profile app:unet --shape 3,256,256 --stages 6 -o unet.json",
+    )
+    profile.add_argument(
+        "model",
+        metavar="MODEL",
+        help="MODULE:NAME of a StagedModel, of a torch module, of a batcher with stages, or of a "
+        "function without arguments that makes one; or an .onnx file",
+    )
+    _add_items(profile)
+    _add_sizes(profile)
+    profile.add_argument(
+        "--stages",
+        type=count,
+        metavar="N",
+        help="into how many to cut a module or an .onnx file; default: tried out",
+    )
+    profile.add_argument(
+        "-o", "--output", metavar="FILE", help="save there, for `Batcher(model, profile=FILE)`"
+    )
+
+
+def _add_items(profile: argparse.ArgumentParser) -> None:
+    item = profile.add_mutually_exclusive_group(required=True)
+    item.add_argument(
+        "--item",
+        action="append",
+        metavar="MODULE:NAME",
+        help="one item, or a function that makes one; once for each argument. With --lengths it is "
+        "called with each length",
+    )
+    item.add_argument(
+        "--shape",
+        action="append",
+        type=_shape,
+        metavar="3,224,224",
+        help=f"random torch tensors of this shape as items; once for each argument. {_LENGTH} "
+        "stands for each of --lengths",
+    )
+    profile.add_argument(
+        "--lengths",
+        type=counts,
+        metavar="16,64,256",
+        help="of items: measures each, and says whether it pays to batch them apart",
+    )
+    profile.add_argument("--dtype", default="float32", help="of --shape; default float32")
+    profile.add_argument(
+        "--device", default="cpu", help="of --shape, and whose work to wait for; default cpu"
+    )
+    profile.add_argument(
+        "--collate",
+        choices=("auto", "list", "stack", "concatenate"),
+        help="how items become a batch; default: the batcher's own, or auto",
+    )
+
+
+def _add_sizes(profile: argparse.ArgumentParser) -> None:
+    sizes = profile.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--sizes",
+        type=counts,
+        metavar="1,2,4,8",
+        help="batch sizes to measure; default: powers of two, up to the largest",
+    )
+    sizes.add_argument(
+        "--max-batch-size",
+        type=count,
+        metavar="N",
+        help="the largest; default: the batcher's own, or 64",
+    )
+    profile.add_argument(
+        "--repeats", type=count, default=5, metavar="N", help="of each size; default 5"
+    )
+    profile.add_argument(
+        "--limit-s",
+        type=positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="begin no new batch after that; default 600",
+    )
+
+
+def _add_plot(commands: Commands[argparse.ArgumentParser]) -> None:
+    plot = add_command(
+        commands,
+        "plot",
+        "stage_plot:plot",
+        "draw the latency and the throughput of each stage by batch size (needs matplotlib)",
+        "trims stage plot unet.json -o unet.png",
+    )
+    plot.add_argument("profile", metavar="FILE", help="made by `trims stage profile`")
+    plot.add_argument("-o", "--output", metavar="FILE", help="a .png, .svg or .pdf file")
+    plot.add_argument(
+        "--length", type=count, metavar="N", help="of the items; default: the longest measured"
+    )
+
+
+def _shape(text: str) -> tuple[int | None, ...]:
+    """``3,224,224``, or ``N,8``: None is where the length goes."""
+    return tuple(None if part == _LENGTH else count(part) for part in text.split(","))

@@ -1,0 +1,72 @@
+"""What commands measure: objects that the user names, and items to call them with."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from trims_shim.errors import ConfigError
+
+__all__ = ["import_from_here", "items_of", "named", "random_tensor"]
+
+
+def import_from_here() -> None:
+    """Make the current directory importable, as ``python -m`` does."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def named(name: str) -> Any:
+    """What ``MODULE:NAME`` names. Raises ConfigError where there is nothing of that name."""
+    module_name, colon, path = name.partition(":")
+    if not colon or not module_name or not path:
+        raise ConfigError(f"{name!r} names nothing; write MODULE:NAME, such as app:classify")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.partition(".")[0] and error.name != module_name:
+            raise  # It is there, and imports something that is not.
+        raise ConfigError(
+            f"there is no module {module_name} in {os.getcwd()} or on the path of {sys.executable}"
+        ) from None
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise ConfigError(f"{module_name} has no {path}") from None
+    return found
+
+
+# --- an item --------------------------------------------------------------------------------------
+
+
+def items_of(arguments: argparse.Namespace, *, length: int | None = None) -> list[Any]:
+    """One item: a value for each argument of the function, from ``--item`` or ``--shape``.
+
+    ``length`` is what a function that makes an item is called with, and what stands for a None in
+    a shape.
+    """
+    if arguments.item:
+        found = [named(name) for name in arguments.item]
+        how = () if length is None else (length,)
+        return [each(*how) if callable(each) else each for each in found]
+    shapes = [[length if each is None else each for each in shape] for shape in arguments.shape]
+    return [random_tensor(shape, arguments.dtype, arguments.device) for shape in shapes]
+
+
+def random_tensor(shape: Sequence[Any], dtype_name: str, device: str) -> Any:
+    """A tensor of torch, the same each time. Raises ConfigError for an unknown data type."""
+    import torch
+
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"--dtype {dtype_name} is not a data type of torch")
+    generator = torch.Generator().manual_seed(0)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+    # Two values that are valid as tokens, labels and flags alike.
+    return torch.randint(0, 2, shape, generator=generator).to(device, dtype)

@@ -1,0 +1,58 @@
+"""Values on the command line, each as what argparse calls with its text; imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["count", "counts", "line", "not_negative", "positive", "shares"]
+
+_N = TypeVar("_N", int, float)
+
+
+def _read(text: str, parse: Callable[[str], _N], is_fine: Callable[[_N], bool], what: str) -> _N:
+    try:
+        number = parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+    if not is_fine(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return number
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    return _read(text, int, lambda number: number >= 1, "a whole number from 1 on")
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    return _read(text, float, lambda number: 0 < number < math.inf, "a number above 0")
+
+
+def not_negative(text: str) -> float:
+    """A finite number from 0 on."""
+    return _read(text, float, lambda number: 0 <= number < math.inf, "a number from 0 on")
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """``3,224,224``."""
+    return tuple(count(part) for part in text.split(","))
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """``0.2,0.4``."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def line(text: str) -> tuple[float, float]:
+    """``ALPHA,BETA``, not both of them 0."""
+    alpha, comma, beta = text.partition(",")
+    if not comma:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers: ALPHA,BETA")
+    line = not_negative(alpha), not_negative(beta)
+    if not sum(line):
+        raise argparse.ArgumentTypeError("a batch has to take some time")
+    return line
