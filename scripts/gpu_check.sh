@@ -4,8 +4,9 @@
 #                        [-- ARGUMENTS OF benchmarks.gpu]
 #   --wheels DIR   wheels to install where the machine lacks them (scripts/gpu_wheels.sh fetches them)
 #   --output DIR   where the results go: docs/results, but for a dry run a new temporary directory
-#   --steps LIST   some of environment,native,tests,onnxruntime,benchmarks; environment is always
-#                  made, onnxruntime done only where onnxruntime-gpu is installed
+#   --steps LIST   some of environment,native,tests,onnxruntime,benchmarks,staged; environment is
+#                  always made, onnxruntime done only where onnxruntime-gpu is installed; staged
+#                  (benchmarks.staged_serving) takes all the time there is: not by default
 #   --budget-s N   seconds for everything (540)
 #   --dry-run      the same steps on an emulated device with small sizes: checks this script, and
 #                  measures nothing
@@ -16,7 +17,7 @@ root="$(cd "$(dirname "$0")/.." && pwd)"
 wheels="" output="" dry_run="" budget_s=540 steps="environment,native,tests,onnxruntime,benchmarks"
 
 usage() {
-    sed -n '2,14p' "$root/scripts/gpu_check.sh" | cut -c3- >&2
+    sed -n '2,15p' "$root/scripts/gpu_check.sh" | cut -c3- >&2
     exit 2
 }
 
@@ -40,8 +41,8 @@ done
 [[ "$budget_s" =~ ^[0-9]+$ ]] || fail "--budget-s takes a whole number of seconds"
 for step in ${steps//,/ }; do
     case "$step" in
-        environment | native | tests | onnxruntime | benchmarks) ;;
-        *) fail "there is no step $step: environment, native, tests, onnxruntime, benchmarks" ;;
+        environment | native | tests | onnxruntime | benchmarks | staged) ;;
+        *) fail "there is no step $step: environment, native, tests, onnxruntime, benchmarks, staged" ;;
     esac
 done
 [ -z "$wheels" ] || [ -d "$wheels" ] || fail "$wheels is not a directory"
@@ -211,6 +212,30 @@ if has_step benchmarks; then
     fi
     run benchmarks "$(left_s)" "$python" -m benchmarks.gpu "${arguments[@]}" \
         --budget-s "$spare_s" "$@"
+fi
+
+# Models in stages: measured, simulated with what was measured, and served. In a dry run on the
+# processor, for torch has no device there.
+if has_step staged; then
+    arguments=(--output "$output" --name "$name-staged-serving")
+    measured=(--out "$output/$name-stages")
+    simulated=(--out "$output/$name-stages" --sections latencies peaks --seeds 1 --scenes)
+    if [ -n "$dry_run" ]; then
+        arguments+=(--quick --models vgg --loads low --sides immediate dvabatch)
+        measured+=(--models vgg --sizes 1 2 --repeats 1)
+        simulated+=(--quick)
+    else
+        arguments+=(--device cuda)
+        measured+=(--device cuda)
+    fi
+    mkdir -p "$output/$name-stages"
+    if run staged-measured 120 "$python" -m benchmarks.staged_measuring "${measured[@]}"; then
+        run staged-simulated 90 "$python" -m benchmarks.staged_policies "${simulated[@]}" \
+            --device wide --profile "$output/$name-stages"/staged_profile_*.json
+    fi
+    spare_s=$(($(left_s) - 40))
+    run staged "$(left_s)" "$python" -m benchmarks.staged_serving "${arguments[@]}" \
+        --minutes "$(awk "BEGIN { print $spare_s / 60 }")"
 fi
 echo "results: $output/$name-check.json"
 exit "$failed"

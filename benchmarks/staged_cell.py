@@ -1,0 +1,312 @@
+"""What the serving benchmark of staged models measures: tasks for :mod:`benchmarks.forking`.
+
+``python -m benchmarks.staged_cell serve JSON FD`` imports once and forks a process for each task.
+Every side of the comparison is this package's batcher on the same model: as one function under a
+policy that knows no stages, or in stages. Latencies count from the intended arrival.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from benchmarks.batching_load import Record, arrivals_s, offer
+from benchmarks.forking import serve
+from benchmarks.staged_models import Served, make_served
+from trims_shim.batching import Batcher
+from trims_shim.batching.collate import collate_of
+from trims_shim.batching.policies.window import Window
+from trims_shim.errors import QueueFull, RequestDropped
+
+__all__: list[str] = []
+
+MAX_BATCH_SIZE = {"cpu": 16, "cuda": 64}
+"""64 is the paper's; on a processor nothing is gained beyond 16."""
+_CHECKED = 4
+"""Of so many items every answer is compared with what the model says of them alone."""
+_TOLERANCE = {"cpu": 1e-3, "cuda": 5e-2}
+"""Relative to the largest; GPUs compute with TF32."""
+_WARM_SIZES = (1, 2, 4, 8, 16)
+_ANSWER_DEADLINE_S = 20.0
+Result = dict[str, Any]
+Phases = Sequence[Sequence[float]]
+"""Of each: requests a second, seconds."""
+_PHASES = 16
+"""More than a load has: seeds of phases must not be those of other repeats."""
+
+
+class _Wrong(Exception):
+    """An answer is not what the model says."""
+
+
+def _limit(device: str) -> int:
+    return MAX_BATCH_SIZE[device.partition(":")[0]]
+
+
+# --- a batcher of one side ------------------------------------------------------------------------
+
+
+def _make_batcher(served: Served, side: Mapping[str, Any], device: str, slo_ms: Any) -> Any:
+    settings = dict(side)
+    stages, bucketed = settings.pop("stages"), settings.pop("bucketed")
+    policy = settings.pop("policy")
+    if settings:
+        policy = functools.partial({"window": Window}[policy], **settings)
+    function = served.whole if stages == 0 else served.staged(stages)
+    if stages == 0 and device != "cpu":
+        function = functools.partial(_synchronised, served.whole)
+    # A GPU works at two stages at once, and so at two batches, where these are large enough.
+    lanes = [device] * 2 if stages != 0 and device != "cpu" else None
+    return Batcher(
+        function,
+        policy=policy,
+        devices=lanes,
+        slo_ms=slo_ms,
+        max_batch_size=_limit(device),
+        queue_size=1 << 16,
+        collate=served.bucketed if bucketed else served.collate,
+        name=f"{served.name}-{side['policy']}-{stages}",
+    )
+
+
+def _synchronised(whole: Callable[[Any], Any], batch: Any) -> Any:
+    """An answer that is only queued on a GPU is none."""
+    result = whole(batch)
+    torch.cuda.current_stream().synchronize()
+    return result
+
+
+class _Peer:
+    """As :func:`offer` wants it; hands the number of a request on as its answer, or _Wrong."""
+
+    def __init__(self, batcher: Any, served: Served, device: str) -> None:
+        self._batcher = batcher
+        self._served = served
+        self._expected = [
+            served.whole(collate_of(served.collate).join([served.item(number)]))[0]
+            for number in range(_CHECKED)
+        ]
+        self._tolerance = _TOLERANCE[device.partition(":")[0]]
+
+    def item(self, number: int) -> tuple[int, Any]:
+        """Of the device that ``offer`` thinks it is."""
+        return number, self._served.item(number)
+
+    @staticmethod
+    def number_of(result: int) -> int:
+        """As it was handed on."""
+        return result
+
+    def submit(self, item: tuple[int, Any], done: Callable[..., None]) -> None:
+        """See :class:`benchmarks.peers.Peer`."""
+        number, content = item
+
+        def settle(future: Future[Any]) -> None:
+            error = future.exception()
+            if error is None and not self._is_right(number, future.result()):
+                error = _Wrong()
+            done(number, error)
+
+        try:
+            self._batcher.submit(content).add_done_callback(settle)
+        except QueueFull as error:
+            done(number, error)
+
+    def _is_right(self, number: int, answer: torch.Tensor) -> bool:
+        index = number % len(self._served.items)
+        if index >= _CHECKED:
+            return True
+        expected = self._expected[index]
+        scale = self._tolerance * float(expected.abs().max())
+        return answer.shape == expected.shape and bool(
+            torch.allclose(answer, expected, rtol=0, atol=scale)
+        )
+
+
+def _prepare(
+    model: str, side: Mapping[str, Any], device: str, slo_ms: float | None = None
+) -> tuple[Any, _Peer]:
+    """A warm batcher: its kernels have been chosen, its profile was read."""
+    torch.set_num_threads(1)
+    served = make_served(model, device)
+    batcher = _make_batcher(served, side, device, slo_ms)
+    collate = collate_of(served.bucketed)
+    for example in served.examples:
+        for size in _WARM_SIZES:
+            served.whole(collate.join([served.item(example)] * size))
+    for example in served.examples:
+        batcher(served.item(example))
+    gc.collect()
+    gc.freeze()
+    return batcher, _Peer(batcher, served, device)
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+def calibrate(*, model: str, device: str, batches: int) -> Result:
+    """Milliseconds of a batch by its size, as the baselines make it; means of the same items."""
+    torch.set_num_threads(1)
+    served = make_served(model, device)
+    collate, limit = collate_of(served.collate), _limit(device)
+    count = batches * limit
+    found: dict[int, float] = {}
+    for size in (1 << n for n in range(limit.bit_length())):
+        joined = [
+            collate.join([served.item(first + n) for n in range(size)])
+            for first in range(0, count, size)
+        ]
+        _timed_s(served, joined[:2], device)
+        found[size] = _timed_s(served, joined, device) / len(joined) * 1e3
+    return {"durations_ms": found}
+
+
+def _timed_s(served: Served, batches: Sequence[Any], device: str) -> float:
+    began_s = time.perf_counter()
+    for batch in batches:
+        served.whole(batch)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began_s
+
+
+def learn(*, model: str, side: Result, device: str, limit_s: float) -> Result:
+    """Measure what the side's policy decides by, and keep it for the processes that follow."""
+    torch.set_num_threads(1)
+    served = make_served(model, device)
+    batcher = _make_batcher(served, side, device, None)
+    for example in served.examples:
+        batcher.warm(served.item(example), limit_s=limit_s)
+    profile = repr(batcher.profile)
+    batcher.close()
+    return {"profile": profile}
+
+
+def load(
+    *, model: str, side: Result, device: str, phases: Phases, seed: int, qos_ms: float
+) -> Result:
+    """Offer the load, and say what became of every request. The batcher knows no objective."""
+    batcher, peer = _prepare(model, side, device)
+    record = offer(peer, peer, _times_s(phases, seed), slo_s=qos_ms / 1e3)  # type: ignore[arg-type]
+    return _figures(record, qos_ms) | {"facts": _facts(batcher, side)}
+
+
+def saturated(
+    *, model: str, side: Result, device: str, clients: Sequence[int], seconds: float, qos_ms: float
+) -> Result:
+    """Clients that ask again as soon as they are answered: by their number, what is answered."""
+    batcher, peer = _prepare(model, side, device, qos_ms)
+    number, found = 0, {}
+    for count in clients:
+        numbers, latencies_ms, elapsed_s = _closed_loop(peer, count, seconds, number)
+        number += numbers
+        late = sum(each is None or each > qos_ms for each in latencies_ms)
+        answered = sorted(each for each in latencies_ms if each is not None)
+        found[count] = {
+            "throughput": (len(latencies_ms) - late) / elapsed_s,
+            "violations": late / len(latencies_ms),
+            "p99_ms": answered[int(0.99 * len(answered))] if answered else None,
+        }
+    return {"by_clients": found, "facts": _facts(batcher, side)}
+
+
+def _closed_loop(
+    peer: _Peer, clients: int, seconds: float, first: int
+) -> tuple[int, list[float | None], float]:
+    """How many requests were made, the latencies of those that count, and in which time."""
+    done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
+    began_ns: dict[int, int] = {}
+    number, latencies_ms = first, list[float | None]()
+    start_ns = time.monotonic_ns()
+    while (now_ns := time.monotonic_ns()) - start_ns < seconds * 1e9:
+        if number - first - len(latencies_ms) < clients:
+            began_ns[number] = now_ns
+            peer.submit(peer.item(number), lambda n, error: done.put((n, error)))
+            number += 1
+            continue
+        answered, error = done.get(timeout=_ANSWER_DEADLINE_S)
+        latency_ms = (time.monotonic_ns() - began_ns[answered]) / 1e6
+        latencies_ms.append(None if error is not None else latency_ms)
+    for _ in range(number - first - len(latencies_ms)):
+        done.get(timeout=_ANSWER_DEADLINE_S)
+    return number - first, latencies_ms, (now_ns - start_ns) / 1e9
+
+
+def lone(*, model: str, side: Result, device: str, calls: int) -> Result:
+    """One client in a closed loop: what a request takes that is always alone."""
+    batcher, peer = _prepare(model, side, device)
+    item = peer.item(0)[1]
+    taken_ns = []
+    for _ in range(calls):
+        began_ns = time.perf_counter_ns()
+        batcher(item)
+        taken_ns.append(time.perf_counter_ns() - began_ns)
+    taken_ns.sort()
+    return {"p50_us": taken_ns[calls // 2] / 1e3, "mean_us": sum(taken_ns) / calls / 1e3}
+
+
+def _times_s(phases: Phases, seed: int) -> list[float]:
+    """Poisson arrivals, phase after phase."""
+    times_s: list[float] = []
+    begin_s = 0.0
+    for number, (rate, seconds) in enumerate(phases):
+        drawn_s = arrivals_s(rate, 1.0, seconds, _PHASES * seed + number)
+        times_s += [begin_s + each for each in drawn_s]
+        begin_s += seconds
+    return times_s
+
+
+def _figures(record: Record, qos_ms: float) -> Result:
+    """Who has no answer yet has waited until now; who was given up has no latency."""
+    now_ns = time.monotonic_ns()
+    count = len(record.intended_ns)
+    latencies_ms = sorted(
+        ((record.settled_ns[index] or now_ns) - intended_ns) / 1e6
+        for index, intended_ns in enumerate(record.intended_ns)
+        if index not in record.errors
+    )
+    dropped = sum(error == RequestDropped.__name__ for error in record.errors.values())
+    in_time = sum(each <= qos_ms for each in latencies_ms)
+    late_ns = map(int.__sub__, record.submitted_ns, record.intended_ns)
+    return {
+        "requests": count,
+        "dropped": dropped,
+        "unanswered": record.settled_ns.count(0),
+        "errors": sorted(set(record.errors.values()) - {RequestDropped.__name__}),
+        "violations": 1 - in_time / count,
+        "mean_ms": sum(latencies_ms) / max(1, len(latencies_ms)),
+        "p50_ms": latencies_ms[len(latencies_ms) // 2] if latencies_ms else None,
+        "p99_ms": latencies_ms[int(0.99 * len(latencies_ms))] if latencies_ms else None,
+        "processor_ms": record.processor_s / count * 1e3,
+        "generator_late_ms": max(late_ns) / 1e6,
+    }
+
+
+def _facts(batcher: Any, side: Mapping[str, Any]) -> Result:
+    """What was done, to understand the figures by."""
+    stats = batcher.stats()
+    requests = sum(size * number for size, number in stats.batch_sizes.items())
+    facts: Result = {
+        "mean_batch": requests / max(1, sum(stats.batch_sizes.values())),
+        "busy_share": stats.busy_share,
+    }
+    if side["stages"] != 0:
+        stages = batcher.stage_stats()
+        names = ("batches", "stretches", "splits", "failures")
+        facts |= {name: getattr(stages, name) for name in names}
+    return facts
+
+
+if __name__ == "__main__":
+    serve(
+        {task.__name__: task for task in (calibrate, learn, load, lone, saturated)},
+        int(sys.argv[3]),
+    )

@@ -1,0 +1,322 @@
+"""Staged batching against batching of whole models, by the wall clock.
+
+    python -m benchmarks.staged_serving                  # at most 12 minutes, on a quiet machine
+    python -m benchmarks.staged_serving --quick          # a minute: tries it out, proves nothing
+    python -m benchmarks.staged_serving --device cuda    # larger models, on a GPU
+    python -m benchmarks.staged_serving --report         # tables and plot of what was measured
+
+One process, one model, open-loop Poisson arrivals; every cell is a fresh process, and sides take
+turns with equal arrivals. The sides are this package's batcher with four policies: ``immediate``
+and ``window`` (the paper's ZeroBatch and DelayBatch; of the window the best of four lengths for
+each cell, chosen on other arrivals), both padding to the longest of a batch; ``auto``, which keeps
+items of different buckets apart; and ``dvabatch``, which also enters and leaves between stages. No
+side is told an objective, so nobody drops, and all latencies count; only for peak throughput all
+know the objective. Writes ``docs/results/staged_serving.json``, ``.md`` and ``.png``; cells that no
+longer fit into ``--minutes`` are left out, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.forking import Server, server
+from benchmarks.harness import ROOT, WorkerFailed, describe_machine, write_json
+from benchmarks.staged_serving_report import markdown, plot
+
+__all__ = ["FULL", "LOADS", "LONE", "QUICK", "SIDES", "Plan", "main", "phases_of", "rounded"]
+
+_MODULE = "benchmarks.staged_cell"
+QOS_MS = 200.0
+"""The paper's."""
+LOADS = {"low": 0.3, "medium": 0.6, "high": 0.9, "step": 1.1}
+"""Shares of what the whole model answers in full batches; of the step, its upper part."""
+_STEP_FOOT = 0.3
+SIDES: dict[str, dict[str, Any]] = {
+    "immediate": {"policy": "immediate", "stages": 0, "bucketed": False},
+    "window": {"policy": "window", "stages": 0, "bucketed": False},
+    "auto": {"policy": "auto", "stages": 0, "bucketed": True},
+    "dvabatch": {"policy": "dvabatch", "stages": None, "bucketed": True},
+    "stages alone": {"policy": "immediate", "stages": None, "bucketed": True},
+    "stretch only": {"policy": "load", "stages": None, "bucketed": True},
+    "split only": {"policy": "operators", "stages": None, "bucketed": True},
+}
+"""The last three are ablations, measured only where ``--sides`` names them."""
+LONE: dict[str, dict[str, Any]] = {
+    "function": {"policy": "immediate", "stages": 0, "bucketed": False},
+    "one stage": {"policy": "immediate", "stages": 1, "bucketed": False},
+    "all stages": {"policy": "immediate", "stages": None, "bucketed": False},
+}
+_CHOOSING_SEED = 99
+_CLIENTS = {"cpu": (4, 8, 16, 32), "cuda": (16, 32, 64, 128, 256)}
+Result = dict[str, Any]
+Measures = dict[str, Callable[[], Result]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured, and how long."""
+
+    models: tuple[str, ...] = ("bert", "u-net", "vgg")
+    loads: tuple[str, ...] = tuple(LOADS)
+    sides: tuple[str, ...] = ("immediate", "window", "auto", "dvabatch")
+    windows_ms: tuple[float, ...] = (2, 5, 10, 20)
+    repeats: int = 5
+    seconds: float = 1.2
+    """Of a load; the low one takes half as long again, as few come."""
+    choosing_s: float = 0.7
+    clients: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: dict(_CLIENTS))
+    saturated_s: float = 0.5
+    saturated_repeats: int = 3
+    calls: int = 60
+    learning_s: float = 0.5
+    """For each bucket of a model."""
+    calibrations: int = 4
+    """Full batches of each model."""
+
+
+FULL = Plan()
+QUICK = Plan(
+    loads=("low", "high"),
+    windows_ms=(5,),
+    repeats=1,
+    seconds=0.4,
+    choosing_s=0.2,
+    clients={"cpu": (8,), "cuda": (8,)},
+    saturated_s=0.3,
+    saturated_repeats=1,
+    calls=10,
+    learning_s=0.1,
+    calibrations=1,
+)
+
+
+def phases_of(load: str, capacity: float, seconds: float) -> list[tuple[float, float]]:
+    """(requests a second, seconds) of each part of a load."""
+    if load == "step":
+        foot, third = _STEP_FOOT * capacity, seconds / 3
+        return [(foot, third), (LOADS[load] * capacity, third), (foot, third)]
+    longer = 1.5 if load == "low" else 1.0
+    return [(LOADS[load] * capacity, longer * seconds)]
+
+
+class _Run:
+    """What has been measured, and the time that is left."""
+
+    def __init__(self, running: Server, plan: Plan, device: str, minutes: float) -> None:
+        self.plan = plan
+        self.device = device
+        self.cells: list[Result] = []
+        self.left_out: list[str] = []
+        self.faults: list[str] = []
+        self._server = running
+        self._end_s = time.monotonic() + 60 * minutes
+        self._longest_s: dict[str, float] = {}
+
+    def ask(self, task: str, **arguments: Any) -> Result:
+        """Raises WorkerFailed."""
+        return self._server.run(task, device=self.device, **arguments)
+
+    def round(self, kind: str, repeat: int, measures: Measures, **where: str) -> None:
+        """Every side once, in reversed order every second time; nothing when the time is up."""
+        began_s = time.monotonic()
+        if began_s + self._longest_s.get(kind, 0.0) > self._end_s:
+            self.left_out.append(f"{kind} {' '.join(where.values())}, repeat {repeat}")
+            return
+        for side in list(measures) if repeat % 2 == 0 else list(measures)[::-1]:
+            cell = {"kind": kind, **where, "side": side, "repeat": repeat}
+            try:
+                result = measures[side]()
+            except WorkerFailed as error:
+                self.faults.append(f"{cell}: {error}")
+                continue
+            if errors := result.get("errors"):
+                self.faults.append(f"{cell}: {errors}")
+            self.cells.append(cell | {"result": rounded(result)})
+        taken_s = time.monotonic() - began_s
+        self._longest_s[kind] = max(taken_s, self._longest_s.get(kind, 0.0))
+
+
+def rounded(value: Any) -> Any:
+    """Four digits: the file is kept for good."""
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+def _calibrate(run: _Run, model: str) -> Result:
+    """Of the whole model, padded as the baselines pad; and what our policies decide by."""
+    durations_ms = run.ask("calibrate", model=model, batches=run.plan.calibrations)["durations_ms"]
+    full = max(durations_ms, key=int)
+    capacity = 1e3 * int(full) / durations_ms[full]
+    for side in run.plan.sides:
+        if side not in ("immediate", "window", "stages alone"):
+            run.ask("learn", model=model, side=SIDES[side], limit_s=run.plan.learning_s)
+    return {"durations_ms": rounded(durations_ms), "capacity": rounded(capacity)}
+
+
+def _offered(
+    run: _Run, model: str, load: str, capacity: float, side: Result, seconds: float, seed: int
+) -> Result:
+    phases = phases_of(load, capacity, seconds)
+    return run.ask("load", model=model, side=side, phases=phases, seed=seed, qos_ms=QOS_MS)
+
+
+def _best_windows_ms(run: _Run, capacities: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """By model and load, of the tried ones that of the lowest mean latency."""
+    plan = run.plan
+    found: dict[str, dict[str, float]] = {}
+    for model, capacity in capacities.items():
+        for load in plan.loads:
+            means_ms = dict.fromkeys(plan.windows_ms, 0.0)
+            for wait_ms in plan.windows_ms if "window" in plan.sides else ():
+                side = SIDES["window"] | {"wait_ms": wait_ms}
+                result = _offered(run, model, load, capacity, side, plan.choosing_s, _CHOOSING_SEED)
+                means_ms[wait_ms] = float(result["mean_ms"])
+            found.setdefault(model, {})[load] = min(means_ms, key=means_ms.__getitem__)
+    return found
+
+
+def _sides(run: _Run, wait_ms: float) -> dict[str, Result]:
+    known = SIDES | {"window": SIDES["window"] | {"wait_ms": wait_ms}}
+    return {side: known[side] for side in run.plan.sides}
+
+
+def _loads(run: _Run, capacities: Mapping[str, float], windows_ms: Any) -> None:
+    """Repeats are the outermost loop: a run that is cut off has measured all cells."""
+    for repeat in range(run.plan.repeats):
+        for model, capacity in capacities.items():
+            for load in run.plan.loads:
+                offered = functools.partial(_offered, run, model, load, capacity)
+                measures: Measures = {
+                    name: functools.partial(offered, side, run.plan.seconds, repeat)
+                    for name, side in _sides(run, windows_ms[model][load]).items()
+                }
+                run.round("load", repeat, measures, model=model, load=load)
+
+
+def _peaks(run: _Run, windows_ms: Any) -> None:
+    """Clients in closed loops; all sides know the objective."""
+    plan = run.plan
+    for repeat in range(plan.saturated_repeats):
+        for model in windows_ms:
+            ask = functools.partial(
+                run.ask,
+                "saturated",
+                model=model,
+                clients=plan.clients[run.device.partition(":")[0]],
+                seconds=plan.saturated_s,
+                qos_ms=QOS_MS,
+            )
+            measures: Measures = {
+                name: functools.partial(ask, side=side)
+                for name, side in _sides(run, windows_ms[model][plan.loads[-1]]).items()
+            }
+            run.round("saturated", repeat, measures, model=model)
+
+
+def _overheads(run: _Run, models: Sequence[str]) -> None:
+    """A lone client: what stages cost where they cannot help."""
+    for repeat in range(run.plan.repeats):
+        for model in models:
+            measures: Measures = {
+                name: functools.partial(
+                    run.ask, "lone", model=model, side=side, calls=run.plan.calls
+                )
+                for name, side in LONE.items()
+            }
+            run.round("lone", repeat, measures, model=model)
+
+
+def _measure(run: _Run, save: Callable[..., None]) -> None:
+    calibrations: Result = {}
+    for model in run.plan.models:
+        calibrations[model] = _calibrate(run, model)
+        print(f"{model}: {calibrations[model]}", flush=True)
+    capacities = {model: each["capacity"] for model, each in calibrations.items()}
+    windows_ms = _best_windows_ms(run, capacities)
+    sections = (
+        lambda: _overheads(run, list(capacities)),
+        lambda: _peaks(run, windows_ms),
+        lambda: _loads(run, capacities, windows_ms),
+    )
+    for measure in sections:
+        measure()
+        save(calibrations=calibrations, windows_ms=windows_ms)
+        print(f"{len(run.cells)} cells", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write, print; 1 when a cell failed."""
+    options = _arguments(arguments)
+    path = options.output / f"{options.name}.json"
+    if options.report:
+        content: Result = json.loads(path.read_text())
+    else:
+        content = _measured(options, path)
+    text = markdown(content)
+    path.with_suffix(".md").write_text(text)
+    plot(content, path.with_suffix(".png"))
+    print(text)
+    for fault in dict.fromkeys(content["faults"]):
+        print(f"not valid: {fault}")
+    print(f"written: {path}")
+    return 1 if content["faults"] else 0
+
+
+def _measured(options: argparse.Namespace, path: Path) -> Result:
+    plan = QUICK if options.quick else FULL
+    chosen = {"models": options.models, "loads": options.loads, "sides": options.sides}
+    plan = replace(plan, **{name: tuple(each) for name, each in chosen.items() if each})
+    content: Result = {
+        "machine": describe_machine(),
+        "device": options.device,
+        "is_quick": options.quick,
+        "plan": plan,
+        "qos_ms": QOS_MS,
+    }
+    with tempfile.TemporaryDirectory(prefix="trims-bench-") as cache:
+        environment = {"TRIMS_ENABLED": "0", "XDG_CACHE_HOME": cache}
+        with server(_MODULE, environment) as running:
+            run = _Run(running, plan, options.device, options.minutes)
+
+            def save(**facts: Any) -> None:
+                found = {"cells": run.cells, "left_out": run.left_out, "faults": run.faults}
+                content.update(facts | found)
+                write_json(path, content)
+
+            _measure(run, save)
+    return dict(json.loads(path.read_text()))
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.staged_serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda")
+    parser.add_argument("--models", nargs="+", choices=FULL.models)
+    parser.add_argument("--loads", nargs="+", choices=LOADS)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="also of ablations")
+    parser.add_argument("--quick", action="store_true", help="tries it out, proves nothing")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--minutes", type=float, default=11.5, help="begin nothing after")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
+    parser.add_argument("--name", default="staged_serving", help="name of the result files")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
