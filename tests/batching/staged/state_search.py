@@ -138,6 +138,11 @@ class World:
         for leaving in range(fewest, most + 1):
             for cut in range(self.limits.largest):
                 yield partial(World.end, index=index, leaving=leaving, cut=cut)
+        # What is alone on one device may run on through several stages before it is asked about.
+        if not part.stage and self.limits.devices == 1 and self.parts == [part]:
+            for through in range(1, self.pipeline.last + 1 - self.limits.has_loop):
+                leaving = part.size if through == self.pipeline.last else 0
+                yield partial(World.end, index=index, leaving=leaving, cut=0, through=through)
 
     def new(self, size: int, key: int) -> str:
         requests = self._requests(size, key)
@@ -189,19 +194,20 @@ class World:
             check(self.limits.pairs > 1, "neighbouring stages at once with one buffer pair")
         return "neighbours at once" if neighbours else "start"
 
-    def end(self, index: int, leaving: int, cut: int) -> str:
+    def end(self, index: int, leaving: int, cut: int, through: int | None = None) -> str:
         part = self.parts[index]
-        batch, stage, parts = part.batch, part.stage, len(part.batch.parts)
+        batch, parts = part.batch, len(part.batch.parts)
+        first, stage = part.stage, part.stage if through is None else through
         ran = part.requests
         left = ran[:leaving]
-        queued = self.pipeline.finish(part, left)
+        queued = self.pipeline.finish(part, left, through=through)
         is_last = stage == self.pipeline.last
         for request in ran:
             if request in left or request.number in self.withdrawn:
                 del self.progress[request.number]
                 self.withdrawn.discard(request.number)
             elif not is_last:
-                self.progress[request.number] += 1
+                self.progress[request.number] += stage + 1 - first
         what = "merge" if len(batch.parts) < parts and batch.live else "end"
         if cut:
             what = "split"

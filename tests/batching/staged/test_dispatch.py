@@ -69,6 +69,37 @@ def test_a_lone_caller_runs_all_stages_and_starts_no_thread() -> None:
         assert threading.active_count() == before
 
 
+def test_what_is_alone_runs_on_until_something_happens() -> None:
+    """Rules are asked at borders only where there is something to decide."""
+    asked: list[tuple[int, int]] = []
+    third = Held()
+
+    class Asked(StagedRule):
+        def choose(self, now_ns: int) -> int:
+            return self.room()
+
+        def split(self, now_ns: int, part: Any) -> Any:
+            asked.append((part.stage, part.size))
+            return ()
+
+    with plain(StagedModel([adding(1), adding(1), third, adding(1)]), policy=Asked) as batcher:
+        first = batcher.submit(0)
+        third.gate.open()
+        assert first.result(LONG_S) == 3
+        batcher.drain(LONG_S)
+        assert asked == []
+        assert [each.runs for each in batcher.stage_stats().stages] == [1] * 4
+        second = batcher.submit(0)
+        wait_until(lambda: len(third.batches) == 2)
+        another = batcher.submit(5)
+        third.gate.open(2)
+        assert (second.result(LONG_S), another.result(LONG_S)) == (3, 8)
+        batcher.drain(LONG_S)
+        assert asked[0] == (3, 1)
+        stats = batcher.stats()
+    assert (stats.answered, stats.batch_sizes) == (3, {1: 3})
+
+
 def test_newcomers_catch_up_with_a_batch_on_its_way() -> None:
     """The first waits for them at the border before the third stage; the two go on as one."""
     second, third = Held(), Held()
@@ -531,7 +562,8 @@ def test_a_policy_that_is_interrupted_gets_all_back_that_is_on_its_way() -> None
             return ()
 
     is_due = True
-    with plain(StagedModel([adding(1), adding(1)]), policy=Interrupted) as batcher:
+    # Two devices: on one, a request that is alone is not asked about between its stages.
+    with plain(StagedModel([adding(1), adding(1)]), policy=Interrupted, devices=2) as batcher:
         with pytest.raises(KeyboardInterrupt):
             batcher(1)  # runs the first stage in this thread
         wait_until(lambda: batcher.stats().running == 0)

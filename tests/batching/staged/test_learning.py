@@ -69,6 +69,17 @@ def test_each_stage_has_its_own_latencies() -> None:
     assert rule.profile.latency_ns(1) == 12 * MS
 
 
+def test_all_stages_of_a_job_that_ran_on_are_learned() -> None:
+    learning = make()
+    policy, rule = with_rule(learning)
+    for latency_ms in (500, 2):
+        job = ran_stage(0, 1, latency_ms + 10)
+        assert job.run_on(latency_ms * MS, is_end=True)
+        assert learning.ran(policy, job) == (latency_ms == 2)
+    assert rule.profile.stage_ns(0, 1) == 2 * MS
+    assert rule.profile.stage_ns(1, 1) == 10 * MS
+
+
 def test_what_was_no_single_call_of_the_stage_says_nothing() -> None:
     learning = make()
     policy, _ = with_rule(learning)

@@ -58,6 +58,26 @@ def test_a_batch_goes_through_all_stages() -> None:
     assert batch.live == 0
 
 
+def test_what_was_alone_may_have_run_on_through_several_stages() -> None:
+    pipeline = Pipeline(4)
+    batch = pipeline.new(0, requests(0))
+    part = run(pipeline)
+    assert pipeline.finish(part, (), through=1) == [part]
+    assert places(pipeline) == [(2, "queued", [0])]
+    assert batch.passed == [1, 1, 0, 0]
+    pipeline.stretch(batch, requests(1))
+    assert places(pipeline) == [(2, "waiting", [0]), (0, "queued", [1])]
+    step(pipeline)
+    step(pipeline)
+    assert places(pipeline) == [(2, "queued", [0, 1])]
+    step(pipeline)
+    step(pipeline)
+    assert is_empty(pipeline)
+    pipeline.new(0, requests(2))
+    assert pipeline.finish(run(pipeline), (), through=3) == []
+    assert is_empty(pipeline)
+
+
 # --- one pair and two -----------------------------------------------------------------------------
 
 

@@ -144,6 +144,58 @@ def test_a_stage_is_not_run_twice_at_once() -> None:
     assert serving.shown() == [(0, [1])]
 
 
+# --- running on -----------------------------------------------------------------------------------
+
+
+def test_what_is_alone_may_run_on_to_its_end() -> None:
+    serving = Serving()
+    serving.ask()
+    assert serving.running[0].until == 2
+    serving.end(through=2)
+    assert serving.policy.pipeline.may_new
+    assert not len(serving.policy.pipeline.table)
+
+
+def test_a_loop_is_asked_about_after_each_step() -> None:
+    serving = Serving(has_loop=True)
+    serving.ask()
+    assert serving.running[0].until == 1
+    serving.end(through=1)
+    assert (serving.running[0].stage, serving.running[0].until) == (2, 2)
+
+
+def test_where_something_is_to_be_decided_nothing_runs_on() -> None:
+    serving = Serving()
+    serving.ask()
+    serving.ask()
+    serving.ask()
+    serving.end(through=0)  # two wait
+    assert serving.running[0].until == 1
+    serving.end()
+    serving.end()
+    assert (serving.shown(), serving.running[0].until) == ([(0, [2, 3])], 0)  # may be split
+    serving = Serving(devices=2)
+    serving.ask()
+    assert serving.running[0].until == 0  # another could start beside it
+    serving = Serving()
+    serving.rule("a").wait_ns = 10
+    serving.ask("a")
+    serving.ask("b")
+    assert serving.running[0].until == 0  # another one waits
+
+
+def test_who_comes_while_it_runs_on_joins_where_it_is_then() -> None:
+    serving = Serving()
+    serving.rule().joins = 1
+    serving.ask()
+    serving.ask()
+    serving.end(through=1)
+    assert serving.shown() == [(0, [2])]
+    serving.end()
+    serving.end()
+    assert serving.shown() == [(2, [1, 2])]
+
+
 # --- stretch --------------------------------------------------------------------------------------
 
 

@@ -145,10 +145,11 @@ def forgets_to_look(
     pipeline: Pipeline,
     part: Part,
     left: Collection[Request],
+    through: int | None = None,
     original: Callable[..., list[Part]] = Pipeline.finish,
 ) -> list[Part]:
     with mock.patch.object(pipeline, "_look"):
-        return original(pipeline, part, left)
+        return original(pipeline, part, left, through=through)
 
 
 def takes_the_running_away(

@@ -7,6 +7,7 @@ that leave; ``live`` and ``results`` are theirs once it has run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from trims_shim.batching.jobs import Job
@@ -42,12 +43,15 @@ class StageJob(Job):
         "_result",
         "_told",
         "began",
+        "ends_ns",
         "has_started",
         "is_alone",
         "is_end",
+        "news",
         "part",
         "size",
         "stage",
+        "until",
     )
 
     def __init__(
@@ -55,6 +59,12 @@ class StageJob(Job):
     ) -> None:
         super().__init__(action.device, action.batch, era)
         self.stage = action.stage
+        self.until = action.until
+        """Up to which stage it may run on, as long as there is no news."""
+        self.ends_ns: list[int] = []
+        """When each of its stages ended but the last."""
+        self.news = 0
+        """How many events there had been when it was made."""
         self.part = action.part
         self.is_end = is_end
         self.size = 0
@@ -74,6 +84,33 @@ class StageJob(Job):
     def is_typical(self) -> bool:
         """See :class:`Job`."""
         return self.size > 0 and self.is_alone
+
+    @property
+    def through(self) -> int:
+        """The last stage that it runs, or has run."""
+        return self.stage + len(self.ends_ns)
+
+    def may_run_on(self, output: StageOutput) -> bool:
+        """Whether all of it goes on, as far as it may."""
+        return (
+            self.through < self.until
+            and output.runs == 1
+            and len(output.pieces) == 1
+            and len(output.pieces[0].requests) == len(self.requests)
+        )
+
+    def run_on(self, now_ns: int, *, is_end: bool) -> bool:
+        """A stage has ended, and the next one begins; False where somebody waits no more."""
+        if is_end and not all(each.payload.reply.begin() for each in self.requests):
+            return False
+        self.is_end = is_end
+        self.ends_ns.append(now_ns)
+        return True
+
+    def durations_ns(self) -> list[int]:
+        """Of its stages."""
+        edges = [self.started_ns, *self.ends_ns, self.ended_ns]
+        return [end - start for start, end in pairwise(edges)]
 
     @property
     def has_failed(self) -> bool:

@@ -144,20 +144,24 @@ class StagedLearning(Learning):
         """See :class:`Learning`."""
         if not job.is_typical:
             return False
-        stage, rows = 0, len(job.live or ())
+        first, rows = 0, len(job.live or ())
+        durations_ns = [job.ended_ns - job.started_ns]
         if isinstance(job, StageJob):
-            stage, rows = job.stage, job.size
+            first, rows, durations_ns = job.stage, job.size, job.durations_ns()
         key = plain_key(job.requests[0].key)
         size = padded_size(rows, self._batch_sizes)
         learned = self._learned_of(key)
         assert isinstance(learned, LearnedStages)
         seen = self._seen.setdefault(key, set())
-        if (stage, size) not in seen:
-            seen.add((stage, size))
-            return False
-        learned.observe_stage(stage, size, job.ended_ns - job.started_ns)
+        is_typical = True
+        for stage, duration_ns in enumerate(durations_ns, first):
+            if (stage, size) in seen:
+                learned.observe_stage(stage, size, duration_ns)
+            else:
+                seen.add((stage, size))
+                is_typical = False
         self._refresh(policy, key, learned)
-        return True
+        return is_typical
 
     def measured_stages(
         self, key: Hashable, durations_ns: Sequence[Mapping[int, float]]

@@ -180,21 +180,27 @@ class Pipeline:
         if output is not None:
             output.handle(BufferEvent.WRITE, part.batch)
 
-    def finish(self, part: Part, left: Collection[Request]) -> list[Part]:
+    def finish(
+        self, part: Part, left: Collection[Request], *, through: int | None = None
+    ) -> list[Part]:
         """Its stage has ended, and those in ``left`` are finished.
 
+        ``through``: it has run on up to that stage. Nothing was ahead of it when it started, and
+        nothing has passed the place where it was since, so the buffers in between were not missed.
         Returns what was queued for the next stage by that.
         """
         batch, stage, output = part.batch, part.stage, self._output(part)
+        through = stage if through is None else through
         executor = self._executors[stage]
-        batch.passed[stage] += len(part.running)
-        if output is None and not self.has_loop:
+        for each in range(stage, through + 1):
+            batch.passed[each] += len(part.running)
+        if through == self.last and not self.has_loop:
             part.pieces = []
         part.leave_out({*part.gone, *left})
         if not part.pieces:
             batch.parts.remove(part)
         elif output is not None:
-            part.stage += 1
+            part.stage = through + 1
         part.running, part.gone = (), []
         part.state = PartState.WAITING
         is_left = any(each.stage == stage for each in batch.parts)
@@ -204,11 +210,14 @@ class Pipeline:
         if output is not None:
             is_written = any(each.stage == stage + 1 for each in batch.parts)
             output.handle(BufferEvent.WRITTEN if is_written else BufferEvent.NOTHING_WRITTEN, batch)
+        if part.pieces and through > stage:
+            self._input(part).handle(BufferEvent.WRITE, batch)
+            self._input(part).handle(BufferEvent.WRITTEN, batch)
         executor.part = None
         executor.handle(ExecutorEvent.DONE)
         queued = self._gather(batch)
         # Its input is the output of the stage before, and its output the input of the next one.
-        beside = range(max(0, stage - 1), min(stage + 1, self.last) + 1)
+        beside = range(max(0, stage - 1), min(through + 1, self.last) + 1)
         self._look({*beside, *(each.stage for each in queued)})
         return queued
 

@@ -44,6 +44,9 @@ class RunStage(Run):
 
     stage: int
     part: Part
+    until: int = 0
+    """If this is a later stage: as long as nothing else happens, the driver may run on up to it
+    without asking at each border, as there is nothing to decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,8 @@ class StageEnded(Finished):
     part: Part
     left: Sequence[Request] = ()
     """Those of them that are answered, or failed; after the last stage all are, unless it loops."""
+    through: int | None = None
+    """The last stage that was run, where it is not that of the RunStage."""
 
 
 class StagedBatching(Batching):
@@ -101,7 +106,7 @@ class StagedBatching(Batching):
         batch = event.part.batch
         batch.is_typical &= event.is_typical
         rule = self._rules.get(batch.key)
-        for part in self.pipeline.finish(event.part, event.left):
+        for part in self.pipeline.finish(event.part, event.left, through=event.through):
             if isinstance(rule, StagedRule) and part.stage and not self._is_split_or_late(part):
                 self._tell(rule, self._count_waiting())
                 sizes = rule.split(now_ns, part)
@@ -151,10 +156,22 @@ class StagedBatching(Batching):
                 break
             self.pipeline.start(part)
             part.started_ns = now_ns
-            actions.append(RunStage(self._free.pop(), part.running, part.stage, part))
+            until = self._until(part)
+            actions.append(RunStage(self._free.pop(), part.running, part.stage, part, until))
         if self._free and self._waiting and self.pipeline.may_new:
             self._set_wake()
         return actions
+
+    def _until(self, part: Part) -> int:
+        """Up to which stage there is nothing to decide as long as nothing happens.
+
+        For one request that is alone, on a single device. From the first stage on, as rules take a
+        part to be where it was started.
+        """
+        is_alone = not self._waiting and len(self.pipeline.table) == 1 and part.size == 1
+        if part.stage or self._devices > 1 or not is_alone:
+            return part.stage
+        return self.pipeline.last - self.pipeline.has_loop
 
     def _stretch(self, now_ns: int, actions: list[Action]) -> None:
         for batch in list(self.pipeline.table):
