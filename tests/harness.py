@@ -161,6 +161,9 @@ class Child:
         if self.process.poll() is None:
             self.kill()
         self._reader.join(PATIENCE_S)
+        if self._reader.is_alive():
+            # What it has forked holds the other end, and a pipe that is read cannot be closed.
+            raise AssertionError(f"a child of {self.pid} is still there: {self.errors()}")
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):

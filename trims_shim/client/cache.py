@@ -23,6 +23,7 @@ from trims_shim._version import __version__
 from trims_shim.client import spawn
 from trims_shim.client.arenas import Arena, Image
 from trims_shim.client.connection import Connection, Granted
+from trims_shim.client.late_imports import ensure_imported
 from trims_shim.client.prepared import PreparedModel, prepared_model
 from trims_shim.config import Config
 from trims_shim.errors import (
@@ -111,6 +112,7 @@ class Cache:
         if not self.config.device:
             raise NotServed("device_off", f"{name}: device memory is not shared (TRIMS_DEVICE=0)")
         # Not at the top: most programs have no device, and it is a tenth of what this file imports.
+        ensure_imported("trims_shim.client.device_arenas")
         from trims_shim.client import device_arenas
 
         identity = self._check(descriptor, name, min_bytes)
@@ -190,6 +192,7 @@ class Cache:
     def _lease_device(
         self, descriptor: int, identity: Identity, name: str, device: DeviceId
     ) -> DeviceArena:
+        ensure_imported("trims_shim.client.device_arenas")
         from trims_shim.client import device_arenas
 
         def ask(connection: Line) -> tuple[Granted, Callable[[], None]]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trims_shim._version import __version__
+from trims_shim.client.late_imports import ensure_imported
 from trims_shim.client.session import Conversation, error_from
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
 from trims_shim.specs import HOST_TIER
@@ -164,6 +165,7 @@ class Connection:
 
     def request(self, message: Any) -> Any:
         """Send a control request and wait for its reply. Raises as :meth:`open_image`."""
+        ensure_imported("zmq")
         import zmq
 
         try:

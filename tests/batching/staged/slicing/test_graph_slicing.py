@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import trims_shim
 from tests.batching.staged.slicing.networks import Encoder, UNet, join_and_take
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.block_slicing import slice_blocks
@@ -147,6 +149,16 @@ def test_a_model_that_looks_whether_it_is_traced() -> None:
         slice_model(Sly().eval(), torch.rand(2, 3), 2)
 
 
+@pytest.fixture
+def _patched() -> Iterator[None]:
+    was_enabled = trims_shim.enabled()
+    trims_shim.enable()
+    yield
+    if not was_enabled:
+        trims_shim.disable()
+
+
+@pytest.mark.usefixtures("_patched")
 @pytest.mark.parametrize("slice_it", [slice_model, slice_blocks])
 def test_weights_stay_in_the_shared_memory(slice_it: Any, tmp_path: Path) -> None:
     """A model that was loaded through the shim: its stages read the daemon's one copy."""
