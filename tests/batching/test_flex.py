@@ -328,3 +328,10 @@ def test_an_unknown_model_is_named() -> None:
 def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FlexBatcher({"m": [lambda batch: batch]}, **options)
+
+
+def test_it_has_models_by_name_and_no_stages_of_its_own() -> None:
+    with FlexBatcher({"m": [lambda values: values]}, collate="list") as batcher:
+        assert batcher.model is None
+        with pytest.raises(TypeError, match="has no stages"):
+            batcher.stage_stats()

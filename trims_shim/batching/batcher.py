@@ -82,7 +82,7 @@ class Batcher:
     OpenMP, which keeps a pool of threads for each thread that computes).
     """
 
-    _has_stages = False
+    _model: StagedModel | None = None
 
     def __init__(
         self,
@@ -134,7 +134,6 @@ class Batcher:
         self._clock_ns = clock_ns
         self._owner: object = None
         self._bound: dict[int, tuple[weakref.ref[Any], Engine]] = {}
-        self._has_stages = model is not None
         self._model = model
         kept_as = given_name or lasting_name(function)
         shown_name = self.name
@@ -320,7 +319,7 @@ class Batcher:
     def stage_stats(self) -> StagedStats:
         """What it did to batches between stages. Raises TypeError where there are none."""
         engine: Any = self._engine
-        if not self._has_stages:
+        if self._model is None:
             raise TypeError(f"{self.name} has no stages; give them with model=")
         stats: StagedStats = engine.stage_stats()
         return stats
@@ -393,7 +392,7 @@ class Batcher:
         """Of a class: the batcher of this instance, which is gone when the instance is."""
         if instance is None or not inspect.isfunction(self._function):
             return self
-        if self._has_stages:
+        if self._model is not None:
             raise TypeError(
                 f"{self.name} is a method, and model= has no instance; make a Batcher of the model "
                 "in __init__ instead"

@@ -15,7 +15,7 @@ from trims_shim.batching.ordering import DeadlineQueue
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import Drop, DropReason, Finished, Request
 
-__all__ = ["Rule", "RuleMaker"]
+__all__ = ["Rule", "RuleMaker", "duration_ns"]
 
 _NS_PER_MS = 1_000_000
 
@@ -43,11 +43,9 @@ class Rule(ABC):
                 f"max_batch_size is {max_batch_size}, and the profile knows sizes from 1 to "
                 f"{profile.max_batch_size}"
             )
-        if not margin_ms >= 0:
-            raise ValueError(f"margin_ms is {margin_ms}; it has to be 0 or more")
         self.profile = profile
         self.max_batch_size = max_batch_size
-        self.margin_ns = round(margin_ms * _NS_PER_MS)
+        self.margin_ns = duration_ns("margin_ms", margin_ms)
         self.queue = DeadlineQueue()
         self.wake_ns: int | None = None
         """When to be asked again although nothing happened; set by ``choose`` where it waits."""
@@ -110,3 +108,10 @@ class RuleMaker(Protocol):
     """Makes the rule of a key: a :class:`Rule` class, or a function around one."""
 
     def __call__(self, profile: LatencyProfile, *, max_batch_size: int) -> Rule: ...
+
+
+def duration_ns(option: str, duration_ms: float) -> int:
+    """An option of a policy, given in milliseconds. Raises ValueError for a negative one."""
+    if not duration_ms >= 0:
+        raise ValueError(f"{option} is {duration_ms}; it has to be 0 or more")
+    return round(duration_ms * _NS_PER_MS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from trims_shim.cli.arguments import Commands, add_command
-from trims_shim.cli.values import count, counts, line, not_negative, positive, shares
+from trims_shim.cli.values import add_sizes, count, counts, line, not_negative, positive, shares
 
 __all__ = ["add_batch"]
 
@@ -65,22 +65,7 @@ def _add_profile(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     profile.add_argument("--dtype", default="float32", help="of --shape; default float32")
     profile.add_argument("--device", default="cpu", help="of --shape; default cpu")
-    sizes = profile.add_mutually_exclusive_group()
-    sizes.add_argument(
-        "--sizes",
-        type=counts,
-        metavar="1,2,4,8",
-        help="batch sizes to measure; default: powers of two, up to the largest",
-    )
-    sizes.add_argument(
-        "--max-batch-size",
-        type=count,
-        metavar="N",
-        help="the largest; default: the batcher's own, or 32",
-    )
-    profile.add_argument(
-        "--repeats", type=count, default=20, metavar="N", help="of each size; default 20"
-    )
+    add_sizes(profile, largest=32, repeats=20)
     profile.add_argument(
         "-o", "--output", metavar="FILE", help="save there, for `batched(profile=FILE)`"
     )

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import Report, percentile
 from trims_shim.cli.batch import device_text, stream_of, stream_text
 from trims_shim.cli.batch_setup import Setup, made_up, policies, slo_ns_of
-from trims_shim.cli.drawing import Drawing, Line, Panel, check_output, draw
+from trims_shim.cli.drawing import Drawing, Line, Panel, show
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.text import print_json
 from trims_shim.errors import ConfigError
 
 __all__ = ["plot"]
@@ -29,15 +27,7 @@ _QUANTILES = 200
 
 def plot(arguments: argparse.Namespace) -> Exit:
     """Draw ``arguments.what`` into a file, or print its data."""
-    if not arguments.json:
-        check_output(arguments.output)
-    drawing = _DRAWINGS[arguments.what](arguments)
-    if arguments.json:
-        print_json(asdict(drawing))
-        return Exit.OK
-    draw(drawing, arguments.output)
-    print(f"drawn: {arguments.output}")
-    return Exit.OK
+    return show(lambda: _DRAWINGS[arguments.what](arguments), arguments)
 
 
 # --- what is drawn --------------------------------------------------------------------------------

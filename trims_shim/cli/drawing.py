@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.text import print_json
 from trims_shim.errors import ConfigError
 
-__all__ = ["Drawing", "Line", "Panel", "check_output", "draw"]
+__all__ = ["Drawing", "Line", "Panel", "show"]
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -41,7 +44,20 @@ class Drawing:
     panels: Sequence[Panel]
 
 
-def check_output(path: str | None) -> None:
+def show(make: Callable[[], Drawing], arguments: argparse.Namespace) -> Exit:
+    """Draw what ``make`` returns into ``--output``, or print its data with ``--json``."""
+    if not arguments.json:
+        _check_output(arguments.output)
+    drawing = make()
+    if arguments.json:
+        print_json(asdict(drawing))
+        return Exit.OK
+    _draw(drawing, arguments.output)
+    print(f"drawn: {arguments.output}")
+    return Exit.OK
+
+
+def _check_output(path: str | None) -> None:
     """Raises ConfigError if ``path`` cannot be drawn; to be called before the work, not after."""
     if not path or os.path.splitext(path)[1].lower() not in _SUFFIXES:
         raise ConfigError(f"--output has to name a file that ends in {', '.join(_SUFFIXES)}")
@@ -52,7 +68,7 @@ def check_output(path: str | None) -> None:
         )
 
 
-def draw(drawing: Drawing, path: str) -> None:
+def _draw(drawing: Drawing, path: str) -> None:
     """Write it to ``path``, as what its suffix says."""
     # Not pyplot, which looks for a display and keeps figures.
     from matplotlib.figure import Figure

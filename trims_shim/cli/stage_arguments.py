@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from trims_shim.cli.arguments import Commands, add_command
-from trims_shim.cli.values import count, counts, positive
+from trims_shim.cli.values import add_sizes, count, counts, positive
 
 __all__ = ["add_stage"]
 
@@ -45,7 +45,14 @@ def _add_profile(commands: Commands[argparse.ArgumentParser]) -> None:
         "function without arguments that makes one; or an .onnx file",
     )
     _add_items(profile)
-    _add_sizes(profile)
+    add_sizes(profile, largest=64, repeats=5)
+    profile.add_argument(
+        "--limit-s",
+        type=positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="begin no new batch after that; default 600",
+    )
     profile.add_argument(
         "--stages",
         type=count,
@@ -88,32 +95,6 @@ def _add_items(profile: argparse.ArgumentParser) -> None:
         "--collate",
         choices=("auto", "list", "stack", "concatenate"),
         help="how items become a batch; default: the batcher's own, or auto",
-    )
-
-
-def _add_sizes(profile: argparse.ArgumentParser) -> None:
-    sizes = profile.add_mutually_exclusive_group()
-    sizes.add_argument(
-        "--sizes",
-        type=counts,
-        metavar="1,2,4,8",
-        help="batch sizes to measure; default: powers of two, up to the largest",
-    )
-    sizes.add_argument(
-        "--max-batch-size",
-        type=count,
-        metavar="N",
-        help="the largest; default: the batcher's own, or 64",
-    )
-    profile.add_argument(
-        "--repeats", type=count, default=5, metavar="N", help="of each size; default 5"
-    )
-    profile.add_argument(
-        "--limit-s",
-        type=positive,
-        default=600.0,
-        metavar="SECONDS",
-        help="begin no new batch after that; default 600",
     )
 
 

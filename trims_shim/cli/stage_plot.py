@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.staged.profile_files import SavedStages, load_saved_stages
-from trims_shim.cli.drawing import Drawing, Line, Panel, check_output, draw
+from trims_shim.cli.drawing import Drawing, Line, Panel, show
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.text import print_json
 from trims_shim.errors import ConfigError
 
 __all__ = ["plot"]
@@ -23,16 +21,12 @@ _NS_PER_S = 1_000_000_000
 
 def plot(arguments: argparse.Namespace) -> Exit:
     """Draw a profile into a file, or print its data."""
-    if not arguments.json:
-        check_output(arguments.output)
-    saved = load_saved_stages(arguments.profile)
-    drawing = _drawing(saved, _length(saved, arguments))
-    if arguments.json:
-        print_json(asdict(drawing))
-        return Exit.OK
-    draw(drawing, arguments.output)
-    print(f"drawn: {arguments.output}")
-    return Exit.OK
+
+    def make() -> Drawing:
+        saved = load_saved_stages(arguments.profile)
+        return _drawing(saved, _length(saved, arguments))
+
+    return show(make, arguments)
 
 
 def _length(saved: SavedStages, arguments: argparse.Namespace) -> int | None:

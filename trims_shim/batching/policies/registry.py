@@ -6,6 +6,8 @@ one kind. :class:`~trims_shim.batching.policies.flex.Flex` plans for several mod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from trims_shim.batching.policies.aimd import AIMD
 from trims_shim.batching.policies.auto import Auto
 from trims_shim.batching.policies.clockwork import Clockwork
@@ -30,16 +32,16 @@ POLICIES: dict[str, RuleMaker] = {
 }
 
 
-def rule_maker(policy: str | RuleMaker) -> RuleMaker:
-    """What a user calls a policy: one of the names, or a function that makes a rule.
+def rule_maker(policy: str | RuleMaker, known: Mapping[str, RuleMaker] = POLICIES) -> RuleMaker:
+    """What a user calls a policy: a name in ``known``, or a function that makes a rule.
 
     ``functools.partial(Window, wait_ms=5)`` is such a function. Raises ValueError for a name that
     is not known, TypeError for anything else.
     """
     if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise ValueError(f"there is no policy {policy!r}; there are {', '.join(POLICIES)}")
-        return POLICIES[policy]
+        if policy not in known:
+            raise ValueError(f"there is no policy {policy!r}; there are {', '.join(known)}")
+        return known[policy]
     if not callable(policy):
         raise TypeError(f"a policy is a name or makes a Rule, and {policy!r} is neither")
     return policy

@@ -6,11 +6,9 @@ Knows neither deadlines nor latencies, drops nothing, and serves late requests.
 from __future__ import annotations
 
 from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.rules import Rule
+from trims_shim.batching.rules import Rule, duration_ns
 
 __all__ = ["Window"]
-
-_NS_PER_MS = 1_000_000
 
 
 class Window(Rule):
@@ -24,9 +22,7 @@ class Window(Rule):
         self, profile: LatencyProfile, *, max_batch_size: int, wait_ms: float = 10.0
     ) -> None:
         super().__init__(profile, max_batch_size=max_batch_size)
-        if not wait_ms >= 0:
-            raise ValueError(f"wait_ms is {wait_ms}; it has to be 0 or more")
-        self._wait_ns = round(wait_ms * _NS_PER_MS)
+        self._wait_ns = duration_ns("wait_ms", wait_ms)
 
     def choose(self, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.rules.Rule`."""

@@ -26,7 +26,7 @@ from trims_shim.batching.protocol import (
     Run,
 )
 
-__all__ = ["Execution", "Outcome", "simulate"]
+__all__ = ["Execution", "Outcome", "check_progress", "leave", "simulate"]
 
 ServiceTime = Callable[[int, Sequence[Request]], int]
 """(device, batch) -> nanoseconds."""
@@ -132,7 +132,7 @@ def simulate(
             asked_ns = None
             actions = policy.on_event(now_ns, TIMER)
             if not actions:
-                _check_progress(policy, now_ns)
+                check_progress(policy, now_ns)
         elif not is_flushed:
             is_flushed = True
             actions = policy.on_event(now_ns, FLUSH)
@@ -150,7 +150,8 @@ def simulate(
     return run.close(now_ns)
 
 
-def _check_progress(policy: Policy, now_ns: int) -> None:
+def check_progress(policy: Policy, now_ns: int) -> None:
+    """After a timer that led to nothing. Raises ValueError where the next one would be now."""
     deadline_ns = policy.next_deadline_ns()
     if deadline_ns is not None and deadline_ns <= now_ns:
         raise ValueError(f"the policy did nothing at {now_ns} ns, and wants to be asked again then")
@@ -197,7 +198,7 @@ class _Simulation:
             if isinstance(action, Run):
                 self._start(action.device, action.batch, now_ns)
             elif isinstance(action, Drop):
-                self._leave(action.requests)
+                leave(self._queued, action.requests)
                 self.outcome.dropped.extend((request, now_ns) for request in action.requests)
             else:
                 self._preempt(action, now_ns)
@@ -213,7 +214,7 @@ class _Simulation:
             raise ValueError(f"the policy runs a batch on device {device}, which is busy")
         if not batch:
             raise ValueError(f"the policy runs a batch of nothing on device {device}")
-        self._leave(batch)
+        leave(self._queued, batch)
         end_ns = now_ns + self._service_ns(device, batch)
         execution = self._running[device] = Execution(device, batch, now_ns, end_ns)
         self._schedule(execution)
@@ -236,9 +237,10 @@ class _Simulation:
         self._number += 1
         heapq.heappush(self.ends, (execution.ended_ns, self._number, execution))
 
-    def _leave(self, requests: Sequence[Request]) -> None:
-        queued = self._queued
-        expected = len(queued) - len(requests)
-        queued.difference_update(requests)
-        if len(queued) != expected:
-            raise ValueError("the policy runs or drops a request that is not queued, or twice")
+
+def leave(queued: set[Request], requests: Sequence[Request]) -> None:
+    """They are queued no more. Raises ValueError for those that were not, and for doubles."""
+    expected = len(queued) - len(requests)
+    queued.difference_update(requests)
+    if len(queued) != expected:
+        raise ValueError("the policy runs or drops a request that is not queued, or twice")

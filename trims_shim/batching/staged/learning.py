@@ -6,7 +6,8 @@ rules of the policy get them as one :class:`StagedProfile`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from trims_shim.batching.collate import padded_size
 from trims_shim.batching.jobs import Job
@@ -101,30 +102,16 @@ class StagedLearning(Learning):
         has_loop: bool,
         pairs: int,
         max_active: int | None,
-        name: str | None,
-        max_batch_size: int,
-        max_batch_weight: int | None,
-        devices: int,
-        batch_sizes: Sequence[int] | None,
-        prior: LatencyProfile | None,
-        store: Callable[[], ProfileStore | None],
+        **others: Any,
     ) -> None:
+        """``others`` are those of :class:`Learning`."""
         # First: the base class makes a policy, to see whether that can be done.
         self._stages = stages
         self._is_whole = is_whole
         self._has_loop = has_loop
         self._pairs = pairs
         self._max_active = max_active
-        super().__init__(
-            maker,
-            name=name,
-            max_batch_size=max_batch_size,
-            max_batch_weight=max_batch_weight,
-            devices=devices,
-            batch_sizes=batch_sizes,
-            prior=prior,
-            store=store,
-        )
+        super().__init__(maker, **others)
 
     def make_policy(self) -> Policy:
         """See :class:`Learning`."""

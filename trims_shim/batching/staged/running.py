@@ -109,7 +109,7 @@ class StageRunner:
 
     def _batch(self, requests: Sequence[Request]) -> Sequence[Any]:
         entries = [request.payload for request in requests]
-        missing = padded_size(len(entries), self._batch_sizes) - len(entries)
+        missing = self._size_of(len(entries)) - len(entries)
         _, _, batch = self._function.joined([*entries, *[entries[-1]] * missing])
         return batch
 
@@ -126,7 +126,7 @@ class StageRunner:
             return [_merged(each, join_all) for each in alike]
 
     def _filled(self, value: Any, count: int, loop: Loop | None) -> Any:
-        missing = padded_size(count, self._batch_sizes) - count
+        missing = self._size_of(count) - count
         if not missing:
             return value
         last = ((loop and loop.take) or take)(value, [count - 1])
@@ -152,7 +152,7 @@ class StageRunner:
     def _go_on(
         self, stage: int, requests: list[Request], rows: list[int], value: Any, total: StageOutput
     ) -> None:
-        found, expected = rows_of(value), padded_size(len(requests), self._batch_sizes)
+        found, expected = rows_of(value), self._size_of(len(requests))
         if found != expected:
             raise BadBatch(
                 f"{self._named(stage)} returned {'no' if found is None else found} rows for a "
@@ -163,12 +163,7 @@ class StageRunner:
     def _after_exit(
         self, stage: int, requests: list[Request], output: EarlyExit, total: StageOutput
     ) -> None:
-        flags = [bool(each) for each in output.finished]
-        if len(flags) != padded_size(len(requests), self._batch_sizes):
-            raise BadBatch(
-                f"{self._named(stage)} said of {len(flags)} rows whether they are finished, and "
-                f"has {padded_size(len(requests), self._batch_sizes)}"
-            )
+        flags = self._flags(stage, output.finished, requests)
         filled = [*requests, *[requests[-1]] * (len(flags) - len(requests))]
         ended = [each for each, is_finished in zip(filled, flags, strict=True) if is_finished]
         count = sum(flags[: len(requests)])
@@ -194,14 +189,8 @@ class StageRunner:
 
     def _after_step(self, requests: list[Request], output: Stepped, total: StageOutput) -> None:
         last = len(self.model.stages) - 1
-        expected = padded_size(len(requests), self._batch_sizes)
-        flags = [bool(each) for each in output.finished]
-        if len(flags) != expected:
-            raise BadBatch(
-                f"{self._named(last)} said of {len(flags)} rows whether they are finished, and "
-                f"has {expected}"
-            )
-        pieces = split(output.pieces, expected)
+        flags = self._flags(last, output.finished, requests)
+        pieces = split(output.pieces, len(flags))
         total.steps.extend(zip(requests, pieces, strict=False))
         total.finished.extend(each for each, flag in zip(requests, flags, strict=False) if flag)
         rows = [row for row in range(len(requests)) if not flags[row]]
@@ -209,12 +198,28 @@ class StageRunner:
             total.pieces.append(Piece([requests[row] for row in rows], rows, output.state))
 
     def _answers(self, output: Any, requests: Sequence[Request]) -> list[Any]:
-        missing = padded_size(len(requests), self._batch_sizes) - len(requests)
+        missing = self._size_of(len(requests)) - len(requests)
         filled = [*requests, *[requests[-1]] * missing]
         found = answers(
             self._collate(filled), output, self._items(filled), function=self._function.name
         )
         return found[: len(requests)]
+
+    def _flags(
+        self, stage: int, finished: Sequence[bool], requests: Sequence[Request]
+    ) -> list[bool]:
+        flags = [bool(each) for each in finished]
+        expected = self._size_of(len(requests))
+        if len(flags) != expected:
+            raise BadBatch(
+                f"{self._named(stage)} said of {len(flags)} rows whether they are finished, and "
+                f"has {expected}"
+            )
+        return flags
+
+    def _size_of(self, count: int) -> int:
+        """Of the batch that the stages see."""
+        return padded_size(count, self._batch_sizes)
 
     def _collate(self, requests: Sequence[Request]) -> Any:
         return self._function.collate_of(requests[0].payload)

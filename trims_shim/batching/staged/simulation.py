@@ -22,7 +22,7 @@ from trims_shim.batching.protocol import (
     Request,
     Run,
 )
-from trims_shim.batching.simulator.loop import Execution, Outcome
+from trims_shim.batching.simulator.loop import Execution, Outcome, check_progress, leave
 from trims_shim.batching.staged.batches import Part, Piece
 from trims_shim.batching.staged.scheduler import RunStage, StageEnded
 from trims_shim.batching.staged.stage_device import (
@@ -117,9 +117,8 @@ def simulate_staged(
         elif deadline_ns is not None:
             now_ns = wake_ns
             actions = policy.on_event(now_ns, TIMER)
-            asked_ns = policy.next_deadline_ns()
-            if not actions and asked_ns is not None and asked_ns <= now_ns:
-                raise ValueError(f"the policy did nothing at {now_ns} ns, and asks to again then")
+            if not actions:
+                check_progress(policy, now_ns)
         elif not is_flushed:
             is_flushed = True
             actions = policy.on_event(now_ns, FLUSH)
@@ -175,7 +174,7 @@ class _Simulation:
             elif isinstance(action, Run) and self._device.stages == 1:
                 self._start(action, 0, None, now_ns)
             elif isinstance(action, Drop):
-                self._leave_queue(action.requests)
+                leave(self._queued, action.requests)
                 self.outcome.dropped.extend((request, now_ns) for request in action.requests)
             else:
                 raise ValueError(f"{type(action).__name__} is no action of a staged model's policy")
@@ -231,16 +230,10 @@ class _Simulation:
         self.shared.start(now_ns, execution, alone_ns=alone_ns, demand=demand)
 
     def _enter(self, batch: Sequence[Request]) -> None:
-        self._leave_queue(batch)
+        leave(self._queued, batch)
         self._inside.update(dict.fromkeys(batch, 0))
         if self._steps is not None:
             self._loop_left.update((request, self._steps(request)) for request in batch)
-
-    def _leave_queue(self, requests: Sequence[Request]) -> None:
-        expected = len(self._queued) - len(requests)
-        self._queued.difference_update(requests)
-        if len(self._queued) != expected:
-            raise ValueError("the policy runs or drops a request that is not queued, or twice")
 
     def _leave_border(self, batch: Sequence[Request], stage: int) -> None:
         for request in batch:

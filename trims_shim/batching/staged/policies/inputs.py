@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS
+from trims_shim.batching.rules import duration_ns
 from trims_shim.batching.staged.policies.staged_auto import StagedAuto
 
 __all__ = ["InputDiversity"]
-
-_NS_PER_MS = 1_000_000
 
 
 class InputDiversity(StagedAuto):
@@ -34,9 +33,7 @@ class InputDiversity(StagedAuto):
         window_ms: float | None = None,
     ) -> None:
         super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
-        if window_ms is not None and not window_ms >= 0:
-            raise ValueError(f"window_ms is {window_ms}; it has to be 0 or more")
-        self._window_ns = None if window_ms is None else round(window_ms * _NS_PER_MS)
+        self._window_ns = None if window_ms is None else duration_ns("window_ms", window_ms)
 
     def choose(self, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.rules.Rule`."""

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, DropReason
+from trims_shim.batching.rules import duration_ns
 from trims_shim.batching.staged.batches import Batch
 from trims_shim.batching.staged.policies.staged_auto import RUN_NS, StagedAuto
 from trims_shim.batching.staged.policies.timetable import levels_of, together_ns
 
 __all__ = ["LoadDiversity"]
-
-_NS_PER_MS = 1_000_000
 
 
 class LoadDiversity(StagedAuto):
@@ -37,9 +36,7 @@ class LoadDiversity(StagedAuto):
         wait_ms: float | None = None,
     ) -> None:
         super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
-        if wait_ms is not None and not wait_ms >= 0:
-            raise ValueError(f"wait_ms is {wait_ms}; it has to be 0 or more")
-        self._wait_ns = None if wait_ms is None else round(wait_ms * _NS_PER_MS)
+        self._wait_ns = None if wait_ms is None else duration_ns("wait_ms", wait_ms)
 
     def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
         """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.rules import duration_ns
 from trims_shim.batching.staged.batches import Batch, Part
 from trims_shim.batching.staged.staged_rules import StagedRule
 
 __all__ = ["PaperDVABatch"]
-
-_NS_PER_MS = 1_000_000
 
 
 class PaperDVABatch(Immediate, StagedRule):
@@ -33,9 +32,7 @@ class PaperDVABatch(Immediate, StagedRule):
         is_splitting: bool = True,
     ) -> None:
         super().__init__(profile, max_batch_size=max_batch_size)
-        if not wait_ms >= 0:
-            raise ValueError(f"wait_ms is {wait_ms}; it has to be 0 or more")
-        self._wait_ns = round(wait_ms * _NS_PER_MS)
+        self._wait_ns = duration_ns("wait_ms", wait_ms)
         self._is_splitting = is_splitting
 
     def stretch(self, now_ns: int, batch: Batch, room: int) -> int:

@@ -6,7 +6,7 @@ through the stages as they are.
 
 from __future__ import annotations
 
-from trims_shim.batching.policies.registry import POLICIES
+from trims_shim.batching.policies.registry import POLICIES, rule_maker
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.staged.policies.dvabatch import DVABatch
 from trims_shim.batching.staged.policies.inputs import InputDiversity
@@ -28,11 +28,4 @@ def staged_rule_maker(policy: str | RuleMaker) -> RuleMaker:
 
     Raises ValueError for a name that is not known, TypeError for anything else.
     """
-    if isinstance(policy, str):
-        known = STAGED_POLICIES | POLICIES
-        if policy not in known:
-            raise ValueError(f"there is no policy {policy!r}; there are {', '.join(known)}")
-        return known[policy]
-    if not callable(policy):
-        raise TypeError(f"a policy is a name or makes a Rule, and {policy!r} is neither")
-    return policy
+    return rule_maker(policy, STAGED_POLICIES | POLICIES)
