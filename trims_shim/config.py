@@ -418,40 +418,40 @@ class Config:
         """
         self.runtime_dir = runtime_dir
         self.cache_home = cache_home
+        self._texts = dict(texts)
+        self._sources = dict(sources)
         self._values: dict[str, Any] = {}
-        self._texts: dict[str, str] = {}
-        self._sources: dict[str, str] = {}
-        for setting in SETTINGS:
-            text = texts.get(setting.name, setting.default)
-            self._texts[setting.name] = text
-            self._sources[setting.name] = sources.get(setting.name, "default")
+        for name, text in texts.items():
+            setting = _BY_NAME[name]
             try:
-                self._values[setting.name] = setting.parse(text)
+                self._values[name] = setting.parse(text)
             except ConfigError as error:
-                source = self._sources[setting.name]
                 raise ConfigError(
-                    f"{setting.variable} ({source}): {error}; see `trims info`"
+                    f"{setting.variable} ({self.source(name)}): {error}; see `trims info`"
                 ) from None
 
     def __getattr__(self, name: str) -> Any:
         # Underscored names are slots that are not set yet (copy, pickle), never settings.
-        if name.startswith("_") or name not in self._values:
+        if name.startswith("_") or name not in _BY_NAME:
             raise AttributeError(name)
+        # Defaults are parsed when asked for: some look the machine up, and a load needs few.
+        if name not in self._values:
+            self._values[name] = _BY_NAME[name].parse(_BY_NAME[name].default)
         return self._values[name]
 
     def source(self, name: str) -> str:
         """Where the value of a setting comes from."""
-        return self._sources[name]
+        return self._sources.get(name, "default")
 
     def text(self, name: str) -> str:
         """The value of a setting as it was written."""
-        return self._texts[name]
+        return self._texts.get(name, _BY_NAME[name].default)
 
     def daemon_hash(self) -> str:
         """Changes when a setting that is read only when a daemon starts has changed."""
         import zlib
 
-        parts = [f"{s.name}={self._texts[s.name]}" for s in SETTINGS if s.is_daemons]
+        parts = [f"{each.name}={self.text(each.name)}" for each in SETTINGS if each.is_daemons]
         return f"{zlib.crc32(os.fsencode(';'.join(parts))):08x}"
 
 

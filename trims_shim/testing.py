@@ -527,9 +527,6 @@ class _Line:
         if self._pid == os.getpid():
             self._server.release(self._session, lease)
 
-    def check_protocol(self) -> None:
-        """Both halves are of one version."""
-
     def drain(self) -> None:
         """Nobody is newer."""
 

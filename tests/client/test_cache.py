@@ -11,7 +11,7 @@ import pytest
 
 from trims_shim import config
 from trims_shim.client.cache import Cache, exchange
-from trims_shim.client.connection import Connection, Granted
+from trims_shim.client.connection import Granted, check_protocol
 from trims_shim.errors import (
     DaemonTimeout,
     DaemonUnavailable,
@@ -46,7 +46,6 @@ class StubLine:
         self.reported = counters
 
     def release(self, lease: int) -> None: ...
-    def check_protocol(self) -> None: ...
     def drain(self) -> None: ...
 
     def is_alive(self) -> bool:
@@ -191,9 +190,6 @@ def test_exchange_gives_the_one_before_back() -> None:
     ids=["another protocol", "no token"],
 )
 def test_a_daemon_that_speaks_otherwise(welcome: messages.Welcome) -> None:
-    connection = object.__new__(Connection)
-    connection.welcome = welcome
     with pytest.raises(IncompatibleDaemon, match=r"9\.9.*trims stop"):
-        connection.check_protocol()
-    connection.welcome = WELCOME
-    connection.check_protocol()
+        check_protocol(welcome)
+    check_protocol(WELCOME)

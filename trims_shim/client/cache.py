@@ -22,7 +22,7 @@ from trims_shim import diagnostics
 from trims_shim._version import __version__
 from trims_shim.client import spawn
 from trims_shim.client.arenas import Arena, Image
-from trims_shim.client.connection import Connection, Granted
+from trims_shim.client.connection import Connection, Granted, check_protocol
 from trims_shim.client.late_imports import ensure_imported
 from trims_shim.client.prepared import PreparedModel, prepared_model
 from trims_shim.config import Config
@@ -55,8 +55,8 @@ _Result = TypeVar("_Result")
 class Line(Protocol):
     """What the cache needs of a connection; :class:`Connection` says what each method promises."""
 
-    welcome: messages.Welcome
-
+    @property
+    def welcome(self) -> messages.Welcome: ...
     def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted: ...
     def open_prepared(
         self, request: messages.OpenPreparedRequest, *, descriptor: int | None = None
@@ -64,7 +64,6 @@ class Line(Protocol):
     def request(self, message: Any) -> Any: ...
     def report(self, counters: dict[str, int]) -> None: ...
     def release(self, lease: int) -> None: ...
-    def check_protocol(self) -> None: ...
     def drain(self) -> None: ...
     def is_alive(self) -> bool: ...
     def quiesce(self) -> None: ...
@@ -259,6 +258,8 @@ class Cache:
         try:
             with self._connection(may_start) as connection:
                 return ask(connection)
+        except _OlderDaemon:
+            self._replace()
         except DaemonUnavailable:
             if not may_start:
                 raise
@@ -307,57 +308,56 @@ class Cache:
         if self.dial is not None:
             return self.dial()
         try:
-            connection = self._dial()
+            return self._dial(_check_age if may_start else check_protocol)
         except DaemonUnavailable:
             if not may_start:
                 raise
-            return self._start()
-        if not may_start or not _is_older(connection.welcome):
-            with _closing_on_error(connection):
-                connection.check_protocol()
-            return connection
-        self._replace(connection)
-        return self._start()
+        spawn.start(self.endpoint, timeout_s=self.config.start_timeout)
+        diagnostics.count("daemon", "started")
+        return self._dial(check_protocol)
 
-    def _dial(self) -> Connection:
+    def _dial(self, check: Callable[[messages.Welcome], None] | None) -> Connection:
         return Connection(
             self.endpoint,
             config_hash=self.config.daemon_hash(),
             stall_timeout_s=self.config.stall_timeout,
+            check=check,
         )
 
-    def _start(self) -> Connection:
-        spawn.start(self.endpoint, timeout_s=self.config.start_timeout)
-        diagnostics.count("daemon", "started")
-        connection = self._dial()
-        with _closing_on_error(connection):
-            connection.check_protocol()
-        return connection
-
-    def _replace(self, connection: Line) -> None:
+    def _replace(self) -> None:
         """Drain an older daemon; its leases and mappings live on."""
         before = _socket_stamp(self.endpoint.handover)
         try:
+            connection = self._dial(None)
+        except DaemonUnavailable:
+            return  # Somebody else has.
+        try:
+            welcome = connection.welcome
+            if not _is_older(welcome):
+                return
             connection.drain()
             deadline = time.monotonic() + _DRAIN_PATIENCE_S
             while before is not None and _socket_stamp(self.endpoint.handover) == before:
                 if time.monotonic() > deadline:
                     raise IncompatibleDaemon(
-                        f"daemon {connection.welcome.pid} (trims_shim "
-                        f"{connection.welcome.package}) does not make room; run `trims stop`"
+                        f"daemon {welcome.pid} (trims_shim {welcome.package}) does not make room; "
+                        "run `trims stop`"
                     )
                 time.sleep(0.01)
+        except DaemonUnavailable:
+            pass  # It has just gone.
         finally:
             connection.close()
 
 
-@contextlib.contextmanager
-def _closing_on_error(connection: Line) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        connection.close()
-        raise
+class _OlderDaemon(IncompatibleDaemon):
+    """The daemon is older than this process, which may start its successor."""
+
+
+def _check_age(welcome: messages.Welcome) -> None:
+    if _is_older(welcome):
+        raise _OlderDaemon(f"daemon {welcome.pid} is of trims_shim {welcome.package}")
+    check_protocol(welcome)
 
 
 def _is_older(welcome: messages.Welcome) -> bool:

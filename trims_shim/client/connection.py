@@ -4,9 +4,11 @@ Used by one thread at a time (the pool in :mod:`trims_shim.client.cache` sees to
 :meth:`Connection.release`, which any thread may call at any time, a finalizer included. The leases
 taken over a connection end with it.
 
-An image that is resident, or a prepared model, is opened over the handover socket alone. The
-control socket is opened on the first request that needs it and closed again by :meth:`quiesce`
-before a fork: ZeroMQ has threads, and a program that forks must not find them.
+An image that is resident, or a prepared model, is opened over the handover socket alone, and the
+first request does not wait for the Welcome: it is sent right behind the Hello, so that a process
+waits once for its first model. The control socket is opened on the first request that needs it and
+closed again by :meth:`quiesce` before a fork: ZeroMQ has threads, and a program that forks must not
+find them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import select
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +34,7 @@ from trims_shim.wire.endpoint import Endpoint
 if TYPE_CHECKING:
     import zmq  # elsewhere where it is used: many processes need none of it
 
-__all__ = ["Connection", "Granted"]
+__all__ = ["Connection", "Granted", "check_protocol"]
 
 _CONNECT_TIMEOUT_S = 3.0
 _ANSWER_TIMEOUT_S = 3.0
@@ -67,24 +70,47 @@ class _Parts:
 class Connection:
     """See the module docstring."""
 
-    def __init__(self, endpoint: Endpoint, *, config_hash: str, stall_timeout_s: float) -> None:
-        """Connect and say Hello. Raises DaemonUnavailable, IncompatibleDaemon, WireError."""
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        config_hash: str,
+        stall_timeout_s: float,
+        check: Callable[[messages.Welcome], None] | None = None,
+    ) -> None:
+        """Connect and say Hello, and do not wait for the answer. Raises DaemonUnavailable.
+
+        Whatever waits first hears the Welcome; ``check`` may then raise what it thinks of it.
+        """
         self.pid = os.getpid()
         self.endpoint = endpoint
         self._handover = _connect(endpoint)
+        self._check = check
+        self._welcome: messages.Welcome | None = None
+        self._conversation: Conversation | None = None
+        self._stall_timeout_s = stall_timeout_s
         self._control: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._unsent: deque[int] = deque()
         self._ticket = 0
         self._parts: _Parts | None = None
         self._replies: list[messages.OpenPreparedReply | messages.ErrorReply] = []
+        hello = messages.Hello(messages.PROTOCOL_VERSION, __version__, os.getpid(), config_hash)
         try:
-            self.welcome = self._greet(config_hash)
+            self._send_handover(hello, None)
         except BaseException:
             self._handover.close()
             raise
-        self._stall_timeout_s = stall_timeout_s
-        self._conversation = Conversation(token=self.welcome.token, stall_timeout_s=stall_timeout_s)
+
+    @property
+    def welcome(self) -> messages.Welcome:
+        """What the daemon said of itself; blocks until it did.
+
+        Raises DaemonUnavailable, DaemonTimeout, WireError, and what ``check`` raises.
+        """
+        while self._welcome is None:
+            self._receive_welcome()
+        return self._welcome
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -177,17 +203,22 @@ class Connection:
         import zmq
 
         control = self._open_control()
-        envelope = self._conversation.begin(message, time.monotonic())
+        conversation = self._conversation
+        if conversation is None:
+            conversation = self._conversation = Conversation(
+                token=self.welcome.token, stall_timeout_s=self._stall_timeout_s
+            )
+        envelope = conversation.begin(message, time.monotonic())
         self._send_control(control, envelope)
         poller = zmq.Poller()
         poller.register(control, zmq.POLLIN)
         poller.register(self._handover.fileno(), zmq.POLLIN)
         while True:
-            left = self._conversation.check_stall(time.monotonic())
+            left = conversation.check_stall(time.monotonic())
             ready = dict(poller.poll(int(left * 1000) + 1))
             if control in ready:
                 answer = codec.decode_envelope(control.recv(zmq.NOBLOCK))
-                reply = self._conversation.receive(answer, time.monotonic())
+                reply = conversation.receive(answer, time.monotonic())
                 if reply is not None:
                     return reply
             elif self._handover.fileno() in ready:
@@ -252,22 +283,15 @@ class Connection:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _greet(self, config_hash: str) -> messages.Welcome:
-        hello = messages.Hello(messages.PROTOCOL_VERSION, __version__, os.getpid(), config_hash)
-        self._send_handover(hello, None)
-        packet = self._receive_packet()
+    def _receive_welcome(self) -> None:
+        packet = self._next_packet(None)
+        if packet.descriptor is not None:
+            os.close(packet.descriptor)
         if not isinstance(packet.message, messages.Welcome):
             raise DaemonUnavailable(f"the daemon answered Hello with {packet.message!r:.200}")
-        return packet.message
-
-    def check_protocol(self) -> None:
-        """Raises IncompatibleDaemon when the daemon speaks another version."""
-        if self.welcome.protocol != messages.PROTOCOL_VERSION or not self.welcome.token:
-            raise IncompatibleDaemon(
-                f"the daemon (trims_shim {self.welcome.package}, protocol {self.welcome.protocol}) "
-                f"and this process (trims_shim {__version__}, protocol "
-                f"{messages.PROTOCOL_VERSION}) do not understand each other; run `trims stop`"
-            )
+        self._welcome = packet.message
+        if self._check is not None:
+            self._check(packet.message)
 
     def _open_control(self) -> zmq.Socket[bytes]:
         if self._control is None:
@@ -332,6 +356,11 @@ class Connection:
         return True
 
     def _receive_packet(self, timeout_s: float | None = None) -> handover.Packet:
+        if self._welcome is None:
+            self._receive_welcome()
+        return self._next_packet(timeout_s)
+
+    def _next_packet(self, timeout_s: float | None) -> handover.Packet:
         try:
             if not _wait(self._handover, select.POLLIN, timeout_s):
                 raise DaemonTimeout("the daemon does not answer; see `trims status`")
@@ -345,6 +374,16 @@ class Connection:
     def _flush_releases(self) -> None:
         while self._unsent:
             self._send_handover(messages.LeaseRelease(self._unsent.popleft()), None)
+
+
+def check_protocol(welcome: messages.Welcome) -> None:
+    """Raises IncompatibleDaemon when the daemon speaks another version."""
+    if welcome.protocol != messages.PROTOCOL_VERSION or not welcome.token:
+        raise IncompatibleDaemon(
+            f"the daemon (trims_shim {welcome.package}, protocol {welcome.protocol}) "
+            f"and this process (trims_shim {__version__}, protocol "
+            f"{messages.PROTOCOL_VERSION}) do not understand each other; run `trims stop`"
+        )
 
 
 def _part_count(reply: Any, tier: str) -> int:

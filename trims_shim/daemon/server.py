@@ -199,6 +199,7 @@ class Server:
             session = self.sessions.accept(connection, time.time_ns())
             if session is not None:
                 self._selector.register(connection, selectors.EVENT_READ, session)
+                self._read_session(session)  # Its Hello, and the request behind it, may be there.
 
     def _warn_of_accept(self, reason: object) -> None:
         self.counters["refused_clients"] += 1
