@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trims_shim import config
+from trims_shim.client.arenas import Arena
 from trims_shim.client.cache import Cache
 from trims_shim.client.connection import Connection
 from trims_shim.errors import DaemonError
@@ -71,6 +72,15 @@ def content(seed: int, size_bytes: int = CONTENT_BYTES) -> bytes:
     """Bytes that differ for each seed, everywhere, so that a torn image is noticed."""
     pattern = (seed * 2654435761 % (1 << 32)).to_bytes(4, "little") + seed.to_bytes(4, "little")
     return (pattern * (-(-size_bytes // 8)))[:size_bytes]
+
+
+def open_path(cache: Cache, path: str) -> Arena:
+    """The arena of a file of any size."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return cache.open(descriptor, name=path, min_bytes=1)
+    finally:
+        os.close(descriptor)
 
 
 def wait_until(

@@ -136,11 +136,12 @@ class Opening:
         self.connection = Connection(daemon.endpoint, config_hash="", stall_timeout_s=stall)
 
     def open(self, tier: str = DEVICE) -> connections.Granted:
-        descriptor = os.open(os.devnull, os.O_RDONLY)
-        try:
-            return self.connection.open_image(descriptor, "m", tier=tier)
-        finally:
-            os.close(descriptor)
+        with open(os.devnull, "rb") as file:
+            return self.connection.open_image(file.fileno(), "m", tier=tier)
+
+    def open_aligned(self) -> connections.Granted | None:
+        with open(os.devnull, "rb") as file:
+            return self.connection.open_aligned(file.fileno(), "m", 8)
 
     def __enter__(self) -> Opening:
         return self
@@ -359,3 +360,39 @@ def test_an_offer_that_is_not_answered(daemon: Daemon) -> None:
         with pytest.raises(DaemonTimeout, match="does not answer"):
             opening.open()
         assert daemon.open_parts() == []
+
+
+def test_an_aligned_image_is_leased_where_it_is(daemon: Daemon) -> None:
+    def turn(ticket: int) -> None:
+        assert (daemon.offer.tier, daemon.offer.lead_bytes) == ("host", 8)
+        daemon.grant(ticket)
+        daemon.answer(reply())
+
+    daemon.is_resident = True
+    with Opening(daemon, turn) as opening:
+        granted = opening.open_aligned()
+        assert granted is not None
+        os.close(granted.descriptor)
+
+
+def test_an_aligned_image_that_is_not_there_is_not_waited_for(daemon: Daemon) -> None:
+    daemon.is_resident = True
+    with Opening(daemon, lambda _: daemon.answer(None)) as opening:
+        assert opening.open_aligned() is None
+        assert opening.connection._parts is None
+
+
+def test_an_aligned_image_that_is_being_loaded_is(daemon: Daemon) -> None:
+    def loading(ticket: int) -> None:
+        handover.send(daemon.peer, messages.OfferReply(ticket, is_loading=True))
+        daemon.routing, body = daemon.control.recv_multipart()
+        daemon.envelope = codec.decode_envelope(body)
+        assert daemon.envelope.message == messages.OpenImageRequest(ticket, "m", "host", 8)
+        daemon.grant(ticket)
+        daemon.reply(reply())
+
+    daemon.is_resident = True
+    with Opening(daemon, loading) as opening:
+        granted = opening.open_aligned()
+        assert granted is not None
+        os.close(granted.descriptor)

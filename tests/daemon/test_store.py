@@ -110,7 +110,9 @@ class TestIdentity:
         store = new_store(1000)
         load(store, opening(), loaded())
         changed = dataclasses.replace(identity(), **{part: 99})
-        action = started(store.open(dataclasses.replace(opening(2), identity=changed), 2))
+        action = started(
+            store.open(dataclasses.dataclasses.replace(opening(2), identity=changed), 2)
+        )
         assert not action.is_likely_known
 
     def test_identities_of_an_evicted_image_are_forgotten(self) -> None:
@@ -444,3 +446,38 @@ class TestTiers:
         assert not store.release(1, lease, 3)
         store.close_session(1, 4)
         assert started(store.open(opening(), 5))
+
+
+class TestLeads:
+    """One file, several images: its bytes, and its bytes behind some zeros."""
+
+    def test_they_are_told_apart(self) -> None:
+        store = new_store()
+        load(store, opening(), loaded(A))
+        aligned = dataclasses.replace(opening(request=2), lead_bytes=8)
+        action = started(store.open(aligned, 2))  # type: ignore[arg-type]
+        assert action.opening.image_bytes == 18
+        assert store.totals().reserved_bytes == 18
+        store.ingest_done(action.ingest, loaded(B, 18), 3)
+        assert store.trusted_digest(1000, identity()) == A
+        assert store.trusted_digest(1000, identity(), lead_bytes=8) == B
+        assert {row.size_bytes for row in store.images()} == {10, 18}
+
+    def test_a_load_for_those_who_come_later(self) -> None:
+        store = new_store()
+        aligned = dataclasses.replace(opening(), lead_bytes=8)
+        action = started(store.load(aligned, 1))  # type: ignore[arg-type]
+        assert store.load(aligned, 1) == [], "it is under way"
+        assert store.waiters(action.ingest) == []
+        actions = store.ingest_done(action.ingest, loaded(B, 18), 2)
+        assert not any(isinstance(each, GrantLease) for each in actions)
+        assert store.load(aligned, 3) == [], "it is there"
+        assert granted(store.open(aligned, 3)).outcome == "hit"  # type: ignore[arg-type]
+
+    def test_who_asks_during_such_a_load_waits_for_it(self) -> None:
+        store = new_store()
+        aligned = dataclasses.replace(opening(), lead_bytes=8)
+        action = started(store.load(aligned, 1))  # type: ignore[arg-type]
+        assert store.open(aligned, 1) == []
+        done = store.ingest_done(action.ingest, loaded(B, 18), 2)
+        assert granted(done).outcome == "joined"  # type: ignore[arg-type]

@@ -3,26 +3,17 @@ what is mapped stays right, and the next load starts a new daemon."""
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
 from typing import Any
 
 import pytest
-from harness import World, content, wait_until
+from harness import World, content, open_path, wait_until
 
 from trims_shim.errors import DaemonUnavailable, TrimsError
 
 LARGE_BYTES = 896 << 20
-
-
-def open_path(cache: Any, path: str) -> Any:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return cache.open(descriptor, name=path, min_bytes=1)
-    finally:
-        os.close(descriptor)
 
 
 def kill_while_loading(world: World) -> None:

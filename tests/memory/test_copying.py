@@ -571,3 +571,21 @@ def test_an_error_does_not_keep_the_memory(card: Card) -> None:
                 with pytest.raises(ValueError, match="released"):
                     value.tobytes()
         trace = trace.tb_next
+
+
+@pytest.mark.parametrize("lead", [0, 1, 56])
+def test_a_file_behind_zeros(make_file: MakeFile, lead: int) -> None:
+    """The digest is of all of it."""
+    content = os.urandom(2 * copying.CHUNK_BYTES + 12345)
+    memory = bytearray(lead + len(content))
+    path = make_file(content)
+    with open(path, "rb") as file:
+        digest = copying.fill(
+            file.fileno(),
+            memoryview(memory),
+            threads=2,
+            on_progress=lambda done: None,
+            lead_bytes=lead,
+        )
+    assert memory == bytes(lead) + content
+    assert digest == blake3(memory).hexdigest()

@@ -659,6 +659,52 @@ def test_bytes_off_the_alignment_of_torchs_allocator_are_copied(
     assert elided() == (shift % torch_elision.ALIGNMENT_BYTES == 0)
 
 
+def test_bytes_off_the_alignment_come_from_an_image_where_they_are_on_it(
+    prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each image and call; as independent as any copy, and found there by the next."""
+    asked: list[int] = []
+    made: dict[tuple[Image, int], Image] = {}
+
+    def aligned_image(image: Image, lead_bytes: int) -> Image:
+        asked.append(lead_bytes)
+        if (image, lead_bytes) not in made:
+            descriptor = os.memfd_create("aligned")
+            data = bytes(lead_bytes) + bytes(memoryview(image.map().buffer))
+            os.write(descriptor, data)
+            made[image, lead_bytes] = Image(descriptor, len(data), digest="aligned")
+        return made[image, lead_bytes]
+
+    monkeypatch.setattr(torch_elision, "aligned_image", aligned_image)
+    monkeypatch.setattr(torch_elision, "_ALIGNED_FROM_BYTES", 0)
+    expected = {"a.weight": torch.randn(ROWS, COLUMNS), "b.weight": torch.randn(ROWS, COLUMNS)}
+    module = nn.ModuleDict({"a": weight(), "b": weight()})
+    prepare(module)
+    state = cached(expected, shift=8)
+    module.load_state_dict(state)
+    assert_equal(module, expected)
+    assert elided() == 2
+    assert asked == [56], "once for both"
+    assert all(each.data_ptr() % 64 == 0 for each in module.parameters())
+    where = [each.data_ptr() for each in module.parameters()]
+    module.load_state_dict(state)
+    assert [each.data_ptr() for each in module.parameters()] == where
+    state["a.weight"].zero_()
+    assert_equal(module, expected)
+    module.load_state_dict(state)
+    assert not module["a"].weight.any(), "what was written to the state dict is copied"
+
+
+def test_small_images_are_not_asked_for(
+    prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_elision, "aligned_image", lambda *_: pytest.fail("asked"))
+    module = weight()
+    prepare(module)
+    module.load_state_dict(cached(weight().state_dict(), shift=8))
+    assert elided() == 0
+
+
 def test_a_range_is_given_to_one_parameter_only(prepare: Callable[..., None]) -> None:
     state = cached({"a": torch.randn(ROWS, COLUMNS)})
     state["b"] = state["a"]

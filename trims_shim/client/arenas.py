@@ -29,7 +29,7 @@ __all__ = ["Arena", "Image", "find"]
 class Image:
     """One leased image. When the last reference goes, it closes its descriptor and its lease."""
 
-    __slots__ = ("__weakref__", "descriptor", "digest", "size_bytes")
+    __slots__ = ("__weakref__", "descriptor", "digest", "name", "size_bytes")
 
     def __init__(
         self,
@@ -37,9 +37,14 @@ class Image:
         size_bytes: int,
         *,
         digest: str,
+        name: str = "",
         release: Callable[[], None] | None = None,
     ) -> None:
-        """Take ownership of ``descriptor``, an open segment of ``size_bytes`` bytes."""
+        """Take ownership of ``descriptor``, an open segment of ``size_bytes`` bytes.
+
+        ``name``: what people call the file.
+        """
+        self.name = name
         self.descriptor = descriptor
         self.size_bytes = size_bytes
         self.digest = digest

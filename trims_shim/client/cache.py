@@ -34,6 +34,7 @@ from trims_shim.errors import (
     NotServed,
     RequestRefused,
     TooManyRequests,
+    WireError,
 )
 from trims_shim.specs import HOST_TIER, DeviceId, Digest, Identity
 from trims_shim.wire import endpoint as endpoints
@@ -58,6 +59,7 @@ class Line(Protocol):
     @property
     def welcome(self) -> messages.Welcome: ...
     def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted: ...
+    def open_aligned(self, descriptor: int, name: str, lead_bytes: int) -> Granted | None: ...
     def open_prepared(
         self, request: messages.OpenPreparedRequest, *, descriptor: int | None = None
     ) -> messages.OpenPreparedReply: ...
@@ -83,6 +85,9 @@ class Cache:
         self._in_use = 0
         self._images: weakref.WeakValueDictionary[str, Image] = weakref.WeakValueDictionary()
         self._digests: dict[Identity, str] = {}
+        self._aligned: weakref.WeakValueDictionary[tuple[str, int], Image] = (
+            weakref.WeakValueDictionary()
+        )
 
     # --- opening ----------------------------------------------------------------------------------
 
@@ -99,6 +104,34 @@ class Cache:
         arena = image.map()
         diagnostics.count("bytes_shared", amount=image.size_bytes)
         return arena
+
+    def aligned(self, image: Image, lead_bytes: int) -> Image | None:
+        """The image whose bytes are those of ``image`` behind ``lead_bytes`` zeros.
+
+        None where it is not there (yet); see :meth:`Connection.open_aligned`. Starts no daemon.
+        Raises TrimsError when the cache cannot help.
+        """
+        key = (image.digest, lead_bytes)
+        found = self._aligned.get(key)
+        if found is not None:
+            diagnostics.count("open", "local")
+            return found
+
+        def ask(connection: Line) -> Image | None:
+            name = f"{image.name} (aligned)"
+            granted = connection.open_aligned(image.descriptor, name, lead_bytes)
+            if granted is None:
+                return None
+            made = _image_of(granted, name, connection)
+            if made.size_bytes != image.size_bytes + lead_bytes:
+                raise WireError(f"{name}: {made.size_bytes} bytes for {image.size_bytes}")
+            return made
+
+        made = self._with_connection(ask, may_start=False)
+        if made is not None:
+            self._aligned[key] = made
+            diagnostics.count("bytes_shared", amount=made.size_bytes)
+        return made
 
     def open_device(
         self, descriptor: int, *, name: str, device: DeviceId, min_bytes: int | None = None
@@ -173,15 +206,8 @@ class Cache:
     def _lease(self, descriptor: int, identity: Identity, name: str) -> Image:
         def ask(connection: Line) -> Image:
             granted = connection.open_image(descriptor, name)
-            reply = granted.reply
-            diagnostics.count("open", reply.outcome)
-            image = Image(
-                granted.descriptor,
-                reply.size_bytes,
-                digest=reply.digest,
-                release=lambda: connection.release(reply.lease),
-            )
-            if reply.is_settled:
+            image = _image_of(granted, name, connection)
+            if granted.reply.is_settled:
                 self._settle(identity, image.digest)
                 self._images[image.digest] = image
             return image
@@ -358,6 +384,18 @@ def _check_age(welcome: messages.Welcome) -> None:
     if _is_older(welcome):
         raise _OlderDaemon(f"daemon {welcome.pid} is of trims_shim {welcome.package}")
     check_protocol(welcome)
+
+
+def _image_of(granted: Granted, name: str, connection: Line) -> Image:
+    reply = granted.reply
+    diagnostics.count("open", reply.outcome)
+    return Image(
+        granted.descriptor,
+        reply.size_bytes,
+        digest=reply.digest,
+        name=name,
+        release=lambda: connection.release(reply.lease),
+    )
 
 
 def _is_older(welcome: messages.Welcome) -> bool:

@@ -119,16 +119,36 @@ class Connection:
 
         Raises RequestRefused, DaemonError, WireError.
         """
+        granted = self._open(descriptor, messages.FileOffer(0, tier, handover.clipped(name)), name)
+        if granted is None:
+            raise WireError(f"the offer of {name} was not taken")
+        return granted
+
+    def open_aligned(self, descriptor: int, name: str, lead_bytes: int) -> Granted | None:
+        """Lease the image of an open file's bytes behind ``lead_bytes`` zeros, on the host tier.
+
+        None where there is none yet: the daemon loads it for those who come later. Blocks only
+        while it is being loaded already. Raises as :meth:`open_image`.
+        """
+        offer = messages.FileOffer(0, HOST_TIER, handover.clipped(name), lead_bytes)
+        return self._open(descriptor, offer, name)
+
+    def _open(self, descriptor: int, offer: messages.FileOffer, name: str) -> Granted | None:
         self._flush_releases()
         self._ticket += 1
         parts = self._parts = _Parts(self._ticket)
         try:
-            offer = messages.FileOffer(parts.ticket, tier, handover.clipped(name))
-            self._send_handover(offer, descriptor)
-            reply = self._answer_to_offer(parts)
+            self._send_handover(replace(offer, ticket=parts.ticket), descriptor)
+            answer = self._answer_to_offer(parts)
+            reply = answer.opened
             if reply is None:
-                reply = self.request(messages.OpenImageRequest(parts.ticket, name, tier))
-            descriptors = self._receive_parts(parts, _part_count(reply, tier), name)
+                if offer.lead_bytes and not answer.is_loading:
+                    return None
+                request = messages.OpenImageRequest(
+                    parts.ticket, name, offer.tier, offer.lead_bytes
+                )
+                reply = self.request(request)
+            descriptors = self._receive_parts(parts, _part_count(reply, offer.tier), name)
             if os.fstat(descriptors[0]).st_size < reply.size_bytes:
                 raise WireError(f"segment of {name} is shorter than its image")
         except BaseException:
@@ -140,11 +160,11 @@ class Connection:
             self._parts = None
         return Granted(reply, descriptors[0], descriptors[1:])
 
-    def _answer_to_offer(self, parts: _Parts) -> messages.OpenImageReply | None:
-        """The image, where it was resident: one round trip, and no thread of ZeroMQ."""
+    def _answer_to_offer(self, parts: _Parts) -> messages.OfferReply:
+        """With the image, where it was resident: one round trip, and no thread of ZeroMQ."""
         while not parts.answers:
             self._receive_handover(timeout_s=self._stall_timeout_s)
-        return parts.answers[0].opened
+        return parts.answers[0]
 
     def _receive_parts(self, parts: _Parts, count: int, name: str) -> tuple[int, ...]:
         """Wait for the parts ``0 .. count - 1`` of the request under way."""

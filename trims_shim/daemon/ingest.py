@@ -27,19 +27,28 @@ class Meter:
 
 
 def fill(
-    descriptor: int, view: memoryview, *, threads: int, meter: Meter, name: str = "file"
+    descriptor: int,
+    view: memoryview,
+    *,
+    threads: int,
+    meter: Meter,
+    lead_bytes: int = 0,
+    name: str = "file",
 ) -> str:
-    """Read ``len(view)`` bytes from the start of a file into ``view``; the digest in hexadecimal.
-
-    Blocks; call from a worker thread. Raises FileChanged when the file ends early, ReadFailed when
-    the kernel reports an error. ``view`` is then partly written.
-    """
+    """As :func:`trims_shim.memory.copying.fill`. Blocks; call from a worker thread."""
     before = meter.done_bytes
 
     def on_progress(done_bytes: int) -> None:
         meter.done_bytes = before + done_bytes
 
-    return copying.fill(descriptor, view, threads=threads, on_progress=on_progress, name=name)
+    return copying.fill(
+        descriptor,
+        view,
+        threads=threads,
+        on_progress=on_progress,
+        lead_bytes=lead_bytes,
+        name=name,
+    )
 
 
 def hash_segment(descriptor: int, size_bytes: int) -> str:
@@ -49,9 +58,11 @@ def hash_segment(descriptor: int, size_bytes: int) -> str:
     return digest
 
 
-def hash_file(descriptor: int, size_bytes: int, *, meter: Meter, name: str = "file") -> str:
-    """The digest of the first ``size_bytes`` of a file, read but kept nowhere. Raises as fill."""
-    hasher = blake3(max_threads=blake3.AUTO)
+def hash_file(
+    descriptor: int, size_bytes: int, *, meter: Meter, lead_bytes: int = 0, name: str = "file"
+) -> str:
+    """The digest of ``lead_bytes`` zeros and the first ``size_bytes`` of a file. Raises as fill."""
+    hasher = blake3(bytes(lead_bytes), max_threads=blake3.AUTO)
     buffer = bytearray(min(copying.CHUNK_BYTES, size_bytes))
     view = memoryview(buffer)
     done = 0

@@ -145,7 +145,7 @@ class Loads(abc.ABC, Generic[_Segment]):
 
         ``digest``: of the content, where the descriptor is not of a file but of an image's segment.
         """
-        meter = Meter(action.opening.identity.size_bytes)
+        meter = Meter(action.opening.image_bytes)
         self._meters[action.ingest] = meter
         self._pool.submit(self._run, action, descriptor, digest, meter)
 
@@ -254,8 +254,11 @@ class Loads(abc.ABC, Generic[_Segment]):
         self, action: StartIngest, descriptor: int, meter: Meter, started_ns: int
     ) -> Ingested | None:
         """The result of a load that only had to be hashed; None where there is no such image."""
-        identity, name = action.opening.identity, action.opening.name
-        digest = ingest.hash_file(descriptor, identity.size_bytes, meter=meter, name=name)
+        opening = action.opening
+        identity, name = opening.identity, opening.name
+        digest = ingest.hash_file(
+            descriptor, identity.size_bytes, meter=meter, lead_bytes=opening.lead_bytes, name=name
+        )
         if digest in self._segments:
             settled = check_unchanged(descriptor, identity, started_ns, name)
             return Ingested(digest, 0, settled, time.time_ns() - started_ns)
@@ -265,7 +268,7 @@ class Loads(abc.ABC, Generic[_Segment]):
 
 
 class Loader(Loads[SealedSegment]):
-    """The host tier's: a segment is the bytes of the file."""
+    """The host tier's: a segment is the bytes of the file, behind as many zeros as asked for."""
 
     def __init__(
         self,
@@ -297,24 +300,37 @@ class Loader(Loads[SealedSegment]):
     def _load(
         self, action: StartIngest, descriptor: int, digest: Digest, meter: Meter
     ) -> tuple[Ingested, SealedSegment | None]:
-        identity, name = action.opening.identity, action.opening.name
-        started_ns = time.time_ns()
+        opening, started_ns = action.opening, time.time_ns()
         if action.is_likely_known:
             known = self._known(action, descriptor, meter, started_ns)
             if known is not None:
                 return known, None
-        writable = self.memory.create(identity.size_bytes)
+        writable = self.memory.create(opening.image_bytes)
         try:
             digest = ingest.fill(
-                descriptor, writable.view, threads=self._threads, meter=meter, name=name
+                descriptor,
+                writable.view,
+                threads=self._threads,
+                meter=meter,
+                lead_bytes=opening.lead_bytes,
+                name=opening.name,
             )
-            settled = check_unchanged(descriptor, identity, started_ns, name)
+            settled = check_unchanged(descriptor, opening.identity, started_ns, opening.name)
+            settled = settled or self._is_own(descriptor)
         except BaseException:
             writable.discard()
             raise
         segment = writable.seal()
         duration = time.time_ns() - started_ns
         return Ingested(digest, segment.resident_bytes(), settled, duration), segment
+
+    def _is_own(self, descriptor: int) -> bool:
+        """Whether the file is a segment of ours: that never changes."""
+        status = os.fstat(descriptor)
+        return any(
+            os.path.samestat(status, os.fstat(each.descriptor))
+            for each in list(self._segments.values())
+        )
 
 
 def check_unchanged(descriptor: int, identity: Identity, started_ns: int, name: str) -> bool:

@@ -8,6 +8,10 @@ A load onto a device takes the image from where it is, if it is anywhere: from a
 the driver can copy from (NVLink is many times faster than the way from host memory, PCIe between
 devices as fast), else from the host tier, else from the file. Images that leave a device are copied
 to the host tier where there is room.
+
+An image with a lead (the bytes of another one, aligned) takes as much memory again, and serves only
+those who come later. So it is loaded when it is offered for the second time, and nobody waits for
+that: whoever offers makes a private copy unless the image is there, or about to be.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,12 +31,14 @@ from trims_shim.daemon.store import (
     Announce,
     DropImage,
     GrantLease,
+    IdentityKey,
     Opening,
     RefuseRequest,
     StartIngest,
 )
 from trims_shim.daemon.tiers import DeviceTier, Tier, Tiers
 from trims_shim.errors import (
+    AccessDenied,
     DaemonError,
     DaemonUnavailable,
     FileChanged,
@@ -42,7 +48,7 @@ from trims_shim.errors import (
     TrimsError,
 )
 from trims_shim.memory.device import DeviceSegment
-from trims_shim.specs import Digest, Identity
+from trims_shim.specs import HOST_TIER, Digest, Identity
 from trims_shim.wire import messages
 
 __all__ = ["Front", "Openings"]
@@ -51,6 +57,7 @@ _logger = logging.getLogger("trims_shim.daemon")
 
 _NAME_LIMIT = 4096
 _MESSAGE_LIMIT = 1000
+_ASKED_LIMIT = 256
 _ALLOCATIONS_IN_A_PACKET = 32
 """With 80 bytes each: below messages.HANDOVER_PACKET_LIMIT_BYTES."""
 
@@ -115,6 +122,8 @@ class Openings:
         """Descriptors of requests whose tier is being made."""
         self._copies: dict[int, _Copy] = {}
         """By the number of the load."""
+        self._asked_once: OrderedDict[IdentityKey, None] = OrderedDict()
+        """Images with a lead that were offered, and left to be copied."""
 
     def open(
         self, session: Session, routing: bytes, request: int, message: messages.OpenImageRequest
@@ -123,7 +132,7 @@ class Openings:
         descriptor = self._front.take_offer(session, message.ticket)
         try:
             self._check_limits(session, request)
-            opening = _opening(session, request, message.name, descriptor)
+            opening = _opening(session, request, message, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
@@ -151,7 +160,9 @@ class Openings:
         tier = self._tiers.ready(offer.tier)
         opening = None if tier is None else self._resident(session, key[1], offer, tier)
         if tier is None or opening is None:
-            self._front.hand_over(session, messages.OfferReply(offer.ticket))
+            is_loading = bool(offer.lead_bytes) and self._consider(session, key[1], offer)
+            reply = messages.OfferReply(offer.ticket, is_loading=is_loading)
+            self._front.hand_over(session, reply)
             return
         os.close(self._front.take_offer(session, offer.ticket))
         self._waiting[key] = _Waiting(None, offer.ticket)
@@ -166,15 +177,49 @@ class Openings:
         """None where a request has to wait, or will be refused and should be told why."""
         try:
             self._check_limits(session, request)
-            opening = _opening(session, request, offer.name, session.offers[offer.ticket])
+            opening = _opening(session, request, offer, session.offers[offer.ticket])
         except TrimsError:
             return None
-        digest = tier.store.trusted_digest(opening.user, opening.identity)
+        digest = tier.store.trusted_digest(
+            opening.user, opening.identity, lead_bytes=opening.lead_bytes
+        )
         if digest is None:
             return None
         device = _device_grant(tier.loader.segment(digest))
         is_short = device is None or len(device.allocations) <= _ALLOCATIONS_IN_A_PACKET
         return opening if is_short else None
+
+    def _consider(self, session: Session, request: int, offer: messages.FileOffer) -> bool:
+        """Whether an image with a lead is being loaded already; load it if it was asked for before.
+
+        The offer stands where this says yes.
+        """
+        host = self._tiers.host
+        try:
+            opening = _opening(session, request, offer, session.offers[offer.ticket])
+        except TrimsError:
+            return True  # It is refused when it is requested, and told why.
+        if host.store.is_hit(opening):
+            return True
+        descriptor = self._front.take_offer(session, offer.ticket)
+        try:
+            if opening.key not in self._asked_once:
+                self._asked_once[opening.key] = None
+                if len(self._asked_once) > _ASKED_LIMIT:
+                    self._asked_once.popitem(last=False)
+                return False
+            withheld = host.withheld_bytes()
+            for action in host.store.load(opening, time.time_ns(), withheld_bytes=withheld):
+                if isinstance(action, StartIngest):
+                    del self._asked_once[opening.key]
+                    self._start(host, action, descriptor)
+                    descriptor = -1
+                elif not isinstance(action, RefuseRequest):
+                    self.execute(host, [action])
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        return False
 
     def execute(self, tier: Tier, actions: list[Action], *, may_demote: bool = True) -> None:
         """Execute what the store of a tier decided, in order."""
@@ -403,12 +448,23 @@ class Openings:
             self._front.hand_over(session, messages.OfferReply(waiting.ticket, message))
 
 
-def _opening(session: Session, request: int, name: str, descriptor: int) -> Opening:
+def _opening(
+    session: Session,
+    request: int,
+    asked: messages.OpenImageRequest | messages.FileOffer,
+    descriptor: int,
+) -> Opening:
     status = check_readable_file(descriptor)
+    name, lead_bytes = asked.name, asked.lead_bytes
     if status.st_size == 0:
         raise ReadFailed(f"{name[:200]} is empty")
+    if not 0 <= lead_bytes < (messages.ALIGNMENT_BYTES if asked.tier == HOST_TIER else 1):
+        raise AccessDenied(
+            f"no image at {asked.tier[:80]!r} has {lead_bytes} bytes before the file"
+        )
     identity = Identity.from_stat(status)
-    return Opening(session.number, request, session.peer.uid, identity, name[:_NAME_LIMIT])
+    user = session.peer.uid
+    return Opening(session.number, request, user, identity, name[:_NAME_LIMIT], lead_bytes)
 
 
 def _after(tier: Tier, finished: Finished[Any]) -> list[Action]:

@@ -7,7 +7,8 @@ Rules
 1. An image is keyed by its digest. Identities only point at digests; they are trusted for the user
    who proved them (device numbers are reused, so another user's equal identity proves nothing) and
    only when *settled*: a file whose change time was too close to the moment of reading is read
-   again next time. An untrusted identity is a hint that hashing alone may be enough.
+   again next time. An untrusted identity is a hint that hashing alone may be enough. One file may
+   have several images: the bytes themselves, and the bytes behind a few zeros (``lead_bytes``).
 2. One load per user and identity; further requests wait for it (single flight). Two loads that end
    with one digest share one image; the second segment is discarded.
 3. Bytes are reserved before a load starts and become resident bytes when it ends. Reserved plus
@@ -42,6 +43,7 @@ __all__ = [
     "DiscardSegment",
     "DropImage",
     "GrantLease",
+    "IdentityKey",
     "ImageRow",
     "Ingested",
     "Opening",
@@ -54,21 +56,35 @@ __all__ = [
 _IDENTITIES_LIMIT = 65536
 _NAMES_PER_IMAGE = 16
 
-IdentityKey = tuple[int, Identity]
-"""(user, identity)."""
+IdentityKey = tuple[int, Identity, int]
+"""(user, identity, lead bytes)."""
 NameKey = tuple[int, str]
 """(user, path)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A client's request for an image, with the proof already checked."""
+    """A client's request for an image, with the proof already checked.
+
+    The image is the file's bytes behind ``lead_bytes`` zeros.
+    """
 
     session: int
     request: int
     user: int
     identity: Identity
     name: str
+    lead_bytes: int = 0
+
+    @property
+    def key(self) -> IdentityKey:
+        """What the image is looked up by."""
+        return (self.user, self.identity, self.lead_bytes)
+
+    @property
+    def image_bytes(self) -> int:
+        """Size of the image."""
+        return self.lead_bytes + self.identity.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +184,7 @@ class _Image:
 
 @dataclass(slots=True)
 class _Ingest:
-    """A load. ``first`` began it; None where the image comes from another tier."""
+    """A load. ``first`` waits for what it began; None where nobody began it by waiting."""
 
     keys: tuple[IdentityKey, ...]
     names: tuple[NameKey, ...]
@@ -229,7 +245,7 @@ class Store:
         self._footprint_bytes = footprint_bytes
         self._images: dict[Digest, _Image] = {}
         self._identities: OrderedDict[IdentityKey, Digest] = OrderedDict()
-        self._hints: OrderedDict[Identity, Digest] = OrderedDict()
+        self._hints: OrderedDict[tuple[Identity, int], Digest] = OrderedDict()
         self._ingests: dict[int, _Ingest] = {}
         self._loading: dict[IdentityKey, int] = {}
         self._leases: dict[int, tuple[int, Digest]] = {}
@@ -242,16 +258,21 @@ class Store:
 
         ``withheld_bytes``: the part of the budget that cannot be used at present.
         """
-        key = (opening.user, opening.identity)
-        digest = self._identities.get(key)
+        digest = self._identities.get(opening.key)
         if digest is not None:
-            self._identities.move_to_end(key)
+            self._identities.move_to_end(opening.key)
             return [self._grant(opening, digest, "hit", now_ns, is_settled=True)]
-        ingest = self._loading.get(key)
+        ingest = self._loading.get(opening.key)
         if ingest is not None:
             self._ingests[ingest].waiters.append(opening)
             return []
-        return self._start(opening, key, now_ns, withheld_bytes)
+        return self._start(opening, [opening], now_ns, withheld_bytes)
+
+    def load(self, opening: Opening, now_ns: int, *, withheld_bytes: int = 0) -> list[Action]:
+        """The same for those who come later: nobody waits for it, and nobody is answered."""
+        if self.is_hit(opening):
+            return []
+        return self._start(opening, [], now_ns, withheld_bytes)
 
     def admit(
         self,
@@ -397,12 +418,13 @@ class Store:
 
     def is_hit(self, opening: Opening) -> bool:
         """Whether :meth:`open` would need no room: the image is there, or being loaded."""
-        key = (opening.user, opening.identity)
-        return key in self._identities or key in self._loading
+        return opening.key in self._identities or opening.key in self._loading
 
-    def trusted_digest(self, user: int, identity: Identity) -> Digest | None:
+    def trusted_digest(
+        self, user: int, identity: Identity, *, lead_bytes: int = 0
+    ) -> Digest | None:
         """What the file of this identity holds, if this user has proved it and it is resident."""
-        return self._identities.get((user, identity))
+        return self._identities.get((user, identity, lead_bytes))
 
     def is_resident(self, digest: Digest) -> bool:
         """Whether there is an image of this digest."""
@@ -457,23 +479,23 @@ class Store:
     # --- inside -----------------------------------------------------------------------------------
 
     def _start(
-        self, opening: Opening, key: IdentityKey, now_ns: int, withheld_bytes: int
+        self, opening: Opening, waiters: list[Opening], now_ns: int, withheld_bytes: int
     ) -> list[Action]:
-        needed = self._footprint_bytes(opening.identity.size_bytes)
+        needed = self._footprint_bytes(opening.image_bytes)
         actions = self._make_room(needed, now_ns, withheld_bytes)
         if actions is None:
             return [RefuseRequest(opening, self._no_space(opening.name, needed, withheld_bytes))]
         ingest = next(self._numbers)
         self._ingests[ingest] = _Ingest(
-            (key,),
+            (opening.key,),
             ((opening.user, opening.name),),
-            opening.identity.size_bytes,
+            opening.image_bytes,
             needed,
-            opening,
-            [opening],
+            waiters[0] if waiters else None,
+            waiters,
         )
-        self._loading[key] = ingest
-        known = self._hints.get(opening.identity) in self._images
+        self._loading[opening.key] = ingest
+        known = self._hints.get(opening.key[1:]) in self._images
         return [*actions, StartIngest(ingest, opening, is_likely_known=known)]
 
     def _make_room(
@@ -544,7 +566,7 @@ class Store:
 
     def _remember(self, keys: tuple[IdentityKey, ...], result: Ingested) -> None:
         for key in keys:
-            self._hints[key[1]] = result.digest
+            self._hints[key[1:]] = result.digest
             if result.is_settled:
                 self._identities[key] = result.digest
         for table in (self._hints, self._identities):
@@ -568,8 +590,8 @@ class Store:
         keys = tuple(key for key, digest in self._identities.items() if digest == image.digest)
         for key in keys:
             del self._identities[key]
-        for identity in [each for each, digest in self._hints.items() if digest == image.digest]:
-            del self._hints[identity]
+        for hint in [each for each, digest in self._hints.items() if digest == image.digest]:
+            del self._hints[hint]
         return [
             DropImage(image.digest, image.size_bytes, keys, tuple(image.names)),
             Announce("evicted", image.digest, image.size_bytes),

@@ -114,17 +114,30 @@ def default_threads() -> int:
 
 
 def fill(
-    source: int, view: memoryview, *, threads: int, on_progress: OnProgress, name: str = "file"
+    source: int,
+    view: memoryview,
+    *,
+    threads: int,
+    on_progress: OnProgress,
+    lead_bytes: int = 0,
+    name: str = "file",
 ) -> Digest:
-    """Read ``len(view)`` bytes from the start of a file into ``view``; their digest.
+    """Read as much from the start of a file as fits ``view`` behind its first ``lead_bytes``.
 
-    Raises FileChanged when the file ends early, ReadFailed when the kernel reports an error.
-    ``view`` is then partly written.
+    Those are left as they are, and have to be zero. Returns the digest of the whole view. Raises
+    FileChanged when the file ends early, ReadFailed when the kernel reports an error; ``view`` is
+    then partly written.
     """
-    behind = _Behind(on_progress, blake3(max_threads=blake3.AUTO))
-    with _reading(source, len(view)) as direct:
+    behind = _Behind(on_progress, blake3(bytes(lead_bytes), max_threads=blake3.AUTO))
+    with view[lead_bytes:] as body, _reading(source, len(body)) as direct:
+        # O_DIRECT wants memory that is aligned as the file is.
         transfer = copying_python.fill(
-            source, direct, view, threads=threads, chunk_bytes=CHUNK_BYTES, name=name
+            source,
+            None if lead_bytes else direct,
+            body,
+            threads=threads,
+            chunk_bytes=CHUNK_BYTES,
+            name=name,
         )
         return _run(transfer, behind)
 

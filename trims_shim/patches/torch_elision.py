@@ -5,6 +5,10 @@ mapping of the image the entry lies in. Both sides stay independent, as after a 
 are copy-on-write mappings of immutable bytes; nothing is read and nothing is written. One arena is
 made for each image and call; a byte of it is given to one parameter only.
 
+What a file has off a 64-byte border, as most safetensors files do, is taken from a second image
+with the same bytes behind some zeros, so that kernels see the alignment of a copy. The daemon makes
+it when it is asked for the second time; until then such bytes are copied.
+
 A copy is elided only where it cannot be told from one:
 
 - the call (:func:`is_watched`): no function or dispatch mode of anybody else, no tracing or
@@ -15,7 +19,7 @@ A copy is elided only where it cannot be told from one:
   behind the destination, autograd would not record the copy;
 - the destination: a parameter or buffer of the module tree, all of its storage, which torch's
   allocator or an earlier elision made, and which nothing else can reach (:func:`is_exclusive`);
-- the source: at least 64 KiB inside a live arena, on a 64-byte border, and pristine.
+- the source: at least 64 KiB inside a live arena, and pristine.
 
 Copies within a device, and onto one, are :mod:`.torch_device_elision`'s, which is asked first.
 
@@ -61,7 +65,7 @@ from trims_shim.patches.torch_stock_load import (
     registered,
     stock_pairs,
 )
-from trims_shim.patches.torch_storage import storage_of
+from trims_shim.patches.torch_storage import aligned_image, storage_of
 
 __all__ = ["ALIGNMENT_BYTES", "MIN_SIZE_BYTES", "load"]
 
@@ -71,6 +75,8 @@ ALIGNMENT_BYTES = 64
 """What torch's allocator gives. Kernels choose their loops by alignment: with MKL on x86-64 a
 matrix at 8 modulo 16 gives other last bits than the same matrix at 0."""
 
+_ALIGNED_FROM_BYTES = 8 << 20
+_SHIFTS_LIMIT = 8
 _COPY = torch.Tensor.copy_
 _logger = logging.getLogger(__name__)
 
@@ -114,6 +120,7 @@ class _Call:
         self._adopter: Adopter | None = None
         self._scanner: PageScanner | None = None
         self._targets: dict[arenas.Image, _Target] = {}
+        self._aligned: dict[tuple[arenas.Image, int], arenas.Image | None] = {}
         self._replaced: list[RetiredBlock] = []
         self._elided_copies = 0
         self._elided_bytes = 0
@@ -150,6 +157,7 @@ class _Call:
             return
         self._scanner.close()
         self._targets.clear()  # a traceback may keep this object
+        self._aligned.clear()
         if self._elided_copies:
             diagnostics.count("elided", "load_state_dict", self._elided_copies)
             diagnostics.count("elided_bytes", "load_state_dict", self._elided_bytes)
@@ -171,18 +179,41 @@ class _Call:
         if found is None or not self._scanner.is_pristine(address, size):
             return False
         image, offset = found
-        if not self._is_there_already(dst, image, offset, size):
-            if offset % ALIGNMENT_BYTES or not _is_replaceable(dst, size):
+        if self._is_there_already(dst, image, offset, size):
+            return self._shows(dst, size)
+        lead_bytes = -offset % ALIGNMENT_BYTES
+        if lead_bytes:
+            aligned = self._aligned_image(image, lead_bytes)
+            if aligned is None:
                 return False
-            target = self._targets.get(image)
-            if target is None:
-                target = self._targets[image] = _Target.of(image)
-            if not target.take(offset, offset + size):
-                return False
-            self._swap(dst, target.storage[offset : offset + size], size)
+            image, offset = aligned, offset + lead_bytes
+            if self._is_there_already(dst, image, offset, size):
+                return self._shows(dst, size)
+        if not _is_replaceable(dst, size):
+            return False
+        target = self._targets.get(image)
+        if target is None:
+            target = self._targets[image] = _Target.of(image)
+        if not target.take(offset, offset + size):
+            return False
+        self._swap(dst, target.storage[offset : offset + size], size)
+        return self._shows(dst, size)
+
+    def _shows(self, dst: torch.Tensor, size: int) -> bool:
+        """``dst`` has the bytes: what else a copy does."""
         torch.autograd.graph.increment_version(dst)
         self._count(size)
         return True
+
+    def _aligned_image(self, image: arenas.Image, lead_bytes: int) -> arenas.Image | None:
+        """The same bytes, where those of this tensor are aligned; None: they have to be copied."""
+        key = (image, lead_bytes)
+        if key not in self._aligned:
+            self._aligned[key] = None
+            # One shift serves all tensors of an ordinary file; asking takes as long as 2 MB copied.
+            if image.size_bytes >= _ALIGNED_FROM_BYTES and len(self._aligned) <= _SHIFTS_LIMIT:
+                self._aligned[key] = aligned_image(image, lead_bytes)
+        return self._aligned[key]
 
     def _count(self, size: int) -> None:
         self._elided_copies += 1

@@ -18,9 +18,17 @@ from trims_shim.errors import TrimsError, UnsupportedFormat
 if TYPE_CHECKING:
     import torch
 
-    from trims_shim.client.arenas import Arena
+    from trims_shim.client.arenas import Arena, Image
 
-__all__ = ["arena_of_file", "bytes_over", "opened", "storage_of", "torch_dtype", "unseen"]
+__all__ = [
+    "aligned_image",
+    "arena_of_file",
+    "bytes_over",
+    "opened",
+    "storage_of",
+    "torch_dtype",
+    "unseen",
+]
 
 _TORCH_DTYPES = {
     "F64": "float64",
@@ -101,6 +109,17 @@ def opened(filename: str | os.PathLike[str]) -> Iterator[int | None]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def aligned_image(image: Image, lead_bytes: int) -> Image | None:
+    """The image with the same bytes behind ``lead_bytes`` zeros, where there is one (counted)."""
+    try:
+        found = cache().aligned(image, lead_bytes)
+    except TrimsError as error:
+        diagnostics.count("aligned", error.reason)
+        return None
+    diagnostics.count("aligned", "copied" if found is None else "served")
+    return found
 
 
 def arena_of_file(descriptor: int, name: str) -> Arena | None:

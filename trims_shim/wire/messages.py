@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from trims_shim.specs import Identity
 
 __all__ = [
+    "ALIGNMENT_BYTES",
     "CONTROL_MESSAGE_LIMIT_BYTES",
     "HANDOVER_PACKET_LIMIT_BYTES",
     "PROTOCOL_VERSION",
@@ -43,11 +44,14 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised by every change that an older peer would misread; tests/wire guards the golden bytes."""
 
 CONTROL_MESSAGE_LIMIT_BYTES = 1 << 20
 """Longest control message: a status reply of some thousand images; requests are far smaller."""
+
+ALIGNMENT_BYTES = 64
+"""The zeros before a file's bytes in an image (``lead_bytes``) are fewer than this."""
 
 HANDOVER_PACKET_LIMIT_BYTES = 4096
 """Longest handover packet; the longest legitimate one is under 300 bytes."""
@@ -71,12 +75,13 @@ class FileOffer:
     """Carries an open, readable descriptor of a model file; ``ticket`` is quoted by the request.
 
     With a ``tier``, the image is leased at once where it is resident there; answered by OfferReply.
-    ``name`` is that of OpenImageRequest, and may be cut short.
+    ``name`` and ``lead_bytes`` are those of OpenImageRequest; ``name`` may be cut short.
     """
 
     ticket: int
     tier: str = ""
     name: str = ""
+    lead_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +140,13 @@ class SegmentGrant:
 class OfferReply:
     """Answers a FileOffer that names a tier, after the grants of what was leased.
 
-    ``opened`` is None where the image is not resident: the offer stands, for OpenImageRequest.
+    ``opened`` is None where the image is not resident: the offer stands, for OpenImageRequest. One
+    with ``lead_bytes`` stands only where the image ``is_loading``.
     """
 
     ticket: int
     opened: OpenImageReply | None = None
+    is_loading: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +163,14 @@ class Goodbye:
 class OpenImageRequest:
     """Lease the image of the file offered under ``ticket``; loads it when it is not resident.
 
-    ``tier`` is ``host`` or the id of a device.
+    ``tier`` is ``host`` or the id of a device. On the host tier the image may be asked for behind
+    ``lead_bytes`` zeros (fewer than 64), so that what is unaligned in the file is aligned in it.
     """
 
     ticket: int
     name: str
     tier: str = "host"
+    lead_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
