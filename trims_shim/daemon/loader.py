@@ -283,6 +283,18 @@ class Loader(Loads[SealedSegment]):
         super().__init__(wake=wake, pool=pool, trusts_young_files=trusts_young_files)
         self.memory = memory
         self._threads = threads
+        self._own: dict[Digest, tuple[int, int]] = {}
+        """The files of resident segments. Read by workers, too."""
+
+    def adopt(self, ingest_number: int, digest: Digest) -> None:
+        """See :meth:`Loads.adopt`."""
+        super().adopt(ingest_number, digest)
+        self._own[digest] = _file_of(self._segments[digest].descriptor)
+
+    def drop(self, digest: Digest) -> None:
+        """See :meth:`Loads.drop`."""
+        super().drop(digest)
+        del self._own[digest]
 
     def hashing(self, digest: Digest) -> Hashing:
         """See :meth:`Loads.hashing`."""
@@ -326,11 +338,12 @@ class Loader(Loads[SealedSegment]):
 
     def _is_own(self, descriptor: int) -> bool:
         """Whether the file is a segment of ours: that never changes."""
-        status = os.fstat(descriptor)
-        return any(
-            os.path.samestat(status, os.fstat(each.descriptor))
-            for each in list(self._segments.values())
-        )
+        return _file_of(descriptor) in list(self._own.values())
+
+
+def _file_of(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def check_unchanged(descriptor: int, identity: Identity, started_ns: int, name: str) -> bool:
