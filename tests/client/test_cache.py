@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trims_shim import config
+from trims_shim.client import cache as caches
 from trims_shim.client.cache import Cache, exchange
 from trims_shim.client.connection import Granted, check_protocol
 from trims_shim.errors import (
@@ -20,7 +23,7 @@ from trims_shim.errors import (
     TooManyRequests,
     UnknownImage,
 )
-from trims_shim.wire import messages
+from trims_shim.wire import handover, messages
 
 WELCOME = messages.Welcome(messages.PROTOCOL_VERSION, "1", 1, "i", b"t")
 
@@ -193,3 +196,56 @@ def test_a_daemon_that_speaks_otherwise(welcome: messages.Welcome) -> None:
     with pytest.raises(IncompatibleDaemon, match=r"9\.9.*trims stop"):
         check_protocol(welcome)
     check_protocol(WELCOME)
+
+
+def test_an_older_daemon_that_may_not_be_replaced_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's daemon refuses to make room, and says so at once."""
+    monkeypatch.setattr(caches, "_DRAIN_PATIENCE_S", 60.0)
+    os.chmod(tmp_path, 0o700)
+    cache = Cache(config.load({}, socket_dir=str(tmp_path)))
+    older = messages.Welcome(messages.PROTOCOL_VERSION, "0.0.1", 1, "i", b"t")
+    heard: list[str] = []
+
+    def serve() -> None:
+        with handover.new_socket() as listener:
+            listener.bind(cache.endpoint.handover)
+            listener.listen()
+            is_listening.set()
+            listener.settimeout(10)
+            while heard.count("DrainRequest") < 1 or heard.count("Hello") < 3:
+                _refuse_to_drain(listener.accept()[0], older, heard)
+
+    is_listening = threading.Event()
+    daemon = threading.Thread(target=serve)
+    daemon.start()
+    assert is_listening.wait(10)
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            cache.welcome(may_start=True)
+        except IncompatibleDaemon as error:
+            errors.append(error)
+
+    client = threading.Thread(target=ask, daemon=True)
+    client.start()
+    client.join(15)
+    daemon.join(15)
+    assert [str(error) for error in errors] == [
+        "daemon 1 (trims_shim 0.0.1) is older than this process and could not be replaced; "
+        "run `trims stop`"
+    ]
+    assert heard == ["Hello", "Hello", "DrainRequest", "Hello"]
+
+
+def _refuse_to_drain(peer: socket.socket, welcome: messages.Welcome, heard: list[str]) -> None:
+    with peer:
+        peer.settimeout(10)
+        while (packet := handover.receive(peer)) is not None:
+            heard.append(type(packet.message).__name__)
+            if isinstance(packet.message, messages.DrainRequest):
+                handover.send(peer, messages.Goodbye("only the daemon's own user may replace it"))
+                return
+            handover.send(peer, welcome)

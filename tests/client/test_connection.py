@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,15 @@ import pytest
 import zmq
 
 from trims_shim.client import connection as connections
-from trims_shim.client.connection import Connection
-from trims_shim.errors import DaemonTimeout, NoSpace, UnknownImage, WireError
+from trims_shim.client.connection import Connection, check_protocol
+from trims_shim.errors import (
+    DaemonTimeout,
+    DaemonUnavailable,
+    IncompatibleDaemon,
+    NoSpace,
+    UnknownImage,
+    WireError,
+)
 from trims_shim.wire import codec, handover, messages
 from trims_shim.wire.endpoint import Endpoint
 
@@ -45,11 +53,42 @@ class Daemon:
         thread.start()
         return thread
 
-    def _serve(self, turns: tuple[Callable[[int], None], ...]) -> None:
+    def talk(self, *steps: Callable[[], object]) -> threading.Thread:
+        """Let one client in, then do this."""
+
+        def run() -> None:
+            self.accept()
+            for step in steps:
+                step()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def accept(self) -> None:
         self.peer, _ = self.listener.accept()
+
+    def welcome(
+        self, *, protocol: int = messages.PROTOCOL_VERSION, token: bytes = b"token"
+    ) -> None:
+        handover.send(self.peer, messages.Welcome(protocol, "1.0", 1, INSTANCE, token))
+
+    def hear_offer(self) -> None:
+        offer = self.hear()
+        assert offer.descriptor is not None
+        os.close(offer.descriptor)
+        self.offer = offer.message
+
+    def say_goodbye(self) -> None:
+        handover.send(self.peer, messages.Goodbye("because"))
+
+    def await_packet(self) -> None:
+        assert select.select([self.peer], [], [], 10)[0]
+
+    def _serve(self, turns: tuple[Callable[[int], None], ...]) -> None:
+        self.accept()
         self.hear()
-        welcome = messages.Welcome(messages.PROTOCOL_VERSION, "1.0", 1, INSTANCE, b"token")
-        handover.send(self.peer, welcome)
+        self.welcome()
         for turn in turns:
             offer = self.hear()
             while not isinstance(offer.message, messages.FileOffer):
@@ -396,3 +435,122 @@ def test_an_aligned_image_that_is_being_loaded_is(daemon: Daemon) -> None:
         granted = opening.open_aligned()
         assert granted is not None
         os.close(granted.descriptor)
+
+# --- the first request goes out with the Hello ----------------------------------------------------
+
+REQUEST = messages.OpenPreparedRequest(
+    0, "/m.onnx", "", messages.SessionRecipe("1", "b", (), "ORT_ENABLE_ALL"), "", ()
+)
+
+
+def connect(
+    daemon: Daemon, check: Callable[[messages.Welcome], None] | None = check_protocol
+) -> Connection:
+    return Connection(daemon.endpoint, config_hash="", stall_timeout_s=5, check=check)
+
+
+def open_null(connection: Connection) -> connections.Granted:
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    try:
+        return connection.open_image(descriptor, "m")
+    finally:
+        os.close(descriptor)
+
+
+def test_the_first_request_does_not_wait_for_the_welcome(daemon: Daemon) -> None:
+    thread = daemon.talk(
+        daemon.hear,
+        daemon.hear_offer,
+        daemon.welcome,
+        lambda: daemon.grant(daemon.offer.ticket),
+        lambda: daemon.answer(reply()),
+    )
+    connection = connect(daemon)
+    os.close(open_null(connection).descriptor)
+    assert connection.welcome.instance == INSTANCE
+    thread.join(10)
+    connection.close()
+
+
+def test_a_welcome_that_is_refused(daemon: Daemon) -> None:
+    """What was granted in the meantime is not taken."""
+    thread = daemon.talk(
+        daemon.hear,
+        daemon.hear_offer,
+        lambda: daemon.welcome(protocol=0),
+        lambda: daemon.grant(daemon.offer.ticket),
+        lambda: daemon.answer(reply()),
+    )
+    connection = connect(daemon)
+    with pytest.raises(IncompatibleDaemon):
+        open_null(connection)
+    thread.join(10)
+    connection.close()
+    assert daemon.open_parts() == []
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        open_null,
+        lambda connection: connection.open_prepared(REQUEST),
+        lambda connection: connection.request(REQUEST),
+        lambda connection: connection.welcome,
+    ],
+    ids=["image", "prepared model", "control request", "nothing"],
+)
+def test_hello_is_answered_with_goodbye(
+    daemon: Daemon, ask: Callable[[Connection], object]
+) -> None:
+    said: list[BaseException] = []
+
+    def run() -> None:
+        connection = connect(daemon)
+        try:
+            ask(connection)
+        except DaemonUnavailable as error:
+            connection.close()  # while the error, and all that its frames hold, is still there
+            said.append(error)
+
+    talk = daemon.talk(daemon.hear, daemon.say_goodbye)
+    client = threading.Thread(target=run, daemon=True)
+    client.start()
+    client.join(10)
+    talk.join(10)
+    assert len(said) == 1, "it waits for ever"
+    assert "because" in str(said[0])
+    said.clear()
+
+
+def test_a_daemon_that_closes_before_it_has_read_all(daemon: Daemon) -> None:
+    """The kernel then reports a reset first: who hears the Welcome behind it knows the reason."""
+    thread = daemon.talk(
+        daemon.hear,
+        lambda: daemon.welcome(protocol=0, token=b""),
+        daemon.hear_offer,
+        daemon.say_goodbye,
+        daemon.await_packet,
+        lambda: daemon.peer.close(),
+    )
+    connection = connect(daemon)
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    connection._send_handover(messages.FileOffer(1), descriptor)
+    connection._send_handover(REQUEST, None)
+    os.close(descriptor)
+    thread.join(10)
+    with pytest.raises(IncompatibleDaemon):
+        _ = connection.welcome
+    connection.close()
+
+
+def test_a_daemon_that_closes_before_the_request(daemon: Daemon) -> None:
+    thread = daemon.talk(
+        daemon.hear,
+        lambda: daemon.welcome(protocol=0, token=b""),
+        lambda: daemon.peer.close(),
+    )
+    connection = connect(daemon)
+    thread.join(10)
+    with pytest.raises(IncompatibleDaemon):
+        open_null(connection)
+    connection.close()

@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 import pytest
-from harness import World, content, process_state, wait_until
+from harness import World, content, process_state, raw_connection, wait_until
 
 from trims_shim.errors import IncompatibleDaemon, TrimsError
-from trims_shim.wire import admin, messages
+from trims_shim.wire import admin, codec, messages
 
 CROWD = """
 path, number = {path!r}, {number}
@@ -273,6 +273,52 @@ def test_a_newer_client_replaces_an_older_daemon(make_world: Any, protocol: int)
     assert world.pid() == new
     assert "replaced by a client" in world.children[0].errors() + world.log() or True
     holder.say()
+
+
+_TOLD = """
+import select
+import trims_shim.client.connection as connections
+_wait = connections._wait
+def told(connection, event, timeout_s=None):
+    if event == select.POLLIN: say()
+    return _wait(connection, event, timeout_s)
+connections._wait = told
+recipe = messages.SessionRecipe("1", "b", (("CPUExecutionProvider",),), "ORT_ENABLE_ALL")
+def open_prepared(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        cache().open_prepared(recipe, package='', search_path=(), descriptor=descriptor, path=path)
+    except errors.NotServed as error:
+        return error.reason
+"""
+
+
+@pytest.mark.parametrize("ask", ["open_file({!r}).size_bytes", "open_prepared({!r})"])
+def test_an_older_daemon_that_hears_everything_at_once_is_replaced(world: World, ask: str) -> None:
+    """It refuses the request behind the Hello and closes, with more of them unread."""
+    path = world.file(1)
+    old = start_version(world, "0.0.1", 0)
+    world.signal(old, signal.SIGSTOP)
+    client = world.spawn(
+        _TOLD + f"answer = {ask.format(path)}\nconnections._wait = _wait\n"
+        "say([answer, cache().welcome().pid])\n"
+    )
+    assert client.hear() is None, "it waits for the Welcome, and has sent all it had to say"
+    world.signal(old, signal.SIGCONT)
+    answer = wait_until(client.hear, "an answer")
+    assert answer[0] in (1 << 20, "preparing")
+    assert answer[1] == world.pid() != old
+
+
+def test_a_drain_behind_the_hello(running: World) -> None:
+    pid = running.pid()
+    running.signal(pid, signal.SIGSTOP)
+    with raw_connection(running) as connection:
+        connection.send(codec.encode(messages.DrainRequest("9.9.9")))
+        running.signal(pid, signal.SIGCONT)
+        wait_until(lambda: process_state(pid) in ("", "Z"), "the daemon ends")
+    assert "replaced by a client of version 9.9.9" in running.log()
+    assert "cannot be accepted" not in running.log()
 
 
 def _reading(world: World, pid: int) -> bool:

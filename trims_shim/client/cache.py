@@ -282,13 +282,19 @@ class Cache:
         """Run ``ask`` on a connection; once more on a new one when the daemon went away."""
         may_start = self.config.autostart if may_start is None else may_start
         try:
+            return self._ask_current(ask, may_start)
+        except DaemonUnavailable:
+            if not may_start:
+                raise
+        return self._ask_current(ask, may_start)
+
+    def _ask_current(self, ask: Callable[[Line], _Result], may_start: bool) -> _Result:
+        """Run ``ask``; an older daemon, if this process may start another, is replaced first."""
+        try:
             with self._connection(may_start) as connection:
                 return ask(connection)
         except _OlderDaemon:
             self._replace()
-        except DaemonUnavailable:
-            if not may_start:
-                raise
         with self._connection(may_start) as connection:
             return ask(connection)
 
@@ -363,7 +369,12 @@ class Cache:
                 return
             connection.drain()
             deadline = time.monotonic() + _DRAIN_PATIENCE_S
-            while before is not None and _socket_stamp(self.endpoint.handover) == before:
+            # Not alive: it has ended, or is somebody else's and refuses.
+            while (
+                before is not None
+                and connection.is_alive()
+                and _socket_stamp(self.endpoint.handover) == before
+            ):
                 if time.monotonic() > deadline:
                     raise IncompatibleDaemon(
                         f"daemon {welcome.pid} (trims_shim {welcome.package}) does not make room; "
@@ -382,7 +393,10 @@ class _OlderDaemon(IncompatibleDaemon):
 
 def _check_age(welcome: messages.Welcome) -> None:
     if _is_older(welcome):
-        raise _OlderDaemon(f"daemon {welcome.pid} is of trims_shim {welcome.package}")
+        raise _OlderDaemon(
+            f"daemon {welcome.pid} (trims_shim {welcome.package}) is older than this process and "
+            "could not be replaced; run `trims stop`"
+        )
     check_protocol(welcome)
 
 

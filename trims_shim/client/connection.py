@@ -317,14 +317,15 @@ class Connection:
         if self._control is None:
             import zmq
 
+            path = self.endpoint.control(self.welcome.instance)
             _check_descriptors()
             self._context = zmq.Context(io_threads=1)
-            control = self._context.socket(zmq.DEALER)
+            # Known at once, whatever fails below: a context waits for ever for a socket left open.
+            control = self._control = self._context.socket(zmq.DEALER)
             control.setsockopt(zmq.LINGER, 0)
             control.setsockopt(zmq.MAXMSGSIZE, messages.CONTROL_MESSAGE_LIMIT_BYTES)
             control.setsockopt(zmq.SNDTIMEO, int(_CONNECT_TIMEOUT_S * 1000))
-            control.connect(f"ipc://{self.endpoint.control(self.welcome.instance)}")
-            self._control = control
+            control.connect(f"ipc://{path}")
         return self._control
 
     def _send_control(self, control: zmq.Socket[bytes], envelope: codec.Envelope) -> None:
@@ -341,6 +342,8 @@ class Connection:
                 raise DaemonTimeout("the daemon does not read; see `trims status`")
             handover.send(self._handover, message, descriptor=descriptor)
         except OSError as error:
+            if isinstance(error, ConnectionError) and self._welcome is None:
+                self._receive_welcome()  # It says why, where the daemon has closed because of it.
             raise DaemonUnavailable(f"the daemon has closed the connection: {error}") from error
 
     def _receive_handover(self, *, timeout_s: float | None = None) -> None:
@@ -384,7 +387,7 @@ class Connection:
         try:
             if not _wait(self._handover, select.POLLIN, timeout_s):
                 raise DaemonTimeout("the daemon does not answer; see `trims status`")
-            packet = handover.receive(self._handover)
+            packet = _receive(self._handover)
         except OSError as error:
             raise DaemonUnavailable(f"the daemon has closed the connection: {error}") from error
         if packet is None:
@@ -394,6 +397,15 @@ class Connection:
     def _flush_releases(self) -> None:
         while self._unsent:
             self._send_handover(messages.LeaseRelease(self._unsent.popleft()), None)
+
+
+def _receive(connection: socket.socket) -> handover.Packet | None:
+    try:
+        return handover.receive(connection)
+    except ConnectionResetError:
+        # The daemon left packets of ours unread. The kernel says so first, and only once; what the
+        # daemon had said before is still there.
+        return handover.receive(connection)
 
 
 def check_protocol(welcome: messages.Welcome) -> None:

@@ -200,6 +200,8 @@ class Server:
             if session is not None:
                 self._selector.register(connection, selectors.EVENT_READ, session)
                 self._read_session(session)  # Its Hello, and the request behind it, may be there.
+            if self._is_stopping:
+                return  # It was asked to, and the listener is closed.
 
     def _warn_of_accept(self, reason: object) -> None:
         self.counters["refused_clients"] += 1
