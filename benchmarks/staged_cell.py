@@ -221,12 +221,15 @@ def saturated(
 def _closed_loop(
     peer: _Peer, clients: int, seconds: float, first: int
 ) -> tuple[int, list[float | None], float]:
-    """How many requests were made, the latencies of those that count, and in which time."""
+    """How many requests were made, the latencies of those that count, and in which time.
+
+    At least one counts, however busy the machine.
+    """
     done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
     began_ns: dict[int, int] = {}
     number, latencies_ms = first, list[float | None]()
     start_ns = time.monotonic_ns()
-    while (now_ns := time.monotonic_ns()) - start_ns < seconds * 1e9:
+    while (now_ns := time.monotonic_ns()) - start_ns < seconds * 1e9 or not latencies_ms:
         if number - first - len(latencies_ms) < clients:
             began_ns[number] = now_ns
             peer.submit(peer.item(number), lambda n, error: done.put((n, error)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+import tempfile
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,7 @@ _PATTERNS = (
     (re.compile(r"\[([WE])\d{4} \d\d:\d\d:\d\d\.\d+ "), r"[\1 "),
     (re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3,}"), "<time>"),
     (re.compile(r"/proc/\d+"), "/proc/<pid>"),
-    (re.compile(r"/tmp/(tmp|transparency-)\w+"), "<temporary>"),
+    (re.compile(rf"({re.escape(tempfile.gettempdir())}|/tmp)/(tmp|transparency-)\w+"), "<temporary>"),
 )
 
 

@@ -135,13 +135,15 @@ def test_wrong_answers_are_noticed(tiny_models: None) -> None:
     assert not peer._is_right(1, torch.full((4,), -3.0))
 
 
-def test_clients_in_closed_loops(tiny_models: None) -> None:
+@pytest.mark.parametrize("seconds", [0.05, 0.0])
+def test_clients_in_closed_loops(tiny_models: None, seconds: float) -> None:
+    """On a busy machine the time is over before the first answer, which counts nevertheless."""
     found = staged_cell.saturated(
         model="tiny",
         side=SIDES["dvabatch"],
         device="cpu",
         clients=[2, 4],
-        seconds=0.05,
+        seconds=seconds,
         qos_ms=5000.0,
     )["by_clients"]
     assert set(found) == {2, 4}
