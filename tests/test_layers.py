@@ -17,7 +17,7 @@ ROOT = Path(trims_shim.__file__).parent
 # From left to right; a module may import from its own layer and those before it. The longest
 # prefix that fits a module's name decides.
 LAYERS = (
-    ("_version", "errors", "specs", "config"),
+    ("_version", "errors", "specs", "config", "late_imports"),
     (
         "diagnostics",
         "wire.messages",
@@ -40,7 +40,6 @@ LAYERS = (
     ("batching.staged.scheduler", "batching.staged.stage_device"),
     ("batching.staged.simulation",),
     ("memory", "wire.endpoint", "wire.frames", "wire.handover", "daemon.ingest", "client.session"),
-    ("client.late_imports",),
     ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
     ("client.prepared",),
     ("client.device_arenas",),

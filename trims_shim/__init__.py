@@ -55,7 +55,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'trims_shim' has no attribute {name!r}")
     import importlib
 
+    from trims_shim.late_imports import ensure_imported
+
     home = "trims_shim.errors" if name in _FROM_ERRORS else "trims_shim.api"
+    ensure_imported(home)
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

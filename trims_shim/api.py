@@ -17,6 +17,7 @@ from trims_shim.client.cache import cache
 from trims_shim.diagnostics import Stats
 from trims_shim.errors import UnsupportedFormat
 from trims_shim.formats import read_archive, read_header
+from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import DeviceId, Record, Span
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def stats() -> Stats:
 
 def info() -> dict[str, Any]:
     """What ``trims info --json`` prints, for this process. Starts nothing."""
+    ensure_imported("trims_shim.inspection")
     from trims_shim.inspection import describe
 
     return describe()
@@ -98,6 +100,7 @@ def warm(
     An ONNX model (``.onnx``) is prepared, for sessions on the CPU without options; that needs
     onnxruntime in this interpreter, knows neither ``pin`` nor ``device``, and returns the key.
     """
+    ensure_imported("trims_shim.wire.admin")
     from trims_shim.wire.admin import PinImageRequest
 
     if os.fsdecode(path).endswith(_ONNX_SUFFIX):
@@ -112,6 +115,7 @@ def _warm_onnx(path: str, *, is_plain: bool) -> str:
     if not is_plain:
         raise UnsupportedFormat(f"{path}: prepared ONNX models are neither pinned nor on a device")
     try:
+        ensure_imported("trims_shim.patches.onnxruntime_warm")
         from trims_shim.patches.onnxruntime_warm import prepare
     except ImportError as error:
         raise UnsupportedFormat(
@@ -197,6 +201,7 @@ class Handle:
 
         Raises KeyError, UnsupportedFormat for a dtype that numpy does not have.
         """
+        ensure_imported("numpy")
         import numpy
 
         record = self.records[name]
@@ -208,6 +213,7 @@ class Handle:
 
     def torch(self, name: str) -> torch.Tensor:
         """A record as a tensor on the CPU, as :meth:`numpy`. Raises KeyError."""
+        ensure_imported("torch", "trims_shim.patches.torch_storage")
         import torch
 
         from trims_shim.patches.torch_storage import storage_of, torch_dtype
@@ -276,6 +282,7 @@ class DeviceHandle:
 
         It has ``__dlpack__`` like any other. Raises KeyError.
         """
+        ensure_imported("torch", "trims_shim.patches.torch_device")
         import torch
 
         from trims_shim.patches import torch_device
@@ -297,6 +304,7 @@ class DeviceHandle:
         Raises KeyError, ImportError without CuPy, UnsupportedFormat for a dtype it does not have.
         """
         try:
+            ensure_imported("cupy")
             import cupy
         except ImportError as error:
             raise ImportError(
@@ -347,6 +355,7 @@ class DeviceHandle:
 
 def _device_id(device: str | int | torch.device) -> DeviceId | None:
     """The device that is meant; None: the host. Raises ValueError, DriverFailure."""
+    ensure_imported("trims_shim.client.device_arenas")
     from trims_shim.client.device_arenas import device_id
 
     text = f"cuda:{device}" if isinstance(device, int) else str(device)
@@ -376,6 +385,7 @@ def _device_address(arena: DeviceArena, record: Record) -> int | None:
 
 def _numpy_dtype(record: Record, library: str) -> numpy.dtype[Any]:
     """Of a record; bytes where the file says none. Raises UnsupportedFormat."""
+    ensure_imported("numpy", "trims_shim.patches.safetensors_numpy")
     import numpy
 
     from trims_shim.patches.safetensors_numpy import NUMPY_DTYPES

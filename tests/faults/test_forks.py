@@ -3,12 +3,18 @@ opens its own, a fork finds no thread of ours, nothing hangs."""
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from device_images import safetensors
 from harness import World, content, process_state, wait_until
+from onnx_models import perceptron, save
 
 FORK = """
 def fork(work):
@@ -374,3 +380,94 @@ def test_subinterpreters_come_and_go(running: World, main_first: bool) -> None:
         head = file.read(8).hex()
     script = SUBINTERPRETER.format(path=path, head=head, main_first=main_first)
     assert ends(running, script) == 0
+
+
+# --- nothing is imported where a fork does not wait -----------------------------------------------
+
+SPY = """
+import json, sys, threading
+{imports}
+from trims_shim import late_imports
+found = []
+class Spy:
+    def find_spec(self, name, path=None, target=None):
+        if not late_imports._importing: found.append(name)
+sys.meta_path.insert(0, Spy())
+def load(path):
+    {load}
+thread = threading.Thread(target=load, args=sys.argv[1:])
+thread.start()
+thread.join()
+print(json.dumps([found, trims_shim.stats().events]))
+"""
+
+
+def imported_by_a_load(world: World, path: str, imports: str, load: str, **settings: str) -> Any:
+    """Modules that a fork of another thread might have caught; the load's events."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SPY.format(imports=imports, load=load), path],
+        env=world.environment(min_bytes="1", **settings),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return json.loads(ended.stdout)
+
+
+def tensors_file(world: World) -> str:
+    path = world.file(name="model.safetensors")
+    Path(path).write_bytes(safetensors([1 << 16]))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("patched", "imports", "load", "event"),
+    [
+        (
+            "safetensors",
+            "import trims_shim, safetensors.numpy",
+            "safetensors.numpy.load_file(path)",
+            "served:safetensors_numpy",
+        ),
+        (
+            "safetensors",
+            "import trims_shim, torch, safetensors.torch",
+            "safetensors.torch.load_file(path)",
+            "served:from_file",
+        ),
+        ("torch", "import trims_shim", "trims_shim.open(path).numpy('t0')", "open:miss"),
+    ],
+    ids=["numpy", "torch", "handle"],
+)
+def test_what_a_load_imports(
+    world: World, patched: str, imports: str, load: str, event: str
+) -> None:
+    found, events = imported_by_a_load(world, tensors_file(world), imports, load, patches=patched)
+    assert events[event] == 1
+    assert found == []
+
+
+def test_what_a_load_onto_a_device_imports(make_device_world: Any) -> None:
+    world = make_device_world()
+    found, events = imported_by_a_load(
+        world,
+        tensors_file(world),
+        "import trims_shim",
+        "trims_shim.open(path, device=0).close()",
+    )
+    assert events["open:miss"] == 1
+    assert found == []
+
+
+def test_what_a_session_of_bytes_imports(prepared_world: World) -> None:
+    path = prepared_world.file(name="model.onnx")
+    save(perceptron())(Path(path))
+    found, events = imported_by_a_load(
+        prepared_world,
+        path,
+        "import trims_shim, onnxruntime",
+        "onnxruntime.InferenceSession(open(path, 'rb').read())",
+    )
+    assert events["offered:preparing"] == 1
+    assert found == []

@@ -23,7 +23,6 @@ from trims_shim._version import __version__
 from trims_shim.client import spawn
 from trims_shim.client.arenas import Arena, Image
 from trims_shim.client.connection import Connection, Granted, check_protocol
-from trims_shim.client.late_imports import ensure_imported
 from trims_shim.client.prepared import PreparedModel, prepared_model
 from trims_shim.config import Config
 from trims_shim.errors import (
@@ -36,6 +35,7 @@ from trims_shim.errors import (
     TooManyRequests,
     WireError,
 )
+from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import HOST_TIER, DeviceId, Digest, Identity
 from trims_shim.wire import endpoint as endpoints
 from trims_shim.wire import messages

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trims_shim._version import __version__
-from trims_shim.client.late_imports import ensure_imported
 from trims_shim.client.session import Conversation, error_from
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
+from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import HOST_TIER
 from trims_shim.wire import codec, handover, messages
 from trims_shim.wire.endpoint import Endpoint

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trims_shim.errors import DriverFailure
+from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import DeviceId
 
 __all__ = [
@@ -396,6 +397,7 @@ def forget() -> None:
 
 def _bindings() -> Any:
     try:
+        ensure_imported("cuda.bindings.driver")
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise DriverFailure(

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import DeviceId
 
 __all__ = ["DeviceUse", "describe", "driver_version", "forget", "free_bytes"]
@@ -102,6 +103,7 @@ class _Process:
 
 def _initialised() -> Any:
     try:
+        ensure_imported("pynvml")
         nvml = importlib.import_module("pynvml")
     except ImportError:
         return None

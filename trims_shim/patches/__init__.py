@@ -12,6 +12,7 @@ import importlib
 import sys
 import threading
 
+from trims_shim.late_imports import ensure_imported, no_fork
 from trims_shim.patches.importing import call_when_imported
 
 TYPE_CHECKING = False
@@ -75,7 +76,7 @@ def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
     Without ``elide_copies``, load_state_dict is left alone.
     """
     global _is_enabled
-    with _lock:
+    with no_fork(), _lock:
         _is_enabled = True
         for wanted_by, modules, patch_file in PATCH_FILES:
             if not set(wanted_by) & set(libraries) or patch_file in _requested:
@@ -96,9 +97,10 @@ def _when_imported(modules: tuple[str, ...], hook: Callable[[], None]) -> None:
 def disable() -> None:
     """Put every original back that is still ours to put back; what others wrapped turns inert."""
     global _is_enabled
+    ensure_imported("trims_shim.patches.points")
     from trims_shim.patches.points import undo
 
-    with _lock:
+    with no_fork(), _lock:
         _is_enabled = False
         kept = _GUARDS if _is_any_shared() else ()
         for patch_file in [each for each in _applied if each not in kept]:
@@ -125,9 +127,10 @@ def requested() -> frozenset[str]:
 
 
 def _apply(patch_file: str) -> None:
-    from trims_shim.patches.points import apply
+    # A child that is forked in the middle would find half of it, and our lock held.
+    with no_fork(), _lock:
+        from trims_shim.patches.points import apply
 
-    with _lock:
         if patch_file not in _requested or patch_file in _applied:
             return
         points = importlib.import_module(patch_file).POINTS
@@ -137,9 +140,8 @@ def _apply(patch_file: str) -> None:
 
 def _preload() -> None:
     """Import what a load needs, while the program is importing anyway and not loading a model."""
-    if "torch" in sys.modules or _SESSIONS in sys.modules:
-        importlib.import_module("trims_shim.client.cache")
-        importlib.import_module("trims_shim.wire.codec").prepare()
-    if "torch" in sys.modules:
+    importlib.import_module("trims_shim.client.cache")
+    importlib.import_module("trims_shim.wire.codec").prepare()
+    if "torch" in sys.modules or "safetensors" in sys.modules:
         importlib.import_module("trims_shim.formats")
         importlib.import_module("zmq")

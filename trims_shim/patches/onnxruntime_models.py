@@ -18,6 +18,7 @@ from typing import Any
 
 from trims_shim.config import Config
 from trims_shim.errors import MemoryFailure, NotServed
+from trims_shim.late_imports import ensure_imported
 
 __all__ = ["Model", "absolute", "digest_of", "least_bytes", "model_of", "offered", "opened"]
 
@@ -150,6 +151,7 @@ def digest_of(data: bytes) -> str:
 
     blake3.AUTO would leave a pool of threads behind, without which a forked child hangs.
     """
+    ensure_imported("blake3")
     from blake3 import blake3
 
     threads = min(_THREADS_LIMIT, os.cpu_count() or 1) if len(data) > _THREADS_WORTH_BYTES else 1

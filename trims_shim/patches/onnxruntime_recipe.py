@@ -21,6 +21,7 @@ import onnxruntime.capi.onnxruntime_pybind11_state as binding
 
 from trims_shim.daemon.installation import installation
 from trims_shim.errors import NotServed
+from trims_shim.late_imports import ensure_imported
 from trims_shim.patches import onnxruntime_records as records
 from trims_shim.patches.onnxruntime_records import Record
 from trims_shim.wire.messages import SessionRecipe
@@ -196,6 +197,7 @@ def _providers(pairs: list[tuple[str, dict[str, str]]]) -> tuple[tuple[str, ...]
     if set(names) <= _HARMLESS:
         return (_flat(_CPU, options.get(_CPU, {})),)
     if _CUDA in names:
+        ensure_imported("trims_shim.patches.onnxruntime_cuda")
         from trims_shim.patches import onnxruntime_cuda
 
         if onnxruntime_cuda.is_served(names):

@@ -35,6 +35,7 @@ from trims_shim.client.cache import cache
 from trims_shim.client.prepared import PreparedModel
 from trims_shim.daemon.installation import installation
 from trims_shim.errors import ConfigError, NotServed, PatchError, TrimsError
+from trims_shim.late_imports import ensure_imported
 from trims_shim.memory import heap
 from trims_shim.patches import onnxruntime_models as models
 from trims_shim.patches import onnxruntime_records as records
@@ -256,6 +257,7 @@ def _on_device(
 ) -> contextlib.AbstractContextManager[None]:
     if recipe.providers[0][0] == _CPU:
         return contextlib.nullcontext()
+    ensure_imported("trims_shim.patches.onnxruntime_cuda")
     from trims_shim.patches import onnxruntime_cuda
 
     return onnxruntime_cuda.creating(session, options, path, recipe.providers)

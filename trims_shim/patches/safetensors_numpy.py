@@ -14,7 +14,9 @@ from typing import Any
 
 from trims_shim import diagnostics, patches
 from trims_shim.errors import FormatError
+from trims_shim.formats import read_header
 from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_storage import arena_of_file, opened
 
 __all__ = ["NUMPY_DTYPES", "POINTS"]
 
@@ -50,9 +52,6 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 def _serve(filename: Any) -> dict[str, Any] | None:
     if not isinstance(filename, (str, os.PathLike)):
         return None
-    from trims_shim.formats import read_header
-    from trims_shim.patches.torch_storage import arena_of_file, opened
-
     with opened(filename) as descriptor:
         if descriptor is None:
             return None

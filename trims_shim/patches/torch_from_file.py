@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trims_shim import diagnostics, patches
+from trims_shim.late_imports import ensure_imported
 from trims_shim.patches.points import PatchPoint
 
 __all__ = ["POINTS", "served"]
@@ -56,6 +57,7 @@ def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if shared:
         diagnostics.fallback("shared_mapping", what=filename)
         return None
+    ensure_imported("trims_shim.patches.torch_load")
     from trims_shim.patches import torch_load
 
     return None if torch_load.defers(filename) else served(filename, size_bytes)

@@ -19,6 +19,7 @@ from typing import Any
 import msgpack
 
 from trims_shim.errors import MalformedMessage, MessageTooLarge, UnknownMessage
+from trims_shim.late_imports import ensure_imported
 from trims_shim.wire import messages
 
 __all__ = ["Envelope", "decode", "decode_envelope", "encode", "encode_envelope", "prepare"]
@@ -129,8 +130,9 @@ def _kinds(module: types.ModuleType) -> dict[str, Any]:
 @functools.cache
 def _rare_kinds() -> dict[str, Any]:
     kinds: dict[str, Any] = {}
-    for name in ("admin", "duties"):
-        kinds.update(_kinds(importlib.import_module(f"trims_shim.wire.{name}")))
+    for name in ("trims_shim.wire.admin", "trims_shim.wire.duties"):
+        ensure_imported(name)
+        kinds.update(_kinds(importlib.import_module(name)))
     return kinds
 
 

@@ -1,0 +1,98 @@
+"""A fork waits until what another thread imports is whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import trims_shim
+from trims_shim import late_imports
+from trims_shim.late_imports import ensure_imported, no_fork
+
+_SCRIPT = """
+import os, signal, sys, threading, time
+from trims_shim.late_imports import ensure_imported
+sys.path.insert(0, sys.argv[1])
+def load(): {load}
+thread = threading.Thread(target=load)
+thread.start()
+while "slow_to_import" not in sys.modules: time.sleep(0.001)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(3)  # a child that waits for ever is killed
+    import slow_to_import
+    os._exit(slow_to_import.answer)
+thread.join()
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def _status_of_child(script: str, directory: Path) -> int:
+    (directory / "slow_to_import.py").write_text("import time; time.sleep(0.4); answer = 42\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(directory)],
+        env=os.environ | {"PYTHONPATH": str(Path(trims_shim.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return int(ended.stdout)
+
+
+def test_a_child_can_import_what_a_thread_was_importing(tmp_path: Path) -> None:
+    script = _SCRIPT.format(load="ensure_imported('slow_to_import')")
+    assert _status_of_child(script, tmp_path) == 42
+
+
+_A_MODULE_FORKS = """
+import os, sys
+from trims_shim.late_imports import ensure_imported
+sys.path.insert(0, sys.argv[1])
+with open(os.path.join(sys.argv[1], "forks.py"), "w") as file:
+    file.write("import os, signal; pid = os.fork(); pid or signal.alarm(5)")
+ensure_imported("forks")
+import forks
+if forks.pid == 0:
+    ensure_imported("slow_to_import")
+    import slow_to_import
+    pid = os.fork()
+    if pid == 0:
+        os._exit(slow_to_import.answer)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(os.waitstatus_to_exitcode(os.waitpid(forks.pid, 0)[1]))
+"""
+
+
+def test_a_module_may_fork(tmp_path: Path) -> None:
+    assert _status_of_child(_A_MODULE_FORKS, tmp_path) == 42
+
+
+def test_imports_do_not_wait_for_each_other() -> None:
+    """Each may hold the lock of a module that another is about to import."""
+    both = threading.Barrier(2, timeout=10)
+
+    def work() -> None:
+        with no_fork():
+            both.wait()
+            with no_fork():
+                both.wait()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not both.broken
+    assert not late_imports._importing
+
+
+def test_an_import_that_fails_is_tried_again() -> None:
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError):
+            ensure_imported("trims_shim.there_is_no_such_module")
