@@ -49,9 +49,12 @@ class Daemon:
 
     def serve(self, *turns: Callable[[int], None]) -> threading.Thread:
         """Greet one client, then answer its requests, one turn (which is told the ticket) each."""
-        thread = threading.Thread(target=self._serve, args=(turns,))
-        thread.start()
-        return thread
+        return self._start(lambda: self._serve(turns))
+
+    def _start(self, work: Callable[[], None]) -> threading.Thread:
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+        return self.thread
 
     def talk(self, *steps: Callable[[], object]) -> threading.Thread:
         """Let one client in, then do this."""
@@ -61,9 +64,7 @@ class Daemon:
             for step in steps:
                 step()
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
+        return self._start(run)
 
     def accept(self) -> None:
         self.peer, _ = self.listener.accept()
@@ -128,7 +129,8 @@ class Daemon:
         handover.send(self.peer, messages.OfferReply(ticket or self.offer.ticket, message))
 
     def open_parts(self) -> list[int]:
-        """Descriptors of parts that this process (which is both ends) has open."""
+        """Descriptors of parts that this process (which is both ends) has open in the end."""
+        self.thread.join(10)  # what it has sent last is still open there
         found = []
         for name in os.listdir("/proc/self/fd"):
             try:
