@@ -269,22 +269,39 @@ class TestScan:
         assert len(names(files)) == 5
 
     @pytest.mark.parametrize("field", ["layout", "package", "key", "reason"])
-    def test_a_refusal_of_another_version_is_forgotten(
+    def test_a_refusal_that_is_not_what_its_name_says_is_forgotten(
         self, files: PreparedFiles, field: str
     ) -> None:
         files.make()
         files.keep_refusal(refusal())
-        path = Path(files.directory, A + ".refused")
+        path = refusals_of(files)[0]
         wrong = {"layout": 0, "package": "0.0.1", "key": B, "reason": 5}
         _replace(path, json.dumps({**json.loads(path.read_bytes()), field: wrong[field]}).encode())
         assert PreparedFiles(files.directory).open().refusals == ()
         assert not path.exists()
 
-    def test_a_refusal_under_other_settings_is_forgotten(self, files: PreparedFiles) -> None:
+    def test_a_refusal_under_other_settings_is_not_ours_and_stays(
+        self, files: PreparedFiles
+    ) -> None:
         files.make()
         files.keep_refusal(refusal())
         assert len(PreparedFiles(files.directory).open().refusals) == 1
-        assert PreparedFiles(files.directory, judgement="1G").open().refusals == ()
+        other = PreparedFiles(files.directory, judgement="1G")
+        assert other.open().refusals == ()
+        other.keep_refusal(refusal(B))
+        other.drop_refusal(A)
+        assert [each.key for each in other.open().refusals] == [B]
+        assert [each.key for each in PreparedFiles(files.directory).open().refusals] == [A]
+
+    def test_two_versions_of_the_package_leave_each_others_refusals(
+        self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        files.make()
+        files.keep_refusal(refusal())
+        with monkeypatch.context() as patch:
+            patch.setattr(prepared_files, "__version__", "0.0.1")
+            assert PreparedFiles(files.directory).open().refusals == ()
+        assert PreparedFiles(files.directory).open().refusals == (refusal(),)
 
     def test_refusals_are_bounded(
         self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
@@ -295,7 +312,18 @@ class TestScan:
             files.keep_refusal(refusal(key, refused_ns=moment))
         scan = PreparedFiles(files.directory).open()
         assert [each.key for each in scan.refusals] == [A, B]
-        assert C + ".refused" not in names(files)
+        assert not [each for each in names(files) if each.startswith(C)]
+
+    def test_refusals_of_others_are_bounded(
+        self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(prepared_files, "_REFUSALS_KEPT", 2)
+        files.make()
+        for moment, key in enumerate((C, A, B)):
+            files.keep_refusal(refusal(key))
+            os.utime(refusals_of(files, key)[0], ns=(moment, moment))
+        PreparedFiles(files.directory, judgement="1G").open()
+        assert [each.name[:64] for each in refusals_of(files)] == [A, B]
 
     def test_half_made_ones_go_when_nobody_else_is_there(
         self, open_files: Callable[[], PreparedFiles]
@@ -326,6 +354,10 @@ class TestScan:
             os.close(other)
 
 
+def refusals_of(files: PreparedFiles, key: str = "") -> list[Path]:
+    return sorted(Path(files.directory).glob(f"{key}*.refused"))
+
+
 def _replace(path: Path, data: bytes) -> None:
     path.chmod(0o600)
     path.write_bytes(data)
@@ -347,7 +379,7 @@ class TestChanges:
         assert published is not None
         assert published.manifest.sources == (other, KNOWN)
         assert PreparedFiles(files.directory).open().refusals[0].sources == (other, KNOWN)
-        assert names(files) == [A, B + ".refused"]
+        assert names(files) == [A, refusals_of(files, B)[0].name]
 
     def test_use_is_noted(self, files: PreparedFiles) -> None:
         publish(files, A)
@@ -376,7 +408,7 @@ class TestChanges:
         files.keep_refusal(refusal())
         files.drop_refusal(A)
         files.drop_refusal(A)
-        assert A + ".refused" not in names(files)
+        assert refusals_of(files) == []
 
 
 class TestManifest:

@@ -3,12 +3,16 @@
 Owns the names below ``<cache_dir>/prepared``::
 
     <key>/model.onnx, weights.bin, entry.json    a prepared model; 0400 in a directory of 0700
-    <key>.refused                                a model that cannot be prepared
+    <key>.<judge>.refused                        a model that cannot be prepared
     .making-<...>, .removed-<...>                on the way in, on the way out
 
 A model appears by one rename of a complete directory, and goes by a rename, then unlink: files are
 never written to once their directory has its name, since sessions map them. Files of another user,
 or that others may write, are not used, and no symbolic link below the directory is followed.
+
+What one version of the package cannot prepare, or does not find worth it under its settings, another
+one may: ``<judge>`` stands for both, and each reads its own refusals and leaves those of others, as
+far as they are not too many.
 
 Several daemons may share a directory. Each holds a shared flock on it while it lives; whoever gets
 an exclusive one is alone, and deletes what others have left half made. Methods may be called from
@@ -20,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import re
@@ -55,6 +60,8 @@ _REFUSED = ".refused"
 _MAKING = ".making-"
 _REMOVED = ".removed-"
 _KEY = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_REFUSAL = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]+)?\.refused", re.ASCII)
+_JUDGE_DIGITS = 16
 _RECORD_LIMIT_BYTES = 8 << 20
 _REFUSALS_KEPT = 1000
 _ATTEMPTS = 3
@@ -118,6 +125,7 @@ class PreparedFiles:
         """Touches nothing. ``judgement``: see :class:`.prepared_directory.PreparedSettings`."""
         self.directory = directory
         self._judgement = judgement
+        self._refused = f".{_judge(judgement)}{_REFUSED}"
         self._lock = -1
         self._locked: tuple[int, int] | None = None
 
@@ -205,19 +213,19 @@ class PreparedFiles:
         path = os.path.join(self.directory, key, _MANIFEST)
         with contextlib.suppress(FileNotFoundError):
             _replace(path, render(with_source(parse(Manifest, _read(path)), known)))
-        path = os.path.join(self.directory, key + _REFUSED)
+        path = self._refusal_path(key)
         with contextlib.suppress(FileNotFoundError):
             _replace(path, render(with_source(parse(RefusalRecord, _read(path)), known)))
 
     def keep_refusal(self, record: RefusalRecord) -> None:
         """Write down that a model cannot be prepared."""
         record = replace(record, judgement=self._judgement)
-        _replace(os.path.join(self.directory, record.key + _REFUSED), render(record))
+        _replace(self._refusal_path(record.key), render(record))
 
     def drop_refusal(self, key: str) -> None:
         """Forget that it could not."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.directory, key + _REFUSED))
+            os.unlink(self._refusal_path(key))
 
     def touch(self, key: str) -> None:
         """Note that a model was used now, for the daemons to come."""
@@ -250,6 +258,9 @@ class PreparedFiles:
 
     # --- inside -----------------------------------------------------------------------------------
 
+    def _refusal_path(self, key: str) -> str:
+        return os.path.join(self.directory, key + self._refused)
+
     def _claim(self) -> None:
         """Hold the shared lock of the directory as it is now; delete leftovers if we are alone."""
         status = os.stat(self.directory)
@@ -271,6 +282,7 @@ class PreparedFiles:
     def _scan(self) -> Scan:
         published: list[Published] = []
         refusals: list[RefusalRecord] = []
+        foreign: list[str] = []
         for name in sorted(os.listdir(self.directory)):
             if _KEY.fullmatch(name):
                 found = self.load(name)
@@ -278,8 +290,12 @@ class PreparedFiles:
                     self.delete(self.retire(name))
                 else:
                     published.append(found)
-            elif name.endswith(_REFUSED) and _KEY.fullmatch(name[: -len(_REFUSED)]):
-                refusals += self._load_refusal(name)
+            elif _REFUSAL.fullmatch(name):
+                if name.endswith(self._refused):
+                    refusals += self._load_refusal(name)
+                else:
+                    foreign.append(os.path.join(self.directory, name))
+        _delete_oldest(foreign, kept=_REFUSALS_KEPT)
         refusals.sort(key=lambda each: each.refused_ns)
         for each in refusals[:-_REFUSALS_KEPT]:
             self.drop_refusal(each.key)
@@ -309,21 +325,35 @@ class PreparedFiles:
         path = os.path.join(self.directory, name)
         try:
             record = parse(RefusalRecord, _read(path))
-            if record.key + _REFUSED != name:
-                raise CorruptFile(f"{name} is of another model")
+            judged = (record.key, record.layout, record.package, record.judgement)
+            if judged != (name[: -len(self._refused)], LAYOUT_VERSION, __version__, self._judgement):
+                raise CorruptFile(f"{name} is of another model, or judged by another package")
         except (TrimsError, OSError) as error:
             _logger.warning("%s is not used: %s", path, error)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         else:
-            # What one version of the package cannot prepare, another one may.
-            judged = (record.layout, record.package, record.judgement)
-            if judged == (LAYOUT_VERSION, __version__, self._judgement):
-                yield record
-                return
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+            yield record
 
 
 # --- files ----------------------------------------------------------------------------------------
+
+
+def _judge(judgement: str) -> str:
+    """What stands in the names of refusals for the package and settings that they are of."""
+    judge = f"{LAYOUT_VERSION} {__version__} {judgement}".encode()
+    return hashlib.sha256(judge).hexdigest()[:_JUDGE_DIGITS]
+
+
+def _delete_oldest(paths: list[str], *, kept: int) -> None:
+    """All but the newest; nobody may be left who would ever read them."""
+    dated = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            dated.append((os.lstat(path).st_mtime_ns, path))
+    for _, path in sorted(dated)[:-kept]:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _identity(path: str) -> Identity | None:
