@@ -394,11 +394,13 @@ class TestWholePath:
     def test_a_second_session_runs_on_shared_memory(
         self, whole: Preparations, bench: Bench, path: str
     ) -> None:
+        shared = stats().bytes_shared
         first, second = self.new(path), self.new(path)
         assert stats().events["served:onnxruntime"] == 1
         assert stats().events["initializers:in_place"] > 0
         assert "initializers:not_in_place" not in {k for k, v in stats().events.items() if v}
         assert bench.grantor.tiers == [bench.device]
+        assert stats().bytes_shared - shared == bench.arena().size_bytes > 0
         assert bench.outputs(second) == bench.outputs(first)
         assert second._model_path == path
         assert (len(whole.leases), len(bench.grantor.leases)) == (1, 1)
@@ -445,8 +447,10 @@ class TestWholePath:
 
         bench.grantor.on_request = refuse
         expected = bench.outputs(self.new(path))
+        shared = stats().bytes_shared
         assert bench.outputs(self.new(path)) == expected
         assert stats().events["served:onnxruntime"] == 1
+        assert stats().bytes_shared == shared
         assert stats().events["not_on_device:no_space"] == 1
 
     def test_the_preparer_verifies_what_a_hit_gets(

@@ -210,7 +210,9 @@ def _create_prepared(
         session._sess_options = shown
         weakref.finalize(session._sess, prepared.release).atexit = False
     diagnostics.count("served", "onnxruntime")
-    diagnostics.count("bytes_shared", amount=prepared.size_bytes)
+    # What is shared on a device is counted where it is opened, and is not mapped here.
+    if _is_on_host(plan.recipe):
+        diagnostics.count("bytes_shared", amount=prepared.size_bytes)
 
 
 def _create_plainly(session: Any, original: Callable[[], Any], plan: _Plan) -> None:
@@ -255,12 +257,16 @@ def _with_attributes(
 def _on_device(
     session: Any, options: Any, path: str, recipe: SessionRecipe
 ) -> contextlib.AbstractContextManager[None]:
-    if recipe.providers[0][0] == _CPU:
+    if _is_on_host(recipe):
         return contextlib.nullcontext()
     ensure_imported("trims_shim.patches.onnxruntime_cuda")
     from trims_shim.patches import onnxruntime_cuda
 
     return onnxruntime_cuda.creating(session, options, path, recipe.providers)
+
+
+def _is_on_host(recipe: SessionRecipe) -> bool:
+    return recipe.providers[0][0] == _CPU
 
 
 @contextlib.contextmanager
