@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from trims_shim import diagnostics, patches
@@ -91,6 +91,7 @@ def warm(
     *,
     pin: bool = False,
     device: str | int | torch.device | None = None,
+    waiting: Callable[[], None] | None = None,
 ) -> str:
     """Load a model file into the cache without using it; blocks until it is there.
 
@@ -99,19 +100,20 @@ def warm(
 
     An ONNX model (``.onnx``) is prepared, for sessions on the CPU without options; that needs
     onnxruntime in this interpreter, knows neither ``pin`` nor ``device``, and returns the key.
+    ``waiting`` is called now and then while it is prepared, to show that something goes on.
     """
     ensure_imported("trims_shim.wire.admin")
     from trims_shim.wire.admin import PinImageRequest
 
     if os.fsdecode(path).endswith(_ONNX_SUFFIX):
-        return _warm_onnx(os.fsdecode(path), is_plain=not pin and device is None)
+        return _warm_onnx(os.fsdecode(path), is_plain=not pin and device is None, waiting=waiting)
     with open(path, device=device) as handle:
         if pin:
             cache().request(PinImageRequest(handle.digest, is_pinned=True))
         return handle.digest
 
 
-def _warm_onnx(path: str, *, is_plain: bool) -> str:
+def _warm_onnx(path: str, *, is_plain: bool, waiting: Callable[[], None] | None) -> str:
     if not is_plain:
         raise UnsupportedFormat(f"{path}: prepared ONNX models are neither pinned nor on a device")
     try:
@@ -121,7 +123,7 @@ def _warm_onnx(path: str, *, is_plain: bool) -> str:
         raise UnsupportedFormat(
             f"{path}: preparing it needs onnxruntime: pip install onnxruntime ({error})"
         ) from error
-    model = prepare(path)
+    model = prepare(path, waiting=waiting)
     model.release()
     return model.key
 

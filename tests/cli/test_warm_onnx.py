@@ -6,12 +6,15 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from onnx_models import perceptron, save
 
 from trims_shim.cli import images
+from trims_shim.cli import progress as progress_module
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.progress import Progress
 
 from .conftest import Trims
 
@@ -45,12 +48,36 @@ def test_models_are_prepared_and_sessions_find_them(trims: Trims, tmp_path: Path
     again = trims("warm", str(model))
     assert again.returncode == Exit.OK
     assert "prepared already" in again.stderr
+    assert "being prepared" not in again.stderr
     (row,) = [
         row
         for row in json.loads(trims("status", "--json").stdout)["prepared"]
         if row["state"] == "ready"
     ]
     assert (row["key"], row["leases"]) == (found["digest"], 0)
+
+
+def test_waiting_is_said(trims: Trims, tmp_path: Path) -> None:
+    model = tmp_path / "model.onnx"
+    save(perceptron(seed=5, width=700))(model)
+    waiting, done = trims("warm", str(model)).stderr.splitlines()
+    assert waiting == f"[1/1] {model}: being prepared ..."
+    assert done.startswith(f"[1/1] {model}: prepared, ")
+
+
+def test_waiting_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the bar stands still, at least the seconds move."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    moments = iter((100.0, 103.2, 104.9))
+    with Progress([5], is_quiet=False) as progress:
+        bar = progress._bar
+        assert bar is not None
+        clock = SimpleNamespace(monotonic=lambda: next(moments))
+        monkeypatch.setattr(progress_module, "time", clock)
+        progress.begin("model.onnx")
+        for seconds in (3, 5):
+            progress.wait("being prepared")
+            assert bar.tasks[0].description == f"model.onnx, being prepared, {seconds} s"
 
 
 def test_what_cannot_be_done_with_them(trims: Trims, tmp_path: Path) -> None:

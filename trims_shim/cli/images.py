@@ -66,7 +66,7 @@ def warm(arguments: argparse.Namespace) -> Exit:
     with Progress([_size_of(path) for path in paths], is_quiet=arguments.json) as progress:
         for path in paths:
             progress.begin(path)
-            warmed = _warm(path, tier, is_pinned=arguments.pin)
+            warmed = _warm(path, tier, is_pinned=arguments.pin, progress=progress)
             done.append(warmed)
             progress.end(warmed.outcome, error=warmed.error)
     if arguments.json:
@@ -101,13 +101,13 @@ def _size_of(path: str) -> int:
         return 0
 
 
-def _warm(path: str, tier: str, *, is_pinned: bool) -> _Warmed:
+def _warm(path: str, tier: str, *, is_pinned: bool, progress: Progress) -> _Warmed:
     start = time.monotonic()
     before = _hits()
     try:
         device = None if tier == HOST_TIER else tier
         if path.endswith(ONNX_SUFFIX):
-            return _prepare(path, device, is_pinned=is_pinned)
+            return _prepare(path, device, is_pinned=is_pinned, progress=progress)
         with api.open(path, device=device) as handle:
             if is_pinned:
                 cache().request(admin.PinImageRequest(handle.digest, is_pinned=True))
@@ -120,11 +120,13 @@ def _warm(path: str, tier: str, *, is_pinned: bool) -> _Warmed:
         return _Warmed(path, tier=tier, error=str(error))
 
 
-def _prepare(path: str, device: str | None, *, is_pinned: bool) -> _Warmed:
+def _prepare(path: str, device: str | None, *, is_pinned: bool, progress: Progress) -> _Warmed:
     """An ONNX model; the size that is shown is that of the file that was named."""
     start = time.monotonic()
     before = _prepared()
-    key = api.warm(path, device=device, pin=is_pinned)
+    key = api.warm(
+        path, device=device, pin=is_pinned, waiting=lambda: progress.wait("being prepared")
+    )
     outcome = "prepared" if _prepared() > before else "prepared already"
     seconds = time.monotonic() - start
     return _Warmed(path, key, os.path.getsize(path), seconds, outcome, "prepared")

@@ -1,7 +1,7 @@
 """Progress of ``trims warm``: a bar on a terminal (with rich), lines elsewhere, or nothing.
 
 The client learns how far a load is only at its end, so a bar counts whole files in bytes; the rate
-is that of the files that were loaded. Goes to stderr, so that stdout stays data.
+is that of the files that were loaded. What somebody else is waited for is said. Goes to stderr, so that stdout stays data.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Progress:
         self._number = 0
         self._path = ""
         self._start = 0.0
+        self._is_waiting = False
         self._bar = None if is_quiet or not sys.stderr.isatty() else _new_bar()
         if self._bar is not None:
             self._task = self._bar.add_task("", total=sum(sizes))
@@ -44,25 +45,38 @@ class Progress:
 
     def begin(self, path: str) -> None:
         """A file is being loaded."""
-        self._path, self._start = path, time.monotonic()
+        self._path, self._start, self._is_waiting = path, time.monotonic(), False
         if self._bar is not None:
             self._bar.update(self._task, description=path[-48:])
 
+    def wait(self, reason: str) -> None:
+        """It takes a while, and is not done by this process; called again and again meanwhile."""
+        if self._bar is not None:
+            seconds = time.monotonic() - self._start
+            text = f"{self._path[-32:]}, {reason}, {seconds:.0f} s"
+            self._bar.update(self._task, description=text)
+        elif not (self._is_quiet or self._is_waiting):
+            print(f"{self._place()}: {reason} ...", file=sys.stderr, flush=True)
+        self._is_waiting = True
+
     def end(self, outcome: str, *, error: str) -> None:
         """It is there, or it failed."""
-        size_bytes = self._sizes[self._number]
+        place, size_bytes = self._place(), self._sizes[self._number]
         self._number += 1
         if self._is_quiet:
             return
         seconds = max(1e-6, time.monotonic() - self._start)
         rate = f", {size(size_bytes / seconds)}/s" if outcome == "loaded" else ""
         line = error or f"{outcome}, {size(size_bytes)} in {seconds:.2f} s{rate}"
-        text = f"[{self._number}/{len(self._sizes)}] {self._path}: {line}"
+        text = f"{place}: {line}"
         if self._bar is None:
             print(text, file=sys.stderr, flush=True)
             return
         self._bar.console.print(text, markup=False, highlight=False)
         self._bar.advance(self._task, size_bytes)
+
+    def _place(self) -> str:
+        return f"[{self._number + 1}/{len(self._sizes)}] {self._path}"
 
 
 def _new_bar() -> rich.progress.Progress | None:

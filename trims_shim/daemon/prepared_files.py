@@ -326,7 +326,12 @@ class PreparedFiles:
         try:
             record = parse(RefusalRecord, _read(path))
             judged = (record.key, record.layout, record.package, record.judgement)
-            if judged != (name[: -len(self._refused)], LAYOUT_VERSION, __version__, self._judgement):
+            if judged != (
+                name[: -len(self._refused)],
+                LAYOUT_VERSION,
+                __version__,
+                self._judgement,
+            ):
                 raise CorruptFile(f"{name} is of another model, or judged by another package")
         except (TrimsError, OSError) as error:
             _logger.warning("%s is not used: %s", path, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 import onnxruntime  # noqa: F401  before our own: its import has patches applied, which import those
 
@@ -28,9 +29,10 @@ _PATIENCE_S = 60.0
 """Beyond ``prepare_timeout``: for models that others wait for."""
 
 
-def prepare(path: str) -> PreparedModel:
+def prepare(path: str, *, waiting: Callable[[], None] | None = None) -> PreparedModel:
     """The prepared model of a file of any size; its lease is the caller's. Blocks until it is done.
 
+    ``waiting`` is called at least twice a second meanwhile, and not if it is prepared already.
     Starts the daemon when none runs. Raises OSError for the file, NotServed where it cannot be
     prepared, other TrimsError when the cache cannot take it.
     """
@@ -56,5 +58,7 @@ def prepare(path: str) -> PreparedModel:
                     raise
         if time.monotonic() > deadline_s:
             raise DaemonTimeout(f"{path} is not prepared in time; see `trims status`")
+        if waiting is not None:
+            waiting()
         pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         time.sleep(pause_s)
