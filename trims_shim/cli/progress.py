@@ -1,7 +1,7 @@
 """Progress of ``trims warm``: a bar on a terminal (with rich), lines elsewhere, or nothing.
 
 The client learns how far a load is only at its end, so a bar counts whole files in bytes; the rate
-is that of the files that were loaded. What somebody else is waited for is said. Goes to stderr, so that stdout stays data.
+is that of the files that were loaded. Goes to stderr, so that stdout stays data.
 """
 
 from __future__ import annotations
