@@ -10,9 +10,9 @@ A model appears by one rename of a complete directory, and goes by a rename, the
 never written to once their directory has its name, since sessions map them. Files of another user,
 or that others may write, are not used, and no symbolic link below the directory is followed.
 
-What one version of the package cannot prepare, or does not find worth it under its settings, another
-one may: ``<judge>`` stands for both, and each reads its own refusals and leaves those of others, as
-far as they are not too many.
+What one version of the package cannot prepare, or finds not worth it under its settings, another
+one may: ``<judge>`` stands for both. Each reads its own refusals, and leaves those of others as far
+as they are not too many.
 
 Several daemons may share a directory. Each holds a shared flock on it while it lives; whoever gets
 an exclusive one is alone, and deletes what others have left half made. Methods may be called from
@@ -325,13 +325,8 @@ class PreparedFiles:
         path = os.path.join(self.directory, name)
         try:
             record = parse(RefusalRecord, _read(path))
-            judged = (record.key, record.layout, record.package, record.judgement)
-            if judged != (
-                name[: -len(self._refused)],
-                LAYOUT_VERSION,
-                __version__,
-                self._judgement,
-            ):
+            judged = (record.key + self._refused, record.layout, record.package, record.judgement)
+            if judged != (name, LAYOUT_VERSION, __version__, self._judgement):
                 raise CorruptFile(f"{name} is of another model, or judged by another package")
         except (TrimsError, OSError) as error:
             _logger.warning("%s is not used: %s", path, error)
