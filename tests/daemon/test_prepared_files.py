@@ -14,6 +14,7 @@ from prepared_models import RECIPE
 
 from trims_shim._version import __version__
 from trims_shim.daemon import prepared_files, prepared_manifest
+from trims_shim.daemon.prepared_events import Content, Known
 from trims_shim.daemon.prepared_files import (
     PreparedFiles,
     Published,
@@ -27,7 +28,6 @@ from trims_shim.daemon.prepared_manifest import (
     render,
     with_source,
 )
-from trims_shim.daemon.prepared_store import Content, Known
 from trims_shim.errors import CorruptFile
 from trims_shim.specs import Identity
 

@@ -15,7 +15,7 @@ from trims_shim.client.cache import Cache
 from trims_shim.client.prepared import PreparedModel
 from trims_shim.daemon import main as daemon_main
 from trims_shim.daemon import requests
-from trims_shim.daemon.prepared_store import Entry
+from trims_shim.daemon.prepared_events import Entry
 from trims_shim.errors import DaemonUnavailable, NotServed, UnknownImage
 from trims_shim.wire import admin, codec, messages
 from trims_shim.wire.handover import Peer

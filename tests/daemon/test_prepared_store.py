@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from trims_shim.daemon import prepared_store
-from trims_shim.daemon.prepared_store import (
+from trims_shim.daemon.prepared_events import (
     Action,
     Asking,
     Content,
@@ -30,13 +30,13 @@ from trims_shim.daemon.prepared_store import (
     Grant,
     KeepRefusal,
     Known,
-    PreparedStore,
     Refuse,
     Start,
     Unknown,
     Verdict,
     Wait,
 )
+from trims_shim.daemon.prepared_store import PreparedStore
 from trims_shim.errors import NoSpace, UnknownImage
 from trims_shim.specs import Identity
 

@@ -34,6 +34,20 @@ from trims_shim.daemon.prepared_clients import (
     refusal_reply,
 )
 from trims_shim.daemon.prepared_directory import PreparedSettings, space_of
+from trims_shim.daemon.prepared_early import EarlyRequests
+from trims_shim.daemon.prepared_events import (
+    Action,
+    Asking,
+    Content,
+    DropEntry,
+    DropRefusal,
+    Grant,
+    KeepRefusal,
+    Known,
+    Refuse,
+    Start,
+    Wait,
+)
 from trims_shim.daemon.prepared_files import PreparedFiles, Published, Scan
 from trims_shim.daemon.prepared_key import LAYOUT_VERSION, entry_key
 from trims_shim.daemon.prepared_making import (
@@ -45,20 +59,7 @@ from trims_shim.daemon.prepared_making import (
     external_identities,
 )
 from trims_shim.daemon.prepared_manifest import RefusalRecord
-from trims_shim.daemon.prepared_store import (
-    Action,
-    Asking,
-    Content,
-    DropEntry,
-    DropRefusal,
-    Grant,
-    KeepRefusal,
-    Known,
-    PreparedStore,
-    Refuse,
-    Start,
-    Wait,
-)
+from trims_shim.daemon.prepared_store import PreparedStore
 from trims_shim.daemon.sessions import Session
 from trims_shim.errors import (
     AccessDenied,
@@ -66,12 +67,10 @@ from trims_shim.errors import (
     MalformedMessage,
     NotServed,
     TooManyRequests,
-    TrimsError,
 )
 from trims_shim.memory.host import available_bytes
 from trims_shim.specs import Identity
 from trims_shim.wire import admin, messages
-from trims_shim.wire.handover import clipped
 
 __all__ = ["Prepared"]
 
@@ -92,19 +91,6 @@ class _Opened:
     budget_bytes: int
     cpu: str
     problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Early:
-    """A request that came before the directory was looked through.
-
-    ``routing`` None: as a packet of the handover socket, by which it is answered.
-    """
-
-    session: int
-    routing: bytes | None
-    request: int
-    answer: Callable[[Session], Any]
 
 
 class Prepared:
@@ -141,7 +127,7 @@ class Prepared:
         self._touched_ns: dict[str, int] = {}
         self._namespaces: dict[int, str] = {}
         """Why the client of a session is not served, empty if it is."""
-        self._early: list[_Early] = []
+        self._early = EarlyRequests(front)
         self._cpu = ""
         self._problem = settings.problem
         self._is_open = bool(settings.problem)
@@ -192,7 +178,7 @@ class Prepared:
         """The connection is gone."""
         self._store.close_session(session, time.time_ns())
         self._namespaces.pop(session, None)
-        self._early = [each for each in self._early if each.session != session]
+        self._early.close_session(session)
 
     def finish(self) -> None:
         """Go on with what the threads have come to."""
@@ -256,10 +242,7 @@ class Prepared:
     ) -> Any:
         if self._is_open:
             return answer(session)
-        limit = self._front.sessions.limits.requests
-        if sum(1 for each in self._early if each.session == session.number) >= limit:
-            raise TooManyRequests(f"more than {limit} open requests")
-        self._early.append(_Early(session.number, routing, request, answer))
+        self._early.put(session, routing, request, answer)
         return None
 
     def _open(
@@ -406,31 +389,7 @@ class Prepared:
         self._execute(self._store.fit())
         if event.problem:
             _logger.warning("no prepared ONNX models: %s", event.problem)
-        early, self._early = self._early, []
-        for request in early:
-            self._answer_early(request)
-
-    def _answer_early(self, early: _Early) -> None:
-        session = self._front.sessions.get(early.session)
-        if session is None:
-            return
-        reply: Any
-        try:
-            reply = early.answer(session)
-        except TrimsError as error:
-            reply = messages.ErrorReply(type(error).__name__, clipped(str(error)))
-        # Border: a bug costs one request, also one that is taken up later, not the daemon.
-        except Exception:
-            _logger.exception("a request for a prepared model failed")
-            self._front.counters["internal_errors"] += 1
-            reply = messages.ErrorReply("DaemonError", "internal error; see the daemon's log")
-        if early.routing is not None:
-            self._front.reply(early.routing, early.request, reply)
-            return
-        try:
-            self._front.hand_over(session, reply)
-        except OSError as error:
-            self._front.end_session(session, f"the client does not take its answer: {error}")
+        self._early.answer()
 
     def _adopt(self, published: Published) -> None:
         self._published[published.manifest.key] = published

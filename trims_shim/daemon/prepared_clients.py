@@ -10,8 +10,8 @@ import os
 from collections import Counter
 from typing import Any, Protocol
 
+from trims_shim.daemon.prepared_events import Flight, Grant
 from trims_shim.daemon.prepared_files import Published
-from trims_shim.daemon.prepared_store import Flight, Grant
 from trims_shim.daemon.sessions import Session, Sessions, check_readable_file
 from trims_shim.errors import NotServed
 from trims_shim.specs import Identity

@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 
 from trims_shim._version import __version__
 from trims_shim.daemon.prepared_directory import examine, problem_of
+from trims_shim.daemon.prepared_events import Entry, Known
 from trims_shim.daemon.prepared_key import LAYOUT_VERSION
 from trims_shim.daemon.prepared_manifest import (
     FileStamp,
@@ -45,7 +46,6 @@ from trims_shim.daemon.prepared_manifest import (
     render,
     with_source,
 )
-from trims_shim.daemon.prepared_store import Entry, Known
 from trims_shim.errors import CorruptFile, NotServed, TrimsError
 from trims_shim.specs import Identity
 

@@ -25,10 +25,10 @@ from typing import Protocol
 from trims_shim._version import __version__
 from trims_shim.daemon.loader import is_settled, started_pool
 from trims_shim.daemon.prepared_directory import space_of
+from trims_shim.daemon.prepared_events import Content, Failure, Known
 from trims_shim.daemon.prepared_files import PreparedFiles, Published
 from trims_shim.daemon.prepared_key import LAYOUT_VERSION
 from trims_shim.daemon.prepared_manifest import FileStamp, Manifest
-from trims_shim.daemon.prepared_store import Content, Failure, Known
 from trims_shim.daemon.preparing import Preparation
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.memory.host import available_bytes

@@ -14,7 +14,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trims_shim.daemon.prepared_store import Content, Known
+from trims_shim.daemon.prepared_events import Content, Known
 from trims_shim.errors import CorruptFile
 from trims_shim.specs import Identity
 from trims_shim.wire.messages import SessionRecipe

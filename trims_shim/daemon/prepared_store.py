@@ -14,8 +14,7 @@ Rules
    Entries that nobody leases go for it, least recently used first; all or nothing.
 4. A leased entry is never evicted. One whose files are damaged is lost, leases or not: what is
    mapped stays valid, as long as nobody writes to it.
-5. What cannot be prepared is refused from then on: for good where the reason is lasting, else for a
-   time that grows with every attempt. A preparer that dies of one model twice is a lasting reason.
+5. What cannot be prepared is refused from then on (:mod:`trims_shim.daemon.prepared_refusals`).
 6. Lease numbers are unique across the daemon, which shares the counter with the tiers' stores.
 """
 
@@ -24,171 +23,35 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
+from trims_shim.daemon.prepared_events import (
+    Action,
+    Answer,
+    Asking,
+    DropEntry,
+    Entry,
+    Failure,
+    Flight,
+    Grant,
+    KeepRefusal,
+    Known,
+    Refuse,
+    Start,
+    Unknown,
+    Verdict,
+    Wait,
+)
+from trims_shim.daemon.prepared_refusals import Refusals
 from trims_shim.errors import NoSpace, UnknownImage
-from trims_shim.specs import Digest, Identity
+from trims_shim.specs import Identity
 from trims_shim.wire.admin import PreparedStatus
 
-__all__ = [
-    "Asking",
-    "Content",
-    "DropEntry",
-    "DropRefusal",
-    "Entry",
-    "Failure",
-    "Flight",
-    "Grant",
-    "KeepRefusal",
-    "Known",
-    "PreparedStore",
-    "Refuse",
-    "Start",
-    "Unknown",
-    "Verdict",
-    "Wait",
-]
+__all__ = ["JOBS_LIMIT", "PreparedStore"]
 
 JOBS_LIMIT = 32
 """Each holds a descriptor, and the last one waits for all the others."""
-_FIRST_PAUSE_NS = 60 * 10**9
-_PAUSE_GROWTH = 4
-_LONGEST_PAUSE_NS = 24 * 3600 * 10**9
-_DEATH = "preparer_died"
-_DEATHS_ALLOWED = 1
 _KNOWN_LIMIT = 4096
-_REFUSALS_LIMIT = 4096
 _NAMES_PER_ENTRY = 16
-
-Flight: TypeAlias = Hashable
-"""What a client asked for, as far as it can be told before the model is hashed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a model is: its digest, and that of each file its weights are in, by location."""
-
-    digest: Digest
-    externals: tuple[tuple[str, Digest], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A model's file of this identity has this content.
-
-    With external files only as it is found in ``directory``, and while their identities are
-    ``externals`` (in the order of ``content.externals``).
-    """
-
-    identity: Identity
-    content: Content
-    directory: str = ""
-    externals: tuple[Identity, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A prepared model that is there."""
-
-    key: str
-    size_bytes: int
-    runtime: str
-    prepare_ns: int
-    used_ns: int
-    names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """A client's request; ``key`` is empty while the content of what it offered is not known."""
-
-    session: int
-    flight: Flight
-    key: str
-    name: str
-    runtime: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a model was not prepared."""
-
-    reason: str
-    message: str
-    is_lasting: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """The entry is there, and leased."""
-
-    lease: int
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Prepare it."""
-
-    job: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """It is being prepared, or about to be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """It is not there, and the request may not start anything."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """It will not be prepared, at least for now."""
-
-    reason: str
-    message: str
-
-
-Answer: TypeAlias = Grant | Start | Wait | Unknown | Refuse
-
-
-@dataclass(frozen=True, slots=True)
-class DropEntry:
-    """Delete the files of an entry."""
-
-    key: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeepRefusal:
-    """Write down that a model cannot be prepared, for the daemons to come."""
-
-    key: str
-    reason: str
-    message: str
-    runtime: str
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DropRefusal:
-    """Forget what was written down."""
-
-    key: str
-
-
-Action: TypeAlias = DropEntry | KeepRefusal | DropRefusal
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether to go on with a preparation, and what goes to make room for it."""
-
-    is_wanted: bool
-    actions: tuple[Action, ...] = ()
 
 
 @dataclass(slots=True)
@@ -220,21 +83,6 @@ class _Job:
     reserved_bytes: int = 0
 
 
-@dataclass(slots=True)
-class _Refusal:
-    key: str
-    failure: Failure
-    runtime: str
-    names: tuple[str, ...]
-    refused_ns: int
-    until_ns: int
-    attempts: int = 1
-    deaths: int = 0
-
-    def holds(self, now_ns: int) -> bool:
-        return self.failure.is_lasting or now_ns < self.until_ns
-
-
 class PreparedStore:
     """See the module docstring."""
 
@@ -245,7 +93,7 @@ class PreparedStore:
         self._entries: dict[str, _Entry] = {}
         self._jobs: dict[int, _Job] = {}
         self._known: OrderedDict[tuple[Identity, str], Known] = OrderedDict()
-        self._refusals: OrderedDict[Hashable, _Refusal] = OrderedDict()
+        self._refusals = Refusals()
         self._leases: dict[int, tuple[int, str]] = {}
         self._by_session: dict[int, set[int]] = {}
 
@@ -281,10 +129,9 @@ class PreparedStore:
             return self._grant(entry, asking, now_ns)
         if self._is_under_way(asking):
             return Wait()
-        for where in (asking.key, asking.flight):
-            refusal = self._refusals.get(where)
-            if refusal is not None and refusal.holds(now_ns):
-                return Refuse(refusal.failure.reason, refusal.failure.message)
+        failure = self._refusals.find(asking.key, asking.flight, now_ns=now_ns)
+        if failure is not None:
+            return Refuse(failure.reason, failure.message)
         if not may_start:
             return Unknown()
         if len(self._jobs) >= JOBS_LIMIT:
@@ -317,8 +164,7 @@ class PreparedStore:
         """
         task = self._jobs[job]
         task.key = key
-        refusal = self._refusals.get(key)
-        if key in self._entries or (refusal is not None and refusal.holds(now_ns)):
+        if key in self._entries or self._refusals.find(key, now_ns=now_ns) is not None:
             return Verdict(False)
         totals = self.resident_bytes() + self._reserved_bytes()
         actions = self._make_room(max(short_bytes, totals + needed_bytes - self.budget_bytes))
@@ -331,8 +177,7 @@ class PreparedStore:
     def made(self, job: int, entry: Entry, now_ns: int) -> list[Action]:
         """The model is prepared; it is dropped again where it turned out not to fit."""
         task = self._jobs.pop(job)
-        for where in (task.key, task.flight, entry.key):
-            self._refusals.pop(where, None)
+        self._refusals.forget(task.key, task.flight, entry.key)
         if entry.key in self._entries:
             return []
         missing = self.resident_bytes() + self._reserved_bytes() + entry.size_bytes
@@ -365,11 +210,7 @@ class PreparedStore:
 
     def remember(self, refusal: KeepRefusal, refused_ns: int) -> None:
         """A model could not be prepared by a daemon before this one."""
-        failure = Failure(refusal.reason, refusal.message, is_lasting=True)
-        self._note(
-            refusal.key,
-            _Refusal(refusal.key, failure, refusal.runtime, refusal.names, refused_ns, until_ns=0),
-        )
+        self._refusals.remember(refusal, refused_ns)
 
     def fit(self) -> list[Action]:
         """Drop free entries until the rest is within the budget, or none is left."""
@@ -398,12 +239,7 @@ class PreparedStore:
         if text and entries and not free and not refusals:
             leases = sum(len(each.leases) for each in entries)
             raise NoSpace(f"prepared model {entries[0].key[:12]} is in use ({leases} leases)")
-        actions: list[Action] = [self._drop(each) for each in free]
-        for where in refusals:
-            refusal = self._refusals.pop(where)
-            if refusal.failure.is_lasting and refusal.key:
-                actions.append(DropRefusal(refusal.key))
-        return actions
+        return [*(self._drop(each) for each in free), *self._refusals.drop(refusals)]
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -432,11 +268,10 @@ class PreparedStore:
     def rows(self, now_ns: int) -> list[PreparedStatus]:
         """What is being prepared, what is there (most recently used first), what was refused."""
         ready = sorted(self._entries.values(), key=lambda each: -each.used_ns)
-        refused = reversed([each for each in self._refusals.values() if each.holds(now_ns)])
         return [
             *(_job_row(each) for each in self._jobs.values()),
             *(_entry_row(each) for each in ready),
-            *(_refusal_row(each) for each in refused),
+            *self._refusals.rows(now_ns),
         ]
 
     # --- inside -----------------------------------------------------------------------------------
@@ -497,43 +332,23 @@ class PreparedStore:
         )
 
     def _refuse(self, job: _Job, failure: Failure, now_ns: int) -> list[Action]:
-        where = job.key or job.flight
-        before = self._refusals.get(where)
-        attempts = 1 if before is None else before.attempts + 1
-        deaths = (0 if before is None else before.deaths) + (failure.reason == _DEATH)
-        if failure.reason == _DEATH and deaths > _DEATHS_ALLOWED:
-            failure = Failure(failure.reason, failure.message, is_lasting=True)
-        pause = min(_LONGEST_PAUSE_NS, _FIRST_PAUSE_NS * _PAUSE_GROWTH ** min(attempts - 1, 10))
-        names = (job.name,) if job.name else ()
-        self._note(
-            where,
-            _Refusal(
-                job.key, failure, job.runtime, names, now_ns, now_ns + pause, attempts, deaths
-            ),
+        return self._refusals.add(
+            job.key or job.flight, failure, now_ns, key=job.key, name=job.name, runtime=job.runtime
         )
-        if failure.is_lasting and job.key:
-            return [KeepRefusal(job.key, failure.reason, failure.message, job.runtime, names)]
-        return []
-
-    def _note(self, where: Hashable, refusal: _Refusal) -> None:
-        self._refusals[where] = refusal
-        self._refusals.move_to_end(where)
-        while len(self._refusals) > _REFUSALS_LIMIT:
-            self._refusals.popitem(last=False)
 
     def _meant(self, text: str) -> tuple[list[_Entry], list[Hashable]]:
         """Entries and the places of refusals."""
         if not text:
-            return list(self._entries.values()), list(self._refusals)
+            return list(self._entries.values()), self._refusals.places()
         entries = [each for each in self._entries.values() if text in each.names]
-        refusals = [where for where, each in self._refusals.items() if text in each.names]
+        refusals = self._refusals.named(text)
         if not entries and not refusals and len(text) >= 6:
-            keys = {*self._entries, *(each.key for each in self._refusals.values())}
+            keys = {*self._entries, *self._refusals.keys()}
             matches = [key for key in keys if key.startswith(text.lower())]
             if len(matches) > 1:
                 raise UnknownImage(f"{text} means {len(matches)} models; write more digits")
             entries = [self._entries[key] for key in matches if key in self._entries]
-            refusals = [where for where, each in self._refusals.items() if each.key in matches]
+            refusals = self._refusals.keyed(matches)
         if not entries and not refusals:
             raise UnknownImage(f"no prepared model {text!r}; `trims status` shows them")
         return entries, refusals
@@ -564,19 +379,4 @@ def _entry_row(entry: _Entry) -> PreparedStatus:
         prepare_ns=entry.prepare_ns,
         names=tuple(entry.names),
         runtime=entry.runtime,
-    )
-
-
-def _refusal_row(refusal: _Refusal) -> PreparedStatus:
-    return PreparedStatus(
-        key=refusal.key,
-        state="refused",
-        size_bytes=0,
-        leases=0,
-        hits=0,
-        used_ns=refusal.refused_ns,
-        prepare_ns=0,
-        names=refusal.names,
-        runtime=refusal.runtime,
-        reason=refusal.failure.reason,
     )

@@ -1,0 +1,163 @@
+"""What the store of prepared models is asked and told, what it answers, and what it has done.
+
+Values only, between :mod:`trims_shim.daemon.prepared_store` and those that feed it events and
+execute its actions; what a model is (:class:`Content`, :class:`Known`) is written down, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from trims_shim.specs import Digest, Identity
+
+__all__ = [
+    "Action",
+    "Answer",
+    "Asking",
+    "Content",
+    "DropEntry",
+    "DropRefusal",
+    "Entry",
+    "Failure",
+    "Flight",
+    "Grant",
+    "KeepRefusal",
+    "Known",
+    "Refuse",
+    "Start",
+    "Unknown",
+    "Verdict",
+    "Wait",
+]
+
+Flight: TypeAlias = Hashable
+"""What a client asked for, as far as it can be told before the model is hashed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a model is: its digest, and that of each file its weights are in, by location."""
+
+    digest: Digest
+    externals: tuple[tuple[str, Digest], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A model's file of this identity has this content.
+
+    With external files only as it is found in ``directory``, and while their identities are
+    ``externals`` (in the order of ``content.externals``).
+    """
+
+    identity: Identity
+    content: Content
+    directory: str = ""
+    externals: tuple[Identity, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A prepared model that is there."""
+
+    key: str
+    size_bytes: int
+    runtime: str
+    prepare_ns: int
+    used_ns: int
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A client's request; ``key`` is empty while the content of what it offered is not known."""
+
+    session: int
+    flight: Flight
+    key: str
+    name: str
+    runtime: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a model was not prepared."""
+
+    reason: str
+    message: str
+    is_lasting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The entry is there, and leased."""
+
+    lease: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Prepare it."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """It is being prepared, or about to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """It is not there, and the request may not start anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """It will not be prepared, at least for now."""
+
+    reason: str
+    message: str
+
+
+Answer: TypeAlias = Grant | Start | Wait | Unknown | Refuse
+
+
+@dataclass(frozen=True, slots=True)
+class DropEntry:
+    """Delete the files of an entry."""
+
+    key: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRefusal:
+    """Write down that a model cannot be prepared, for the daemons to come."""
+
+    key: str
+    reason: str
+    message: str
+    runtime: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropRefusal:
+    """Forget what was written down."""
+
+    key: str
+
+
+Action: TypeAlias = DropEntry | KeepRefusal | DropRefusal
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether to go on with a preparation, and what goes to make room for it."""
+
+    is_wanted: bool
+    actions: tuple[Action, ...] = ()

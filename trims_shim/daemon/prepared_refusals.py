@@ -1,0 +1,146 @@
+"""Models that cannot be prepared: for how long, and what is said about them.
+
+The negative cache of :mod:`trims_shim.daemon.prepared_store`, which is its only user: pure, without
+a clock. A model is refused for good where the reason is lasting, else for a time that grows with
+every attempt. A preparer that dies of one model twice is a lasting reason.
+
+A refusal has a place: the model's key where its content is known, else what the client offered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from trims_shim.daemon.prepared_events import Action, DropRefusal, Failure, KeepRefusal
+from trims_shim.wire.admin import PreparedStatus
+
+__all__ = ["Refusals"]
+
+_FIRST_PAUSE_NS = 60 * 10**9
+_PAUSE_GROWTH = 4
+_LONGEST_PAUSE_NS = 24 * 3600 * 10**9
+_DEATH = "preparer_died"
+_DEATHS_ALLOWED = 1
+_REFUSALS_LIMIT = 4096
+
+
+@dataclass(slots=True)
+class _Refusal:
+    key: str
+    failure: Failure
+    runtime: str
+    names: tuple[str, ...]
+    refused_ns: int
+    until_ns: int
+    attempts: int = 1
+    deaths: int = 0
+
+    def holds(self, now_ns: int) -> bool:
+        return self.failure.is_lasting or now_ns < self.until_ns
+
+
+class Refusals:
+    """See the module docstring."""
+
+    def __init__(self) -> None:
+        self._refusals: OrderedDict[Hashable, _Refusal] = OrderedDict()
+
+    # --- in and out -------------------------------------------------------------------------------
+
+    def add(
+        self,
+        place: Hashable,
+        failure: Failure,
+        now_ns: int,
+        *,
+        key: str,
+        name: str,
+        runtime: str,
+    ) -> list[Action]:
+        """The model at this place could not be prepared; ``key`` is empty while it is not known."""
+        before = self._refusals.get(place)
+        attempts = 1 if before is None else before.attempts + 1
+        deaths = (0 if before is None else before.deaths) + (failure.reason == _DEATH)
+        if failure.reason == _DEATH and deaths > _DEATHS_ALLOWED:
+            failure = Failure(failure.reason, failure.message, is_lasting=True)
+        pause = min(_LONGEST_PAUSE_NS, _FIRST_PAUSE_NS * _PAUSE_GROWTH ** min(attempts - 1, 10))
+        names = (name,) if name else ()
+        self._note(
+            place,
+            _Refusal(key, failure, runtime, names, now_ns, now_ns + pause, attempts, deaths),
+        )
+        if failure.is_lasting and key:
+            return [KeepRefusal(key, failure.reason, failure.message, runtime, names)]
+        return []
+
+    def remember(self, refusal: KeepRefusal, refused_ns: int) -> None:
+        """A daemon before this one could not prepare it."""
+        failure = Failure(refusal.reason, refusal.message, is_lasting=True)
+        self._note(
+            refusal.key,
+            _Refusal(refusal.key, failure, refusal.runtime, refusal.names, refused_ns, until_ns=0),
+        )
+
+    def forget(self, *places: Hashable) -> None:
+        """It has been prepared."""
+        for place in places:
+            self._refusals.pop(place, None)
+
+    def drop(self, places: Iterable[Hashable]) -> list[Action]:
+        """Somebody wants these tried again."""
+        dropped = [self._refusals.pop(place) for place in places]
+        return [DropRefusal(each.key) for each in dropped if each.failure.is_lasting and each.key]
+
+    # --- questions --------------------------------------------------------------------------------
+
+    def find(self, *places: Hashable, now_ns: int) -> Failure | None:
+        """Why the model at one of these places is refused at this moment."""
+        for place in places:
+            refusal = self._refusals.get(place)
+            if refusal is not None and refusal.holds(now_ns):
+                return refusal.failure
+        return None
+
+    def places(self) -> list[Hashable]:
+        """Of all of them."""
+        return list(self._refusals)
+
+    def named(self, name: str) -> list[Hashable]:
+        """The places of those that were asked for by this name."""
+        return [place for place, each in self._refusals.items() if name in each.names]
+
+    def keyed(self, keys: Iterable[str]) -> list[Hashable]:
+        """The places of those with one of these keys."""
+        wanted = set(keys)
+        return [place for place, each in self._refusals.items() if each.key in wanted]
+
+    def keys(self) -> set[str]:
+        """Of all of them; an empty one among them where one is not known."""
+        return {each.key for each in self._refusals.values()}
+
+    def rows(self, now_ns: int) -> list[PreparedStatus]:
+        """Those that hold, the newest first."""
+        return [_row(each) for each in reversed(self._refusals.values()) if each.holds(now_ns)]
+
+    def _note(self, place: Hashable, refusal: _Refusal) -> None:
+        self._refusals[place] = refusal
+        self._refusals.move_to_end(place)
+        while len(self._refusals) > _REFUSALS_LIMIT:
+            self._refusals.popitem(last=False)
+
+
+def _row(refusal: _Refusal) -> PreparedStatus:
+    return PreparedStatus(
+        key=refusal.key,
+        state="refused",
+        size_bytes=0,
+        leases=0,
+        hits=0,
+        used_ns=refusal.refused_ns,
+        prepare_ns=0,
+        names=refusal.names,
+        runtime=refusal.runtime,
+        reason=refusal.failure.reason,
+    )
