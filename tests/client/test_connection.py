@@ -438,6 +438,7 @@ def test_an_aligned_image_that_is_being_loaded_is(daemon: Daemon) -> None:
         assert granted is not None
         os.close(granted.descriptor)
 
+
 # --- the first request goes out with the Hello ----------------------------------------------------
 
 REQUEST = messages.OpenPreparedRequest(
