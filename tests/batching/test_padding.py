@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trims_shim.batching.collate import answers, collate_of, columns
-from trims_shim.batching.padding import Pad, Padded
+from trims_shim.batching.padding import Pad, Padded, bucket_in
+from trims_shim.batching.profile_store import key_text
 from trims_shim.errors import BadBatch
 
 
@@ -196,3 +197,13 @@ def test_padding_one_field() -> None:
 
 def test_a_graph_does_not_come_in_by_padding() -> None:
     assert not Pad().join([torch.ones(2, requires_grad=True)]).values.requires_grad
+
+
+def test_the_bucket_of_a_key() -> None:
+    """Wherever it is in it; the longest of several, and none where nothing is in buckets."""
+    pad = Pad(buckets=(4, 8))
+    key = pad.key([1] * 5)
+    assert bucket_in(key) == bucket_in(("x", frozenset([("ids", key), ("size", 3)]))) == 8
+    assert bucket_in((pad.key([1]), key)) == 8
+    assert [bucket_in(each) for each in (None, 4, (4, 8), Pad().key([1]), "text")] == [None] * 5
+    assert key_text(key) == "(8, builtins.list)"  # profiles of earlier versions are found by it

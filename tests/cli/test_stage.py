@@ -16,7 +16,6 @@ from trims_shim.batching import Batcher
 from trims_shim.batching.staged.profile_files import (
     SavedStages,
     load_saved_stages,
-    load_staged_profile,
     save_staged_profile,
 )
 from trims_shim.cli.exits import Exit
@@ -155,7 +154,7 @@ def test_each_stage_is_measured_and_saved(
     assert saved.name == "stage_app:staged"
     assert saved.machine
     with Batcher(app().staged, profile="made.json", max_batch_size=4, collate="list") as batcher:
-        assert batcher.profile == load_staged_profile("made.json")
+        assert batcher.profile == load_saved_stages("made.json").profile
         assert batcher([7]) == [7]
 
 
@@ -304,7 +303,7 @@ def test_what_cannot_be_traced_is_cut_at_its_blocks(
     words = ["profile", "stage_app:branching", *MODULE_WORDS[2:], "--stages", "3"]
     assert main(["stage", *words, "-o", "made.json"]) == Exit.OK
     assert "saved: Batcher(slice_blocks(..., 3), profile='made.json')" in capsys.readouterr().out
-    assert len(load_staged_profile("made.json").stages) == 3
+    assert len(load_saved_stages("made.json").profile.stages) == 3
 
 
 def test_more_stages_than_there_are_places_to_cut(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.dispatch import Dispatch, Options
 from trims_shim.batching.functions import BatchFunction
-from trims_shim.batching.learning import Learning
+from trims_shim.batching.learning import Learning, Prior
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profiling import measure
 from trims_shim.batching.protocol import Request
@@ -275,7 +275,7 @@ class EngineKind:
 
     devices: int
     maker: RuleMaker
-    prior: LatencyProfile | None
+    prior: Prior | None
     function: Callable[..., BatchFunction] = BatchFunction
     learning: Callable[..., Learning] = Learning
     engine: Callable[..., Engine] = Engine

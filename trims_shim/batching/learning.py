@@ -21,7 +21,7 @@ from trims_shim.batching.protocol import Drop, DropReason, Policy
 from trims_shim.batching.rules import Rule, RuleMaker
 from trims_shim.batching.single import Batching
 
-__all__ = ["LateKey", "Learning", "plain_key"]
+__all__ = ["LateKey", "Learning", "Prior", "plain_key"]
 
 _logger = logging.getLogger(__name__)
 
@@ -33,6 +33,10 @@ _AT_ONCE = 4
 """Given up before this part of its time has passed, a request was hopeless from the beginning."""
 _MOST_KEYS = 1024
 """As many as :class:`~trims_shim.batching.single.Batching` keeps idle rules for."""
+
+
+Prior = LatencyProfile | Callable[[Hashable], LatencyProfile]
+"""Where a profile starts from: the same for all keys, or what is known of each."""
 
 
 class LateKey:
@@ -62,7 +66,7 @@ class Learning:
         max_batch_weight: int | None,
         devices: int,
         batch_sizes: Sequence[int] | None,
-        prior: LatencyProfile | None,
+        prior: Prior | None,
         store: Callable[[], ProfileStore | None],
     ) -> None:
         """``prior`` is the user's; without one, ``store()`` is asked for what has this name."""
@@ -201,7 +205,7 @@ class Learning:
 
     def _prior_of(self, key: Hashable) -> LatencyProfile | None:
         if self._prior is not None:
-            return self._prior
+            return self._prior(key) if callable(self._prior) else self._prior
         store = self._opened_store()
         # Under the lock, so not for keys without end (inputs of any length, not bucketed).
         if store is None or self.name is None or len(self._seen) >= _MOST_LOOKED_UP:

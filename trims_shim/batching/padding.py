@@ -17,7 +17,13 @@ from trims_shim.batching.splitting import split
 from trims_shim.batching.structures import part_of, parts_of, with_parts
 from trims_shim.errors import BadBatch
 
-__all__ = ["Pad", "Padded"]
+__all__ = ["Bucket", "Pad", "Padded", "bucket_in"]
+
+
+class Bucket(int):
+    """In a key: the length to which all of its items are padded."""
+
+    __slots__ = ()
 
 
 class Padded(NamedTuple):
@@ -71,7 +77,7 @@ class Pad:
     def key(self, item: Any) -> Hashable:
         """See :class:`~trims_shim.batching.collate.Collate`."""
         length = self._length(item)
-        bucket = None if self.buckets is None else self._target([length])
+        bucket = None if self.buckets is None else Bucket(self._target([length]))
         return bucket, self._parts_key(item)
 
     def join(self, items: Sequence[Any]) -> Any:
@@ -212,6 +218,15 @@ class Pad:
             )
         index = (*[slice(None)] * self.axis, slice(0, length))
         return result[index] if is_array else result[:length]
+
+
+def bucket_in(key: Hashable) -> int | None:
+    """The longest in a key, wherever it is; None where nothing is padded to buckets."""
+    if isinstance(key, Bucket):
+        return key
+    if not isinstance(key, tuple | frozenset):
+        return None
+    return max(filter(None, map(bucket_in, key)), default=None)
 
 
 _REST = Stacking()

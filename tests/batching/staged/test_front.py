@@ -12,11 +12,12 @@ import pytest
 
 from tests.batching.staged.rules import joining
 from tests.batching.waiting import LONG_S, join, start
-from trims_shim.batching import Batcher, batched
+from trims_shim.batching import Batcher, Pad, batched
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.staged import Loop, StagedModel, StagedProfile, Stepped
 from trims_shim.batching.staged.policies import STAGED_POLICIES
+from trims_shim.batching.staged.profile_files import SavedStages, save_staged_profile
 from trims_shim.batching.staged.scheduler import StagedBatching
 from trims_shim.errors import BadBatch
 
@@ -128,6 +129,27 @@ def test_a_profile_of_stages_is_the_models_or_given(tmp_path: Any) -> None:
     assert whole.profile.stages[0].latency_ns(1) == 1e6
     with pytest.raises(ValueError, match="a profile of 2 stages for a model of 3"):
         plain(model(), profile=known)
+
+
+def test_each_bucket_starts_from_the_profile_of_its_length(tmp_path: Any) -> None:
+    """That of the next length that was measured; of the longest where there is none."""
+    latencies_ns = {length: [{1: length * 1e6}] * 2 for length in (2, 6)}
+    path = tmp_path / "stages.json"
+    save_staged_profile(path, SavedStages(latencies_ns, 4))
+    whole = StagedModel([double, lambda items: [sum(item) for item in items]])
+    buckets = Pad(buckets=(2, 4, 8), mask=None)
+    for collate, arguments in ((buckets, 1), ([buckets, "list"], 2), ({"ids": buckets}, 1)):
+        batcher = Batcher(whole, profile=path, collate=collate, max_batch_size=4)
+        learning, key = batcher._engine.options.learning, batcher._engine.function.key
+        found = []
+        for length in (1, 2, 3, 4, 5, 8):
+            item: Any = {"ids": [1] * length} if isinstance(collate, dict) else [1] * length
+            profile = learning.profile(key((item, None)[:arguments]))
+            assert isinstance(profile, StagedProfile)
+            found.append(profile.stage_ns(1, 1) // 10**6)
+        assert found == [2, 2, 6, 6, 6, 6]
+        assert batcher.profile.latency_ns(1) == 2 * 2e6  # of the first key
+    assert plain(whole, profile=path, max_batch_size=4).profile.latency_ns(1) == 2 * 6e6
 
 
 def test_the_size_of_batches_can_be_changed() -> None:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from trims_shim.batching.staged.profile_files import (
     SavedStages,
     load_saved_stages,
-    load_staged_profile,
     save_staged_profile,
     staged_profile,
 )
@@ -40,7 +39,9 @@ def test_what_is_written_is_read(saved: SavedStages, path: Path) -> None:
     found = load_saved_stages(path)
     assert dataclasses.replace(found, stages=saved.stages) == saved
     assert found.stages == (saved.stages or ("", ""))
-    assert load_staged_profile(path) == staged_profile(LONG, max_batch_size=saved.max_batch_size)
+    assert load_saved_stages(path).profile == staged_profile(
+        LONG, max_batch_size=saved.max_batch_size
+    )
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(path.parent) == [path.name]
 
@@ -148,4 +149,4 @@ def test_no_value_breaks_the_reader(tmp_path_factory: Any, value: Any, place: st
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_text(json.dumps(fields))
     with contextlib.suppress(FormatError):
-        assert load_staged_profile(path).max_batch_size >= 1
+        assert load_saved_stages(path).profile.max_batch_size >= 1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from trims_shim.batching.engine import EngineKind
 from trims_shim.batching.lanes import CpuLane, Lane, lane_of
+from trims_shim.batching.learning import Prior
+from trims_shim.batching.padding import bucket_in
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.staged.engine import StagedEngine
@@ -16,7 +18,7 @@ from trims_shim.batching.staged.functions import StagedFunction
 from trims_shim.batching.staged.learning import StagedLearning
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.policies.registry import STAGED_POLICIES, staged_rule_maker
-from trims_shim.batching.staged.profile_files import load_staged_profile
+from trims_shim.batching.staged.profile_files import SavedStages, load_saved_stages
 from trims_shim.batching.staged.stage_profile import StagedProfile
 
 __all__ = ["is_policy", "staged_kind"]
@@ -98,13 +100,26 @@ def _device_of(model: StagedModel) -> str:
 
 def _prior_of(
     profile: LatencyProfile | str | os.PathLike[str] | None, model: StagedModel
-) -> LatencyProfile | None:
+) -> Prior | None:
     if profile is None:
         return model.profile
-    found = profile if isinstance(profile, LatencyProfile) else load_staged_profile(profile)
-    if isinstance(found, StagedProfile) and len(found.stages) != len(model):
+    if isinstance(profile, LatencyProfile):
+        _check_stages(profile, model)
+        return profile
+    saved = load_saved_stages(profile)
+    _check_stages(saved.profile, model)
+    return functools.partial(_of_bucket, saved) if saved.lengths else saved.profile
+
+
+def _of_bucket(saved: SavedStages, key: Hashable) -> LatencyProfile:
+    """Of the next length that was measured; of items that are in no bucket the longest."""
+    bucket = bucket_in(key)
+    return saved.profile if bucket is None else saved.profile_for(bucket)
+
+
+def _check_stages(profile: LatencyProfile, model: StagedModel) -> None:
+    if isinstance(profile, StagedProfile) and len(profile.stages) != len(model):
         raise ValueError(
-            f"a profile of {len(found.stages)} stages for a model of {len(model)}; measure it with "
-            "`trims stage profile`"
+            f"a profile of {len(profile.stages)} stages for a model of {len(model)}; measure it "
+            "with `trims stage profile`"
         )
-    return found

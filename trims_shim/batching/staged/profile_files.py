@@ -22,7 +22,6 @@ __all__ = [
     "SavedStages",
     "StageLatencies",
     "load_saved_stages",
-    "load_staged_profile",
     "save_staged_profile",
     "staged_profile",
 ]
@@ -120,11 +119,6 @@ def _described(
         }
         for name, preferred, each in zip(names, profile.preferred, latencies_ns, strict=True)
     ]
-
-
-def load_staged_profile(path: str | os.PathLike[str]) -> StagedProfile:
-    """The profile in a file. Raises OSError, and FormatError if it is not one."""
-    return load_saved_stages(path).profile
 
 
 def load_saved_stages(path: str | os.PathLike[str]) -> SavedStages:
