@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -234,6 +235,18 @@ def test_batches_of_one_size_are_refused(path: str) -> None:
         slice_onnx(path, 2)
     with pytest.raises(StagingError, match="dynamic batch axis"):
         slice_onnx(path, 2, example=np.zeros((2, 64), np.float32))
+
+
+def test_without_the_package_it_says_what_to_install(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the model is prepared, and by the name of an extra that there is."""
+    Path(path).write_bytes(b"no model")
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(StagingError, match=r"pip install 'trims-shim\[onnx\]'"):
+        slice_onnx(path, 2)
+    project = Path(__file__).parents[4] / "pyproject.toml"
+    assert re.search(r'^onnx = \[.*"onnx>=', project.read_text(), re.MULTILINE)
 
 
 def test_what_is_no_model_is_refused(path: str) -> None:

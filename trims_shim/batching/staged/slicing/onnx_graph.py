@@ -11,7 +11,7 @@ from typing import Any
 
 from trims_shim.errors import StagingError
 
-__all__ = ["OnnxGraph"]
+__all__ = ["OnnxGraph", "onnx_package"]
 
 _OF_SHAPE = frozenset(["Shape", "Size"])
 """Operators that look at no content."""
@@ -19,15 +19,22 @@ _GRAPH, _GRAPHS = 5, 10
 """AttributeProto.AttributeType"""
 
 
+def onnx_package() -> Any:
+    """The package ``onnx``. Raises StagingError where it is not installed."""
+    try:
+        import onnx
+    except ImportError as error:
+        raise StagingError(
+            "slicing an ONNX model needs the package onnx: run `pip install 'trims-shim[onnx]'`"
+        ) from error
+    return onnx
+
+
 class OnnxGraph:
     """The nodes of a model in their order, which is topological. Raises StagingError."""
 
     def __init__(self, path: str) -> None:
-        try:
-            import onnx
-        except ImportError as error:
-            raise StagingError("slicing ONNX models needs `pip install onnx`") from error
-        self._onnx = onnx
+        self._onnx = onnx = onnx_package()
         model = onnx.load(path, load_external_data=False)
         graph = model.graph
         self.nodes: list[Any] = list(graph.node)

@@ -26,7 +26,7 @@ from trims_shim import diagnostics
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.cutting import even_cuts
-from trims_shim.batching.staged.slicing.onnx_graph import OnnxGraph
+from trims_shim.batching.staged.slicing.onnx_graph import OnnxGraph, onnx_package
 from trims_shim.batching.staged.slicing.onnx_observing import (
     Observed,
     is_equal,
@@ -67,9 +67,9 @@ def slice_onnx(
     bitwise those of the whole model for the same batch. Stages may be called from any thread.
 
     Blocks while the model is prepared, and runs it some times. Needs onnxruntime 1.21 and the
-    package ``onnx``. Raises OSError for the file, ValueError for less than one stage or another
-    example, and StagingError for a model that onnxruntime does not optimise or run, or whose
-    batches have a fixed size.
+    package ``onnx``, which the extra ``onnx`` brings. Raises OSError for the file, ValueError for
+    less than one stage or another example, and StagingError for a model that onnxruntime does not
+    optimise or run, or whose batches have a fixed size.
     """
     if n_stages < 1:
         raise ValueError(f"{n_stages} stages; at least one is needed")
@@ -92,6 +92,7 @@ class TracedOnnx:
     ) -> None:
         os.stat(path)
         self._name = Path(path).stem
+        onnx_package()  # before the model is prepared, which may take a minute
         with heap.given_back():
             self._source = _source(os.fspath(path), is_shared=is_shared)
             self._make_session = functools.partial(
