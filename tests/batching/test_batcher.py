@@ -18,6 +18,7 @@ import pytest
 
 from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
 from trims_shim.batching import Batcher, LatencyProfile, batched
+from trims_shim.batching.instances import Beside
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profile_store import SavedProfile, save_profile
 from trims_shim.batching.protocol import NEVER_NS
@@ -682,7 +683,9 @@ def test_methods_have_a_batcher_for_each_instance() -> None:
 def test_an_instance_lives_while_it_is_asked_and_no_longer() -> None:
     future = Model(7).scale.submit(2)
     assert future.result(LONG_S) == 14
-    wait_until(lambda: gc.collect() is not None and not Model.scale._bound, "the end of the model")
+    kept = Model.scale._engines
+    assert isinstance(kept, Beside)
+    wait_until(lambda: gc.collect() is not None and not kept._kept, "the end of the model")
     wait_until(lambda: not has_thread("Model.scale"), "the end of its thread")
 
 

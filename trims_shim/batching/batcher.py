@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import os
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from types import ModuleType
@@ -29,6 +29,7 @@ from trims_shim.batching.arguments import (
 from trims_shim.batching.collate import Collate, CollateSpec
 from trims_shim.batching.dispatch import Dispatch, Options
 from trims_shim.batching.engine import Engine, EngineKind
+from trims_shim.batching.instances import Beside, Inside, InstanceEngines
 from trims_shim.batching.policies.registry import POLICIES, rule_maker
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
@@ -56,8 +57,10 @@ class Batcher:
     requests can enter and leave a batch on its way. Stages run instead of ``function``, which
     answers where one fails; the first batch of each key runs both ways, and where the results
     differ by more than rounding, the function answers alone. A StagedModel may also be given as
-    ``function`` itself. ``buffer_pairs`` and ``max_active`` are for models in stages: how many
-    batches there may be at each border, and how many requests on their way.
+    ``function`` itself. Of a method it is that of the instance: the name of an attribute (dotted,
+    if need be), or a function of the instance, which is called once for each. ``buffer_pairs`` and
+    ``max_active`` are for models in stages: how many batches there may be at each border, and how
+    many requests on their way.
 
     ``max_batch_size``: 32, or the largest of ``batch_sizes``.
     ``slo_ms``: by when an answer is wanted, from the call on; None for no limit.
@@ -83,12 +86,14 @@ class Batcher:
     """
 
     _model: StagedModel | None = None
+    _model_of: Callable[[Any], StagedModel] | None = None
+    """Of a method: that of an instance."""
 
     def __init__(
         self,
         function: Callable[..., Any],
         *,
-        model: StagedModel | None = None,
+        model: StagedModel | str | Callable[[Any], StagedModel] | None = None,
         slo_ms: float | None = None,
         max_batch_size: int | None = None,
         policy: str | RuleMaker | None = None,
@@ -133,15 +138,13 @@ class Batcher:
         self._weight = weight
         self._clock_ns = clock_ns
         self._owner: object = None
-        self._bound: dict[int, tuple[weakref.ref[Any], Engine]] = {}
-        self._model = model
         kept_as = given_name or lasting_name(function)
         shown_name = self.name
         if model is None:
             kind = _plain_kind(policy, profile, devices, max_active)
         else:
-            kind = _staged().staged_kind(
-                model,
+            of_model = functools.partial(
+                _staged().staged_kind,
                 has_function=has_function,
                 policy=policy,
                 profile=profile,
@@ -149,9 +152,19 @@ class Batcher:
                 pairs=buffer_pairs,
                 max_active=max_active,
             )
+            if isinstance(model, str) or inspect.isroutine(model):
+                kind = _staged().unbound_kind(of_model)
+                self._model_of = operator.attrgetter(model) if isinstance(model, str) else model
+                self._kind_of = of_model
+            else:
+                kind = of_model(model)
+                assert isinstance(model, StagedModel)
+                self._model = model
+        self._kind = kind
+        self._engines: InstanceEngines = Beside() if model is None else Inside(shown_name)
 
         # Without self, so that a batcher is gone with its last reference, not when it is collected.
-        def make_engine(takes_owner: bool) -> Engine:
+        def make_engine(kind: EngineKind, takes_owner: bool) -> Engine:
             batch_function = kind.function(
                 function,
                 collate=collate,
@@ -182,7 +195,7 @@ class Batcher:
             return kind.engine(batch_function, options, slo_ns=slo_ns)
 
         self._make_engine = make_engine
-        self._engine = make_engine(False)
+        self._engine = make_engine(kind, False)
 
     # --- one item ---------------------------------------------------------------------------------
 
@@ -287,7 +300,7 @@ class Batcher:
 
     @property
     def model(self) -> StagedModel | None:
-        """The model in stages; None for a function without."""
+        """The model in stages; None for a function without, and for a method of no instance."""
         return self._model
 
     @property
@@ -320,7 +333,11 @@ class Batcher:
         """What it did to batches between stages. Raises TypeError where there are none."""
         engine: Any = self._engine
         if self._model is None:
-            raise TypeError(f"{self.name} has no stages; give them with model=")
+            raise TypeError(
+                f"{self.name} has no stages; give them with model="
+                if self._model_of is None
+                else f"{self.name} has other stages for each instance; ask that of one"
+            )
         stats: StagedStats = engine.stage_stats()
         return stats
 
@@ -394,24 +411,35 @@ class Batcher:
             return self
         if self._model is not None:
             raise TypeError(
-                f"{self.name} is a method, and model= has no instance; make a Batcher of the model "
-                "in __init__ instead"
+                f"{self.name} is a method, and its model= is of no instance; give the name of the "
+                "attribute that has it, or a function of the instance"
             )
-        number = id(instance)
-        found = self._bound.get(number)
-        if found is None or found[0]() is not instance:
-            bound = self._bound
-            of_instance = weakref.ref(instance, lambda ref: _remove(bound, number, ref))
-            # Atomic: of several threads that come first, one makes it.
-            engine = self._make_engine(True)
-            engine.slo_ns = self._engine.slo_ns
-            if found is not None:
-                _remove(bound, number, found[0])
-            found = bound.setdefault(number, (of_instance, engine))
+        engine = self._engines.find(instance)
+        if engine is None:
+            engine = self._engines.keep(instance, self._engine_of(instance))
         view = Batcher.__new__(Batcher)
         view.__dict__.update(self.__dict__)
-        view._owner, view._engine = instance, found[1]
+        view._owner, view._engine = instance, engine
+        if self._model_of is not None:
+            of_model: Any = engine
+            view._model = of_model.model
         return view
+
+    def _engine_of(self, instance: object) -> Engine:
+        """A new one."""
+        kind = self._kind
+        if self._model_of is not None:
+            try:
+                model = self._model_of(instance)
+            # Python would take it for this method that is missing, and ask __getattr__.
+            except AttributeError as error:
+                raise TypeError(
+                    f"{self.name}: model= finds none in this {type(instance).__name__}: {error}"
+                ) from error
+            kind = self._kind_of(model)
+        engine = self._make_engine(kind, True)
+        engine.slo_ns = self._engine.slo_ns
+        return engine
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -508,11 +536,3 @@ def _pieces(reply: StreamReply, dispatch: Dispatch, request: Request) -> Iterato
     finally:
         reply.is_abandoned = True
         dispatch.cancel(request)
-
-
-def _remove(
-    bound: dict[int, tuple[weakref.ref[Any], Engine]], number: int, ref: weakref.ref[Any]
-) -> None:
-    found = bound.get(number)
-    if found is not None and found[0] is ref:
-        del bound[number]

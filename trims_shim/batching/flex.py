@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -103,7 +102,6 @@ class FlexBatcher(Batcher):
         self._clock_ns = clock_ns
         self._owner: object = None
         self._weight = None
-        self._bound: dict[int, tuple[weakref.ref[Any], Engine]] = {}
         functions = StagedFunctions(
             models,
             devices=names,
@@ -144,17 +142,13 @@ class FlexBatcher(Batcher):
             clock_ns=clock_ns,
         )
 
-        def make_engine(takes_owner: bool) -> Engine:
-            # It has what a dispatch uses of a BatchFunction, and nothing to subclass it for.
-            return Engine(
-                functions,  # type: ignore[arg-type]
-                options,
-                slo_ns=slo_ns,
-                make_threads=lambda: FlexDispatch(functions, options),
-            )
-
-        self._make_engine = make_engine
-        self._engine = make_engine(False)
+        # It has what a dispatch uses of a BatchFunction, and nothing to subclass it for.
+        self._engine = Engine(
+            functions,  # type: ignore[arg-type]
+            options,
+            slo_ns=slo_ns,
+            make_threads=lambda: FlexDispatch(functions, options),
+        )
 
     def preemption_stats(self) -> PreemptionStats:
         """How often batches were given up, and what it cost; beside :meth:`stats`."""

@@ -9,11 +9,12 @@ from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.dispatch import StagedDispatch
 from trims_shim.batching.staged.functions import StagedFunction
 from trims_shim.batching.staged.learning import StagedLearning
+from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.profiling import measure_stages
 from trims_shim.batching.staged.stage_statistics import StagedStats, StageRecord, StageStats
 from trims_shim.batching.threads import ThreadDispatch
 
-__all__ = ["StagedEngine"]
+__all__ = ["StagedEngine", "UnboundEngine"]
 
 _NS_PER_S = 1e9
 
@@ -30,6 +31,11 @@ class StagedEngine(Engine):
             return StagedDispatch(function, options)
 
         super().__init__(function, options, slo_ns=slo_ns, make_threads=None if is_whole else make)
+
+    @property
+    def model(self) -> StagedModel:
+        """Its model."""
+        return self._staged.model
 
     def stage_stats(self) -> StagedStats:
         """What was done between stages until now."""
@@ -48,7 +54,7 @@ class StagedEngine(Engine):
         assert isinstance(learning, StagedLearning)
         durations_ns = measure_stages(
             self._staged.model,
-            lambda size: self._staged.joined([entry] * size)[2],
+            lambda size: self._staged.arguments_of([entry] * size),
             learning.sizes_to_measure(),
             repeats=repeats,
             clock=self.options.clock_ns,
@@ -59,3 +65,18 @@ class StagedEngine(Engine):
         for dispatch in self.dispatches():
             dispatch.change(lambda policy: learning.refresh(policy, request.key))
         return profile
+
+
+class UnboundEngine(StagedEngine):
+    """Of a method whose model is its instance's, for the class: it answers nobody."""
+
+    def threads(self) -> ThreadDispatch:
+        """See :class:`Engine`. Raises TypeError."""
+        raise TypeError(
+            f"{self.function.name}: its model is that of an instance; call it as the method of one"
+        )
+
+    def warm(self, request: Request, *, repeats: int, limit_s: float) -> LatencyProfile:
+        """See :class:`Engine`. Raises TypeError."""
+        self.threads()
+        raise AssertionError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trims_shim.batching.engine import EngineKind
@@ -13,7 +14,7 @@ from trims_shim.batching.learning import Prior
 from trims_shim.batching.padding import bucket_in
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.rules import RuleMaker
-from trims_shim.batching.staged.engine import StagedEngine
+from trims_shim.batching.staged.engine import StagedEngine, UnboundEngine
 from trims_shim.batching.staged.functions import StagedFunction
 from trims_shim.batching.staged.learning import StagedLearning
 from trims_shim.batching.staged.model import StagedModel
@@ -21,7 +22,7 @@ from trims_shim.batching.staged.policies.registry import STAGED_POLICIES, staged
 from trims_shim.batching.staged.profile_files import SavedStages, load_saved_stages
 from trims_shim.batching.staged.stage_profile import StagedProfile
 
-__all__ = ["is_policy", "staged_kind"]
+__all__ = ["is_policy", "staged_kind", "unbound_kind"]
 
 _STREAMS = 2
 """On a GPU: as many stages at once as there are buffer pairs (DVABatch, ATC'22, section 5.3)."""
@@ -67,6 +68,21 @@ def staged_kind(
         maker=staged_rule_maker("dvabatch" if policy is None else policy),
         prior=_prior_of(profile, model),
     )
+
+
+def unbound_kind(of_model: Callable[..., EngineKind]) -> EngineKind:
+    """Of a method whose model is its instance's: for the class, where there is none.
+
+    ``of_model`` is :func:`staged_kind` with its options. Raises what it raises for those that
+    cannot be, whatever the model is.
+    """
+    nobody = StagedModel([_nobody])
+    kind = of_model(nobody, profile=None, devices=None)
+    return replace(kind, engine=functools.partial(UnboundEngine, is_whole=True))
+
+
+def _nobody(*batch: Any) -> Any:
+    raise AssertionError("a model of no instance has no stages to run")
 
 
 def is_policy(name: str) -> bool:

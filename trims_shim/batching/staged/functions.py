@@ -71,7 +71,7 @@ class StagedFunction(BatchFunction):
                 collate=collate,
                 batch_sizes=sizes,
                 isolate_failures=isolate_failures,
-                takes_owner=takes_owner,
+                takes_owner=False,  # the model is its owner's already
                 name=name,
             )
 
@@ -118,6 +118,10 @@ class StagedFunction(BatchFunction):
         """All of them answered by the whole; ``error``: why."""
         results = self._whole([request.payload for request in requests], error)
         return StageOutput([], list(requests), results, [], [], runs=0)
+
+    def arguments_of(self, entries: Sequence[Entry]) -> Sequence[Any]:
+        """What the first stage is called with."""
+        return self._in_pieces.joined(entries)[2]
 
     # --- the whole --------------------------------------------------------------------------------
 

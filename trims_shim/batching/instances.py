@@ -1,0 +1,94 @@
+"""The engines of methods: one for each instance, gone with it.
+
+Beside the instances where nothing of the engine refers to one; inside them where it may, as a model
+whose stages are methods of its instance does: from outside, that would keep both for good.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+from trims_shim.batching.engine import Engine
+
+__all__ = ["Beside", "Inside", "InstanceEngines"]
+
+
+class InstanceEngines(Protocol):
+    """Of one batcher. Methods may be called from any thread."""
+
+    def find(self, instance: object) -> Engine | None:
+        """That of the instance; None if it has none yet."""
+
+    def keep(self, instance: object, engine: Engine) -> Engine:
+        """Of several threads that come first, one keeps his; returns what was kept."""
+
+
+class Beside:
+    """By what instances are, as they need not be hashable. Raises TypeError for instances that
+    cannot be referred to weakly."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[weakref.ref[object], Engine]] = {}
+
+    def find(self, instance: object) -> Engine | None:
+        """See :class:`InstanceEngines`."""
+        found = self._kept.get(id(instance))
+        return found[1] if found is not None and found[0]() is instance else None
+
+    def keep(self, instance: object, engine: Engine) -> Engine:
+        """See :class:`InstanceEngines`."""
+        kept, number = self._kept, id(instance)
+        found = kept.get(number)
+        if found is not None and found[0]() is not instance:
+            _remove(kept, number, found[0])
+        reference = weakref.ref(instance, lambda ref: _remove(kept, number, ref))
+        return kept.setdefault(number, (reference, engine))[1]
+
+
+class Inside:
+    """In their ``__dict__``, under a name of the batcher; beside those that have none."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"batcher of {name}"
+        self._beside = Beside()
+
+    def find(self, instance: object) -> Engine | None:
+        """See :class:`InstanceEngines`."""
+        attributes = getattr(instance, "__dict__", None)
+        if attributes is None:
+            return self._beside.find(instance)
+        found = attributes.get(self._name)
+        return found.engine if isinstance(found, _Kept) and found.owner() is instance else None
+
+    def keep(self, instance: object, engine: Engine) -> Engine:
+        """See :class:`InstanceEngines`."""
+        attributes = getattr(instance, "__dict__", None)
+        if attributes is None:
+            return self._beside.keep(instance, engine)
+        if self.find(instance) is None:
+            attributes.pop(self._name, None)  # of whom it is a copy
+        kept: _Kept = attributes.setdefault(self._name, _Kept(instance, engine))
+        assert kept.engine is not None
+        return kept.engine
+
+
+class _Kept:
+    """A copy of the instance, or its pickle, has nothing of it."""
+
+    __slots__ = ("engine", "owner")
+
+    def __init__(self, instance: object = None, engine: Engine | None = None) -> None:
+        self.owner = (lambda: None) if instance is None else weakref.ref(instance)
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+def _remove(
+    kept: dict[int, tuple[weakref.ref[object], Engine]], number: int, ref: weakref.ref[object]
+) -> None:
+    found = kept.get(number)
+    if found is not None and found[0] is ref:
+        del kept[number]
