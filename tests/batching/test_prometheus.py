@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
-from trims_shim.batching.batcher import batched
+from tests.batching.waiting import LONG_S
+from trims_shim.batching.batcher import Batcher, batched
 from trims_shim.batching.prometheus import export
+from trims_shim.batching.staged import EarlyExit, StagedModel
 from trims_shim.batching.statistics import BatcherStats, Percentiles
 
 prometheus = pytest.importorskip("prometheus_client")
@@ -126,6 +128,34 @@ def test_a_methods_batcher_is_reported_while_its_owner_lives(registry: object) -
     del model
     gc.collect()
     assert value(registry, "queued") is None
+
+
+def test_stages_are_reported_where_there_are_any(registry: object) -> None:
+    def first(items: list[int]) -> EarlyExit:
+        flags = [item % 2 == 1 for item in items]
+        odd = [item for item in items if item % 2]
+        return EarlyExit(flags, odd, [item for item in items if not item % 2])
+
+    plain = Stub("detect")
+    export(plain, registry)
+    assert "stage" not in prometheus.generate_latest(registry).decode()
+    model = StagedModel([first, lambda items: [item + 1 for item in items]])
+    with Batcher(model, collate="list", name="classify") as batcher:
+        export(batcher, registry)
+        assert [batcher(item) for item in (1, 2, 3)] == [1, 3, 3]
+        batcher.drain(LONG_S)
+        assert value(registry, "requests_total", outcome="in_time") == 3
+        operations = [
+            value(registry, "stage_operations_total", operation=each)
+            for each in ("new", "stretch", "split", "failure")
+        ]
+        assert operations == [3, 0, 0, 0]
+        for name, found in (("runs", [3, 1]), ("requests", [3, 1]), ("exits", [2, 0])):
+            of_stages = [value(registry, f"stage_{name}_total", stage=each) for each in "01"]
+            assert of_stages == found
+        busy_s = [each.busy_s for each in batcher.stage_stats().stages]
+        assert value(registry, "stage_busy_seconds_total", stage="1") == busy_s[1] > 0
+        assert value(registry, "stage_runs_total", batcher="detect", stage="0") is None
 
 
 def test_the_default_registry(monkeypatch: pytest.MonkeyPatch, registry: object) -> None:

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trims_shim.batching.staged.stage_metrics import stage_families
+
 if TYPE_CHECKING:
     from trims_shim.batching.statistics import BatcherStats, Percentiles
 
@@ -83,18 +85,21 @@ class _Collector:
 
     def describe(self) -> Iterator[Any]:
         """Without samples: registering must not ask anybody."""
-        return iter(_families({}))
+        return iter(_families({}) + stage_families(_PREFIX, {}))
 
     def collect(self) -> Iterator[Any]:
         """The samples; called by the registry."""
         stats = {}
+        stages = {}
         for label, reference in list(self._sources.items()):
             source = reference()
             if source is None:
                 del self._sources[label]
             else:
                 stats[label] = source.stats()
-        return iter(_families(stats))
+                if hasattr(source, "stage_stats"):
+                    stages[label] = source.stage_stats()
+        return iter(_families(stats) + (stage_families(_PREFIX, stages) if stages else []))
 
 
 def _families(stats: Mapping[str, BatcherStats]) -> list[Any]:

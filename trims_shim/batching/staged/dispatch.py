@@ -185,15 +185,19 @@ class StagedDispatch(ThreadDispatch):
         if job.through == len(self._staged.model) - 1 and job.size:
             record.batch_sizes[job.size] += 1
         record.cancelled += sum(each.number in self._active for each in gone)
+        answered = 0
         for request, result in zip(job.live or (), job.results or (), strict=True):
             if request.number not in self._active:
                 continue  # it was withdrawn meanwhile
             if isinstance(result, Failure | BaseException):
                 record.failed += 1
             else:
+                answered += 1
                 record.add_answer(request.arrival_ns, request.payload.deadline_ns, job.ended_ns)
         for stage, taken_ns in enumerate(job.durations_ns(), job.stage):
             self.stages.add_run(stage, job.size, taken_ns)
+        if job.through < len(self._staged.model) - 1 and job.is_by_stage:
+            self.stages.add_exits(job.through, answered)
         self.stages.failures += job.has_failed
 
     def _withdraw(self, now_ns: int, request: Request) -> None:

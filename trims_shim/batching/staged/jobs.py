@@ -117,6 +117,11 @@ class StageJob(Job):
         """The stage failed, and the whole function has answered instead."""
         return self._output is not None and self._output.has_failed
 
+    @property
+    def is_by_stage(self) -> bool:
+        """Its answers are the stage's, and not those of the whole function."""
+        return self._output is not None and self._output.runs > 0
+
     def begin(self, now_ns: int) -> list[Entry]:
         """See :class:`Job`."""
         if self.live is None:

@@ -20,6 +20,8 @@ class StageStats:
     """How many times it ran with how many requests."""
     busy_s: float
     """Summed over devices."""
+    exits: int = 0
+    """How many requests it has answered before the last stage."""
 
     @property
     def runs(self) -> int:
@@ -27,10 +29,14 @@ class StageStats:
         return sum(self.batch_sizes.values())
 
     @property
+    def requests(self) -> int:
+        """How many requests it ran with, all runs together."""
+        return sum(size * count for size, count in self.batch_sizes.items())
+
+    @property
     def mean_batch_size(self) -> float:
         """Requests for each run; 0 before the first."""
-        rows = sum(size * count for size, count in self.batch_sizes.items())
-        return rows / self.runs if rows else 0.0
+        return self.requests / self.runs if self.batch_sizes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,11 @@ class StagedStats:
     """Parts that were answered by the whole function, because a stage had failed with them."""
     stages: tuple[StageStats, ...]
 
+    @property
+    def exits(self) -> int:
+        """How many requests were answered before the last stage."""
+        return sum(stage.exits for stage in self.stages)
+
 
 class StageRecord:
     """The counters themselves."""
@@ -57,12 +68,17 @@ class StageRecord:
         self.failures = 0
         self._sizes: list[Counter[int]] = [Counter() for _ in range(stages)]
         self._busy_ns = [0] * stages
+        self._exits = [0] * stages
 
     def add_run(self, stage: int, size: int, taken_ns: int) -> None:
         """A stage has run with ``size`` requests."""
         if size:
             self._sizes[stage][size] += 1
             self._busy_ns[stage] += taken_ns
+
+    def add_exits(self, stage: int, count: int) -> None:
+        """So many were answered by a stage before the last."""
+        self._exits[stage] += count
 
     def snapshot(self) -> StagedStats:
         """As of now."""
@@ -72,7 +88,9 @@ class StageRecord:
             splits=self.splits,
             failures=self.failures,
             stages=tuple(
-                StageStats(dict(sorted(sizes.copy().items())), busy_ns / 1e9)
-                for sizes, busy_ns in zip(self._sizes, self._busy_ns, strict=True)
+                StageStats(dict(sorted(sizes.copy().items())), busy_ns / 1e9, exits)
+                for sizes, busy_ns, exits in zip(
+                    self._sizes, self._busy_ns, self._exits, strict=True
+                )
             ),
         )
