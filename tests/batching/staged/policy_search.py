@@ -93,6 +93,12 @@ class Anything(StagedRule):
         first = ANSWERS.pick(size)
         return (first, size - first) if first else ()
 
+    def next_split(self, now_ns: int, part: Part) -> int | None:
+        """Here or there: asking later is only another order of the same answers."""
+        later = self.staged.stages[part.stage + 1 :]
+        border = ANSWERS.pick(len(later) + 1)
+        return part.stage + border if border else None
+
 
 def make_rule(stages: int, largest: int) -> Anything:
     profile = StagedProfile([LatencyProfile([10] * largest)] * stages)
@@ -142,7 +148,12 @@ class PolicyWorld:
             fewest = len(run.batch) if is_last and not self.limits.has_loop else 0
             most = len(run.batch) if is_last or self.limits.exits else 0
             for leaving in range(fewest, most + 1):
-                yield partial(PolicyWorld.end, index=index, leaving=leaving)
+                yield partial(PolicyWorld.end, index=index, leaving=leaving, through=run.stage)
+            for through in range(run.stage + 1, run.until + 1):
+                is_end = through == self.limits.stages - 1
+                most = len(run.batch) if is_end or self.limits.exits else 0
+                for leaving in range(len(run.batch) if is_end else 0, most + 1):
+                    yield partial(PolicyWorld.end, index=index, leaving=leaving, through=through)
         for index in range(len(self.live) if self.cancels else 0):
             yield partial(PolicyWorld.cancel, index=index)
 
@@ -156,16 +167,16 @@ class PolicyWorld:
         self.is_flushed = True
         return FLUSH
 
-    def end(self, index: int, leaving: int) -> Event:
+    def end(self, index: int, leaving: int, through: int) -> Event:
         run = self.running.pop(index)
-        is_loop = self.limits.has_loop and run.stage == self.limits.stages - 1
+        is_loop = self.limits.has_loop and through == self.limits.stages - 1
         left = list(run.batch[:leaving])
         for request in left:
             self.live.pop(request, None)
         for request in run.batch:
             if request in self.live:
-                self.live[request] = run.stage + (not is_loop)
-        return StageEnded(run.device, run.batch, 0, part=run.part, left=left)
+                self.live[request] = through + (not is_loop)
+        return StageEnded(run.device, run.batch, 0, part=run.part, left=left, through=through)
 
     def cancel(self, index: int) -> Event:
         self.cancels -= 1
@@ -225,7 +236,8 @@ class PolicyWorld:
             for key in range(self.limits.keys)
             if key in self.policy.rules
         )
-        return tuple(rows), queues, waiting, self.left, self.cancels, self.is_flushed
+        running = tuple(sorted((each.stage, each.until) for each in self.running))
+        return tuple(rows), queues, waiting, running, self.left, self.cancels, self.is_flushed
 
     def _who(self, part: Part) -> tuple[bool, ...]:
         return tuple(request in self.live for request in part.requests)

@@ -139,10 +139,14 @@ class World:
             for cut in range(self.limits.largest):
                 yield partial(World.end, index=index, leaving=leaving, cut=cut)
         # What is alone on one device may run on through several stages before it is asked about.
-        if not part.stage and self.limits.devices == 1 and self.parts == [part]:
-            for through in range(1, self.pipeline.last + 1 - self.limits.has_loop):
-                leaving = part.size if through == self.pipeline.last else 0
-                yield partial(World.end, index=index, leaving=leaving, cut=0, through=through)
+        if self.limits.devices > 1 or self.parts != [part]:
+            return
+        for through in range(part.stage + 1, self.pipeline.last + 1 - self.limits.has_loop):
+            is_end = through == self.pipeline.last
+            most = part.size if is_end or self.limits.exits else 0
+            for leaving in range(part.size if is_end else 0, most + 1):
+                for cut in range(self.limits.largest):
+                    yield partial(World.end, index=index, leaving=leaving, cut=cut, through=through)
 
     def new(self, size: int, key: int) -> str:
         requests = self._requests(size, key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trims_shim.batching.protocol import Request
@@ -81,6 +81,10 @@ class Part:
         if self.state is PartState.RUNNING:
             return list(self.running)
         return [request for piece in self.pieces for request in piece.requests]
+
+    def at(self, stage: int) -> Part:
+        """The same requests at another stage, for rules to look at."""
+        return replace(self, stage=stage)
 
     def absorb(self, other: Part) -> None:
         """The other has caught up: from now on it is in this one."""

@@ -156,22 +156,28 @@ class StagedBatching(Batching):
                 break
             self.pipeline.start(part)
             part.started_ns = now_ns
-            until = self._until(part)
+            until = self._until(now_ns, part)
             actions.append(RunStage(self._free.pop(), part.running, part.stage, part, until))
         if self._free and self._waiting and self.pipeline.may_new:
             self._set_wake()
         return actions
 
-    def _until(self, part: Part) -> int:
+    def _until(self, now_ns: int, part: Part) -> int:
         """Up to which stage there is nothing to decide as long as nothing happens.
 
-        For one request that is alone, on a single device. From the first stage on, as rules take a
-        part to be where it was started.
+        For a part that is alone, on a single device: nobody waits who could join it, and nobody on
+        his way who could pass it.
         """
-        is_alone = not self._waiting and len(self.pipeline.table) == 1 and part.size == 1
-        if part.stage or self._devices > 1 or not is_alone:
+        is_alone = len(self.pipeline.table) == len(part.batch.parts) == 1 and not self._waiting
+        last = self.pipeline.last - self.pipeline.has_loop
+        if self._devices > 1 or not is_alone or part.stage >= last:
             return part.stage
-        return self.pipeline.last - self.pipeline.has_loop
+        rule = self._rules.get(part.batch.key)
+        if part.size == 1 or self._is_split_or_late(part) or not isinstance(rule, StagedRule):
+            return last
+        self._tell(rule, 0)
+        border = rule.next_split(now_ns, part)
+        return last if border is None else border - 1
 
     def _stretch(self, now_ns: int, actions: list[Action]) -> None:
         for batch in list(self.pipeline.table):

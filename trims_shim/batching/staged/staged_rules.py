@@ -49,7 +49,16 @@ class StagedRule(Rule):
         """The sizes into which the part is split before its next stage, ``part.stage``.
 
         Empty to leave it whole. Called at the end of each stage but the last, for parts that are
-        all that is left of a batch that was not split before. The sizes are positive and add up to
-        ``part.size``; those first in the part come first.
+        all that is left of a batch that was not split before, and that did not run on because of
+        :meth:`next_split`. The sizes are positive and add up to ``part.size``; those first in the
+        part come first.
         """
         return ()
+
+    def next_split(self, now_ns: int, part: Part) -> int | None:
+        """The first stage after ``part.stage`` before which :meth:`split` is to be asked.
+
+        None for none of them. Asked when a part starts that nobody else is beside: if nothing
+        happens, it runs on until there. By default the next one, for rules that split at all.
+        """
+        return None if type(self).split is StagedRule.split else part.stage + 1

@@ -59,3 +59,7 @@ class DVABatch(LoadDiversity, OperatorDiversity, InputDiversity):
     def split(self, now_ns: int, part: Part) -> Sequence[int]:
         """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
         return super().split(now_ns, part) if self._diversity.operators else ()
+
+    def next_split(self, now_ns: int, part: Part) -> int | None:
+        """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
+        return super().next_split(now_ns, part) if self._diversity.operators else None

@@ -54,6 +54,17 @@ class OperatorDiversity(StagedAuto):
                 best, best_ns = sizes, cost_ns
         return best if best and self._has_diversity() else ()
 
+    def next_split(self, now_ns: int, part: Part) -> int | None:
+        """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`.
+
+        As if its later stages began now, with who waits now: that is what they find if nothing
+        happens meanwhile.
+        """
+        if part.size < 2 or not self._has_diversity():
+            return None
+        stages = range(part.stage + 1, len(self.staged.stages))
+        return next((each for each in stages if self.split(now_ns, part.at(each))), None)
+
     def _has_diversity(self) -> bool:
         if self._judged is not self.profile:
             self._judged = self.profile
