@@ -137,14 +137,22 @@ class LearnedProfile:
     def profile(self, max_batch_size: int) -> LatencyProfile:
         """What is known now; the same object as before while there is little news."""
         made = self._made
-        if made is not None and made[0] == max_batch_size and made[2] == self._doubt:
-            news = self._count - made[1]
-            if self._has_news:
-                is_due = news * _CHEAP_SIZES >= max_batch_size
-            else:
-                is_due = news >= _REFRESH and self._ran_ns >= _WORTH_NS * max_batch_size
-            if not is_due or not news:
-                return made[3]
+        if made is not None and not self.is_due(max_batch_size):
+            return made[3]
+        return self.renewed(max_batch_size)
+
+    def is_due(self, max_batch_size: int) -> bool:
+        """Whether there is more than little news since a profile was made."""
+        made = self._made
+        if made is None or made[0] != max_batch_size or made[2] != self._doubt:
+            return True
+        news = self._count - made[1]
+        if self._has_news:
+            return news > 0 and news * _CHEAP_SIZES >= max_batch_size
+        return news >= _REFRESH and self._ran_ns >= _WORTH_NS * max_batch_size
+
+    def renewed(self, max_batch_size: int) -> LatencyProfile:
+        """What is known now, however little of it is news."""
         profile = self._profile_of(self.latencies_ns(max_batch_size), max_batch_size)
         self._made = (max_batch_size, self._count, self._doubt, profile)
         self._has_news, self._ran_ns = False, 0

@@ -38,6 +38,8 @@ class StagedDispatch(ThreadDispatch):
 
     def __init__(self, function: StagedFunction, options: Options) -> None:
         self._staged = function
+        self._last = len(function.model) - 1
+        self._has_loop = function.model.loop is not None
         super().__init__(function, options)
 
     def _set_up(self) -> None:
@@ -91,7 +93,7 @@ class StagedDispatch(ThreadDispatch):
         if not isinstance(action, RunStage):
             super()._carry_out(action)
             return
-        if not action.stage and not self._staged.model.loop:
+        if not action.stage and not self._has_loop:
             self._check_queued(action.batch)
         job = self._job_of(action)
         job.news = self._news
@@ -112,8 +114,7 @@ class StagedDispatch(ThreadDispatch):
         )
 
     def _is_end(self, stage: int) -> bool:
-        model = self._staged.model
-        return stage == len(model) - 1 and model.loop is None
+        return stage == self._last and not self._has_loop
 
     def _set_out(self, job: Job) -> None:
         """Those that have not begun leave the queue."""
@@ -129,7 +130,7 @@ class StagedDispatch(ThreadDispatch):
 
     def _may_be_callers(self, job: Job) -> bool:
         # The steps of a loop belong to many callers, and cannot be run again after an interrupt.
-        return super()._may_be_callers(job) and self._staged.model.loop is None
+        return super()._may_be_callers(job) and not self._has_loop
 
     # --- under the lock: events -------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class StagedDispatch(ThreadDispatch):
         record.add_stage(job.started_ns, job.ended_ns)
         if not job.stage:
             record.add_start([each.arrival_ns for each in job.began], job.started_ns)
-        if job.through == len(self._staged.model) - 1 and job.size:
+        if job.through == self._last and job.size:
             record.batch_sizes[job.size] += 1
         record.cancelled += sum(each.number in self._active for each in gone)
         answered = 0
@@ -196,7 +197,7 @@ class StagedDispatch(ThreadDispatch):
                 record.add_answer(request.arrival_ns, request.payload.deadline_ns, job.ended_ns)
         for stage, taken_ns in enumerate(job.durations_ns(), job.stage):
             self.stages.add_run(stage, job.size, taken_ns)
-        if job.through < len(self._staged.model) - 1 and job.is_by_stage:
+        if job.through < self._last and job.is_by_stage:
             self.stages.add_exits(job.through, answered)
         self.stages.failures += job.has_failed
 

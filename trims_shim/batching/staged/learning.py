@@ -66,15 +66,20 @@ class LearnedStages(LearnedProfile):
 
     def profile(self, max_batch_size: int) -> StagedProfile:
         """See :class:`LearnedProfile`."""
-        whole = self._whole
+        whole, stages, news = self._whole, self.stages, self._news
         if whole is None or whole.max_batch_size != max_batch_size:
-            return self._made_of([each.profile(max_batch_size) for each in self.stages])
-        parts = list(whole.stages)
-        for stage in self._news:
-            parts[stage] = self.stages[stage].profile(max_batch_size)
-        self._news.clear()
-        if all(one is other for one, other in zip(parts, whole.stages, strict=True)):
+            return self._made_of([each.profile(max_batch_size) for each in stages])
+        for stage in news:
+            if stages[stage].is_due(max_batch_size):
+                break
+        else:
             return whole
+        # All at once: rules look at a new profile for longer than it takes to make.
+        parts = [
+            each.renewed(max_batch_size) if stage in news else part
+            for stage, (each, part) in enumerate(zip(stages, whole.stages, strict=True))
+        ]
+        news.clear()
         return self._made_of(parts)
 
     def _made_of(self, parts: Sequence[LatencyProfile]) -> StagedProfile:

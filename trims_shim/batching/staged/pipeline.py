@@ -118,12 +118,14 @@ class Pipeline:
 
         Of several, those whose last batch is gone, or is ahead the most.
         """
+        if not len(self.table):
+            return 0
         first = self._executors[0]
         # Where the only stage is a loop, a new batch takes its turn after those that are in it.
         if not first.is_idle and not (self._is_loop(0) and first.state is ExecutorState.CHECKING):
             return None
         pairs = [pair for pair in range(len(self._buffers[0])) if self._is_clear(pair)]
-        if len(pairs) < 2 or not len(self.table):
+        if len(pairs) < 2:
             return pairs[0] if pairs else None
         last = {batch.pair: batch.number for batch in self.table}
         return min(pairs, key=lambda pair: last.get(pair, -1))
@@ -253,6 +255,9 @@ class Pipeline:
     def _gather(self, batch: Batch) -> list[Part]:
         """Queue what waits for nobody any more, and forget the batch if nothing is left of it."""
         queued: list[Part] = []
+        if not batch.parts:
+            self.table.end(batch)
+            return queued
         for part in [each for each in batch.parts if each.state is PartState.WAITING]:
             if not self._goes_on(part):
                 continue
@@ -266,8 +271,6 @@ class Pipeline:
                 batch.parts.remove(part)
             if first not in queued:
                 queued.append(first)
-        if not batch.parts:
-            self.table.end(batch)
         return queued
 
     def _goes_on(self, part: Part) -> bool:
