@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -55,7 +55,10 @@ def alone(number: int, count: int = MOST) -> list[int]:
 class Arrivals:
     """Prompts that come and go at random, between any two steps of the others."""
 
-    def __init__(self, model: StagedModel, randoms: Random) -> None:
+    def __init__(
+        self, model: StagedModel, randoms: Random, item: Callable[[int], Any] = prompt
+    ) -> None:
+        self._item = item
         self.answers: dict[int, list[int]] = {}
         self._model = model
         self._randoms = randoms
@@ -76,7 +79,7 @@ class Arrivals:
                 self._keep([row for row in range(len(self._rows)) if self._randoms.random() < 0.8])
 
     def _enter(self, numbers: list[int]) -> None:
-        value: Any = [prompt(number) for number in numbers]
+        value: Any = [self._item(number) for number in numbers]
         for stage in self._model.stages[:-1]:
             value = stage(value)
         if isinstance(value, EarlyExit):

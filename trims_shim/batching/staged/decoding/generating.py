@@ -1,9 +1,9 @@
 """Generation token by token as a staged model: prefill, and a loop of decoder steps.
 
-Callers give prompts, and get the tokens that follow, greedily chosen. Whoever comes joins between
-two steps, after his prompt was read by the stages before (the prefill); whoever has his last token
-leaves. So a short answer does not wait for a long one, and a newcomer waits for a step instead of
-for all others' answers.
+Callers give prompts, and get the tokens that follow, the likeliest or drawn (:mod:`.sampling`).
+Whoever comes joins between two steps, after his prompt was read by the stages before (the prefill);
+whoever has his last token leaves. So a short answer does not wait for a long one, and a newcomer
+waits for a step instead of for all others' answers.
 
 A model is here a :class:`Decoder`: transformers' causal language models are made one by
 :class:`.transformers_decoder.TransformersDecoder`, and a decoder of your own is written as one.
@@ -28,6 +28,7 @@ from trims_shim.batching.staged.decoding.key_values import (
     gather,
 )
 from trims_shim.batching.staged.decoding.prompts import prompts_of
+from trims_shim.batching.staged.decoding.sampling import Chance, Sampling, chosen
 from trims_shim.batching.staged.decoding.transformers_decoder import (
     TransformersDecoder,
     refuse_training,
@@ -60,6 +61,7 @@ class _Prompts:
     """``[batch]``, of the prompts."""
     budgets: Any
     """``[batch]``: how many tokens may be generated."""
+    chances: list[Chance | None]
     past: KeyValues
 
 
@@ -75,6 +77,8 @@ class _Decoding:
     """``[batch]``: how many more may be generated."""
     is_new: Any
     """``[batch]``: whether the first token was not handed out yet."""
+    chances: list[Chance | None]
+    """How each row draws its tokens."""
     past: KeyValues
 
 
@@ -85,6 +89,9 @@ def generation(
     eos_token_id: int | Collection[int] | None = None,
     pad_token_id: int = 0,
     prefill_stages: int = 1,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     name: str = "",
 ) -> StagedModel:
     """A causal language model as a staged model that generates.
@@ -99,19 +106,26 @@ def generation(
     is a tensor of the new tokens, on the model's device; callers that stream get tensors of the
     first two tokens, and then of one each.
 
+    Tokens are the likeliest ones, or with a ``temperature`` above 0 drawn, of the ``top_k``
+    likeliest (0: all) and of those likeliest that have ``top_p`` of the probability together. A
+    mapping may have these of its own, and a ``seed``: then its answer is what ``torch.manual_seed``
+    with it and ``model.generate(do_sample=True, ...)`` give, whoever is in the batch.
+
     With several ``prefill_stages`` prompts are read in so many parts, and prompts that come a bit
     later may meet them in between. Others take their steps meanwhile where there is a device for
     it (``devices=2``); with one device prompts go first.
 
-    Raises ValueError for numbers below 1, and StagingError for models that cannot be run so:
-    encoder-decoders, those without a cache of keys and values, and modules in training mode.
+    Raises ValueError for numbers below 1 and sampling that cannot be, and StagingError for models
+    that cannot be run so: encoder-decoders, those without a cache of keys and values, and modules
+    in training mode.
     """
     if max_new_tokens < 1 or prefill_stages < 1:
         raise ValueError("max_new_tokens and prefill_stages are numbers from 1 on")
     decoder, ends = _decoder_of(model)
     if eos_token_id is not None:
         ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
-    generator = _Generator(decoder, ends, max_new_tokens, pad_token_id)
+    sampling = Sampling(temperature, top_k, top_p)
+    generator = _Generator(decoder, ends, max_new_tokens, pad_token_id, sampling)
     loop = Loop(generator.step, join=_join, take=_take, result=_answer)
     stages: list[Stage] = [*generator.prefill(prefill_stages), loop]
     name = name or getattr(model, "__name__", type(model).__name__)
@@ -136,6 +150,7 @@ class _Generator:
     ends: tuple[int, ...]
     max_new_tokens: int
     pad_token_id: int
+    sampling: Sampling
 
     def prefill(self, count: int) -> list[Stage]:
         """The stages before the loop."""
@@ -149,6 +164,7 @@ class _Generator:
             max_new_tokens=self.max_new_tokens,
             pad_token_id=self.pad_token_id,
             device=getattr(self.decoder, "device", None),
+            sampling=self.sampling,
         )
         return read(_Prompts(*prompts, NOTHING_SEEN))
 
@@ -169,20 +185,21 @@ class _Generator:
             )
             if end < columns:
                 return replace(prompts, past=cache.grown())
-            return self._first(prompts, scores.argmax(-1), cache.grown())
+            return self._first(prompts, chosen(scores, prompts.chances), cache.grown())
 
-    def _first(self, prompts: _Prompts, chosen: Any, past: KeyValues) -> Any:
+    def _first(self, prompts: _Prompts, tokens: Any, past: KeyValues) -> Any:
         import torch
 
         budgets = prompts.budgets - 1
-        is_last = self._is_last(chosen, budgets)
-        state = _Decoding(chosen, prompts.lengths, budgets, torch.ones_like(is_last), past)
+        is_last = self._is_last(tokens, budgets)
+        is_new = torch.ones_like(is_last)
+        state = _Decoding(tokens, prompts.lengths, budgets, is_new, prompts.chances, past)
         finished: list[bool] = is_last.tolist()
         if not any(finished):
             return state
         going = [row for row, is_finished in enumerate(finished) if not is_finished]
         with torch.inference_mode(mode=False):
-            results = list(chosen[is_last].split(1))
+            results = list(tokens[is_last].split(1))
         return EarlyExit(finished, results, _take(state, going) if going else None)
 
     def step(self, state: _Decoding) -> Stepped:
@@ -199,20 +216,20 @@ class _Generator:
                 numbers >= (columns - lengths)[:, None],
                 cache,
             )
-            chosen, budgets = scores.argmax(-1), state.budgets - 1
-            is_last = self._is_last(chosen, budgets)
+            tokens, budgets = chosen(scores, state.chances), state.budgets - 1
+            is_last = self._is_last(tokens, budgets)
             is_old = torch.zeros_like(is_last)
-            after = _Decoding(chosen, lengths, budgets, is_old, cache.grown())
+            after = _Decoding(tokens, lengths, budgets, is_old, state.chances, cache.grown())
             # One copy to the host for both.
             finished, is_new = torch.stack([is_last, state.is_new]).tolist()
-        two = torch.stack([state.tokens, chosen], 1)  # outside: callers may write to theirs
+        two = torch.stack([state.tokens, tokens], 1)  # outside: callers may write to theirs
         pieces = [both if first else both[1:] for both, first in zip(two, is_new, strict=True)]
         return Stepped(after, pieces, finished)
 
-    def _is_last(self, chosen: Any, budgets: Any) -> Any:
+    def _is_last(self, tokens: Any, budgets: Any) -> Any:
         is_last = budgets <= 0
         for end in self.ends:  # few, and a tensor of them would be copied to the device
-            is_last = is_last | (chosen == end)
+            is_last = is_last | (tokens == end)
         return is_last
 
 
@@ -226,6 +243,7 @@ def _join(states: Sequence[_Decoding]) -> _Decoding:
             lengths=torch.cat([state.lengths for state in states]),
             budgets=torch.cat([state.budgets for state in states]),
             is_new=torch.cat([state.is_new for state in states]),
+            chances=[chance for state in states for chance in state.chances],
             past=gather([(state.past, None) for state in states], length),
         )
 
@@ -243,6 +261,7 @@ def _take(state: _Decoding, rows: Sequence[int]) -> _Decoding:
             lengths=lengths,
             budgets=state.budgets[numbers],
             is_new=state.is_new[numbers],
+            chances=[state.chances[row] for row in rows],
             past=gather([(state.past, numbers)], int(lengths.max())),
         )
 

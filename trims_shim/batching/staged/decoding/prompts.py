@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from trims_shim.batching.padding import Padded
+from trims_shim.batching.staged.decoding.sampling import GREEDY, Chance, Sampling, chance_of
 
 __all__ = ["PromptBatch", "prompts_of"]
+
+
+_WISHES = ("temperature", "top_k", "top_p", "seed")
 
 
 class PromptBatch(NamedTuple):
@@ -18,26 +22,40 @@ class PromptBatch(NamedTuple):
     """``[batch]``"""
     budgets: Any
     """``[batch]``: how many tokens may be generated."""
+    chances: list[Chance | None]
+    """Of each: how its tokens are drawn; None for the likeliest."""
 
 
-def prompts_of(batch: Any, *, max_new_tokens: int, pad_token_id: int, device: Any) -> PromptBatch:
+def prompts_of(
+    batch: Any,
+    *,
+    max_new_tokens: int,
+    pad_token_id: int,
+    device: Any,
+    sampling: Sampling = GREEDY,
+) -> PromptBatch:
     """What a collate has made of prompts: a list of them, or padded, a mapping, or a tensor.
 
-    Raises ValueError for a prompt without tokens, or that asks for none.
+    ``sampling`` is of those that do not ask for another one. Raises ValueError for a prompt without
+    tokens, or that asks for none, and for sampling that cannot be.
     """
     import torch
 
     if isinstance(batch, list):
         tokens, lengths, asked = _listed(batch, pad_token_id, device)
+        wishes = [_wishes(each) for each in batch]
     else:
         tokens, lengths, asked = _padded(batch, device)
+        wishes = _wishes_of_rows(batch, len(lengths))
+    chances = [chance_of(each, sampling, device) for each in wishes]
     if asked is None:
         budgets = torch.full_like(lengths, max_new_tokens)
     else:
         budgets = asked.clamp(max=max_new_tokens)
     if not bool(((lengths > 0) & (budgets > 0)).all()):
         raise ValueError("a prompt needs at least one token, and has to ask for at least one")
-    return PromptBatch(tokens[:, tokens.shape[1] - int(lengths.max()) :], lengths, budgets)
+    tokens = tokens[:, tokens.shape[1] - int(lengths.max()) :]
+    return PromptBatch(tokens, lengths, budgets, chances)
 
 
 def _listed(batch: list[Any], pad_token_id: int, device: Any) -> tuple[Any, Any, Any]:
@@ -81,6 +99,27 @@ def _padded(batch: Any, device: Any) -> tuple[Any, Any, Any]:
         # Stable: padding first, the rest in its order.
         tokens = tokens.gather(1, mask.to(torch.int8).argsort(dim=1, stable=True))
     return tokens, lengths, None if asked is None else _tensor(asked, device).reshape(-1)
+
+
+def _wishes(prompt: Any) -> dict[str, Any]:
+    """What it says of sampling, as numbers."""
+    if not isinstance(prompt, Mapping):
+        return {}
+    return {name: _number(prompt[name]) for name in _WISHES if prompt.get(name) is not None}
+
+
+def _wishes_of_rows(batch: Any, count: int) -> list[dict[str, Any]]:
+    if not isinstance(batch, Mapping):
+        return [{}] * count
+    columns = {name: batch[name] for name in _WISHES if batch.get(name) is not None}
+    return [
+        _wishes({name: values[row] for name, values in columns.items()}) for row in range(count)
+    ]
+
+
+def _number(value: Any) -> Any:
+    """Of an array without axes, too."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def _parts(batch: Any) -> tuple[Any, Any, Any]:
