@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx
 import onnxruntime
+from onnx.external_data_helper import load_external_data_for_tensor
 from onnx_models import save
 from onnx_models import save_external as save_all_external
 
@@ -103,6 +104,19 @@ def _both_linked(work: Work, sample: Any) -> Path:
     return work.file("snapshot/model.onnx", lambda path: path.symlink_to("../blobs/weights.onnx"))
 
 
+def _hub_cache(work: Work, sample: Any) -> Path:
+    """The same with a folder in the snapshot, and blobs that are named by their digests."""
+    blobs, snapshot = work.directory / "blobs", work.directory / "snapshots" / "5c38" / "onnx"
+    if not blobs.exists():
+        blobs.mkdir()
+        snapshot.mkdir(parents=True)
+        save_external(sample, "model.onnx_data")(blobs / "1f0e")
+        (blobs / "model.onnx_data").rename(blobs / "77ab")
+        (snapshot / "model.onnx").symlink_to("../../../blobs/1f0e")
+        (snapshot / "model.onnx_data").symlink_to("../../../blobs/77ab")
+    return snapshot / "model.onnx"
+
+
 def _linked_directory(work: Work, sample: Any) -> Path:
     (work.directory / "real").mkdir(exist_ok=True)
     work.file("real/model.onnx", save_external(sample))
@@ -116,7 +130,14 @@ def _hard_linked(work: Work, sample: Any) -> Path:
 
 LINKS = {
     function.__name__.strip("_"): function
-    for function in (_linked_data, _linked_model, _both_linked, _linked_directory, _hard_linked)
+    for function in (
+        _linked_data,
+        _linked_model,
+        _both_linked,
+        _hub_cache,
+        _linked_directory,
+        _hard_linked,
+    )
 }
 
 
@@ -124,6 +145,22 @@ LINKS = {
 def external_data_and_links(work: Work, link: Callable[[Work, Any], Path]) -> object:
     sample = made("transformer", seed=61)
     return attempt(opened, sample, link(work, sample), options())
+
+
+@case(served=True)
+def external_data_of_two_models(work: Work) -> object:
+    """Two graphs over the weights of one file, of which one takes only a part."""
+    sample = made("transformer", seed=61)
+    work.file("weights.bin", lambda path: path.write_bytes(_weights_of(sample)))
+    whole = work.file("whole.onnx", lambda p: p.write_bytes(_relocated(sample, "weights.bin")))
+    part = onnx.ModelProto.FromString(whole.read_bytes())
+    part.graph.name = "part"
+    tensor = next(each for each in part.graph.initializer if each.external_data)
+    load_external_data_for_tensor(tensor, str(work.directory))
+    del tensor.external_data[:]
+    tensor.data_location = onnx.TensorProto.DEFAULT
+    path = work.file("part.onnx", lambda path: path.write_bytes(part.SerializeToString()))
+    return [opened(sample, whole, options()), opened(sample, path, options())]
 
 
 _LARGE_BYTES = 500_000
