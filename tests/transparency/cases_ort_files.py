@@ -200,6 +200,28 @@ def external_data_unaligned(work: Work) -> object:
     return opened(sample, work.file("model.onnx", lambda p: p.write_bytes(content)), options())
 
 
+@cases(
+    {"location": (), "offset": ("offset",), "checksum": ("offset", "length", "checksum")},
+    served=True,
+)
+def external_data_that_says_less_or_more(work: Work, keys: tuple[str, ...]) -> object:
+    """A file for each tensor needs neither offset nor length; a checksum is not looked at."""
+    sample = made("transformer", seed=61)
+    model = onnx.ModelProto.FromString(sample.content)
+    for number, tensor in enumerate(_outside(model, _SMALL_BYTES)):
+        data, name = tensor.raw_data, f"{number}.bin"
+        work.file(name, lambda path, data=data: path.write_bytes(data))
+        known = {"offset": "0", "length": str(len(data)), "checksum": "0" * 40}
+        tensor.external_data.add(key="location", value=name)
+        for key in keys:
+            tensor.external_data.add(key=key, value=known[key])
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        tensor.ClearField("raw_data")
+    content = model.SerializeToString(deterministic=True)
+    path = work.file("model.onnx", lambda path: path.write_bytes(content))
+    return opened(sample, path, options())
+
+
 ODD: dict[str, dict[str, str]] = {
     "missing": {"location": "nothing.bin"},
     "empty_location": {"location": ""},
