@@ -424,7 +424,7 @@ class World:
         with contextlib.suppress(Exception):
             self.stop_daemon()
         try:
-            wait_until(lambda: not self.processes(), "all processes gone", timeout_s=5)
+            wait_until(lambda: not self.processes(), "all processes gone", timeout_s=10)
         except AssertionError:
             left = {pid: self._command(pid) for pid in self.processes()}
             for pid in left:

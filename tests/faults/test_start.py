@@ -47,7 +47,7 @@ def test_two_hundred_starts_at_once_give_one_daemon(make_world: Any) -> None:
     assert len(words) == 200
     assert {word.partition(" ")[2] for word in words} == {"True"}, world.log()
     assert len({word.partition(" ")[0] for word in words}) == 1
-    assert world.processes() == [world.pid()]
+    wait_until(lambda: world.processes() == [world.pid()], "all others have ended")
     assert world.log().count(" serves ") == 1
 
 
@@ -63,7 +63,7 @@ def test_forty_starts_over_what_a_killed_daemon_left(running: World, repeat: int
     pids = {int(word.partition(" ")[0]) for word in words}
     assert len(pids) == 1
     assert old not in pids
-    assert world.processes() == list(pids)
+    wait_until(lambda: world.processes() == list(pids), "all others have ended")
     names = os.listdir(world.sockets)
     assert sum(name.startswith("control-") for name in names) == 1
     assert sum(name.startswith("events-") for name in names) == 1
@@ -78,7 +78,7 @@ def test_starts_of_daemons_by_hand_leave_one(world: World) -> None:
     for child in children:
         if child.pid != pid:
             assert child.wait() == 0
-    assert world.processes() == [pid]
+    wait_until(lambda: world.processes() == [pid], "all others have ended")
 
 
 def test_the_daemon_is_nobodys_child_and_the_starter_has_no_zombie(world: World) -> None:
@@ -106,7 +106,7 @@ def test_the_daemon_does_not_inherit_what_its_starter_had(world: World) -> None:
     assert "/etc/hostname" not in world.descriptors(pid).values()
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
     world.signal(pid, signal.SIGTERM)
-    wait_until(lambda: process_state(pid) == "", "SIGTERM ends it", timeout_s=5)
+    wait_until(lambda: process_state(pid) == "", "SIGTERM ends it")
 
 
 def test_a_daemon_that_cannot_start_says_why(make_world: Any) -> None:
@@ -145,22 +145,23 @@ def test_a_crowd_hears_at_once_that_no_daemon_can_start(make_world: Any) -> None
 def test_idle_exit_only_without_lease_and_pin(make_world: Any) -> None:
     world = make_world(idle_exit="1")
     path = world.file(1)
-    pid = world.start()
-    holder = world.spawn(f"arena = open_file({path!r})\nsay(arena.image.digest)\nhear()\n")
-    digest = holder.hear()
+    holder = world.spawn(
+        f"arena = open_file({path!r})\nsay([arena.image.digest, cache().welcome().pid])\nhear()\n"
+    )
+    digest, pid = holder.hear()
     time.sleep(2.5)
-    assert process_state(pid) == "S", "it exited while an image was leased"
+    assert process_state(pid) in ("S", "R"), "it exited while an image was leased"
     pinner = world.connection()
     pinner.request(admin.PinImageRequest(digest, True))
     pinner.close()
     holder.say()
     holder.wait()
     time.sleep(2.5)
-    assert process_state(pid) == "S", "it exited while an image was pinned"
+    assert process_state(pid) in ("S", "R"), "it exited while an image was pinned"
     pinner = world.connection()
     pinner.request(admin.PinImageRequest(digest, False))
     pinner.close()
-    wait_until(lambda: process_state(pid) == "", "idle exit", timeout_s=6)
+    wait_until(lambda: process_state(pid) == "", "idle exit")
     assert not [name for name in os.listdir(world.sockets) if ".sock" in name]
     second = world.run(f"open_file({path!r})\nsay(cache().welcome().pid)\n")
     assert second != pid
@@ -175,7 +176,7 @@ def test_an_idle_client_does_not_keep_it(make_world: Any) -> None:
         f"arena = open_file({paths[1]!r})\nsay([cache().welcome().pid, data(arena)[:8].hex()])\n"
     )
     pid = child.hear()
-    wait_until(lambda: process_state(pid) == "", "idle exit", timeout_s=6)
+    wait_until(lambda: process_state(pid) == "", "idle exit")
     child.say()
     second, begin = child.hear()
     assert second != pid
