@@ -124,6 +124,12 @@ def _forget_devices() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _only_what_is_new_is_garbage() -> None:
+    """The collector does not look again at what is there: libraries, and other tests' modules."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _no_patch_is_forgotten() -> Iterator[None]:
     """What a test file leaves patched is known to the switch, so that later files can undo it.
 

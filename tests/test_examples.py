@@ -39,7 +39,7 @@ print("served by the cache:", trims_shim.stats().served)
 
 Run = Callable[..., str]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LIMIT_S)]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from benchmarks.ort_plan import FULL, Model, Run, check_equal, check_served  # n
 from benchmarks.plan import Findings  # noqa: E402
 
 MODEL = Model("bert-base", "/nowhere/bert.onnx", 438_000_000)
-SMOKE_S = 170
+SMOKE_S = 400
 
 
 def sample(seconds: float, *, mapped: int = 1, checksum: str = "a") -> dict[str, Any]:
