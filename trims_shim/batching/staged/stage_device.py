@@ -38,7 +38,7 @@ def demand_of_best_size(profile: LatencyProfile, size: int) -> float:
     """
     sizes = range(1, profile.max_batch_size + 1)
     best_ns = min(profile.latency_ns(each) / each for each in sizes)
-    return size * best_ns / profile.latency_ns(size)
+    return min(1.0, size * best_ns / profile.latency_ns(size))  # it was divided by the size before
 
 
 def demand_of_line(profile: LatencyProfile, size: int) -> float:
