@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 from onnx_models import Graph, perceptron, save
 from prepare_requests import prepare
 
 from trims_shim.daemon import optimising, preparer
 from trims_shim.daemon.optimising import Sessions
+from trims_shim.wire.duties import PrepareReply
 
 
 class TestRecipe:
@@ -63,6 +68,39 @@ def test_files_are_written_from_memory_of_its_own(
     monkeypatch.setattr(os, "pwrite", spy)
     assert prepare(model, directory).reason == ""
     assert kinds == {bytes}
+
+
+def stored_weight(directory: Path) -> Any:
+    model = onnx.load(directory / "model.onnx", load_external_data=False)
+    (tensor,) = model.graph.initializer
+    (offset,) = [int(each.value) for each in tensor.external_data if each.key == "offset"]
+    content = (directory / "weights.bin").read_bytes()
+    return np.frombuffer(content, np.float32, np.prod(tensor.dims), offset).reshape(tensor.dims)
+
+
+@pytest.mark.parametrize(("machine", "is_transposed"), [("x86_64", True), ("aarch64", False)])
+def test_packed_weights_of_products_are_transposed(
+    machine: str,
+    is_transposed: bool,
+    tmp_path: Path,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    graph = Graph("product")
+    graph.input("x", ["n", 96])
+    graph.node("Gemm", "x", graph.weight("w", 96, 256), outputs=["y"])
+    graph.output("y", ["n", 256])
+    (weight,) = map(numpy_helper.to_array, graph.initializers)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(graph.model().SerializeToString())
+    assert prepare(path, directory) == PrepareReply(probe="equal")
+    if b"prepacked_" not in (directory / "model.onnx").read_bytes():
+        pytest.skip("this onnxruntime saves no packed weights")
+    expected = weight.T if is_transposed else weight
+    np.testing.assert_array_equal(stored_weight(directory), expected)
+    assert prepare(path, directory, prepack="off") == PrepareReply(probe="equal")
+    np.testing.assert_array_equal(stored_weight(directory), weight)
 
 
 class TestLimits:

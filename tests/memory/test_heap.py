@@ -1,4 +1,4 @@
-"""What a block of work leaves free in the C heap goes back, and only that.
+"""What a block of work leaves free in the C heap goes back, and only that; it finds huge pages.
 
 Each case runs in a process of its own: the heap of the test process has a past.
 """
@@ -107,6 +107,94 @@ def test_other_c_libraries_are_no_trouble() -> None:
     run(f"""
 heap._libc = object()
 assert heap.free_bytes() is None
-with heap.given_back():
+with heap.given_back(), heap.roomy(100 << 20):
     fill({PIECES})
+""")
+
+
+class TestRoom:
+    """A block finds room in the heap; what is not there is no trouble."""
+
+    def test_large_allocations_come_from_it(self) -> None:
+        run(f"""
+heap._libc = libc
+advised = []
+class Libc:
+    def __getattr__(self, name):
+        return getattr(libc, name)
+    def madvise(self, start, length, advice):
+        advised.append((start.value, start.value + length.value, advice))
+        return libc.madvise(start, length, advice)
+heap._libc = Libc()
+with heap.given_back(), heap.roomy(200 << 20):
+    held = resident()
+    found = libc.malloc(150 << 20)
+    (start, end, advice), = advised
+    assert start - {os.sysconf("SC_PAGE_SIZE")} < found and found + (150 << 20) <= end
+    assert advice == 14
+    assert resident() < held + (8 << 20), "room is not memory"
+    ctypes.memset(found, 1, 150 << 20)
+    libc.free(found)
+assert resident() < held + (8 << 20), (held, resident())
+assert heap.free_bytes() < 64 << 20
+""")
+
+    def test_threads_have_heaps_of_their_own(self) -> None:
+        run("""
+import threading
+heap._libc = libc
+def work():
+    with heap.given_back(), heap.roomy(200 << 20):
+        found = libc.malloc(150 << 20)
+        ctypes.memset(found, 1, 150 << 20)
+        libc.free(found)
+    done.append(True)
+done = []
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+assert done
+""")
+
+    def test_a_block_that_raises_leaves_none(self) -> None:
+        run("""
+heap._libc = libc
+try:
+    with heap.roomy(200 << 20):
+        raise KeyError
+except KeyError:
+    assert heap.free_bytes() < 64 << 20
+else:
+    raise AssertionError
+""")
+
+    def test_a_heap_with_enough_of_its_own(self) -> None:
+        run(f"""
+fill({2 * heap._LARGE_BYTES // PIECE_BYTES})
+with heap.roomy(200 << 20):  # `Libc` has no malloc
+    pass
+""")
+
+    def test_addresses_that_are_short(self) -> None:
+        run("""
+import resource
+heap._libc = libc
+resource.setrlimit(resource.RLIMIT_DATA, (100 << 20, 100 << 20))
+for size in (64 << 20, 1 << 40):
+    with heap.given_back(), heap.roomy(size):
+        found = libc.malloc(4 << 20)
+        assert found
+        libc.free(found)
+""")
+
+    def test_memory_that_is_mapped_anyway(self) -> None:
+        """A program may fix the size from which allocations are mappings."""
+        run("""
+heap._libc = libc
+libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+with heap.given_back(), heap.roomy(200 << 20):
+    found = libc.malloc(150 << 20)
+    ctypes.memset(found, 1, 150 << 20)
+    libc.free(found)
+assert resident() < 100 << 20
 """)

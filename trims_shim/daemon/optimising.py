@@ -16,6 +16,7 @@ import contextlib
 import errno
 import mmap
 import os
+import platform
 import resource
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from trims_shim.errors import FormatError, NotServed
 from trims_shim.formats.onnx_inputs import without_lost_inputs
 from trims_shim.formats.onnx_metadata import with_metadata_order
 from trims_shim.formats.onnx_relayout import Relayout, relayout
+from trims_shim.formats.onnx_transposition import Transposition, with_transposed_weights
 from trims_shim.wire.messages import SessionRecipe
 
 __all__ = [
@@ -42,6 +44,9 @@ _SAVED_WEIGHTS = "saved.bin"
 _EXTERNAL_FROM_BYTES = 1024
 """onnxruntime's own default; what is smaller is not worth an entry."""
 _WRITE_BYTES = 64 << 20
+_PACKING_ALIKE = frozenset({"x86_64"})
+"""Processors on which the transpose was seen to be packed into the same bytes, by the same kernel.
+Elsewhere (KleidiAI on ARM) it may be another one, and what lies in the file would not be found."""
 _FATAL_ONLY = 4
 _MACHINE_ENTRIES = frozenset({"session.intra_op_thread_affinities"})
 """Must agree with the number of threads, and change no result."""
@@ -184,13 +189,14 @@ def place(directory: str, *, source: str = "") -> None:
     try:
         with _mapped(saved) as model, _mapped(weights) as data:
             result = relayout(model, data_size_bytes=len(data), location=WEIGHTS_NAME)
+            content, transposed = _transposable(result.model)
             with _mapped(source) as original:
-                content = with_metadata_order(result.model, original)
+                content = with_metadata_order(content, original)
                 content = without_lost_inputs(content, original)
             with _created(os.path.join(directory, MODEL_NAME)) as target:
                 _write(target, memoryview(content), 0)
             with _created(os.path.join(directory, WEIGHTS_NAME)) as target:
-                _write_weights(target, result, data)
+                _write_weights(target, result, data, transposed)
     except FormatError as error:
         if _is_full(directory):
             raise disk_full(error) from error
@@ -205,14 +211,33 @@ def place(directory: str, *, source: str = "") -> None:
                 os.unlink(path)
 
 
-def _write_weights(target: int, result: Relayout, data: memoryview) -> None:
+def _transposable(model: bytes) -> tuple[bytes, tuple[Transposition, ...]]:
+    if platform.machine() not in _PACKING_ALIKE:
+        return model, ()
+    return with_transposed_weights(model)
+
+
+def _write_weights(
+    target: int, result: Relayout, data: memoryview, transposed: tuple[Transposition, ...]
+) -> None:
+    turned = {each.offset_bytes: each for each in transposed}
     if result.size_bytes:
         # Without room for all of it nothing is written; what is between the copies is zero.
         os.posix_fallocate(target, 0, result.size_bytes)
     for copy in result.copies:
         end = copy.source_offset + copy.size_bytes
         with data[copy.source_offset : end] as part:
-            _write(target, part, copy.target_offset)
+            if matrix := turned.get(copy.target_offset):
+                _write(target, _transposed(part, matrix), copy.target_offset)
+            else:
+                _write(target, part, copy.target_offset)
+
+
+def _transposed(data: memoryview, matrix: Transposition) -> memoryview:
+    import numpy as np
+
+    elements = np.frombuffer(data, np.uint32).reshape(matrix.rows, matrix.columns)
+    return memoryview(elements.T.tobytes())
 
 
 def _write(target: int, data: memoryview, offset: int) -> None:

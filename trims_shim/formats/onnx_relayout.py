@@ -51,13 +51,22 @@ from trims_shim.formats.onnx_structure import (
 from trims_shim.formats.protobuf import MAX_MESSAGE_BYTES, WireReader, encode_field
 from trims_shim.specs import Span
 
-__all__ = ["ALIGNMENT_BYTES", "PAGE_BYTES", "Copy", "Relayout", "relayout"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "PAGE_BYTES",
+    "PREPACKED",
+    "Copy",
+    "Relayout",
+    "external_tensors",
+    "relayout",
+]
 
 ALIGNMENT_BYTES = 64
 PAGE_BYTES = 4096
 _LARGE_BYTES = 64 << 10
 """From here on the padding to a page does not count."""
-_PREPACKED = "prepacked_"
+PREPACKED = "prepacked_"
+"""With a number, the key of an entry."""
 _PLAIN_KEYS = frozenset({"location", "offset", "length"})
 
 
@@ -91,7 +100,7 @@ def relayout(model: Any, *, data_size_bytes: int, location: str) -> Relayout:
     with WireReader(model) as reader:
         spans: set[Span] = set()
         locations = set()
-        for tensor in _external_tensors(reader, Message.MODEL, 0, len(reader.view), depth=0):
+        for tensor in external_tensors(reader, Message.MODEL, 0, len(reader.view), depth=0):
             locations.add(read_external(tensor).location)
             spans.update(_spans_of(tensor))
         if len(locations) > 1:
@@ -106,16 +115,17 @@ def relayout(model: Any, *, data_size_bytes: int, location: str) -> Relayout:
     return Relayout(result, copies, size)
 
 
-def _external_tensors(
+def external_tensors(
     reader: WireReader, message: Message, start: int, end: int, *, depth: int
 ) -> Iterator[TensorHeader]:
+    """All in the message in ``[start, end)``, which is inside ``depth`` others."""
     for _, child, first, stop in read_children(reader, message, start, end, depth=depth):
         if child is Message.TENSOR:
             tensor = read_tensor(reader, first, stop)
             if tensor.is_external:
                 yield tensor
         elif child is not None:
-            yield from _external_tensors(reader, child, first, stop, depth=depth + 1)
+            yield from external_tensors(reader, child, first, stop, depth=depth + 1)
 
 
 def _spans_of(tensor: TensorHeader) -> list[Span]:
@@ -135,7 +145,7 @@ def _spans_of(tensor: TensorHeader) -> list[Span]:
         raise UnsupportedFormat(f"tensor {tensor.name!r}: external data without an offset")
     spans = [Span(data.offset_bytes, data.size_bytes)]
     for key, value in tensor.entries:
-        if key.startswith(_PREPACKED):
+        if key.startswith(PREPACKED):
             spans.extend(_read_prepacked(tensor, value)[1])
         elif key not in _PLAIN_KEYS:
             raise UnsupportedFormat(f"tensor {tensor.name!r}: external data has a {key[:64]!r}")

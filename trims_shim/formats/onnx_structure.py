@@ -36,6 +36,8 @@ from trims_shim.specs import Span
 __all__ = [
     "ENTRY_KEY",
     "ENTRY_VALUE",
+    "TENSOR_DIM",
+    "TENSOR_DIMS",
     "TENSOR_EXTERNAL_DATA",
     "ExternalData",
     "Message",
@@ -102,8 +104,9 @@ _SINGULAR: Mapping[Message, frozenset[int]] = {
     Message.TENSOR: frozenset(),
 }
 
-_TENSOR_DIM = varint(1)
-_TENSOR_DIMS = delimited(1)
+TENSOR_DIM = varint(1)
+TENSOR_DIMS = delimited(1)
+"""Several in one field."""
 _TENSOR_DTYPE = varint(2)
 _TENSOR_NAME = delimited(8)
 _TENSOR_RAW = delimited(9)
@@ -209,7 +212,7 @@ def read_tensor(reader: WireReader, start: int, end: int) -> TensorHeader:
     raw = None
     entries = []
     for key, first, stop in reader.fields(start, end):
-        if key == _TENSOR_DIM:
+        if key == TENSOR_DIM:
             shape.append(signed64(first))
         elif key == _TENSOR_DTYPE:
             dtype = signed32(first)
@@ -221,7 +224,7 @@ def read_tensor(reader: WireReader, start: int, end: int) -> TensorHeader:
             is_external = _LOCATIONS.get(signed32(first), is_external)
         elif key == TENSOR_EXTERNAL_DATA:
             entries.append(_read_entry(reader, first, stop))
-        elif key == _TENSOR_DIMS:
+        elif key == TENSOR_DIMS:
             shape.extend(_read_packed_dims(reader, first, stop))
     if len(shape) > _MAX_RANK:
         raise UnsupportedFormat(f"tensor {name[:64]!r}: {len(shape)} dimensions")

@@ -55,6 +55,9 @@ __all__ = ["POINTS"]
 _logger = logging.getLogger("trims_shim")
 
 _CPU = "CPUExecutionProvider"
+_GRAPH_BYTES = 16 << 20
+"""What a session of a few hundred nodes allocates for itself. Besides, one weight at a time is
+packed: of what is prepared at most half, since that has the weights and what was packed of them."""
 _ATTRIBUTES = ("_model_path", "_model_bytes", "_sess_options", "_read_config_from_model", "_sess")
 """Of a session, which the original reads or sets and this file has to."""
 
@@ -203,6 +206,7 @@ def _create_prepared(
         shown = records.clone(settings.options, settings.record)
         with (
             heap.given_back(),
+            heap.roomy(_GRAPH_BYTES + prepared.size_bytes // 2),
             _with_attributes(session, prepared.path, None, options),
             _on_device(session, options, prepared.path, plan.recipe),
         ):
