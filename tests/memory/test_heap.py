@@ -107,7 +107,7 @@ def test_other_c_libraries_are_no_trouble() -> None:
     run(f"""
 heap._libc = object()
 assert heap.free_bytes() is None
-with heap.given_back(), heap.roomy(100 << 20):
+with heap.given_back(room_bytes=100 << 20):
     fill({PIECES})
 """)
 
@@ -126,7 +126,7 @@ class Libc:
         advised.append((start.value, start.value + length.value, advice))
         return libc.madvise(start, length, advice)
 heap._libc = Libc()
-with heap.given_back(), heap.roomy(200 << 20):
+with heap.given_back(room_bytes=200 << 20):
     held = resident()
     found = libc.malloc(150 << 20)
     (start, end, advice), = advised
@@ -144,7 +144,7 @@ assert heap.free_bytes() < 64 << 20
 import threading
 heap._libc = libc
 def work():
-    with heap.given_back(), heap.roomy(200 << 20):
+    with heap.given_back(room_bytes=200 << 20):
         found = libc.malloc(150 << 20)
         ctypes.memset(found, 1, 150 << 20)
         libc.free(found)
@@ -160,7 +160,7 @@ assert done
         run("""
 heap._libc = libc
 try:
-    with heap.roomy(200 << 20):
+    with heap.given_back(room_bytes=200 << 20):
         raise KeyError
 except KeyError:
     assert heap.free_bytes() < 64 << 20
@@ -171,7 +171,7 @@ else:
     def test_a_heap_with_enough_of_its_own(self) -> None:
         run(f"""
 fill({2 * heap._LARGE_BYTES // PIECE_BYTES})
-with heap.roomy(200 << 20):  # `Libc` has no malloc
+with heap.given_back(room_bytes=200 << 20):  # `Libc` has no malloc
     pass
 """)
 
@@ -181,7 +181,7 @@ import resource
 heap._libc = libc
 resource.setrlimit(resource.RLIMIT_DATA, (100 << 20, 100 << 20))
 for size in (64 << 20, 1 << 40):
-    with heap.given_back(), heap.roomy(size):
+    with heap.given_back(room_bytes=size):
         found = libc.malloc(4 << 20)
         assert found
         libc.free(found)
@@ -192,7 +192,7 @@ for size in (64 << 20, 1 << 40):
         run("""
 heap._libc = libc
 libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
-with heap.given_back(), heap.roomy(200 << 20):
+with heap.given_back(room_bytes=200 << 20):
     found = libc.malloc(150 << 20)
     ctypes.memset(found, 1, 150 << 20)
     libc.free(found)

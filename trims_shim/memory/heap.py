@@ -2,15 +2,13 @@
 
 glibc keeps freed memory for the next allocation. To create a session onnxruntime packs one weight
 after another into memory that it frees at once, and 10 to 25 MB stay with each process: as much as
-all else that a session on shared weights needs. :func:`given_back` returns it to the system.
+all else that a session on shared weights needs. So what a block left free goes back to the system.
 
-:func:`roomy` makes the memory of such a block huge pages where the system gives them to who asks:
-thousands of page faults less, and the largest weight of a GPT-2 is packed into 154 MB. It does what
-any program may do to its own memory: allocate a few large pieces, advise the kernel, and free them
-again; the heap then has this room free when the block begins. Two figures are of more than a
-second's effect: the size from which glibc maps memory instead of taking it from the heap grows to
-31 MB, and what it keeps at the end of the heap to twice that, as by every program that has freed an
-array of 31 MB (docs/decisions/0008-prepared-onnx-models.md).
+Such a block may also find room made for it, in huge pages where the system gives them to who asks:
+that saves thousands of page faults. It is done as any program may do it with its own memory:
+allocate a few large pieces, advise the kernel, and free them again. What lasts is what a program
+does that frees an array of 31 MB: glibc takes smaller ones from the heap from then on, and keeps
+twice as much free at its end (docs/decisions/0008-prepared-onnx-models.md).
 
 Nothing else changes but where allocations come from. Only what became free in the block is a reason
 to act, and a large heap is left alone: to walk it takes time, and a program that frees much may be
@@ -26,7 +24,7 @@ import mmap
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["free_bytes", "given_back", "roomy"]
+__all__ = ["free_bytes", "given_back"]
 
 _WORTH_BYTES = 4 << 20
 _LARGE_BYTES = 64 << 20
@@ -70,36 +68,31 @@ def free_bytes() -> int | None:
 
 
 @contextlib.contextmanager
-def given_back() -> Iterator[None]:
+def given_back(*, room_bytes: int = 0) -> Iterator[None]:
     """Return to the system what the block leaves free, unless it raises; takes a millisecond.
 
-    Other threads that allocate wait meanwhile, as for any allocation.
+    The block finds ``room_bytes`` (1 GiB at most) free in huge pages. They are addresses: memory is
+    what it writes to. Other threads that allocate wait meanwhile, as for any allocation.
     """
     before = free_bytes()
-    yield
-    after = free_bytes()
-    if before is None or after is None or before > _LARGE_BYTES:
+    if before is None or before > _LARGE_BYTES:
+        yield
         return
-    if after - before >= _WORTH_BYTES:
+    with _room(min(room_bytes, _LIMIT_BYTES)):
+        yield
+    after = free_bytes()
+    if after is not None and after - before >= _WORTH_BYTES:
         _libc.malloc_trim(0)
 
 
 @contextlib.contextmanager
-def roomy(size_bytes: int) -> Iterator[None]:
-    """Let the block find ``size_bytes`` (1 GiB at most) of the heap free, in huge pages.
-
-    They are addresses: memory is what the block writes to. Inside of :func:`given_back`. Takes
-    a tenth of a millisecond, and does nothing where the heap has enough already.
-    """
-    free = free_bytes()
-    if free is None or free > _LARGE_BYTES:
-        yield
-        return
-    end = _make_room(min(size_bytes, _LIMIT_BYTES))
+def _room(size_bytes: int) -> Iterator[None]:
+    end = _make_room(size_bytes) if size_bytes else None
     try:
         yield
     finally:
-        _libc.free(end)
+        if end is not None:
+            _libc.free(end)
 
 
 def _make_room(size_bytes: int) -> ctypes.c_void_p:

@@ -205,8 +205,7 @@ def _create_prepared(
         )
         shown = records.clone(settings.options, settings.record)
         with (
-            heap.given_back(),
-            heap.roomy(_GRAPH_BYTES + prepared.size_bytes // 2),
+            heap.given_back(room_bytes=_GRAPH_BYTES + prepared.size_bytes // 2),
             _with_attributes(session, prepared.path, None, options),
             _on_device(session, options, prepared.path, plan.recipe),
         ):
