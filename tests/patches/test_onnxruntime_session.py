@@ -72,9 +72,11 @@ class TestHits:
         self, preparations: Preparations, path: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         entered: list[str] = []
+        room = []
 
         @contextlib.contextmanager
-        def given_back() -> Iterator[None]:
+        def given_back(*, room_bytes: int) -> Iterator[None]:
+            room.append(room_bytes)
             entered.append("begin")
             yield
             entered.append("end")
@@ -84,6 +86,7 @@ class TestHits:
         assert entered == []  # onnxruntime's own session is left as it is
         assert is_hit(new(path))
         assert entered == ["begin", "end"]
+        assert room[0] > os.path.getsize(path)  # as much as can be packed at a time, and more
 
     def test_a_path_object(self, preparations: Preparations, path: str, made: Sample) -> None:
         session = hit(pathlib.Path(path))
