@@ -156,6 +156,8 @@ class Way:
     lanes: int | None = None
     """How much runs at once; by default what the device is said to do."""
     pairs: int = 2
+    width: float | None = None
+    """Of the device, as it was measured."""
 
 
 def run(scene: Scene, way: Way, loads: Sequence[float], *, count: int, seed: int) -> StagedOutcome:
@@ -163,6 +165,11 @@ def run(scene: Scene, way: Way, loads: Sequence[float], *, count: int, seed: int
     device = scene.staged if way.is_staged else scene.unstaged
     longest = max(scene.profiles)
     profiles = {length: device.profile(length) for length in scene.profiles}
+    if way.width is not None:
+        profiles = {
+            length: StagedProfile(each.stages, preferred=each.preferred, width=way.width)
+            for length, each in profiles.items()
+        }
     lanes = way.lanes or DEVICES[scene.device][1]
 
     def make_rule(key: Hashable) -> Rule:

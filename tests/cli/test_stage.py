@@ -18,6 +18,7 @@ from trims_shim.batching.staged.profile_files import (
     load_saved_stages,
     save_staged_profile,
 )
+from trims_shim.batching.staged.stage_profile import StagedProfile
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 
@@ -156,6 +157,23 @@ def test_each_stage_is_measured_and_saved(
     with Batcher(app().staged, profile="made.json", max_batch_size=4, collate="list") as batcher:
         assert batcher.profile == load_saved_stages("made.json").profile
         assert batcher([7]) == [7]
+
+
+def test_two_at_once_are_measured_if_asked_for(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*STAGED, "--sizes", "1,2", "--repeats", "1", "--lanes", "-o", "made.json"]
+    assert main(["stage", *words]) == Exit.OK
+    assert "\ntwo at once: " in capsys.readouterr().out
+    width = load_saved_stages("made.json").width
+    assert width is not None
+    with Batcher(
+        app().staged, profile="made.json", max_batch_size=2, collate="list", devices=2
+    ) as batcher:
+        assert batcher([7]) == [7]
+        found = batcher.profile
+        assert isinstance(found, StagedProfile)
+        assert found.width == width
 
 
 def test_sizes_go_up_to_the_largest(

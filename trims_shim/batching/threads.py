@@ -28,7 +28,7 @@ from trims_shim.batching.protocol import TIMER, Request
 from trims_shim.batching.replies import BatchFuture, BlockedCall, Entry, Seat, deliver
 from trims_shim.errors import BatcherClosed, QueueFull
 
-__all__ = ["IDLE_S", "ThreadDispatch", "join_workers"]
+__all__ = ["IDLE_S", "ThreadDispatch", "adopt_torch_threads", "join_workers"]
 
 _logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class ThreadDispatch(Dispatch):
 
     def _run_in_worker(self, job: Job) -> None:
         try:
-            _adopt_torch_threads()
+            adopt_torch_threads()
             self._execute(job)
         except BaseException as error:
             if job.results is None:
@@ -376,7 +376,7 @@ def join_workers(timeout_s: float) -> None:
         thread.join(max(0.0, end_s - time.monotonic()))
 
 
-def _adopt_torch_threads() -> None:
+def adopt_torch_threads() -> None:
     """Make ``torch.set_num_threads`` hold in this thread, too.
 
     A thread of its own begins with OpenMP's default number of threads, and keeps it until ATen is

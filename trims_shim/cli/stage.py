@@ -27,6 +27,8 @@ from trims_shim.batching.staged.profiling import (
     best_try,
     try_stages,
 )
+from trims_shim.batching.staged.stage_profile import WIDE
+from trims_shim.batching.staged.width import measure_width
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.stage_target import StageTarget
 from trims_shim.cli.targets import import_from_here
@@ -42,6 +44,8 @@ _BUSY = 0.2
 """Of a machine that does nothing else, it is some per cent."""
 _SIZES_TO_TRY = 3
 _REPEATS_OF_TRIES = 10
+_SOME = 0.3
+"""Of a width: below, the second lane is hardly ever used (docs/decisions/0011)."""
 
 
 def profile(arguments: argparse.Namespace) -> Exit:
@@ -135,7 +139,7 @@ def _measured(
             sizes,
             repeats=arguments.repeats,
             clock=time.perf_counter_ns,
-            limit_ns=left_ns // (len(target.lengths) - number),
+            limit_ns=left_ns // (len(target.lengths) - number + arguments.lanes),
         )
         tell.steadiness(passes.unsteadiness)
         latencies_ns[length] = passes.median_ns()
@@ -147,6 +151,26 @@ def _measured(
         name=arguments.model,
         machine=machine_text(),
         note="made by `trims stage profile`",
+        width=_width(target, model, sizes, arguments, end_ns) if arguments.lanes else None,
+    )
+
+
+def _width(
+    target: StageTarget,
+    model: StagedModel,
+    sizes: Sequence[int],
+    arguments: argparse.Namespace,
+    end_ns: int,
+) -> float:
+    """With the longest items."""
+    return measure_width(
+        model,
+        target.make_batch(target.lengths[-1]),
+        sizes,
+        lanes=[lane_of(arguments.device) for _ in range(2)],
+        clock=time.perf_counter_ns,
+        repeats=arguments.repeats,
+        limit_ns=max(0, end_ns - time.perf_counter_ns()),
     )
 
 
@@ -253,7 +277,15 @@ def _findings(saved: SavedStages, tries: Sequence[StagesTry]) -> list[str]:
         f"input diversity: {inputs[diversity.inputs]}",
         f"operator diversity: {_yes(diversity.operators)}: stages prefer batches of {prefers}",
         f"load diversity: {_yes(diversity.load)}: catching up saves {max(0.0, gain):.0%}",
+        *_lanes_found(profile.width),
     ]
+
+
+def _lanes_found(width: float | None) -> list[str]:
+    if width is None:
+        return []
+    gains = "always" if width >= WIDE else "at low load" if width >= _SOME else "hardly"
+    return [f"two at once: {gains} of use; {width:.0%} of what one batch leaves is another's"]
 
 
 def _yes(is_so: bool) -> str:
@@ -277,6 +309,7 @@ def _described(saved: SavedStages, tries: Sequence[StagesTry]) -> dict[str, Any]
             )
         ],
         "diversity": asdict(saved.diversity),
+        "width": saved.width,
         "stretch_gain": stretch_gain(saved.profile),
         "tries": [
             {

@@ -60,6 +60,12 @@ def _add_profile(commands: Commands[argparse.ArgumentParser]) -> None:
         help="into how many to cut a module or an .onnx file; default: tried out",
     )
     profile.add_argument(
+        "--lanes",
+        action="store_true",
+        help="measure also two batches at once, for `Batcher(..., devices=2)`: the second is used "
+        "where that gains",
+    )
+    profile.add_argument(
         "-o", "--output", metavar="FILE", help="save there, for `Batcher(model, profile=FILE)`"
     )
 

@@ -42,6 +42,8 @@ class PolicyLimits:
     cancels: int = 1
     exits: bool = True
     has_loop: bool = False
+    beside: bool = True
+    """Whatever is ready starts beside others; or rules say whether it does."""
 
 
 @dataclass
@@ -81,6 +83,8 @@ ANSWERS = _Answers()
 class Anything(StagedRule):
     """Decides what the search wants to try."""
 
+    runs_beside = True
+
     def choose(self, now_ns: int) -> int:
         return ANSWERS.pick(self.room() + 1)
 
@@ -99,6 +103,9 @@ class Anything(StagedRule):
         border = ANSWERS.pick(len(later) + 1)
         return part.stage + border if border else None
 
+    def may_run_beside(self, now_ns: int, part: Part) -> bool:
+        return self.runs_beside or ANSWERS.pick(2) == 1
+
 
 def make_rule(stages: int, largest: int) -> Anything:
     profile = StagedProfile([LatencyProfile([10] * largest)] * stages)
@@ -112,7 +119,9 @@ class _Maker:
         self.limits = limits
 
     def __call__(self, key: Hashable) -> Anything:
-        return make_rule(self.limits.stages, self.limits.largest)
+        rule = make_rule(self.limits.stages, self.limits.largest)
+        rule.runs_beside = self.limits.beside
+        return rule
 
 
 class PolicyWorld:
@@ -201,7 +210,7 @@ class PolicyWorld:
     def check(self) -> None:
         """After each event."""
         pipeline = self.policy.pipeline
-        is_free = len(self.running) < self.limits.devices
+        is_free = len(self.running) < (self.limits.devices if self.limits.beside else 1)
         assert not (is_free and pipeline.ready()), "a device is free while a part is ready"
         queued = {each for rule in self.policy.rules.values() for each in rule.queue}
         inside = {
@@ -297,6 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=getattr(PolicyLimits, name))
     parser.add_argument("--loop", action="store_true", dest="has_loop")
     parser.add_argument("--no-exits", action="store_false", dest="exits")
+    parser.add_argument("--not-beside", action="store_false", dest="beside")
     limits = PolicyLimits(**vars(parser.parse_args(arguments)))
     started_s = time.perf_counter()
     found = search_policy(limits)

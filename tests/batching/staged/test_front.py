@@ -152,6 +152,17 @@ def test_each_bucket_starts_from_the_profile_of_its_length(tmp_path: Any) -> Non
     assert plain(whole, profile=path, max_batch_size=4).profile.latency_ns(1) == 2 * 6e6
 
 
+def test_warming_measures_what_a_second_lane_gains() -> None:
+    with plain(model(), max_batch_size=4, devices=2) as batcher:
+        assert getattr(batcher.profile, "width", 0) is None  # not known: used, as it was asked for
+        profile = batcher.warm(1, repeats=1)
+        assert isinstance(profile, StagedProfile)
+        assert profile.width is not None
+        assert list(batcher.map(range(20))) == [8 * item for item in range(20)]
+    with plain(model(), max_batch_size=4) as batcher:
+        assert getattr(batcher.warm(1, repeats=1), "width", 0) is None
+
+
 def test_the_size_of_batches_can_be_changed() -> None:
     with windowed(model(), max_batch_size=2) as batcher:
         batcher(1)

@@ -172,3 +172,17 @@ def test_one_stage_has_a_plain_policy() -> None:
     policy, rule = with_rule(learning)
     assert type(policy) is Batching
     assert isinstance(rule.profile, StagedProfile)
+
+
+def test_a_width_that_was_measured_counts_before_one_that_is_assumed() -> None:
+    stage = LatencyProfile([1.0] * 8)
+    measured = StagedProfile([stage] * 2, width=0.7)
+    for prior, assumed, width in (
+        (None, None, None),
+        (None, 0.0, 0.0),
+        (StagedProfile([stage] * 2), 0.0, 0.0),
+        (measured, 0.0, 0.7),
+    ):
+        profile = make(prior=prior, width=assumed).profile()
+        assert isinstance(profile, StagedProfile)
+        assert profile.width == width

@@ -33,14 +33,17 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "profile.json"
 
 
-@pytest.mark.parametrize("saved", [ONE, TWO, dataclasses.replace(ONE, stages=())])
+@pytest.mark.parametrize(
+    "saved",
+    [ONE, TWO, dataclasses.replace(ONE, stages=()), dataclasses.replace(ONE, width=0.5)],
+)
 def test_what_is_written_is_read(saved: SavedStages, path: Path) -> None:
     save_staged_profile(path, saved)
     found = load_saved_stages(path)
     assert dataclasses.replace(found, stages=saved.stages) == saved
     assert found.stages == (saved.stages or ("", ""))
-    assert load_saved_stages(path).profile == staged_profile(
-        LONG, max_batch_size=saved.max_batch_size
+    assert found.profile == staged_profile(
+        LONG, max_batch_size=saved.max_batch_size, width=saved.width
     )
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(path.parent) == [path.name]
@@ -117,6 +120,8 @@ def inputs(*found: Any) -> dict[str, Any]:
             "different numbers of stages",
         ),
         ({**inputs({"stages": [STAGE]}), "max_batch_size": 0}, CorruptFile, "max_batch_size"),
+        ({**inputs({"stages": [STAGE]}), "width": 1.5}, CorruptFile, "width of 1.5"),
+        ({**inputs({"stages": [STAGE]}), "width": True}, CorruptFile, "width of True"),
         ({**inputs({"stages": [STAGE] * 99}), "max_batch_size": 65536}, CorruptFile, "too much"),
     ],
 )
@@ -136,7 +141,7 @@ values = st.recursive(
     ),
     max_leaves=8,
 )
-places = st.sampled_from(["max_batch_size", "inputs", "length", "stages", "latencies_ns"])
+places = st.sampled_from(["max_batch_size", "width", "inputs", "length", "stages", "latencies_ns"])
 
 
 @given(values, places)

@@ -38,6 +38,7 @@ class Scripted(StagedRule):
         self.joins = 0
         self.sizes: Sequence[int] = ()
         self.drops_first = False
+        self.is_alone = False
         self.asked: list[tuple[Any, ...]] = []
         self.finished: list[Finished] = []
 
@@ -53,6 +54,9 @@ class Scripted(StagedRule):
         if self.drops_first:
             self.drop(self.queue.take(1), DropReason.SHED)
         return self.joins
+
+    def may_run_beside(self, now_ns: int, part: Part) -> bool:
+        return not self.is_alone
 
     def split(self, now_ns: int, part: Part) -> Sequence[int]:
         self.asked.append(("split", part.stage, part.size))
@@ -135,6 +139,20 @@ def test_with_two_devices_two_batches_are_on_their_way() -> None:
     serving.ask()
     assert serving.shown() == [(1, [1]), (0, [2])]
     assert len({run.device for run in serving.running}) == 2
+
+
+def test_a_part_waits_if_it_gains_nothing_beside_others() -> None:
+    """A device stays free then; with the next event it is asked again."""
+    serving = Serving(devices=2)
+    serving.ask()
+    serving.end()
+    serving.rule().is_alone = True
+    serving.ask()
+    assert serving.shown() == [(1, [1])]
+    serving.end()
+    assert serving.shown() == [(2, [1])]
+    serving.end()
+    assert serving.shown() == [(0, [2])]
 
 
 def test_a_stage_is_not_run_twice_at_once() -> None:

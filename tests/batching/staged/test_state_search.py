@@ -81,6 +81,7 @@ POLICY_LIMITS = {
     "one pair": PolicyLimits(pairs=1),
     "one device": PolicyLimits(devices=1, stages=2, keys=2),
     "three devices": PolicyLimits(devices=3, cancels=0),
+    "lanes that may stay free": PolicyLimits(stages=2, beside=False),
     "a loop": PolicyLimits(stages=2, has_loop=True, keys=2, cancels=0),
     "only a loop": PolicyLimits(stages=1, has_loop=True, keys=2, requests=4),
 }

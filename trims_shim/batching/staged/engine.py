@@ -12,6 +12,7 @@ from trims_shim.batching.staged.learning import StagedLearning
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.profiling import measure_stages
 from trims_shim.batching.staged.stage_statistics import StagedStats, StageRecord, StageStats
+from trims_shim.batching.staged.width import measure_width
 from trims_shim.batching.threads import ThreadDispatch
 
 __all__ = ["StagedEngine", "UnboundEngine"]
@@ -61,7 +62,18 @@ class StagedEngine(Engine):
             limit_ns=round(limit_s * _NS_PER_S),
             lane=self._staged.lanes[0],
         )
-        profile = learning.measured_stages(request.key, durations_ns)
+        width = None
+        if len(self._staged.lanes) > 1 and self._staged.model.loop is None:
+            width = measure_width(
+                self._staged.model,
+                lambda size: self._staged.arguments_of([entry] * size),
+                learning.sizes_to_measure(),
+                repeats=repeats,
+                clock=self.options.clock_ns,
+                limit_ns=round(limit_s * _NS_PER_S),
+                lanes=self._staged.lanes,
+            )
+        profile = learning.measured_stages(request.key, durations_ns, width=width)
         for dispatch in self.dispatches():
             dispatch.change(lambda policy: learning.refresh(policy, request.key))
         return profile

@@ -62,6 +62,8 @@ def staged_kind(
             has_loop=model.loop is not None,
             pairs=pairs,
             max_active=max_active,
+            # A second stream that nobody asked for is used where it is known to gain.
+            width=0.0 if devices is None and len(lanes) > 1 else None,
         ),
         engine=functools.partial(StagedEngine, is_whole=is_whole),
         devices=len(lanes),

@@ -37,13 +37,16 @@ class LearnedStages(LearnedProfile):
         prior: LatencyProfile | None = None,
         *,
         batch_sizes: Sequence[int] | None = None,
+        width: float | None = None,
     ) -> None:
+        """``width``: where it was not measured."""
         super().__init__(prior, batch_sizes=batch_sizes)
         if prior is not None and not isinstance(prior, StagedProfile):
             prior = StagedProfile.even(prior, stages)
         priors = prior.stages if prior is not None else (None,) * stages
         self.stages = tuple(LearnedProfile(each, batch_sizes=batch_sizes) for each in priors)
         self._preferred = None if prior is None else prior.preferred
+        self._width = width if prior is None or prior.width is None else prior.width
         self._whole: StagedProfile | None = None
         self._news = set(range(stages))
         """Stages that were told something since the whole was made."""
@@ -87,14 +90,15 @@ class LearnedStages(LearnedProfile):
         if preferred is not None:
             largest = min(each.max_batch_size for each in parts)
             preferred = tuple(min(each, largest) for each in preferred)
-        self._whole = StagedProfile(parts, preferred=preferred)
+        self._whole = StagedProfile(parts, preferred=preferred, width=self._width)
         return self._whole
 
 
 class StagedLearning(Learning):
     """Makes policies for a model of ``stages`` stages, and keeps their profiles fresh.
 
-    ``pairs``, ``has_loop`` and ``max_active`` are those of :class:`StagedBatching`. With
+    ``pairs``, ``has_loop`` and ``max_active`` are those of :class:`StagedBatching`; ``width`` is
+    what is taken for that of the device where it was not measured. With
     ``is_whole`` the one stage runs as any function does, under a plain :class:`Batching`.
     """
 
@@ -107,6 +111,7 @@ class StagedLearning(Learning):
         has_loop: bool,
         pairs: int,
         max_active: int | None,
+        width: float | None = None,
         **others: Any,
     ) -> None:
         """``others`` are those of :class:`Learning`."""
@@ -116,6 +121,7 @@ class StagedLearning(Learning):
         self._has_loop = has_loop
         self._pairs = pairs
         self._max_active = max_active
+        self._width = width
         super().__init__(maker, **others)
 
     def make_policy(self) -> Policy:
@@ -156,9 +162,13 @@ class StagedLearning(Learning):
         return is_typical
 
     def measured_stages(
-        self, key: Hashable, durations_ns: Sequence[Mapping[int, float]]
+        self,
+        key: Hashable,
+        durations_ns: Sequence[Mapping[int, float]],
+        *,
+        width: float | None = None,
     ) -> LatencyProfile:
-        """As :meth:`measured`, with the durations of each stage."""
+        """As :meth:`measured`, with the durations of each stage, and the width of the device."""
         pads = self._batch_sizes is not None
         prior = StagedProfile(
             [
@@ -166,7 +176,8 @@ class StagedLearning(Learning):
                     each or _UNREACHED, max_batch_size=self.max_batch_size, pads=pads
                 )
                 for each in durations_ns
-            ]
+            ],
+            width=width,
         )
         self._learned[key] = self._new_learned(prior)
         self._measured.add(key)
@@ -176,7 +187,7 @@ class StagedLearning(Learning):
         return self.profile(key)
 
     def _new_learned(self, prior: LatencyProfile | None) -> LearnedProfile:
-        return LearnedStages(self._stages, prior, batch_sizes=self._batch_sizes)
+        return LearnedStages(self._stages, prior, batch_sizes=self._batch_sizes, width=self._width)
 
     def _trial_profile(self) -> LatencyProfile:
         return StagedProfile([super()._trial_profile()] * self._stages)

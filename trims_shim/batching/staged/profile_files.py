@@ -35,7 +35,9 @@ StageLatencies = Sequence[Mapping[int, float]]
 """For each stage, nanoseconds by batch size."""
 
 
-def staged_profile(latencies_ns: StageLatencies, *, max_batch_size: int) -> StagedProfile:
+def staged_profile(
+    latencies_ns: StageLatencies, *, max_batch_size: int, width: float | None = None
+) -> StagedProfile:
     """From measured latencies, with the preferred size of each stage.
 
     Sizes between those that were measured lie on the line between them. Raises ValueError for a
@@ -45,7 +47,8 @@ def staged_profile(latencies_ns: StageLatencies, *, max_batch_size: int) -> Stag
         LatencyProfile.measured(each, max_batch_size=max_batch_size, pads=False)
         for each in latencies_ns
     ]
-    return StagedProfile(stages, preferred=[preferred_size(stage) for stage in stages])
+    preferred = [preferred_size(stage) for stage in stages]
+    return StagedProfile(stages, preferred=preferred, width=width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class SavedStages:
     name: str = ""
     machine: str = ""
     note: str = ""
+    width: float | None = None
+    """Of the device, see :class:`StagedProfile`; None where that was not measured."""
 
     @property
     def lengths(self) -> list[int]:
@@ -86,7 +91,9 @@ class SavedStages:
         return [self._profile(length) for length in self.latencies_ns]
 
     def _profile(self, length: int | None) -> StagedProfile:
-        return staged_profile(self.latencies_ns[length], max_batch_size=self.max_batch_size)
+        return staged_profile(
+            self.latencies_ns[length], max_batch_size=self.max_batch_size, width=self.width
+        )
 
 
 def save_staged_profile(path: str | os.PathLike[str], saved: SavedStages) -> None:
@@ -96,6 +103,7 @@ def save_staged_profile(path: str | os.PathLike[str], saved: SavedStages) -> Non
         "machine": saved.machine,
         "note": saved.note,
         "max_batch_size": saved.max_batch_size,
+        "width": saved.width,
         "diversity": asdict(saved.diversity),
         "inputs": [
             {"length": length, "stages": _described(saved, latencies_ns, profile)}
@@ -139,7 +147,7 @@ def load_saved_stages(path: str | os.PathLike[str]) -> SavedStages:
         raise CorruptFile(f"{name} has {count} stages of batches up to {largest}: too much")
     texts = {each: str(fields.get(each, "")) for each in ("name", "machine", "note")}
     stages = tuple(str(each.get("name", "")) for each in inputs[0]["stages"])
-    return SavedStages(latencies_ns, largest, stages, **texts)
+    return SavedStages(latencies_ns, largest, stages, **texts, width=_width(name, fields))
 
 
 def _list_of(name: str, fields: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
@@ -160,3 +168,12 @@ def _length(name: str, fields: Mapping[str, Any]) -> int | None:
     if length is not None and (type(length) is not int or not 1 <= length <= _LARGEST_LENGTH):
         raise CorruptFile(f"{name} has a length of {str(length)[:40]}")
     return length
+
+
+def _width(name: str, fields: Mapping[str, Any]) -> float | None:
+    width = fields.get("width")  # files of earlier versions have none
+    if width is None:
+        return None
+    if isinstance(width, bool) or not isinstance(width, int | float) or not 0 <= width <= 1:
+        raise CorruptFile(f"{name} has a width of {str(width)[:40]}")
+    return float(width)

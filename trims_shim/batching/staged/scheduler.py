@@ -148,7 +148,7 @@ class StagedBatching(Batching):
         while self._free:
             if self._waiting:
                 self._stretch(now_ns, actions)
-            part = next(iter(self.pipeline.ready()), None)
+            part = self._next(now_ns)
             may_form = self._waiting and (part is None or self.pipeline.is_step(part))
             if may_form and self._form(now_ns, actions, only_rivals=part is not None):
                 continue
@@ -161,6 +161,16 @@ class StagedBatching(Batching):
         if self._free and self._waiting and self.pipeline.may_new:
             self._set_wake()
         return actions
+
+    def _next(self, now_ns: int) -> Part | None:
+        """What goes on."""
+        part = next(iter(self.pipeline.ready()), None)
+        if part is None or len(self._free) == self._devices:
+            return part
+        rule = self._rules.get(part.batch.key)
+        if isinstance(rule, StagedRule) and not rule.may_run_beside(now_ns, part):
+            return None
+        return part
 
     def _until(self, now_ns: int, part: Part) -> int:
         """Up to which stage there is nothing to decide as long as nothing happens.

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 from trims_shim.batching.profile import LatencyProfile
 
-__all__ = ["StagedProfile"]
+__all__ = ["WIDE", "StagedProfile"]
+
+WIDE = 0.6
+"""From this width on two batches at once are better than one, at any load and whatever they take
+from each other; below, only at some loads: docs/decisions/0011."""
 
 
 class StagedProfile(LatencyProfile):
@@ -14,17 +18,27 @@ class StagedProfile(LatencyProfile):
 
     ``preferred`` is, for each stage, the smallest batch size beyond which a batch twice as large
     takes twice as long or nearly so: more at once gain nothing there (DVABatch, ATC'22, section 3).
+    ``width``: what stages gain from running at the same time, from 0 (nothing: both take as long as
+    one after the other) to 1 (what one leaves of the device's best throughput is free for the
+    other); None where that was not measured.
     Of larger sizes than it knows, the largest in proportion: where less is allowed than before, a
     batch that was made before may still be on its way.
 
     Raises ValueError for no stages, and for sizes that are none, or not one for each stage.
     """
 
-    __slots__ = ("_rest", "preferred", "stages")
+    __slots__ = ("_rest", "preferred", "stages", "width")
 
     def __init__(
-        self, stages: Sequence[LatencyProfile], *, preferred: Sequence[int] | None = None
+        self,
+        stages: Sequence[LatencyProfile],
+        *,
+        preferred: Sequence[int] | None = None,
+        width: float | None = None,
     ) -> None:
+        if width is not None and not 0 <= width <= 1:
+            raise ValueError(f"width is {width}; it is a share")
+        self.width = width
         if not stages:
             raise ValueError("a staged profile needs at least one stage")
         largest = min(stage.max_batch_size for stage in stages)
@@ -76,13 +90,15 @@ class StagedProfile(LatencyProfile):
     def limited(self, max_batch_size: int) -> StagedProfile:
         """The same up to a smaller size."""
         stages = [stage.limited(max_batch_size) for stage in self.stages]
-        return StagedProfile(stages, preferred=[min(s, max_batch_size) for s in self.preferred])
+        preferred = [min(size, max_batch_size) for size in self.preferred]
+        return StagedProfile(stages, preferred=preferred, width=self.width)
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, StagedProfile)
             and self.stages == other.stages
             and self.preferred == other.preferred
+            and self.width == other.width
         )
 
     __hash__ = None

@@ -55,6 +55,13 @@ class StagedRule(Rule):
         """
         return ()
 
+    def may_run_beside(self, now_ns: int, part: Part) -> bool:
+        """Whether the part, which is ready, starts while stages of others run.
+
+        Asked where a device is free, and another is not. Otherwise it waits for the next event.
+        """
+        return True
+
     def next_split(self, now_ns: int, part: Part) -> int | None:
         """The first stage after ``part.stage`` before which :meth:`split` is to be asked.
 

@@ -94,10 +94,11 @@ class LoadDiversity(StagedAuto):
     def _saves_in_pipeline(self, now_ns: int, batch: Batch, size: int) -> bool:
         """Where the new ones could go beside those on board.
 
-        Once the device is busy with what is on its way, nothing is saved by making some of it wait.
+        Once the device is busy with what is on its way, nothing is saved by making some of it wait;
+        but where two at once gain little, as much as where only one runs at a time.
         """
-        if self.demand(size) + sum(self.demand(each.live) for each in self.ahead) > 1:
-            return False
+        if self.load(size) + sum(self.load(each.live) for each in self.ahead) > 1:
+            return not self.is_wide and self._saves_alone(now_ns, batch, size)
         aboard = batch.live
         apart = self.timetable(now_ns, without=batch)
         joined = apart.copy()

@@ -16,9 +16,10 @@ from trims_shim.batching.policies.auto import Auto
 from trims_shim.batching.policies.goodput import Goodput
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.staged.batches import Batch
+from trims_shim.batching.staged.batches import Batch, Part, PartState
 from trims_shim.batching.staged.policies.prospect import Answer, Prospect
 from trims_shim.batching.staged.policies.timetable import Timetable
+from trims_shim.batching.staged.stage_profile import WIDE
 from trims_shim.batching.staged.staged_rules import StagedRule
 
 __all__ = ["RUN_NS", "StagedAuto"]
@@ -49,7 +50,11 @@ class StagedAuto(Auto, StagedRule):
         if len(self.staged.stages) == 1:
             return super().choose(now_ns)
         size = Goodput.choose(self, now_ns)
-        if not size or self.devices == 1 or self.has_shed or self.is_full(size):
+        if not size or self.devices == 1:
+            return size
+        if not self._gains_beside(now_ns, size, 0, queued=len(self.queue)):
+            return 0
+        if self.has_shed or self.is_full(size):
             return size
         start_ns = self._start_held_ns(now_ns, size)
         if start_ns <= now_ns:
@@ -77,6 +82,59 @@ class StagedAuto(Auto, StagedRule):
         full, latency_ns = self.max_batch_size, self.profile.latency_ns
         size = min(size, full)
         return min(1.0, size * latency_ns(full) / (full * latency_ns(size))) if size else 0.0
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether batches always gain from running at the same time; or that was not measured."""
+        width = self.staged.width
+        return width is None or width >= WIDE
+
+    def load(self, size: int, stage: int = 0) -> float:
+        """Which share of the device a batch keeps busy from this stage on."""
+        width = self.staged.width
+        if width is None or self.is_wide:
+            return self.demand(size)
+        full, remaining_ns = self.max_batch_size, self.staged.remaining_ns
+        size = min(size, full)
+        rest_ns = full * remaining_ns(stage, size)
+        demand = min(1.0, size * remaining_ns(stage, full) / rest_ns) if rest_ns else 0.0
+        return 1 - width * (1 - demand)
+
+    def may_run_beside(self, now_ns: int, part: Part) -> bool:
+        """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
+        return self._gains_beside(now_ns, part.size, part.stage, queued=None)
+
+    def _gains_beside(self, now_ns: int, size: int, stage: int, *, queued: int | None) -> bool:
+        """Whether ``size`` at ``stage`` run at the same time as what runs now, or after it.
+
+        ``queued``: they are the first of so many in the queue; None where they are on their way.
+        Where together they want more of the device than there is, all get slower: who runs now is
+        answered later, and the new ones sooner.
+        """
+        if self.is_wide:
+            return True
+        running = [
+            part for batch in self.ahead for part in batch.parts if part.state is PartState.RUNNING
+        ]
+        slower = self.load(size, stage) + sum(self.load(each.size, each.stage) for each in running)
+        if not running or slower <= 1:
+            return True
+        remaining_ns = self.staged.remaining_ns
+        rest_ns = max(
+            max(0, remaining_ns(part.stage, part.size) + part.started_ns - now_ns)
+            for part in running
+        )
+        own_ns, aboard = remaining_ns(stage, size), sum(part.size for part in running)
+        both_ns = min(rest_ns, own_ns) * (slower - 1)
+        answers = [(rest_ns + both_ns, aboard), (own_ns + both_ns, size)]
+        left = len(self.queue) if queued is None else queued - size
+        beside = self.cost_ns(now_ns, answers, next_ns=max(rest_ns, own_ns) + both_ns, queued=left)
+        if queued is not None:
+            return beside < self.cost_ns(
+                now_ns, [(rest_ns, aboard)], next_ns=rest_ns, queued=queued
+            )
+        answers = [(rest_ns, aboard), (rest_ns + own_ns, size)]
+        return beside < self.cost_ns(now_ns, answers, next_ns=rest_ns + own_ns, queued=left)
 
     def timetable(self, now_ns: int, *, without: Batch | None = None) -> Timetable:
         """Of all that are on their way, or all but one batch, as if all had this profile."""

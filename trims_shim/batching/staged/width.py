@@ -1,0 +1,106 @@
+"""How wide a device is: what two batches at once gain against one after the other.
+
+Where a second lane gains little it is worse than none: both batches take longer, and each is
+smaller than one of all that waited. So it is measured, as the ``width`` of a
+:class:`~trims_shim.batching.staged.stage_profile.StagedProfile`, and rules decide by it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from trims_shim.batching.lanes import Lane
+from trims_shim.batching.profiling import measure
+from trims_shim.batching.staged.model import Stage
+from trims_shim.batching.staged.profiling import MakeBatch, StagePasses
+from trims_shim.batching.threads import adopt_torch_threads
+
+__all__ = ["measure_width", "width_of"]
+
+_LEAST_ROOM = 0.2
+"""Of the device beside a batch: what is gained by less cannot be told from noise."""
+_FREE = 0.52
+"""Two batches that take so much of one after the other, half of it and what noise adds, do not
+notice each other: how much more room there was is not seen."""
+
+
+def width_of(alone_ns: Mapping[int, float], both_ns: Mapping[int, float]) -> float:
+    """From 0 to 1, see :class:`.StagedProfile`; by batch size, one alone, and two until both end.
+
+    Two batches take ``2 x load`` times as long as one, where each keeps ``load`` of the device
+    busy, at least half. With a width of 1 that is its share of the best throughput. The mean over
+    sizes, those with most room beside them counting most; 0 where none leaves any.
+    """
+    best_ns = min(taken_ns / size for size, taken_ns in alone_ns.items())
+    widths: list[tuple[float, float]] = []
+    at_least = 0.0
+    for size, taken_ns in alone_ns.items():
+        room = 1 - size * best_ns / taken_ns
+        if room < _LEAST_ROOM:
+            continue
+        load = min(1.0, both_ns[size] / (2 * taken_ns))
+        if load <= _FREE:
+            at_least = max(at_least, min(1.0, (1 - load) / room))
+        else:
+            widths.append((min(1.0, (1 - load) / room), room))
+    if not widths:
+        return at_least
+    return max(at_least, sum(w * room for w, room in widths) / sum(room for _, room in widths))
+
+
+def measure_width(
+    stages: Iterable[Stage],
+    make_batch: MakeBatch,
+    sizes: Sequence[int],
+    *,
+    lanes: Sequence[Lane],
+    clock: Callable[[], int],
+    repeats: int = 5,
+    limit_ns: int | None = None,
+) -> float:
+    """Run batches through all stages, one alone and two at once by turns, on two ``lanes``.
+
+    ``sizes``, ``repeats`` and ``limit_ns`` as in
+    :func:`~trims_shim.batching.profiling.measure`. The quickest of each counts, as noise makes none
+    quicker. Two threads. Raises what the stages raise.
+    """
+    found = list(stages)
+    passes = [StagePasses(found, make_batch, clock=clock, lane=lane) for lane in lanes[:2]]
+    alone_ns: dict[int, int] = {}
+    both_ns: dict[int, int] = {}
+
+    def run(size: int) -> None:
+        for taken_ns, together in ((alone_ns, passes[:1]), (both_ns, passes)):
+            started_ns = clock()
+            _at_once([functools.partial(each.run, size) for each in together])
+            duration_ns = max(1, clock() - started_ns)
+            taken_ns[size] = min(duration_ns, taken_ns.get(size, duration_ns))
+
+    measure(run, sizes, repeats=repeats, clock=clock, limit_ns=limit_ns)
+    return width_of(alone_ns, both_ns)
+
+
+def _at_once(calls: Sequence[Callable[[], Any]]) -> None:
+    """One in this thread and the others in theirs; raises the first error."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], Any]) -> None:
+        try:
+            adopt_torch_threads()
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    others = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls[1:]]
+    for thread in others:
+        thread.start()
+    try:
+        run(calls[0])
+    finally:
+        for thread in others:
+            thread.join()
+    if errors:
+        raise errors[0]
