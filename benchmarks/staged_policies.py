@@ -46,7 +46,7 @@ from trims_shim.batching.staged.simulation import StagedOutcome
 __all__ = ["main"]
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
-SECTIONS = ("latencies", "peaks", "pairs", "stages")
+SECTIONS = ("latencies", "peaks", "lanes", "pairs", "stages")
 PAIRS = (1, 2, 3, 4)
 STAGES = (1, 2, 3, 4, 6, 8, 12, 20)
 STAGE_MODELS = {"VGG-like": (1.3, 4.0), "ResNet-like": (1.1, 14.0)}
@@ -190,7 +190,9 @@ def _jobs(
     sections: Sequence[str], scenes: Sequence[Scene], count: int, seeds: int
 ) -> Iterator[Job]:
     for section in sections:
-        if section == "pairs":
+        if section == "lanes":
+            yield from _lane_jobs(scenes, count, seeds)
+        elif section == "pairs":
             yield from _pair_jobs(scenes, count, seeds)
         elif section == "stages":
             yield from _stage_jobs(count, seeds)
@@ -200,6 +202,18 @@ def _jobs(
             for scene, (name, ways), load in product(scenes, systems.items(), loads):
                 if is_of(name, scene.diversity):
                     yield Job(section, scene, name, ways, load, count, seeds)
+
+
+def _lane_jobs(scenes: Sequence[Scene], count: int, seeds: int) -> Iterator[Job]:
+    """Where a second lane gains at low load, and loses at high load."""
+    ways = {
+        "one lane": Way(DVABatch, lanes=1),
+        "two lanes": Way(DVABatch, lanes=2),
+        "two lanes, width measured": Way(DVABatch, lanes=2, knows_width=True),
+    }
+    for scene in scenes:
+        for (name, way), load in product(ways.items(), LOADS) if scene.device == "half" else ():
+            yield Job("lanes", scene, name, [way], load, count, seeds)
 
 
 def _pair_jobs(scenes: Sequence[Scene], count: int, seeds: int) -> Iterator[Job]:

@@ -95,7 +95,7 @@ def report(cells: Sequence[Cell], head: dict[str, int]) -> str:
         "",
         *textwrap.wrap(f"**Simulated**, {count} {' '.join(_READING.split())}", 100),
     ]
-    for section in (_summary, _latencies, _peaks, _ablations):
+    for section in (_summary, _latencies, _peaks, _lanes, _ablations):
         lines += section(cells)
     return "\n".join(lines) + "\n"
 
@@ -128,8 +128,18 @@ def _gains_row(device: str, name: str, found: _Gains) -> str:
 
 
 def _latencies(cells: Sequence[Cell]) -> list[str]:
-    mine = [each for each in cells if each.section == "latencies"]
     lines = ["", "## Latencies", "", "Mean / 99th percentile in ms; violated, if any, in brackets."]
+    return lines + _latencies_of(cells, "latencies")
+
+
+def _lanes(cells: Sequence[Cell]) -> list[str]:
+    tables = _latencies_of(cells, "lanes")
+    return ["", "## Lanes of dvabatch, where half of the room is free", *tables] if tables else []
+
+
+def _latencies_of(cells: Sequence[Cell], section: str) -> list[str]:
+    mine = [each for each in cells if each.section == section]
+    lines = []
     for scene in dict.fromkeys(each.scene for each in mine):
         lines += ["", f"| {scene} | " + " | ".join(_LOADS) + " |", "|---|" + "---:|" * len(_LOADS)]
         here = [each for each in mine if each.scene == scene]

@@ -38,7 +38,9 @@ from trims_shim.batching.staged.simulation import (
     full_demand,
     simulate_staged,
 )
+from trims_shim.batching.staged.stage_device import DeviceTime
 from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.width import width_of
 
 __all__ = ["DEVICES", "LOADS", "SCENES", "Scene", "Way", "line_stages", "measured_scene", "run"]
 
@@ -107,6 +109,22 @@ class Scene:
         return self.staged.unstaged()
 
     @cached_property
+    def width(self) -> float:
+        """As `trims stage profile --lanes` would measure it, with the longest inputs."""
+        longest = max(self.profiles)
+        sizes = [1 << power for power in range(self.max_batch_size.bit_length())]
+        alone_ns, both_ns = {}, {}
+        for size in sizes:
+            batch = [Request(number, 0, payload=longest) for number in range(size)]
+            alone_ns[size], demand = self.unstaged.cost(0, batch)
+            time = DeviceTime[int]()
+            for number in range(2):
+                time.start(0, number, alone_ns=alone_ns[size], demand=demand)
+            time.end_next()
+            both_ns[size] = time.next_end_ns()
+        return width_of(alone_ns, both_ns)
+
+    @cached_property
     def capacity_qps(self) -> float:
         """The throughput of the largest batches, padded to the longest input there is."""
         size = self.max_batch_size
@@ -156,8 +174,8 @@ class Way:
     lanes: int | None = None
     """How much runs at once; by default what the device is said to do."""
     pairs: int = 2
-    width: float | None = None
-    """Of the device, as it was measured."""
+    knows_width: bool = False
+    """Of the device: it was measured before."""
 
 
 def run(scene: Scene, way: Way, loads: Sequence[float], *, count: int, seed: int) -> StagedOutcome:
@@ -165,9 +183,9 @@ def run(scene: Scene, way: Way, loads: Sequence[float], *, count: int, seed: int
     device = scene.staged if way.is_staged else scene.unstaged
     longest = max(scene.profiles)
     profiles = {length: device.profile(length) for length in scene.profiles}
-    if way.width is not None:
+    if way.knows_width:
         profiles = {
-            length: StagedProfile(each.stages, preferred=each.preferred, width=way.width)
+            length: StagedProfile(each.stages, preferred=each.preferred, width=scene.width)
             for length, each in profiles.items()
         }
     lanes = way.lanes or DEVICES[scene.device][1]
