@@ -100,6 +100,37 @@ def test_what_is_alone_runs_on_until_something_happens() -> None:
     assert (stats.answered, stats.batch_sizes) == (3, {1: 3})
 
 
+def test_a_batch_runs_on_without_those_who_are_finished_or_have_given_up() -> None:
+    """Nobody waits who could join it, so its stages are one job, up to where one leaves."""
+    jobs: list[int] = []
+    second = Held()
+
+    def leave(items: list[int]) -> EarlyExit:
+        ended = [item for item in items if item > 9]
+        return EarlyExit([item > 9 for item in items], ended, [i for i in items if i < 10])
+
+    policy = functools.partial(Window, wait_ms=10_000)
+    model = StagedModel([adding(1), second, leave, adding(1), adding(1)])
+    with plain(model, policy=policy, max_batch_size=4) as batcher:
+        dispatch: Any = batcher._engine.threads()
+        launch = dispatch._launch
+        dispatch._launch = lambda job: (jobs.append(job.stage), launch(job))
+        futures = [batcher.submit(item) for item in (0, 1, 9, 2)]
+        second.gate.open()
+        assert [each.result(LONG_S) for each in futures] == [3, 4, 10, 5]
+        batcher.drain(LONG_S)
+        assert jobs == [0, 3]
+        futures = [batcher.submit(item) for item in (0, 1, 2, 3)]
+        wait_until(lambda: len(second.batches) == 2)
+        assert futures[1].cancel()
+        second.gate.open()
+        assert [each.result(LONG_S) for each in (futures[0], *futures[2:])] == [3, 5, 6]
+        batcher.drain(LONG_S)
+        assert jobs == [0, 3, 0, 2]
+        sizes = [each.batch_sizes for each in batcher.stage_stats().stages]
+    assert sizes == [{4: 2}, {4: 2}, {3: 1, 4: 1}, {3: 2}, {3: 2}]
+
+
 def test_newcomers_catch_up_with_a_batch_on_its_way() -> None:
     """The first waits for them at the border before the third stage; the two go on as one."""
     second, third = Held(), Held()

@@ -39,6 +39,7 @@ class Scripted(StagedRule):
         self.sizes: Sequence[int] = ()
         self.drops_first = False
         self.is_alone = False
+        self.border: Any = ...
         self.asked: list[tuple[Any, ...]] = []
         self.finished: list[Finished] = []
 
@@ -61,6 +62,9 @@ class Scripted(StagedRule):
     def split(self, now_ns: int, part: Part) -> Sequence[int]:
         self.asked.append(("split", part.stage, part.size))
         return self.sizes
+
+    def next_split(self, now_ns: int, part: Part) -> int | None:
+        return super().next_split(now_ns, part) if self.border is ... else self.border
 
     def on_finished(self, now_ns: int, finished: Finished) -> None:
         self.finished.append(finished)
@@ -172,6 +176,47 @@ def test_what_is_alone_may_run_on_to_its_end() -> None:
     serving.end(through=2)
     assert serving.policy.pipeline.may_new
     assert not len(serving.policy.pipeline.table)
+
+
+def test_a_batch_may_run_on_to_where_it_may_be_split() -> None:
+    for border, until in ((None, 2), (2, 1), (1, 0)):
+        serving = Serving()
+        serving.rule().border = border
+        serving.ask()
+        serving.ask()
+        serving.ask()
+        serving.end()
+        serving.end()  # the first one's last stages; two waited
+        serving.end()
+        assert (serving.shown(), serving.running[0].until) == ([(0, [2, 3])], until)
+        serving.end(through=until)
+        assert serving.shown() == ([(until + 1, [2, 3])] if until < 2 else [])
+
+
+def test_a_batch_of_a_rule_that_never_splits_runs_on_from_any_stage() -> None:
+    serving = Serving(lambda key: Immediate(PROFILE, max_batch_size=4))
+    serving.ask()
+    serving.ask()
+    serving.ask()
+    for _ in range(3):
+        serving.end()
+    assert (serving.shown(), serving.running[0].until) == ([(0, [2, 3])], 2)
+    last = serving.ask()
+    serving.end(through=0)
+    assert serving.running[0].until == 1  # somebody waits
+    serving.tell(Cancelled(last))
+    serving.end()
+    assert (serving.shown(), serving.running[0].until) == ([(2, [2, 3])], 2)
+
+
+def test_who_is_finished_on_the_way_leaves_where_he_is() -> None:
+    serving = Serving(lambda key: Immediate(PROFILE, max_batch_size=4))
+    serving.ask()
+    ended, other = serving.ask(), serving.ask()
+    for _ in range(3):
+        serving.end()
+    serving.end(left=[ended], through=1)
+    assert serving.shown() == [(2, [other.number])]
 
 
 def test_a_loop_is_asked_about_after_each_step() -> None:

@@ -48,6 +48,16 @@ def test_parts_are_of_the_preferred_size_where_more_gain_nothing() -> None:
     assert parts_of(UNET, 10) in ((4, 4, 2), (5, 5))
 
 
+def test_it_is_asked_next_where_it_would_split() -> None:
+    """The first stage before which it would be split, were it there now."""
+    late = StagedProfile([*UNET.stages[:1], *UNET.stages], preferred=[16, 16, 4, 4])
+    for profile, size, stage in ((UNET, 16, 1), (late, 16, 2), (UNET, 4, None), (FIXED, 16, None)):
+        rule = OperatorDiversity(profile, max_batch_size=16)
+        part = batch_at((0, size, 0), stages=len(profile.stages)).parts[0]
+        assert rule.next_split(0, part) == stage
+        assert (part.stage, part.size) == (0, size)  # only looked at
+
+
 def test_what_is_no_larger_than_preferred_stays_whole() -> None:
     assert not parts_of(UNET, 4)
     assert not parts_of(UNET, 1)

@@ -109,9 +109,9 @@ class StagedAuto(Auto, StagedRule):
 
         ``queued``: they are the first of so many in the queue; None where they are on their way.
         Where together they want more of the device than there is, all get slower: who runs now is
-        answered later, and the new ones sooner.
+        answered later, and the new ones sooner. Of a loop nobody knows how long it takes.
         """
-        if self.is_wide:
+        if self.is_wide or self.has_loop:
             return True
         running = [
             part for batch in self.ahead for part in batch.parts if part.state is PartState.RUNNING
