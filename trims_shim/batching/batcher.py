@@ -79,7 +79,8 @@ class Batcher:
     ``weight`` of an item, and the most that the items of a batch may weigh together.
     ``devices``: how many batches run at once, 1 by default. Of a model in stages how many of its
     stages, each with one batch; also names of devices (``["cuda:0", "cuda:0"]`` are two streams);
-    by default 1 on a CPU, and 2 where its parameters are on a GPU.
+    by default 1 on a CPU, and 2 where its parameters are on a GPU; policies of models in stages use
+    that second one only where it was measured to gain.
     ``caller_runs``: a thread that waits for its answer may run the batch itself, which saves a
     change of threads; False for functions that care in which thread they run (thread-local state;
     OpenMP, which keeps a pool of threads for each thread that computes).

@@ -8,7 +8,7 @@ from trims_shim.batching.profile import LatencyProfile
 
 __all__ = ["WIDE", "StagedProfile"]
 
-WIDE = 0.6
+WIDE = 0.7
 """From this width on two batches at once are better than one, at any load and whatever they take
 from each other; below, only at some loads: docs/decisions/0011."""
 
