@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 
 from .payloads import saved, saved_bytes, state
@@ -118,6 +119,35 @@ def open_file(work: Work, opener: Any) -> object:
     with opener(path) as file:
         first = torch.load(file)
         return [first, _facts(file), attempt(torch.load, file), file.seek(0), torch.load(file)]
+
+
+BY_FSSPEC = {
+    "file_system": lambda path: fsspec.filesystem("file").open(path, "rb"),
+    "url": lambda path: fsspec.open(f"file://{path}", "rb"),
+}
+
+
+@cases(BY_FSSPEC, served=True)
+def opened_by_fsspec(work: Work, opener: Any) -> object:
+    path = work.file("model.pt", saved(state()))
+    with opener(path) as file:
+        first = torch.load(file)
+        return [first, _facts(file), attempt(torch.load, file), file.seek(0), torch.load(file)]
+
+
+@case(served=False)
+def unpacked_by_fsspec(work: Work) -> object:
+    path = work.file("model.pt.gz", lambda p: p.write_bytes(gzip.compress(saved_bytes(state()), 1)))
+    with fsspec.filesystem("file").open(path, "rb", compression="gzip") as file:
+        return [torch.load(file), file.tell()]
+
+
+@case(served=False)
+def behind_a_header_by_fsspec(work: Work) -> object:
+    path = work.file("model.pt", lambda path: path.write_bytes(bytes(640) + saved_bytes(state())))
+    with fsspec.filesystem("file").open(path, "rb") as file:
+        file.seek(640)
+        return [attempt(torch.load, file), file.tell()]
 
 
 @cases({"text": "r", "write_only": "ab", "append_and_read": "a+b"})

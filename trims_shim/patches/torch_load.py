@@ -84,9 +84,10 @@ class _Reader(_FileReader):  # type: ignore[misc]
     """torch's reader, except that the bytes of tensors come from the cache where they can."""
 
     def __init__(self, file: Any) -> None:
-        position = _position_of(file)
+        plain = _without_fsspec(file)
+        position = _position_of(plain)
         super().__init__(file)
-        self._file = file if position == 0 else None
+        self._file = plain if position == 0 else None
         self._is_asked = False
         self._served: _Served | None = None
         self._deferred = ""
@@ -166,6 +167,13 @@ def _serve(storage: torch.UntypedStorage, view: memoryview, name: str) -> _Serve
     except FormatError as error:
         diagnostics.fallback("unsupported_format", error, what=name)
         return None
+
+
+def _without_fsspec(file: Any) -> Any:
+    """What ``open`` returned, where fsspec did nothing but call it: Lightning loads such files."""
+    local = sys.modules.get("fsspec.implementations.local")
+    opener = getattr(local, "LocalFileOpener", None)
+    return file.f if opener is not None and type(file) is opener else file
 
 
 def _position_of(file: Any) -> int:
