@@ -52,6 +52,14 @@ def make_file(tmp_path: Path) -> Callable[..., str]:
     return make
 
 
+@pytest.fixture
+def socket_directory() -> Iterator[Path]:
+    """A directory for sockets; below ``tmp_path`` their names can be too long."""
+    directory = tempfile.mkdtemp(prefix="trims-", dir="/tmp")
+    yield Path(directory)
+    shutil.rmtree(directory)
+
+
 # --- the GPU tier without a GPU -------------------------------------------------------------------
 
 

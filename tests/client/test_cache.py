@@ -199,12 +199,11 @@ def test_a_daemon_that_speaks_otherwise(welcome: messages.Welcome) -> None:
 
 
 def test_an_older_daemon_that_may_not_be_replaced_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another user's daemon refuses to make room, and says so at once."""
     monkeypatch.setattr(caches, "_DRAIN_PATIENCE_S", 60.0)
-    os.chmod(tmp_path, 0o700)
-    cache = Cache(config.load({}, socket_dir=str(tmp_path)))
+    cache = Cache(config.load({}, socket_dir=str(socket_directory)))
     older = messages.Welcome(messages.PROTOCOL_VERSION, "0.0.1", 1, "i", b"t")
     heard: list[str] = []
 

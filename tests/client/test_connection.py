@@ -157,9 +157,8 @@ def reply(
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, no_leak: None) -> Iterator[Daemon]:
-    os.chmod(tmp_path, 0o700)
-    daemon = Daemon(tmp_path)
+def daemon(socket_directory: Path, no_leak: None) -> Iterator[Daemon]:
+    daemon = Daemon(socket_directory)
     yield daemon
     daemon.close()
 

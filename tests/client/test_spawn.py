@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("no_leak")
 
 
 @pytest.fixture
-def endpoint(tmp_path: Path) -> Endpoint:
-    return Endpoint(str(tmp_path / "s"))
+def endpoint(socket_directory: Path) -> Endpoint:
+    return Endpoint(str(socket_directory / "s"))
 
 
 def test_an_interpreter_that_cannot_be_run(
