@@ -175,6 +175,14 @@ with heap.given_back(room_bytes=200 << 20):  # `Libc` has no malloc
     pass
 """)
 
+    def test_huge_pages_that_are_too_large(self) -> None:
+        run("""
+import mmap
+mmap.PAGESIZE = 65536
+with heap.given_back(room_bytes=200 << 20):  # `Libc` has no malloc
+    pass
+""")
+
     def test_addresses_that_are_short(self) -> None:
         run("""
 import resource

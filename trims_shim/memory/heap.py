@@ -33,6 +33,8 @@ _HEADER_BYTES = 16
 _PIECE_BYTES = (31 << 20) - _HEADER_BYTES
 """glibc takes less than 32 MiB from the heap, once so much was freed (malloc/malloc.c)."""
 _LIMIT_BYTES = 1 << 30
+_SMALL_PAGE_BYTES = 4096
+"""Where pages are larger, huge ones have 32 to 512 MiB: too much to clear for a part of it."""
 
 _libc: Any = ctypes.CDLL(None)
 
@@ -78,6 +80,8 @@ def given_back(*, room_bytes: int = 0) -> Iterator[None]:
     if before is None or before > _LARGE_BYTES:
         yield
         return
+    if mmap.PAGESIZE > _SMALL_PAGE_BYTES:
+        room_bytes = 0
     with _room(min(room_bytes, _LIMIT_BYTES)):
         yield
     after = free_bytes()
