@@ -131,6 +131,30 @@ def test_a_batch_runs_on_without_those_who_are_finished_or_have_given_up() -> No
     assert sizes == [{4: 2}, {4: 2}, {3: 1, 4: 1}, {3: 2}, {3: 2}]
 
 
+def test_jobs_know_whether_others_ran_beside_them() -> None:
+    jobs: list[tuple[int, bool]] = []
+    first, second = Held(), Held()
+    with plain(StagedModel([first, second]), policy="immediate", devices=2) as batcher:
+        dispatch: Any = batcher._engine.threads()
+        end = dispatch._end
+        dispatch._end = lambda now_ns, job: (
+            jobs.append((job.stage, job.is_beside)),
+            end(now_ns, job),
+        )
+        one = batcher.submit(1)
+        first.gate.open()
+        wait_until(lambda: len(second.batches) == 1)
+        other = batcher.submit(2)
+        wait_until(lambda: len(first.batches) == 2)
+        second.gate.open()
+        assert one.result(LONG_S) == 1
+        first.gate.open()
+        second.gate.open()
+        assert other.result(LONG_S) == 2
+        batcher.drain(LONG_S)
+    assert sorted(jobs) == [(0, False), (0, True), (1, False), (1, True)]
+
+
 def test_newcomers_catch_up_with_a_batch_on_its_way() -> None:
     """The first waits for them at the border before the third stage; the two go on as one."""
     second, third = Held(), Held()

@@ -80,6 +80,26 @@ def test_all_stages_of_a_job_that_ran_on_are_learned() -> None:
     assert rule.profile.stage_ns(1, 1) == 10 * MS
 
 
+def test_what_ran_beside_others_is_learned_where_nothing_better_is_known() -> None:
+    """A width was measured together with what stages take alone."""
+    alone = LatencyProfile([4.0 * MS] * 8)
+    for prior, assumed, is_learned in (
+        (StagedProfile([alone] * 2, width=0.5), None, False),
+        (StagedProfile([alone] * 2), 0.0, True),
+        (None, 0.0, True),
+    ):
+        learning = make(prior=prior, width=assumed)
+        policy, rule = with_rule(learning)
+        for _ in range(12):
+            job = ran_stage(0, 1, 40)
+            job.is_beside = True
+            learning.ran(policy, job)
+        assert (rule.profile.stage_ns(0, 1) > 10 * MS) is is_learned
+        for _ in range(12):
+            learning.ran(policy, ran_stage(0, 1, 40))
+        assert rule.profile.stage_ns(0, 1) > 10 * MS
+
+
 def test_what_was_no_single_call_of_the_stage_says_nothing() -> None:
     learning = make()
     policy, _ = with_rule(learning)

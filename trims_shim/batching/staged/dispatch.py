@@ -97,6 +97,9 @@ class StagedDispatch(ThreadDispatch):
             self._check_queued(action.batch)
         job = self._job_of(action)
         job.news = self._news
+        for other in self._jobs:
+            assert isinstance(other, StageJob)
+            other.is_beside = job.is_beside = True
         self._jobs.add(job)
         if len(self._jobs) > self.options.devices:
             self._held.append(job)

@@ -46,6 +46,7 @@ class StageJob(Job):
         "ends_ns",
         "has_started",
         "is_alone",
+        "is_beside",
         "is_end",
         "news",
         "part",
@@ -75,6 +76,8 @@ class StageJob(Job):
         """The stage was called, and may have changed what it was called with."""
         self.is_alone = True
         """Its duration is that of one call of the stage, of all its rows."""
+        self.is_beside = False
+        """Another stage ran at some time of it."""
         self._result = result
         self._output: StageOutput | None = None
         self._told = 0

@@ -46,7 +46,9 @@ class LearnedStages(LearnedProfile):
         priors = prior.stages if prior is not None else (None,) * stages
         self.stages = tuple(LearnedProfile(each, batch_sizes=batch_sizes) for each in priors)
         self._preferred = None if prior is None else prior.preferred
-        self._width = width if prior is None or prior.width is None else prior.width
+        self.has_width = prior is not None and prior.width is not None
+        """It was measured, and not assumed."""
+        self._width = prior.width if prior is not None and self.has_width else width
         self._whole: StagedProfile | None = None
         self._news = set(range(stages))
         """Stages that were told something since the whole was made."""
@@ -142,14 +144,17 @@ class StagedLearning(Learning):
         """See :class:`Learning`."""
         if not job.is_typical:
             return False
-        first, rows = 0, len(job.live or ())
+        first, rows, is_beside = 0, len(job.live or ()), False
         durations_ns = [job.ended_ns - job.started_ns]
         if isinstance(job, StageJob):
             first, rows, durations_ns = job.stage, job.size, job.durations_ns()
+            is_beside = job.is_beside
         key = plain_key(job.requests[0].key)
         size = padded_size(rows, self._batch_sizes)
         learned = self._learned_of(key)
         assert isinstance(learned, LearnedStages)
+        if is_beside and learned.has_width:
+            return True  # rules reckon from what a stage takes alone, which was measured, too
         seen = self._seen.setdefault(key, set())
         is_typical = True
         for stage, duration_ns in enumerate(durations_ns, first):

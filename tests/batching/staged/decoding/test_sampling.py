@@ -163,8 +163,8 @@ def test_it_is_what_generate_draws() -> None:
     model = model_of("llama")
     staged = generation(model, max_new_tokens=MOST, eos_token_id=())
     arrivals = Arrivals(staged, Random(5), item)
-    arrivals.run(list(range(8)))
-    assert len(arrivals.answers) > 4
+    arrivals.run(list(range(6)))
+    assert len(arrivals.answers) > 3
     for number, answer in arrivals.answers.items():
         torch.manual_seed(number)
         found = model.generate(
