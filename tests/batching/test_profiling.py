@@ -345,3 +345,17 @@ def test_sizes_to_measure() -> None:
     assert sizes_to_measure(1) == [1]
     assert sizes_to_measure(8) == [1, 2, 4, 8]
     assert sizes_to_measure(24) == [1, 2, 4, 8, 16, 24]
+
+
+def test_doubt_has_an_end() -> None:
+    """Thousands are given up in a burst before anything runs; the next batch says what is true."""
+    learned = LearnedProfile(LatencyProfile([5e6] * 4))
+    learned.profile(4)
+    for _ in range(5000):
+        learned.doubt()
+        learned.profile(4)
+    assert learned.is_doubted
+    learned.observe(1, 5_000_000)
+    learned.observe(1, 5_000_000)
+    assert not learned.is_doubted
+    assert learned.profile(4).latency_ns(1) == 5_000_000

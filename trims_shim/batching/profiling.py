@@ -44,6 +44,8 @@ _PRIOR_WEIGHT = 2
 """As many durations is the word of the prior, or of the other sizes, worth."""
 _DOUBT_AFTER = 2
 """Requests given up without any batch in between."""
+_MOST_DOUBT = 2.0**-64
+"""Less than a nanosecond is left of any latency then; halved for ever, it would become 0."""
 _REFRESH = 16
 _NEWS = 0.1
 """Batches between two profiles, unless a size that is hardly known differs by more than this."""
@@ -131,8 +133,13 @@ class LearnedProfile:
         if self._given_up < _DOUBT_AFTER:
             return False
         self._given_up = 0
-        self._doubt /= 2
+        self._doubt = max(_MOST_DOUBT, self._doubt / 2)
         return True
+
+    @property
+    def is_doubted(self) -> bool:
+        """Nothing has run since :meth:`doubt` has changed the profile."""
+        return self._doubt < 1
 
     def profile(self, max_batch_size: int) -> LatencyProfile:
         """What is known now; the same object as before while there is little news."""

@@ -100,6 +100,30 @@ def test_what_ran_beside_others_is_learned_where_nothing_better_is_known() -> No
         assert rule.profile.stage_ns(0, 1) > 10 * MS
 
 
+def test_what_is_doubted_is_learned_from_whatever_runs() -> None:
+    alone = LatencyProfile([4.0 * MS] * 8)
+    learned = LearnedStages(2, StagedProfile([alone] * 2, width=0.5))
+    assert not learned.is_doubted
+    for _ in range(4):
+        learned.doubt()
+    assert learned.is_doubted
+    learned.observe_stage(0, 1, 4 * MS)
+    learned.observe_stage(1, 1, 4 * MS)
+    assert not learned.is_doubted
+    learning = make(prior=StagedProfile([alone] * 2, width=0.5))
+    policy, rule = with_rule(learning)
+    late = Request(1, 0, 10 * MS)
+    for _ in range(6):
+        learning.gave_up(policy, Drop([late], DropReason.HOPELESS), 1)
+    assert rule.profile.stage_ns(0, 1) < 4 * MS
+    for _ in range(2):
+        for stage in (0, 1):
+            job = ran_stage(stage, 1, 4)
+            job.is_beside = True
+            learning.ran(policy, job)
+    assert rule.profile.stage_ns(0, 1) == 4 * MS
+
+
 def test_what_was_no_single_call_of_the_stage_says_nothing() -> None:
     learning = make()
     policy, _ = with_rule(learning)

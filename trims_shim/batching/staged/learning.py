@@ -54,6 +54,11 @@ class LearnedStages(LearnedProfile):
         """Stages that were told something since the whole was made."""
 
     @property
+    def is_doubted(self) -> bool:
+        """See :class:`LearnedProfile`: of any stage."""
+        return any(each.is_doubted for each in self.stages)
+
+    @property
     def count(self) -> int:
         """See :class:`LearnedProfile`: of the stage of which it was told least."""
         return min(each.count for each in self.stages)
@@ -153,7 +158,7 @@ class StagedLearning(Learning):
         size = padded_size(rows, self._batch_sizes)
         learned = self._learned_of(key)
         assert isinstance(learned, LearnedStages)
-        if is_beside and learned.has_width:
+        if is_beside and learned.has_width and not learned.is_doubted:
             return True  # rules reckon from what a stage takes alone, which was measured, too
         seen = self._seen.setdefault(key, set())
         is_typical = True
