@@ -73,7 +73,9 @@ class Rule(ABC):
 
     def room(self) -> int:
         """How many of the queue's first requests one batch can hold."""
-        count = min(len(self.queue), self.max_batch_size)
+        count = len(self.queue)
+        if count > self.max_batch_size:
+            count = self.max_batch_size
         if self.max_weight is None:
             return count
         return self.queue.within_weight(count, self.max_weight)

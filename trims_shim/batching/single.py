@@ -144,18 +144,18 @@ class Batching:
                 del self._waiting[key], asking[0]
             elif not size:
                 del asking[0]
-        self._set_wake()
+        if self._free and self._waiting:
+            self._set_wake()
         return actions
 
     def _set_wake(self) -> None:
-        if self._free and self._waiting:
-            wakes_ns = [rule.wake_ns for rule in self._waiting.values() if rule.wake_ns is not None]
-            self._wake_ns = min(wakes_ns, default=None)
+        wakes_ns = [rule.wake_ns for rule in self._waiting.values() if rule.wake_ns is not None]
+        self._wake_ns = min(wakes_ns, default=None)
 
     def _ask(self, rule: Rule, now_ns: int, actions: list[Action]) -> int:
         rule.wake_ns = None
         size = rule.choose(now_ns)
-        actions.extend(rule.take_drops())
+        actions += rule.take_drops()
         if self._is_flushing and not size:
             return rule.room()
         if rule.max_weight is None or size < 2:

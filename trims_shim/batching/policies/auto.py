@@ -42,10 +42,12 @@ __all__ = ["Auto"]
 # Measured on a grid of loads, arrivals, profiles and jitters: docs/decisions/0009. All of them are
 # flat around these values.
 _REMEMBERED = 256  # enough for a 99th percentile
-_SIZE_QUANTILES = (0.3, 0.5, 0.7)  # with tails up to .9 the same where times vary little
-_USUAL_QUANTILE = 0.5
-_WAIT_QUANTILE = 0.9
 _WORST_QUANTILE = 0.99
+_QUANTILES = (
+    *(0.3, 0.5, 0.7),  # for sizes; with tails up to .9 the same where times vary little
+    0.9,  # for the end of waiting
+    _WORST_QUANTILE,
+)
 _COMPANY_WORTH_IT = 0.1  # .25 costs violations at low loads
 _NO_SLO_NS = NEVER_NS // 2
 """Beyond it there is no deadline."""
@@ -67,6 +69,8 @@ class Auto(Goodput):
         self._usual_stretch = self._wait_stretch = self._worst_stretch = 1.0
         self._wait_margin_ns = 0
         self._worst_pace = 0.0
+        self._times_ns: dict[int, tuple[float, int]] = {}
+        """By size, as :meth:`_learn_times` has them, until something else is learned."""
         self._company = Company()
 
     def choose(self, now_ns: int) -> int:
@@ -92,42 +96,50 @@ class Auto(Goodput):
 
     def on_finished(self, now_ns: int, finished: Finished) -> None:
         """See :class:`~trims_shim.batching.rules.Rule`."""
-        self._company.answered(len(self.queue))
+        queued, profile = len(self.queue), self.profile
+        self._company.answered(queued)
         size, took_ns = len(finished.batch), now_ns - finished.started_ns
-        if not finished.is_typical or size > self.profile.max_batch_size:
+        if not finished.is_typical or size > profile.max_batch_size:
             return
-        if self._known is not self.profile:
-            self._know(self.profile)
+        if self._known is not profile:
+            self._know(profile)
         self._durations_ns.append((size, took_ns))
-        self._taken.add(took_ns / self.profile.latency_ns(size))
-        self._learn_stretches()
-        self._paces.add(len(self.queue) / max(1, took_ns))
-        self._worst_pace = self._paces.quantile(_WORST_QUANTILE)
+        if self._taken.add(took_ns / profile.latency_ns(size)):
+            self._learn_stretches()
+        if self._paces.add(queued / took_ns if took_ns > 1 else queued):
+            pace = self._paces.quantile(_WORST_QUANTILE)
+            if pace != self._worst_pace:
+                self._worst_pace = pace
+                self._times_ns.clear()
 
     def _start_ns(self, size: int, now_ns: int) -> int:
         """Until when a batch of ``size`` waits for one more."""
         company, arrival_ns = self._company, self.queue[0].arrival_ns
-        since_ns, saving_ns = company.expect(size, now_ns), company.savings_ns[size]
+        since_ns = company.expect(size, now_ns)
         due_ns = self.queue.deadline_ns(size) - self.margin_ns
-        next_ns = int(self._wait_stretch * self.profile.latency_ns(size + 1))
+        needed_ns, next_ns = self._times_ns.get(size) or self._learn_times(size)
         last_ns = due_ns - self._wait_margin_ns - next_ns
-        if self._spares_the_next(size, due_ns - arrival_ns):
-            company.until_ns = min(last_ns, since_ns + saving_ns)
-            return min(last_ns, since_ns + company.patience_ns[size])
-        company.until_ns = min(last_ns, arrival_ns + saving_ns)
+        if needed_ns <= due_ns - arrival_ns:
+            if company.until_ns > last_ns:
+                company.until_ns = last_ns
+            patience_ns = company.patience_ns[size]
+            return min(last_ns, since_ns + patience_ns) if patience_ns else 0
+        company.until_ns = min(last_ns, arrival_ns + company.savings_ns[size])
         return company.until_ns if company.shares[size] >= _COMPANY_WORTH_IT else 0
 
-    def _spares_the_next(self, size: int, slo_ns: int) -> bool:
-        """Whether those that come while ``size`` run are few enough to be in time after them."""
+    def _learn_times(self, size: int) -> tuple[float, int]:
+        """What those who come while ``size`` run need to be in time after them, and one more."""
         latency_ns, usual = self.profile.latency_ns, self._usual_stretch
         duration_ns = latency_ns(size)
         arrivals = int(self._worst_pace * usual * duration_ns) + 1
-        if arrivals > self.max_batch_size:
-            return slo_ns > _NO_SLO_NS
-        next_ns = latency_ns(arrivals)
-        longer_ns = max(duration_ns, next_ns)
-        slow_ns = (self._worst_stretch - usual) * longer_ns
-        return usual * (duration_ns + next_ns) + slow_ns <= slo_ns
+        needed_ns: float = _NO_SLO_NS
+        if arrivals <= self.max_batch_size:
+            after_ns = latency_ns(arrivals)
+            slow_ns = (self._worst_stretch - usual) * max(duration_ns, after_ns)
+            needed_ns = usual * (duration_ns + after_ns) + slow_ns
+        times_ns = needed_ns, int(self._wait_stretch * latency_ns(size + 1))
+        self._times_ns[size] = times_ns
+        return times_ns
 
     def _know(self, profile: LatencyProfile) -> None:
         super()._know(profile)
@@ -140,14 +152,11 @@ class Auto(Goodput):
         self._learn_stretches()
 
     def _learn_stretches(self) -> None:
+        self._times_ns.clear()
         if not self._taken:
             self.stretches = (1.0,)
             self._usual_stretch = self._wait_stretch = self._worst_stretch = 1.0
             return
-        quantile = self._taken.quantile
-        self.stretches = [quantile(share) for share in _SIZE_QUANTILES]
-        if self.stretches[0] == self.stretches[-1]:
-            del self.stretches[1:]
-        self._usual_stretch = quantile(_USUAL_QUANTILE)
-        self._wait_stretch = quantile(_WAIT_QUANTILE)
-        self._worst_stretch = quantile(_WORST_QUANTILE)
+        few, usual, many, wait, worst = self._taken.quantiles(_QUANTILES)
+        self.stretches = [few] if few == many else [few, usual, many]
+        self._usual_stretch, self._wait_stretch, self._worst_stretch = usual, wait, worst

@@ -17,7 +17,8 @@ from trims_shim.batching.profile import LatencyProfile
 
 __all__ = ["Company"]
 
-_WEIGHT = 1 / 32
+_CHANCES = 32
+"""The last ones that count, about."""
 # Of the mean time until the next one came: by then, 98 % of those that come have, if gaps are
 # memoryless. With 2, callers that wait for their answers meet less often.
 _WAITS_TIMES = 4
@@ -27,9 +28,9 @@ class Company:
     """One of each rule; sizes go up to the largest of its profile."""
 
     __slots__ = (
+        "_alone_ns",
         "_chances",
         "_meanwhile",
-        "_profile",
         "_since_ns",
         "_size",
         "_waited_ns",
@@ -49,22 +50,22 @@ class Company:
         self._chances: list[int] = []
         self._waited_ns: list[float] = []
         """The time until it came, 0 where it did not, on average."""
-        self._profile: LatencyProfile
+        self._alone_ns = 0
         self._meanwhile = 0.0
         """How many were queued when a batch ended, on average."""
         self._size = 0
         self._since_ns = 0
         self.until_ns = 0
-        """Who comes later than this comes too late; set where something is expected."""
+        """Who comes later than this comes too late; may be set after :meth:`expect`."""
 
     def know(self, profile: LatencyProfile) -> None:
         """``profile`` is new; it may have more sizes than the one before."""
         latency_ns, largest = profile.latency_ns, profile.max_batch_size
+        self._alone_ns = latency_ns(1)
         savings_ns = [
-            latency_ns(size) + latency_ns(1) - latency_ns(size + 1) for size in range(1, largest)
+            latency_ns(size) + self._alone_ns - latency_ns(size + 1) for size in range(1, largest)
         ]
         self.savings_ns = [0, *savings_ns, 0]
-        self._profile = profile
         if self._size >= largest:
             self._size = 0
         unknown = largest + 1 - len(self.shares)
@@ -77,6 +78,7 @@ class Company:
         """``size`` are queued and could start; returns since when that is so."""
         if self._size != size:
             self._size, self._since_ns = size, now_ns
+        self.until_ns = self._since_ns + self.savings_ns[size]
         return self._since_ns
 
     def came(self, now_ns: int) -> None:
@@ -86,7 +88,7 @@ class Company:
 
     def answered(self, queued: int) -> None:
         """A batch has ended, while which so many have come; others may come because it has."""
-        self._meanwhile += _WEIGHT * (queued - self._meanwhile)
+        self._meanwhile += (queued - self._meanwhile) / _CHANCES
         if self._size:
             self._learn(None)
 
@@ -94,22 +96,23 @@ class Company:
         size, self._size = self._size, 0
         if self.until_ns <= self._since_ns:
             return
-        self._chances[size] += 1
-        weight = max(_WEIGHT, 1 / self._chances[size])
+        chances = self._chances[size] = self._chances[size] + 1
+        weight = 1 / chances if chances < _CHANCES else 1 / _CHANCES
         share = self.shares[size] * (1 - weight)
         waited_ns = self._waited_ns[size] * (1 - weight)
         if gap_ns is not None:
             share += weight
             waited_ns += weight * gap_ns
         self.shares[size], self._waited_ns[size] = share, waited_ns
-        self.patience_ns[size] = self._patience(size, share, waited_ns)
+        if share:
+            self.patience_ns[size] = self._patience_ns(size, share, waited_ns)
 
-    def _patience(self, size: int, share: float, waited_ns: float) -> int:
-        if not share:
-            return 0
+    def _patience_ns(self, size: int, share: float, waited_ns: float) -> int:
         saving_ns = self.savings_ns[size]
-        longer_ns = self._profile.latency_ns(1) - saving_ns
-        delayed = size + max(0.0, self._meanwhile - share)
+        longer_ns = self._alone_ns - saving_ns
+        delayed = float(size)
+        if self._meanwhile > share:
+            delayed += self._meanwhile - share
         gained_ns = share * (saving_ns - delayed * longer_ns) - (1 + delayed) * waited_ns
         wait_ns = _WAITS_TIMES * waited_ns / share
         return int(wait_ns) if gained_ns > (1 - share) * delayed * wait_ns else 0

@@ -66,7 +66,7 @@ class Cork(Rule):
         if not finished.is_typical:
             return
         started_ns = finished.started_ns
-        wait_ns = started_ns - min(request.arrival_ns for request in finished.batch)
+        wait_ns = started_ns - min([request.arrival_ns for request in finished.batch])
         self._samples.append((len(finished.batch), now_ns - started_ns, wait_ns))
         if self._refreshed_ns is None or now_ns - self._refreshed_ns >= _REFRESH_NS:
             self._refreshed_ns = now_ns
@@ -76,7 +76,8 @@ class Cork(Rule):
         late = 0
         while late < len(self.queue) and now_ns >= self._due_ns(late):
             late += 1
-        self.drop(self.queue.take(late), DropReason.SHED)
+        if late:
+            self.drop(self.queue.take(late), DropReason.SHED)
 
     def _due_ns(self, index: int) -> float:
         """When the request at ``index``, with those before it gone, is given up."""

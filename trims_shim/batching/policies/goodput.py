@@ -60,14 +60,15 @@ class Goodput(Rule):
 
     def fitting(self, now_ns: int) -> int:
         """Give up what does not fit, and return how many of the rest may go."""
-        if self._known is not self.profile:
-            self._know(self.profile)
+        profile = self.profile
+        if self._known is not profile:
+            self._know(profile)
         ready_ns = now_ns + self.margin_ns
         size = self.room()
         self.has_shed = False
         if self._is_in_time(size, self.queue.deadline_ns(size) - ready_ns):
             return size
-        soonest_ns = ready_ns + int(self.stretches[0] * self.profile.latency_ns(1))
+        soonest_ns = ready_ns + int(self.stretches[0] * profile.latency_ns(1))
         self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)
         if not self.queue:
             return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 
 __all__ = ["Recent"]
 
@@ -20,13 +21,19 @@ class Recent:
     def __len__(self) -> int:
         return len(self._values)
 
-    def add(self, value: float) -> None:
-        """The oldest is forgotten where there are too many."""
+    def add(self, value: float) -> bool:
+        """The oldest is forgotten where there are too many. Whether that may change a quantile."""
         values, ascending = self._values, self._ascending
         if len(values) == values.maxlen:
-            del ascending[bisect_left(ascending, values[0])]
-        values.append(value)
+            oldest = values[0]
+            values.append(value)
+            if value == oldest:
+                return False
+            del ascending[bisect_left(ascending, oldest)]
+        else:
+            values.append(value)
         insort(ascending, value)
+        return True
 
     def clear(self) -> None:
         """Forget all."""
@@ -38,6 +45,13 @@ class Recent:
 
         Rounded down: as long as there are few values, the largest of them does not count.
         """
-        if not self._ascending:
-            return 0.0
-        return self._ascending[int(share * (len(self._ascending) - 1))]
+        ascending = self._ascending
+        return ascending[int(share * (len(ascending) - 1))] if ascending else 0.0
+
+    def quantiles(self, shares: Sequence[float]) -> list[float]:
+        """Each as :meth:`quantile` has it."""
+        ascending = self._ascending
+        if not ascending:
+            return [0.0] * len(shares)
+        last = len(ascending) - 1
+        return [ascending[int(share * last)] for share in shares]

@@ -118,9 +118,10 @@ def _answers(
     for each in outcome.executions:
         if each.is_preempted:
             continue
-        end_ns = each.ended_ns
-        latencies.extend([end_ns - request.arrival_ns for request in each.batch])
-        timely = sum([end_ns <= request.deadline_ns for request in each.batch])
+        end_ns, timely = each.ended_ns, 0
+        for request in each.batch:
+            latencies.append(end_ns - request.arrival_ns)
+            timely += end_ns <= request.deadline_ns
         on_time += timely
         if accuracy_of is not None and timely:
             score += timely * accuracy_of(each.device)

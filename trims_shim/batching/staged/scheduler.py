@@ -35,7 +35,7 @@ __all__ = ["RunStage", "StageEnded", "StagedBatching"]
 _MOST_FILLINGS = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunStage(Run):
     """Run ``stage`` of the model with ``part``; ``batch`` are its requests now.
 
@@ -49,7 +49,7 @@ class RunStage(Run):
     without asking at each border, as there is nothing to decide."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StageEnded(Finished):
     """The device has run a stage of ``part`` and is free; ``batch`` is that of its RunStage."""
 
