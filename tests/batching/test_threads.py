@@ -27,14 +27,14 @@ def test_a_caller_runs_its_own_batch_and_starts_no_thread() -> None:
     before = threading.active_count()
     with greedy(runners) as batcher:
         assert batcher(1) == threading.get_ident()
-        assert threading.active_count() == before
+        assert threading.active_count() <= before  # those of other tests may end
 
 
 def test_a_caller_keeps_the_time_for_its_own_batch() -> None:
     before = threading.active_count()
     with Batcher(runners, policy=functools.partial(Window, wait_ms=5)) as batcher:
         assert batcher(1) == threading.get_ident()
-        assert threading.active_count() == before
+        assert threading.active_count() <= before  # those of other tests may end
 
 
 def test_functions_that_care_run_in_workers_only() -> None:

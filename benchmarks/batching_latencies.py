@@ -1,0 +1,141 @@
+"""What the default policy's waiting costs: latencies over the load, beside never waiting.
+
+``python -m benchmarks.batching_latencies`` takes about two minutes, prints a table and writes
+``docs/results/batching_latencies.json``. One simulated device with a high, middle or no fixed cost,
+Poisson arrivals and bursts, batches and timers that vary or not. A load of 1 is what batches that
+take half of the objective can answer. Nothing depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from benchmarks.harness import ROOT, write_json
+from trims_shim.batching.policies import POLICIES
+from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.protocol import Request
+from trims_shim.batching.simulator import Report, gamma, requests, simulate
+from trims_shim.batching.single import Batching
+
+__all__ = ["main"]
+
+_NS_PER_MS = 1_000_000
+_LARGEST = 16
+SETTINGS = {
+    "45 + 0.4 b": (LatencyProfile.linear(0.4, 45, max_batch_size=_LARGEST), 150),
+    "20 + 2 b": (LatencyProfile.linear(2, 20, max_batch_size=_LARGEST), 100),
+    "2 + 3 b": (LatencyProfile.linear(3, 2, max_batch_size=_LARGEST), 100),
+}
+"""Latencies in ms, and an objective."""
+CVS = (1, 3)
+LOADS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.2)
+JITTERS = ("none", "1 ms", "log-normal")
+_LOG_NORMAL_SIGMA = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One policy under one load; means over the seeds."""
+
+    profile: str
+    jitter: str
+    cv: int
+    load: float
+    policy: str
+    violated: float
+    mean_ms: float
+    p99_ms: float
+    busy: float
+
+
+Place = tuple[str, str, int, float, str]
+
+
+def _exponential_ns(random: Random) -> int:
+    return int(random.expovariate(1) * _NS_PER_MS)
+
+
+def _service_ns(
+    profile: LatencyProfile, jitter: str, random: Random
+) -> Callable[[int, Sequence[Request]], int]:
+    if jitter == "none":
+        return lambda device, batch: profile.latency_ns(len(batch))
+    if jitter == "1 ms":
+        return lambda device, batch: profile.latency_ns(len(batch)) + _exponential_ns(random)
+    return lambda device, batch: int(
+        profile.latency_ns(len(batch)) * random.lognormvariate(0, _LOG_NORMAL_SIGMA)
+    )
+
+
+def _run(place: Place, count: int, seed: int) -> tuple[float, float, float, float]:
+    setting, jitter, cv, load, policy = place
+    profile, slo_ms = SETTINGS[setting]
+    size = profile.largest_within(slo_ms * _NS_PER_MS / 2, _LARGEST)
+    rate_qps = load * size / profile.latency_ns(size) * 1e9
+    timers = Random(seed + 2)
+    outcome = simulate(
+        Batching(lambda key: POLICIES[policy](profile, max_batch_size=_LARGEST)),
+        requests(gamma(rate_qps, cv, Random(seed)), slo_ms=slo_ms, count=count),
+        service_ns=_service_ns(profile, jitter, Random(seed + 1)),
+        lateness_ns=None if jitter == "none" else lambda: _exponential_ns(timers),
+    )
+    report = Report.of(outcome)
+    mean_ns = statistics.fmean(end_ns - each.arrival_ns for each, end_ns in outcome.answered)
+    return report.violation_ratio, mean_ns / _NS_PER_MS, report.p99_ms, report.busy_share
+
+
+def _measure(place: Place, count: int, seeds: int) -> Cell:
+    runs = [_run(place, count, seed) for seed in range(seeds)]
+    return Cell(*place, *(round(statistics.fmean(each), 5) for each in zip(*runs, strict=True)))
+
+
+def _table(cells: Sequence[Cell], policies: Sequence[str]) -> str:
+    """Of each policy: violations; mean and 99th percentile of the latencies in ms."""
+    lines = [
+        f"| profile | jitter | CV | load | {' | '.join(policies)} |",
+        "|---|---|---|---|" + "---|" * len(policies),
+    ]
+    for row in _rows(cells, len(policies)):
+        first = row[0]
+        figures = [f"{e.violated:.4f}; {e.mean_ms:.1f}, {e.p99_ms:.0f}" for e in row]
+        head = f"| {first.profile} | {first.jitter} | {first.cv} | {first.load:g} | "
+        lines.append(head + " | ".join(figures) + " |")
+    return "\n".join(lines)
+
+
+def _rows(cells: Sequence[Cell], width: int) -> list[Sequence[Cell]]:
+    return [cells[start : start + width] for start in range(0, len(cells), width)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["immediate", "auto"])
+    parser.add_argument("--requests", type=int, default=5000, help="in each cell, for each seed")
+    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at once")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
+    options = parser.parse_args(arguments)
+    places = list(itertools.product(SETTINGS, JITTERS, CVS, LOADS, options.policies))
+    measure = partial(_measure, count=options.requests, seeds=options.seeds)
+    with multiprocessing.Pool(options.jobs) as pool:
+        cells = pool.map(measure, places, chunksize=2)
+    print(_table(cells, options.policies))
+    head = {"requests": options.requests, "seeds": options.seeds}
+    path = options.output / "batching_latencies.json"
+    write_json(path, head | {"cells": [asdict(each) for each in cells]})
+    print(f"written: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
