@@ -171,8 +171,9 @@ class Flex:
 
     def _fill(self, now_ns: int, actions: list[Action]) -> None:
         while self._free:
-            for key in self._queues:
-                self._drop_hopeless(now_ns, key, actions)
+            for key, queue in self._queues.items():
+                if queue:
+                    self._drop_hopeless(now_ns, key, actions)
             best = self._best(now_ns)
             if best is not None:
                 self._start(now_ns, *best, actions)
@@ -270,9 +271,11 @@ class Flex:
         """(worth, device, how many could run there instead at most) of batches small enough."""
         assert self._factor is not None
         queued, most = len(self._queues[key]), self.models[key].max_batch_size
+        of_others = min(queued, most)
         for device, running in self._running.items():
-            again = len(running.batch) if running.key == key else 0
-            instead = min(queued + again, most)
+            instead = of_others
+            if running.key == key and queued < most:
+                instead = min(queued + len(running.batch), most)
             if instead >= self._factor * running.worth and not running.is_preempted:
                 yield running.worth, device, instead
 

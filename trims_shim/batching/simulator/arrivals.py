@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import replace
 from itertools import accumulate, count, repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from trims_shim.batching.protocol import NEVER_NS, Request
@@ -88,9 +88,17 @@ def requests(
 
 def merged(*streams: Iterable[Request]) -> Iterator[Request]:
     """All streams as one, in the order of arrival, numbered anew."""
-    mixed = heapq.merge(*streams, key=lambda request: request.arrival_ns)
-    for number, request in enumerate(mixed):
-        yield replace(request, number=number)
+    mixed = heapq.merge(*streams, key=attrgetter("arrival_ns"))
+    for number, each in enumerate(mixed):
+        yield Request(
+            number,
+            each.arrival_ns,
+            each.deadline_ns,
+            each.priority,
+            each.key,
+            each.weight,
+            each.payload,
+        )
 
 
 def _renewals(gaps_s: Iterable[float]) -> Iterator[int]:
