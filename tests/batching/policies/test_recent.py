@@ -34,3 +34,14 @@ def test_what_is_cleared_is_forgotten() -> None:
     assert recent.quantile(0.5) == 0
     recent.add(1)
     assert recent.quantile(0.5) == 1
+
+
+def test_a_value_that_takes_the_place_of_its_equal_changes_no_quantile() -> None:
+    recent = Recent(2)
+    assert recent.add(1)
+    assert recent.add(2)
+    assert not recent.add(1)
+    assert recent.quantiles((0, 1)) == [1, 2]
+    assert recent.add(1)
+    assert recent.quantiles((0, 1)) == [1, 1]
+    assert Recent(2).quantiles((0, 1)) == [0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -163,6 +164,31 @@ def test_a_policy_that_wants_the_same_timer_for_ever_is_stopped() -> None:
     policy.wake_ns = 5
     with pytest.raises(ValueError, match="did nothing at 5 ns"):
         simulate(policy, at(1), service_ns=lambda *_: 10)
+
+
+@pytest.mark.parametrize("is_collecting", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_garbage_is_collected_afterwards_as_it_was_before(is_collecting: bool, fails: bool) -> None:
+    collecting = []
+
+    def service_ns(device: int, batch: Sequence[Request]) -> int:
+        collecting.append(gc.isenabled())
+        if fails:
+            raise KeyError("no such batch")
+        return 1
+
+    was_collecting = gc.isenabled()
+    try:
+        (gc.enable if is_collecting else gc.disable)()
+        policy = Batching(lambda key: Immediate(PROFILE, max_batch_size=8))
+        try:
+            simulate(policy, [Request(0, 0)], service_ns=service_ns)
+        except KeyError:
+            assert fails
+        assert gc.isenabled() == is_collecting
+    finally:
+        (gc.enable if was_collecting else gc.disable)()
+    assert collecting == [False]
 
 
 def test_arrivals_do_not_go_back() -> None:
