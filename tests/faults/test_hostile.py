@@ -129,7 +129,7 @@ def test_bad_packets(shared_watch: Watch, packet: str, greeted: bool) -> None:
 @pytest.fixture(scope="module")
 def shared_watch() -> Iterator[Watch]:
     """One daemon for all bad packets: what one of them leaves behind, the next finds."""
-    world = World()
+    world = World(idle_exit="600")  # long stretches of tests do not use it
     try:
         world.start()
         yield Watch(world)
