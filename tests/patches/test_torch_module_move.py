@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -362,7 +363,8 @@ def test_other_tensors_pay_one_call(devices: Devices) -> None:
     """A tensor that is not the shim's costs a call, of which 2 us were measured."""
     function = torch_module_move._Mover(lambda tensor: tensor, Sources())
     parameter = nn.Parameter(torch.randn(SIDE, SIDE))
-    begin = time.perf_counter()
-    for _ in range(2000):
-        function(parameter)
-    assert (time.perf_counter() - begin) / 2000 < 2e-5  # on a busy machine
+    # The best of many, by this thread's own clock: the machine may be busy.
+    taken_s = timeit.repeat(
+        lambda: function(parameter), number=100, repeat=20, timer=time.thread_time
+    )
+    assert min(taken_s) / 100 < 2e-5
