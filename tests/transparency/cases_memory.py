@@ -184,6 +184,19 @@ def from_file_directly(work: Work) -> object:
 
 
 @case(served=True)
+def from_file_of_a_model(work: Work) -> object:
+    """What a private mapping says of itself; is_shared() differs (docs/transparency.md)."""
+    path = work.file("model.pt", saved(state()))
+    storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    part = storage[64:128]
+    seen = [storage.filename, part.filename]
+    storage[3] = 0
+    again = torch.UntypedStorage.from_file(str(path), nbytes=path.stat().st_size, shared=False)
+    tensor = torch.empty(0, dtype=torch.uint8).set_(again)
+    return [seen, storage.resizable(), storage[:8], part, tensor, tensor.untyped_storage().filename]
+
+
+@case(served=True)
 def default_shared_strategy_by_name(work: Work) -> object:
     import torch.multiprocessing as mp
 

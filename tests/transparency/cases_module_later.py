@@ -188,6 +188,37 @@ def version_counters_and_backward(work: Work) -> object:
     return [attempt(result.backward), [p._version for p in module.parameters()]]
 
 
+@cases({"allocated": torch.zeros, "cached": None}, served=True)
+def parameters_are_views_of_one_vector(work: Work, allocate: Any) -> object:
+    """Flat parameters: what is loaded is seen in the vector, and what is written there in them."""
+    source = torch.load(work.file("model.pt", saved(net().state_dict())))
+    module = net(2)
+    size = sum(parameter.numel() for parameter in module.parameters())
+    path = work.file("flat.pt", saved(torch.arange(size, dtype=torch.float32)))
+    vector = torch.load(path) if allocate is None else allocate(size)
+    torch.nn.utils.vector_to_parameters(vector, module.parameters())
+    module.load_state_dict(source)
+    seen = vector.clone()
+    vector[:2048].zero_()
+    return [seen, module, source, torch.load(path)[:2048]]
+
+
+@case(served=True, elided=True)
+def hooks_of_parameters_in_a_wrapper(work: Work) -> object:
+    """Hooks registered before a load run after it; a module inside a wrapper is loaded as it is."""
+    source = torch.load(work.file("model.pt", saved(net().state_dict())))
+    module = net(2)
+    wrapped = torch.nn.ModuleDict({"inner": module})
+    seen: list[object] = []
+    module.large.weight.register_hook(lambda gradient: seen.append(gradient[:2].clone()))
+    module.large.weight.register_post_accumulate_grad_hook(
+        lambda parameter: seen.append(parameter[:2].detach().clone())
+    )
+    result = wrapped.load_state_dict({f"inner.{name}": value for name, value in source.items()})
+    module(torch.ones(2, 1024)).sum().backward()
+    return [result, seen, module.large.weight.grad[:2], wrapped]
+
+
 @case(served=True)
 def load_under_modes(work: Work) -> object:
     source = torch.load(work.file("model.pt", saved(net().state_dict())))

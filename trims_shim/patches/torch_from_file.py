@@ -80,9 +80,7 @@ def served(filename: str, size_bytes: int) -> Any:
     if arena is None:
         return None
     diagnostics.count("served", "from_file")
-    storage: Any = storage_of(arena)
-    storage._get_filename = functools.partial(str, filename)
-    return storage
+    return storage_of(arena)
 
 
 def _is_model(head: bytes) -> bool:
