@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 
 from .registry import Work, attempt, case, cases
@@ -411,3 +413,34 @@ def many_runs(work: Work, number: int) -> object:
         x = np.full((1, 1, 16, width), number, np.float32)
         seen.append(session.run(None, {"x": x}))
     return seen
+
+
+@case(served=True)
+def sizes_that_contradict_their_names(work: Work) -> object:
+    """Two inputs of one named size that differ: what fails then hangs on the order of the nodes.
+
+    Buffers are shared between values of the same declared sizes, in the order in which nodes run.
+    """
+    steps = ["x a", "a b", "b c", "b d", "y e", "e f", "x g"]
+    operators = ["Tanh", "Exp", "Sin", "Cos", "Sigmoid", "Sin", "Tanh"]
+    sizes = ["rows", "columns"]
+    nodes = [
+        onnx.helper.make_node(operator, [step[0]], [step[2]], name=step)
+        for operator, step in zip(operators, steps, strict=True)
+    ]
+    value = functools.partial(
+        onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT, shape=sizes
+    )
+    graph = onnx.helper.make_graph(
+        nodes, "sizes", [value("x"), value("y")], [value(each) for each in "cdfg"]
+    )
+    opset = onnx.helper.make_opsetid("", 17)
+    model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=9)
+    path = work.file("model.onnx", lambda p: p.write_bytes(model.SerializeToString()))
+    session = onnxruntime.InferenceSession(path, options())
+    shapes = [(2, 3), (4, 5), (64, 64)]
+    return [
+        attempt(session.run, None, {"x": np.ones(x, np.float32), "y": np.ones(y, np.float32)})
+        for x in shapes
+        for y in shapes
+    ]

@@ -24,6 +24,7 @@ from typing import Any
 from trims_shim.errors import FormatError, NotServed
 from trims_shim.formats.onnx_inputs import without_lost_inputs
 from trims_shim.formats.onnx_metadata import with_metadata_order
+from trims_shim.formats.onnx_order import in_running_order
 from trims_shim.formats.onnx_relayout import Relayout, relayout
 from trims_shim.formats.onnx_transposition import Transposition, with_transposed_weights
 from trims_shim.wire.messages import SessionRecipe
@@ -193,6 +194,7 @@ def place(directory: str, *, source: str = "") -> None:
             with _mapped(source) as original:
                 content = with_metadata_order(content, original)
                 content = without_lost_inputs(content, original)
+            content = in_running_order(content)
             with _created(os.path.join(directory, MODEL_NAME)) as target:
                 _write(target, memoryview(content), 0)
             with _created(os.path.join(directory, WEIGHTS_NAME)) as target:

@@ -1,0 +1,130 @@
+"""Nodes are listed so that a session of the saved model runs them in the order they were saved in.
+
+The walk is onnxruntime's, written down once more here; that it is onnxruntime's is seen in
+``tests/transparency`` (``ort_sessions.sizes_that_contradict_their_names``).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from trims_shim.errors import TruncatedFile
+from trims_shim.formats import onnx_order
+from trims_shim.formats.onnx_order import in_running_order, listing_of
+
+
+def walk(inputs: list[list[int]], rank: list[int]) -> list[int]:
+    """Depth first and recursive: of several nodes to the one of the highest rank."""
+    order: list[int] = []
+
+    def visit(numbers: list[int]) -> None:
+        for number in sorted(numbers, key=rank.__getitem__, reverse=True):
+            if number not in order:
+                visit(inputs[number])
+                order.append(number)
+
+    taken = {each for some in inputs for each in some}
+    visit([number for number in range(len(inputs)) if number not in taken])
+    return order
+
+
+def run_order(listing: list[int], inputs: list[list[int]]) -> list[int]:
+    rank = [listing.index(number) for number in range(len(inputs))]
+    return walk(inputs, rank)
+
+
+def renumbered(inputs: list[list[int]], order: list[int]) -> list[list[int]]:
+    """The same graph, its nodes numbered in this order."""
+    place = {number: position for position, number in enumerate(order)}
+    return [sorted(place[each] for each in inputs[number]) for number in order]
+
+
+def some_graph(seed: int) -> list[list[int]]:
+    """Of onnxruntime's own: numbered as it runs, from nodes of any indices."""
+    chance = random.Random(seed)
+    count, reach = chance.randint(3, 40), chance.choice((3, 8, 40))
+    inputs: list[list[int]] = [[]]
+    for number in range(1, count):
+        few = range(chance.randint(0, 3))
+        inputs.append(sorted({chance.randrange(max(0, number - reach), number) for _ in few}))
+    rank = list(range(count))
+    chance.shuffle(rank)
+    return renumbered(inputs, walk(inputs, rank))
+
+
+def test_two_chains_are_listed_the_other_way_round() -> None:
+    assert listing_of([[], [0], [], [2]]) == [3, 2, 1, 0]
+
+
+def test_most_orders_are_found_again_and_none_is_wrong() -> None:
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))
+    found = 0
+    for seed in range(300):
+        inputs = some_graph(seed)
+        listing = listing_of(inputs)
+        if listing is not None:
+            found += 1
+            assert run_order(listing, inputs) == list(range(len(inputs))), seed
+    assert found >= 295
+
+
+@pytest.mark.parametrize("inputs", [[[1], []], [[0]]], ids=["later", "itself"])
+def test_an_order_that_no_graph_runs_in(inputs: list[list[int]]) -> None:
+    assert listing_of(inputs) is None
+
+
+def chains(**attributes: onnx.GraphProto) -> onnx.ModelProto:
+    """Two chains, and a node with sub-graphs."""
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])
+    nodes = [
+        helper.make_node("Sin", ["x"], ["a"], name="a"),
+        helper.make_node("Cos", ["a"], ["b"], name="b"),
+        helper.make_node("Sin", ["x"], ["c"], name="c"),
+        helper.make_node("Odd", ["c"], ["d"], name="d", **attributes),
+    ]
+    graph = helper.make_graph(nodes, "chains", [value], [], value_info=[value])
+    return helper.make_model(graph)
+
+
+def listed(model: onnx.ModelProto) -> list[str]:
+    found = onnx.ModelProto.FromString(in_running_order(model.SerializeToString()))
+    # Everything but the nodes' order is as it was.
+    rest, before = onnx.ModelProto(), onnx.ModelProto()
+    rest.CopyFrom(found)
+    before.CopyFrom(model)
+    for each in (rest, before):
+        del each.graph.node[:]
+    assert rest == before
+    by_name = {each.name: each for each in model.graph.node}
+    assert all(each == by_name[each.name] for each in found.graph.node)
+    return [each.name for each in found.graph.node]
+
+
+def test_only_the_nodes_move() -> None:
+    assert listed(chains()) == ["d", "c", "b", "a"]
+
+
+def test_what_a_sub_graph_takes_counts() -> None:
+    """The last node needs ``b`` as well, so there is one chain, of which ``a`` is the first."""
+    inner = helper.make_graph([helper.make_node("Add", ["b", "own"], ["sum"])], "inner", [], [])
+    inner.initializer.append(helper.make_tensor("own", TensorProto.FLOAT, [1], [1.0]))
+    names = listed(chains(body=inner))
+    assert names.index("b") > names.index("c")
+
+
+def test_large_graphs_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_order, "_NODES_LIMIT", 3)
+    assert listed(chains()) == ["a", "b", "c", "d"]
+    monkeypatch.undo()
+    monkeypatch.setattr(onnx_order, "_RULES_LIMIT", 0)
+    assert listed(chains()) == ["a", "b", "c", "d"]
+
+
+def test_a_truncated_model() -> None:
+    with pytest.raises(TruncatedFile):
+        in_running_order(chains().SerializeToString()[:-5])

@@ -1,0 +1,247 @@
+"""The order in which an optimised model has to list its nodes to be run as it was saved.
+
+onnxruntime saves the nodes of an optimised graph in the order in which it runs them, but a session
+of the saved model runs them in another one: it goes through the graph depth first, from the nodes
+whose outputs no other node takes to their inputs, and of several takes the one that is listed last.
+That decides which buffers it lets share memory, and so which run fails when the sizes of inputs
+contradict the names that the model gives to its dimensions (an axis ``batch`` of two inputs, say).
+
+:func:`in_running_order` finds the walk that leads to the saved order, and lists nodes so that it is
+taken again: at each step the node that is walked to comes after all others that were open there.
+The result need not be a topological order, which onnxruntime does not ask for. Sub-graphs stay as
+they are saved.
+
+Pure. Source: ``Graph::ReverseDFSFrom`` and ``GraphViewer`` of onnxruntime (core/graph); tried with
+1.22, 1.24 and 1.31.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trims_shim.formats.onnx_structure import Message, read_children
+from trims_shim.formats.protobuf import WireReader, delimited, encode_field
+
+__all__ = ["in_running_order", "listing_of"]
+
+_NODES_LIMIT = 20_000
+_RULES_LIMIT = 2_000_000
+"""Models of more are left as they are saved: what is kept here grows with the square."""
+
+_GRAPH_NODE = delimited(1)
+_GRAPH_INITIALIZER = delimited(5)
+_GRAPH_INPUT = delimited(11)
+_GRAPH_OUTPUT = delimited(12)
+_NODE_INPUT = delimited(1)
+_NODE_OUTPUT = delimited(2)
+_VALUE_NAME = delimited(1)
+_TENSOR_NAME = delimited(8)
+
+
+def in_running_order(model: Any) -> bytes:
+    """``model`` (a buffer) with the nodes of its graph listed so that they run as they are listed.
+
+    As it is where there is no such listing, or none was found. Raises TruncatedFile, CorruptFile or
+    UnsupportedFormat.
+    """
+    with WireReader(model) as reader:
+        parts = []
+        kept = position = 0
+        for key, child, first, stop in read_children(
+            reader, Message.MODEL, 0, len(reader.view), depth=0
+        ):
+            if child is Message.GRAPH:
+                parts += [
+                    reader.copy(kept, position),
+                    encode_field(key, _listed(reader, first, stop)),
+                ]
+                kept = stop
+            position = stop
+        parts.append(reader.copy(kept, len(reader.view)))
+        return b"".join(parts)
+
+
+def _listed(reader: WireReader, start: int, end: int) -> bytes:
+    """The graph in ``[start, end)`` with its nodes, which come first, listed anew."""
+    nodes: list[tuple[int, int]] = []
+    others = []
+    position = start
+    for key, _, first, stop in read_children(reader, Message.GRAPH, start, end, depth=1):
+        if key == _GRAPH_NODE:
+            nodes.append((first, stop))
+        else:
+            others.append(reader.copy(position, stop))
+        position = stop
+    listing = None
+    if len(nodes) <= _NODES_LIMIT:
+        listing = listing_of(_inputs(reader, nodes))
+    if listing is None:
+        return reader.copy(start, end)
+    listed = (encode_field(_GRAPH_NODE, reader.copy(*nodes[number])) for number in listing)
+    return b"".join([*listed, *others])
+
+
+def _inputs(reader: WireReader, nodes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """For each node the numbers of those whose outputs it takes, its sub-graphs included."""
+    taken, makers = [], {}
+    for number, (first, stop) in enumerate(nodes):
+        inputs, outputs = _values_of(reader, first, stop, depth=2)
+        taken.append(inputs)
+        makers.update(dict.fromkeys(outputs, number))
+    return [sorted({makers[name] for name in inputs if name in makers}) for inputs in taken]
+
+
+def _values_of(
+    reader: WireReader, start: int, end: int, *, depth: int
+) -> tuple[set[bytes], set[bytes]]:
+    """(what the node takes, what it makes)"""
+    inputs: set[bytes] = set()
+    outputs: set[bytes] = set()
+    for key, child, first, stop in read_children(reader, Message.NODE, start, end, depth=depth):
+        if child is Message.ATTRIBUTE:
+            for graph in _graphs_of(reader, first, stop, depth=depth + 1):
+                inputs |= _taken_from_outside(reader, *graph, depth=depth + 2)
+        elif key == _NODE_INPUT:
+            inputs.add(reader.name(first, stop))
+        elif key == _NODE_OUTPUT:
+            outputs.add(reader.name(first, stop))
+    return inputs - {b""}, outputs - {b""}
+
+
+def _graphs_of(
+    reader: WireReader, start: int, end: int, *, depth: int
+) -> Iterator[tuple[int, int]]:
+    for _, child, first, stop in read_children(reader, Message.ATTRIBUTE, start, end, depth=depth):
+        if child is Message.GRAPH:
+            yield first, stop
+
+
+def _taken_from_outside(reader: WireReader, start: int, end: int, *, depth: int) -> set[bytes]:
+    taken: set[bytes] = set()
+    made: set[bytes] = set()
+    names = {
+        _GRAPH_INPUT: _VALUE_NAME,
+        _GRAPH_OUTPUT: _VALUE_NAME,
+        _GRAPH_INITIALIZER: _TENSOR_NAME,
+    }
+    for key, child, first, stop in read_children(reader, Message.GRAPH, start, end, depth=depth):
+        if child is Message.NODE:
+            inputs, outputs = _values_of(reader, first, stop, depth=depth + 1)
+            taken |= inputs
+            made |= outputs
+        elif key in names:
+            name = _name_in(reader, first, stop, names[key])
+            (taken if key == _GRAPH_OUTPUT else made).add(name)
+    return taken - made
+
+
+def _name_in(reader: WireReader, start: int, end: int, wanted: int) -> bytes:
+    for key, first, stop in reader.fields(start, end):
+        if key == wanted:
+            return reader.name(first, stop)
+    return b""
+
+
+# --- the listing ----------------------------------------------------------------------------------
+
+
+def listing_of(inputs: Sequence[Sequence[int]]) -> list[int] | None:
+    """How to list nodes so that they run as 0, 1, 2 ...; None where that is not found.
+
+    ``inputs`` are, for each node, those that it takes something from, all of lower numbers.
+    """
+    if any(each and each[-1] >= number for number, each in enumerate(inputs)):
+        return None
+    rules = _rules(inputs)
+    listing = None if rules is None else _sorted(rules)
+    if listing is None or _walk(inputs, listing) != list(range(len(inputs))):
+        return None
+    return listing
+
+
+def _ends(inputs: Sequence[Sequence[int]]) -> list[int]:
+    taken = {each for some in inputs for each in some}
+    return [number for number in range(len(inputs)) if number not in taken]
+
+
+def _rules(inputs: Sequence[Sequence[int]]) -> list[set[int]] | None:
+    """For each node those that must be listed before it; None where no walk leads there.
+
+    The walk goes to the lowest node from which all that is next in the order is made.
+    """
+    reached: list[int] = []  # as bits: the node, and all that it needs
+    for number, some in enumerate(inputs):
+        bits = 1 << number
+        for each in some:
+            bits |= reached[each]
+        reached.append(bits)
+    rules: list[set[int]] = [set() for _ in inputs]
+    count = done = 0
+    stack = [(-1, _ends(inputs))]
+    while stack:
+        node, open_there = stack[-1]
+        open_there[:] = [each for each in open_there if each >= done]
+        if not open_there:
+            stack.pop()
+            if node >= 0 and node != done:
+                return None
+            done += node >= 0
+            continue
+        chosen = _next(reached, open_there, done)
+        if chosen is None:
+            return None
+        open_there.remove(chosen)
+        rules[chosen].update(open_there)
+        count += len(open_there)
+        if count > _RULES_LIMIT:
+            return None
+        stack.append((chosen, [each for each in inputs[chosen] if each >= done]))
+    return rules
+
+
+def _next(reached: Sequence[int], open_there: Sequence[int], done: int) -> int | None:
+    for each in sorted(open_there):
+        wanted = (1 << (each - done + 1)) - 1
+        if reached[each] >> done & wanted == wanted:
+            return each
+    return None
+
+
+def _sorted(rules: Sequence[set[int]]) -> list[int] | None:
+    """An order that follows the rules; None where they contradict each other."""
+    waiting = [0] * len(rules)
+    for some in rules:
+        for each in some:
+            waiting[each] += 1
+    free = [number for number, count in enumerate(waiting) if not count]
+    backwards = []
+    while free:
+        number = heapq.heappop(free)
+        backwards.append(number)
+        for each in rules[number]:
+            waiting[each] -= 1
+            if not waiting[each]:
+                heapq.heappush(free, each)
+    return backwards[::-1] if len(backwards) == len(rules) else None
+
+
+def _walk(inputs: Sequence[Sequence[int]], listing: Sequence[int]) -> list[int]:
+    """The order in which onnxruntime runs nodes that are listed so."""
+    place = [0] * len(inputs)
+    for position, number in enumerate(listing):
+        place[number] = position
+    order: list[int] = []
+    seen = [False] * len(inputs)
+    stack = [(number, False) for number in sorted(_ends(inputs), key=place.__getitem__)]
+    while stack:
+        number, is_left = stack.pop()
+        if is_left:
+            order.append(number)
+        elif not seen[number]:
+            seen[number] = True
+            stack.append((number, True))
+            open_there = (each for each in inputs[number] if not seen[each])
+            stack += [(each, False) for each in sorted(open_there, key=place.__getitem__)]
+    return order
