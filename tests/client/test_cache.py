@@ -239,6 +239,39 @@ def test_an_older_daemon_that_may_not_be_replaced_is_not_waited_for(
     assert heard == ["Hello", "Hello", "DrainRequest", "Hello"]
 
 
+def test_a_daemon_that_dies_before_its_welcome_has_a_successor(
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: it still took connections, twice, and none was started in its place."""
+    cache = Cache(config.load({}, socket_dir=str(socket_directory)))
+    starts: list[object] = []
+    monkeypatch.setattr(caches.spawn, "start", lambda endpoint, **_: starts.append(endpoint))
+    peers: list[socket.socket] = []
+
+    def serve() -> None:
+        while True:
+            peer, _ = listener.accept()
+            peer.settimeout(10)
+            handover.receive(peer)
+            if starts:
+                handover.send(peer, WELCOME)
+                peers.append(peer)
+                return
+            peer.close()
+
+    with handover.new_socket() as listener:
+        listener.bind(cache.endpoint.handover)
+        listener.listen()
+        listener.settimeout(10)
+        daemon = threading.Thread(target=serve)
+        daemon.start()
+        assert cache.welcome(may_start=True) == WELCOME
+        daemon.join(15)
+    assert starts == [cache.endpoint]
+    cache.close()
+    peers[0].close()
+
+
 def _refuse_to_drain(peer: socket.socket, welcome: messages.Welcome, heard: list[str]) -> None:
     with peer:
         peer.settimeout(10)

@@ -441,6 +441,9 @@ def test_opens_without_end(watch: Watch) -> None:
             watch.honest(5)
 
 
+FLOOD_BYTES = 160 << 20
+
+
 def multipart_without_end(world: World, seconds: float, part: bytes) -> int:
     """Parts of one message that never ends, through ZMTP by hand: a library would wait."""
     name = next(name for name in os.listdir(world.sockets) if name.startswith("control-"))
@@ -455,7 +458,7 @@ def multipart_without_end(world: World, seconds: float, part: bytes) -> int:
         stream.sendall(b"\x04" + bytes([len(ready_body)]) + ready_body)
         until = time.monotonic() + seconds
         with contextlib.suppress(OSError):
-            while time.monotonic() < until:
+            while time.monotonic() < until or sent < FLOOD_BYTES:
                 stream.sendall(frame)
                 sent += len(part)
     return sent

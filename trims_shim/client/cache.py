@@ -286,20 +286,22 @@ class Cache:
         except DaemonUnavailable:
             if not may_start:
                 raise
-        return self._ask_current(ask, may_start)
+        return self._ask_current(ask, may_start, is_new=True)
 
-    def _ask_current(self, ask: Callable[[Line], _Result], may_start: bool) -> _Result:
+    def _ask_current(
+        self, ask: Callable[[Line], _Result], may_start: bool, *, is_new: bool = False
+    ) -> _Result:
         """Run ``ask``; an older daemon, if this process may start another, is replaced first."""
         try:
-            with self._connection(may_start) as connection:
+            with self._connection(may_start, is_new=is_new) as connection:
                 return ask(connection)
         except _OlderDaemon:
             self._replace()
-        with self._connection(may_start) as connection:
+        with self._connection(may_start, is_new=True) as connection:
             return ask(connection)
 
     @contextlib.contextmanager
-    def _connection(self, may_start: bool) -> Iterator[Line]:
+    def _connection(self, may_start: bool, *, is_new: bool) -> Iterator[Line]:
         with self._lock:
             if self._in_use >= _CONNECTIONS_LIMIT:
                 raise TooManyRequests(f"{_CONNECTIONS_LIMIT} loads are under way in this process")
@@ -307,7 +309,8 @@ class Cache:
         connection = None
         is_usable = False
         try:
-            connection = self._take_idle() or self._connect(may_start)
+            idle = None if is_new else self._take_idle()
+            connection = idle or self._connect(may_start, is_heard=is_new)
             yield connection
             is_usable = True
         except (FormatError, RequestRefused):
@@ -336,11 +339,15 @@ class Cache:
             # An answer may still come for it, and its descriptors with it: start afresh.
             connection.close()
 
-    def _connect(self, may_start: bool) -> Line:
+    def _connect(self, may_start: bool, *, is_heard: bool) -> Line:
+        """``is_heard``: of a daemon that says Welcome, as one that dies takes connections, too."""
         if self.dial is not None:
             return self.dial()
         try:
-            return self._dial(_check_age if may_start else check_protocol)
+            connection = self._dial(_check_age if may_start else check_protocol)
+            if is_heard:
+                _hear(connection)
+            return connection
         except DaemonUnavailable:
             if not may_start:
                 raise
@@ -385,6 +392,14 @@ class Cache:
             pass  # It has just gone.
         finally:
             connection.close()
+
+
+def _hear(connection: Connection) -> None:
+    try:
+        _ = connection.welcome
+    except BaseException:
+        connection.close()
+        raise
 
 
 class _OlderDaemon(IncompatibleDaemon):
