@@ -13,11 +13,9 @@ from trims_shim.batching.protocol import (
     TIMER,
     Drop,
     DropReason,
-    Finished,
     Preempt,
     Preempted,
     Request,
-    Run,
     Signal,
 )
 
@@ -36,9 +34,9 @@ def test_a_request_asks_for_little_unless_told() -> None:
 
 @pytest.mark.parametrize(
     "fixed",
-    [Run(0, ()), Drop((), DropReason.SHED), Preempt(0), Finished(0, (), 0), Preempted(0, (), 0)],
+    [Drop((), DropReason.SHED), Preempt(0), Preempted(0, (), 0)],
 )
-def test_events_and_actions_do_not_change(fixed: object) -> None:
+def test_what_is_said_now_and_then_does_not_change(fixed: object) -> None:
     name = dataclasses.fields(fixed)[0].name  # type: ignore[arg-type]
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(fixed, name, 1)

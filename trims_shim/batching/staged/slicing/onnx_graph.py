@@ -31,13 +31,13 @@ def onnx_package() -> Any:
 
 
 class OnnxGraph:
-    """The nodes of a model in their order, which is topological. Raises StagingError."""
+    """The nodes of a model, each after those that it needs. Raises StagingError."""
 
     def __init__(self, path: str) -> None:
         self._onnx = onnx = onnx_package()
         model = onnx.load(path, load_external_data=False)
         graph = model.graph
-        self.nodes: list[Any] = list(graph.node)
+        self.nodes = _sorted(graph.node)
         self._initializers = {each.name: each for each in graph.initializer}
         if graph.sparse_initializer:
             raise StagingError(f"{path} has sparse initializers, which cannot be cut")
@@ -116,6 +116,21 @@ class OnnxGraph:
     def _like(self, name: str, array: Any) -> Any:
         element = self._onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
         return self._onnx.helper.make_tensor_value_info(name, element, [None] * array.ndim)
+
+
+def _sorted(nodes: Sequence[Any]) -> list[Any]:
+    """Each after those that it needs: onnxruntime runs files that do not list them so."""
+    makers = {name: number for number, node in enumerate(nodes) for name in node.output if name}
+    needs = [[makers[name] for name in _used_by(node) if name in makers] for node in nodes]
+    order: dict[int, None] = {}
+    waiting = list(reversed(range(len(nodes))))
+    while waiting:
+        number = waiting[-1]
+        missing = [each for each in needs[number] if each not in order]
+        waiting += reversed(missing)
+        if not missing:
+            order.setdefault(waiting.pop())
+    return [nodes[number] for number in order]
 
 
 def _used_by(node: Any) -> Iterator[str]:
