@@ -119,6 +119,7 @@ def test_a_daemon_that_is_gone_is_not_started_for_it(running: World) -> None:
 
 
 END_TO_END = """
+import safetensors.torch as safetensors_torch
 import torch
 from safetensors.torch import load_file, save_file
 path = {path!r}
@@ -147,6 +148,9 @@ with torch.no_grad():
 again = model()
 again.load_state_dict(load_file(path))
 assert torch.equal(again(x), expected), 'one model reaches another'
+safetensors_torch.load_model(model_of_another := model(), path)
+assert torch.equal(model_of_another(x), expected), 'load_model differs'
+shared += sum(not each.untyped_storage().resizable() for each in model_of_another.parameters())
 say([off, shared, {{each.data_ptr() % 64 for each in again.parameters()}} == {{0}}])
 """
 
@@ -160,5 +164,5 @@ def test_load_state_dict_of_an_unaligned_file_ends_without_a_copy(running: World
         script = END_TO_END.format(path=path, padding=9)
         off, shared, are_aligned = running.run(script, timeout_s=120)
     assert off
-    assert shared == 3
+    assert shared == 6, "of load_state_dict, and of load_model"
     assert are_aligned

@@ -695,6 +695,40 @@ def test_bytes_off_the_alignment_come_from_an_image_where_they_are_on_it(
     assert not module["a"].weight.any(), "what was written to the state dict is copied"
 
 
+@pytest.mark.parametrize("is_said", [True, False])
+def test_a_state_dict_that_the_caller_holds(is_said: bool, prepare: Callable[..., None]) -> None:
+    """As safetensors' load_model does; of other aliases nobody knows what they are for."""
+    expected = Net().state_dict()
+    module = Net()
+    prepare(module)
+    held = module.state_dict()
+    token = torch_copies.holds_state_dict.set(is_said)
+    try:
+        module.load_state_dict(cached(expected))
+    finally:
+        torch_copies.holds_state_dict.reset(token)
+    assert_equal(module, expected)
+    assert elided() == (NET_LARGE if is_said else 0)
+    if torch_repoint.has_swap():
+        assert all(torch.equal(held[key], value) for key, value in expected.items())
+
+
+def test_more_aliases_than_the_caller_holds(prepare: Callable[..., None]) -> None:
+    expected = Net().state_dict()
+    module = Net()
+    prepare(module)
+    held, other = module.state_dict(), module.first.weight.detach()
+    token = torch_copies.holds_state_dict.set(True)
+    try:
+        module.load_state_dict(cached(expected))
+    finally:
+        torch_copies.holds_state_dict.reset(token)
+    assert_equal(module, expected)
+    assert torch.equal(other, expected["first.weight"])
+    assert elided() == NET_LARGE - 1
+    assert held
+
+
 def test_small_images_are_not_asked_for(
     prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,8 @@
 """safetensors.torch.load_model: says of which tensors it holds aliases while it loads.
 
 ``load_model`` keeps ``model.state_dict()`` while it calls ``load_state_dict``, so that no parameter
-has its memory to itself, which would make every load onto a device a copy. The aliases are counted
-instead: one for each name of the parameter, no more.
+has its memory to itself, which would make every load a copy. The aliases are counted instead: one
+for each name of the parameter, no more.
 """
 
 from __future__ import annotations
@@ -17,14 +17,8 @@ from trims_shim.patches.points import PatchPoint
 __all__ = ["POINTS"]
 
 
-def _probe() -> str | None:
-    from trims_shim.patches.torch_device import missing_capability
-
-    return missing_capability()
-
-
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    from trims_shim.patches.torch_device_elision import holds_state_dict
+    from trims_shim.patches.torch_copies import holds_state_dict
 
     @functools.wraps(original)
     def load_model(*args: Any, **kwargs: Any) -> Any:
@@ -41,11 +35,11 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
-        name="safetensors.torch.load_model onto a device",
+        name="safetensors.torch.load_model",
         library="safetensors",
         targets=("safetensors.torch:load_model",),
         supported="0.4 and newer",
-        probe=_probe,
+        probe=lambda: None,
         wrap=_wrap,
         has_holders=True,
     ),

@@ -7,8 +7,10 @@ them errs towards the copy.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -19,6 +21,8 @@ from trims_shim.patches import torch_repoint
 
 __all__ = [
     "PLAIN_TYPES",
+    "held_aliases",
+    "holds_state_dict",
     "is_byte_copy",
     "is_exclusive",
     "is_fx_tracing",
@@ -27,6 +31,12 @@ __all__ = [
     "is_watched",
     "missing_capability",
 ]
+
+holds_state_dict: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "trims_shim_holds_state_dict", default=False
+)
+"""Whether who calls load_state_dict in this context holds ``module.state_dict()`` meanwhile, which
+is one alias for each name in it."""
 
 _FX_TRACING = next(
     name for name in ("is_fx_symbolic_tracing", "is_fx_tracing") if hasattr(_symbolic_trace, name)
@@ -166,10 +176,29 @@ def is_byte_copy(dst: torch.Tensor, src: torch.Tensor) -> bool:
     )
 
 
-def is_exclusive(dst: torch.Tensor, size: int) -> bool:
-    """Whether ``dst`` is all of its storage, in ordinary memory that nothing else can reach."""
+def held_aliases(module: torch.nn.Module) -> Counter[int]:
+    """How many aliases who calls load_state_dict holds, by the id of each parameter and buffer."""
+    aliases: Counter[int] = Counter()
+    if holds_state_dict.get():
+        for each in module.modules():
+            aliases.update(map(id, each._parameters.values()))
+            aliases.update(
+                id(buffer)
+                for name, buffer in each._buffers.items()
+                if name not in each._non_persistent_buffers_set
+            )
+    return aliases
+
+
+def is_exclusive(dst: torch.Tensor, size: int, *, aliases: int = 0) -> bool:
+    """Whether ``dst`` is all of its storage, in ordinary memory.
+
+    Nothing else but ``aliases`` tensors may reach it.
+    """
     return (
-        is_sole_owner(dst, size) and not dst.untyped_storage().is_shared() and not dst.is_pinned()
+        is_sole_owner(dst, size, aliases=aliases)
+        and not dst.untyped_storage().is_shared()
+        and not dst.is_pinned()
     )
 
 

@@ -15,8 +15,6 @@ A copy is elided where it moves bytes in order and leaves no other trace, as in 
 
 from __future__ import annotations
 
-import contextvars
-from collections import Counter
 from typing import Any
 
 import torch
@@ -24,18 +22,17 @@ import torch
 from trims_shim.client import arenas
 from trims_shim.client.device_arenas import DeviceArena
 from trims_shim.patches import torch_device, torch_unshare
-from trims_shim.patches.torch_copies import PLAIN_TYPES, is_byte_copy, is_sole_owner
+from trims_shim.patches.torch_copies import (
+    PLAIN_TYPES,
+    held_aliases,
+    is_byte_copy,
+    is_sole_owner,
+)
 from trims_shim.patches.torch_device import ALIGNMENT_BYTES, MIN_SHARED_BYTES, Place
 from trims_shim.patches.torch_module_move import Sources
 from trims_shim.patches.torch_stock_load import PLAIN_DICTS
 
-__all__ = ["Adopter", "adopter_for", "holds_state_dict"]
-
-holds_state_dict: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "trims_shim_holds_state_dict", default=False
-)
-"""Whether who calls load_state_dict in this context holds ``module.state_dict()`` meanwhile, which
-is one alias for each name of a parameter."""
+__all__ = ["Adopter", "adopter_for"]
 
 
 def adopter_for(module: Any, state_dict: Any) -> Adopter | None:
@@ -72,10 +69,7 @@ class Adopter:
     def __init__(self, module: torch.nn.Module) -> None:
         self._sources = Sources()
         self._places: dict[torch.device, Place | None] = {}
-        self._aliases: Counter[int] = Counter()
-        if holds_state_dict.get():
-            for each in module.modules():
-                self._aliases.update(id(parameter) for parameter in each._parameters.values())
+        self._aliases = held_aliases(module)
         self._written = torch_unshare.trained() | {
             id(parameter)
             for each in module.modules()

@@ -36,6 +36,7 @@ import enum
 import logging
 import weakref
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,7 @@ from trims_shim.memory.reclaim import RetiredBlock, retire
 from trims_shim.patches import torch_device, torch_repoint, torch_unshare
 from trims_shim.patches.torch_copies import (
     PLAIN_TYPES,
+    held_aliases,
     is_byte_copy,
     is_exclusive,
     is_sole_owner,
@@ -121,6 +123,7 @@ class _Call:
         self._scanner: PageScanner | None = None
         self._targets: dict[arenas.Image, _Target] = {}
         self._aligned: dict[tuple[arenas.Image, int], arenas.Image | None] = {}
+        self._aliases: Counter[int] = Counter()
         self._replaced: list[RetiredBlock] = []
         self._elided_copies = 0
         self._elided_bytes = 0
@@ -134,6 +137,7 @@ class _Call:
             if self.is_watched() or not (self._adopter or _holds_cached_bytes(state_dict)):
                 return _Way.TORCHS_OWN
             self._scanner = PageScanner()
+            self._aliases = held_aliases(module)
             if is_torchs_own(original) and (pairs := stock_pairs(module, state_dict)):
                 self._copy_all(pairs)
                 return _Way.DONE
@@ -189,7 +193,7 @@ class _Call:
             image, offset = aligned, offset + lead_bytes
             if self._is_there_already(dst, image, offset, size):
                 return self._shows(dst, size)
-        if not _is_replaceable(dst, size):
+        if not _is_replaceable(dst, size, aliases=self._aliases[id(dst)]):
             return False
         target = self._targets.get(image)
         if target is None:
@@ -319,13 +323,15 @@ def _holds_cached_bytes(state_dict: Any) -> bool:
     )
 
 
-def _is_replaceable(dst: torch.Tensor, size: int) -> bool:
+def _is_replaceable(dst: torch.Tensor, size: int, *, aliases: int) -> bool:
     """Whether taking ``dst`` away from its memory is noticed by nobody.
+
+    ``aliases``: of a caller that holds the module's state dict, and looks at its names only.
 
     Memory that cannot be resized is borrowed (from numpy, a file, a DLPack producer, a state dict
     that was assigned) unless an earlier elision put the tensor there.
     """
-    if not is_exclusive(dst, size):
+    if not is_exclusive(dst, size, aliases=aliases):
         return False
     if dst.untyped_storage().resizable():
         return True
