@@ -110,9 +110,7 @@ class TestIdentity:
         store = new_store(1000)
         load(store, opening(), loaded())
         changed = dataclasses.replace(identity(), **{part: 99})
-        action = started(
-            store.open(dataclasses.dataclasses.replace(opening(2), identity=changed), 2)
-        )
+        action = started(store.open(dataclasses.replace(opening(2), identity=changed), 2))
         assert not action.is_likely_known
 
     def test_identities_of_an_evicted_image_are_forgotten(self) -> None:

@@ -26,6 +26,7 @@ from trims_shim.daemon.store import (
     DiscardSegment,
     DropImage,
     GrantLease,
+    IdentityKey,
     Ingested,
     Opening,
     RefuseRequest,
@@ -66,7 +67,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.held: dict[int, tuple[int, str]] = {}
         self.pinned: set[str] = set()
         self.used: dict[str, int] = {}
-        self.trusted: dict[tuple[int, Identity], str] = {}
+        self.trusted: dict[IdentityKey, str] = {}
         self.issued: set[int] = set()
 
     # --- the server -------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def on_StartIngest(self, action: StartIngest) -> None:
         assert action.ingest not in self.loading
-        key = (action.opening.user, action.opening.identity)
+        key = action.opening.key
         assert key not in {(each.user, each.identity) for each in self.loading.values()}
         assert key not in self.trusted
         self.loading[action.ingest] = action.opening
@@ -146,7 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
         opening = Opening(session, self.request, session % 2, identity, f"/{inode}")
         self.waiting.add((session, self.request))
         before = set(self.loading)
-        is_trusted = (opening.user, identity) in self.trusted
+        is_trusted = opening.key in self.trusted
         free = {d for d in self.segments if not self.is_held(d)}
         room = BUDGET - self.lingering - self.total() + sum(self.segments[d] for d in free)
         self.evicting_for_room = True
@@ -172,7 +173,7 @@ class StoreMachine(RuleBasedStateMachine):
         result = Ingested(self.finished_digest, size, is_settled, 1)
         self.execute(self.store.ingest_done(load, result, self.now))
         if is_settled:
-            self.trusted[(opening.user, opening.identity)] = self.finished_digest
+            self.trusted[opening.key] = self.finished_digest
         return multiple(*(set(self.held) - before))
 
     @rule(load=consumes(loads))
@@ -184,7 +185,7 @@ class StoreMachine(RuleBasedStateMachine):
     def move_in(self, content: int, ends_well: bool) -> None:
         """An image comes from another tier, at once; its owner there trusted the identity."""
         self.now += 1
-        key = (0, Identity(1, content, size_of(content), 0, 0))
+        key = (0, Identity(1, content, size_of(content), 0, 0), 0)
         before = set(self.segments)
         try:
             load = self.store.admit(

@@ -31,7 +31,7 @@ STEPS = {
     ),
     "after the request": (
         "from trims_shim.client.session import Conversation\n"
-        "Connection._answer_to_offer = lambda self, parts: None\n"
+        "Connection._answer_to_offer = lambda self, parts: messages.OfferReply(0)\n"
         "def check_stall(self, now):\n"
         "  say('here'); signal.pause()\n"
         "Conversation.check_stall = check_stall\n"

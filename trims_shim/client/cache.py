@@ -339,7 +339,7 @@ class Cache:
             # An answer may still come for it, and its descriptors with it: start afresh.
             connection.close()
 
-    def _connect(self, may_start: bool, *, is_heard: bool) -> Line:
+    def _connect(self, may_start: bool, *, is_heard: bool = False) -> Line:
         """``is_heard``: of a daemon that says Welcome, as one that dies takes connections, too."""
         if self.dial is not None:
             return self.dial()
