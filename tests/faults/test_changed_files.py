@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from harness import CONTENT_BYTES, InProcessDaemon, World, content
+from harness import CONTENT_BYTES, InProcessDaemon, World, content, open_path
 
 from trims_shim.client.arenas import Arena
 from trims_shim.client.cache import Cache
@@ -55,14 +55,6 @@ def served(make_world: Any, gate: Gate) -> Iterator[World]:
         cache.close()
     gate.opened.set()
     daemon.close()
-
-
-def load(cache: Cache, path: str) -> Arena:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return cache.open(descriptor, name=path, min_bytes=1)
-    finally:
-        os.close(descriptor)
 
 
 def bytes_of(arena: Arena) -> bytes:
@@ -126,7 +118,7 @@ def load_in_thread(cache: Cache, path: str) -> tuple[threading.Thread, list[Any]
 
     def work() -> None:
         try:
-            outcome.append(load(cache, path))
+            outcome.append(open_path(cache, path))
         except TrimsError as error:
             outcome.append(error)
 
@@ -160,7 +152,7 @@ def test_changed_while_it_is_read(
     assert memory.lingering_bytes in (0, -1)
     assert served.segments(os.getpid()) == []
     with open(path, "rb") as file:
-        assert bytes_of(load(cache, path)) == file.read()
+        assert bytes_of(open_path(cache, path)) == file.read()
 
 
 @pytest.mark.parametrize("repeat", range(3))
@@ -230,7 +222,7 @@ def test_replaced_by_rename_while_it_is_read(served: World, gate: Gate) -> None:
         assert outcome[0].reason == "file_changed"
     else:
         assert bytes_of(outcome[0]) == content(1, SIZE_BYTES)
-    assert bytes_of(load(cache, path)) == content(2, SIZE_BYTES)
+    assert bytes_of(open_path(cache, path)) == content(2, SIZE_BYTES)
 
 
 def test_whoever_joins_after_the_change_does_not_get_the_old_read(
@@ -263,11 +255,11 @@ def test_no_thread_can_be_started(served: World, monkeypatch: pytest.MonkeyPatch
         patch.setattr(threading.Thread, "start", start)
         for _ in range(6):
             with pytest.raises(RequestRefused, match="can't start new thread"):
-                load(cache, path)
+                open_path(cache, path)
     memory = served.status().memory
     assert (memory.resident_bytes, memory.reserved_bytes) == (0, 0)
     assert served.segments(os.getpid()) == []
-    assert bytes_of(load(cache, path)) == content(1, SIZE_BYTES)
+    assert bytes_of(open_path(cache, path)) == content(1, SIZE_BYTES)
 
 
 BETWEEN = [*CHANGES[2:], replace, truncate]
@@ -283,17 +275,17 @@ def test_changed_between_loads(
     if is_settled:
         age(path)
     ours, theirs = served.cache(), served.cache()
-    old = load(ours, path)
-    also_old = load(theirs, path)
+    old = open_path(ours, path)
+    also_old = open_path(theirs, path)
     assert bytes_of(old) == bytes_of(also_old) == content(1, SIZE_BYTES)
     change(path)
     with open(path, "rb") as file:
         expected = file.read()
     for cache in (ours, theirs, served.cache()):
-        assert bytes_of(load(cache, path)) == expected
+        assert bytes_of(open_path(cache, path)) == expected
     assert bytes_of(old) == bytes_of(old.clone()) == content(1, SIZE_BYTES)
     assert bytes_of(also_old) == content(1, SIZE_BYTES)
-    assert old.image.digest != load(ours, path).image.digest
+    assert old.image.digest != open_path(ours, path).image.digest
 
 
 def test_a_writer_that_never_stops(running: World) -> None:
@@ -320,7 +312,7 @@ def test_a_writer_that_never_stops(running: World) -> None:
         until = time.monotonic() + 2
         while time.monotonic() < until:
             try:
-                load(cache, path)
+                open_path(cache, path)
                 outcomes["served"] += 1
             except FileChanged:
                 outcomes["refused"] += 1
@@ -330,13 +322,13 @@ def test_a_writer_that_never_stops(running: World) -> None:
         writer.join()
     assert outcomes["refused"] + outcomes["served"] > 20
     with open(path, "rb") as file:
-        assert bytes_of(load(cache, path)) == file.read()
+        assert bytes_of(open_path(cache, path)) == file.read()
 
 
 def test_equal_content_of_a_new_file_is_the_same_image(running: World) -> None:
     first, second = running.file(1), running.file(1)
     cache = running.cache()
-    one, two = load(cache, first), load(cache, second)
+    one, two = open_path(cache, first), open_path(cache, second)
     assert one.image.digest == two.image.digest
     assert len(running.status().images) == 1
     running.assert_account()
@@ -346,7 +338,7 @@ def test_unreadable_between_loads(running: World) -> None:
     """chmod 000: whoever can open it all the same gets it; a closed file is no hit by name."""
     path = running.file(1)
     cache = running.cache()
-    arena = load(cache, path)
+    arena = open_path(cache, path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.chmod(path, 0)

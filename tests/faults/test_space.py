@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from harness import World, content, wait_until
+from harness import World, content, open_path, wait_until
 
 from trims_shim.client.arenas import Arena
 from trims_shim.client.cache import Cache
@@ -30,14 +30,6 @@ def available(kind: str) -> str:
     return kind
 
 
-def load(cache: Cache, path: str) -> Arena:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return cache.open(descriptor, name=path, min_bytes=1)
-    finally:
-        os.close(descriptor)
-
-
 def bytes_of(arena: Arena) -> bytes:
     return bytes(memoryview(arena.buffer))
 
@@ -48,7 +40,7 @@ def test_room_is_made_from_what_nobody_uses(make_world: Any, kind: str) -> None:
     world.start()
     cache = world.cache()
     for seed in range(1, 13):
-        assert bytes_of(load(cache, world.file(seed, 3 * MIB))) == content(seed, 3 * MIB)
+        assert bytes_of(open_path(cache, world.file(seed, 3 * MIB))) == content(seed, 3 * MIB)
         world.assert_account()
     status = world.status()
     assert len(status.images) == 2
@@ -61,12 +53,12 @@ def test_leased_and_pinned_images_stay(make_world: Any, kind: str) -> None:
     world = make_world(host_bytes="8M", memory_kind=available(kind))
     world.start()
     cache = world.cache()
-    leased = load(cache, world.file(1, 3 * MIB))
-    pinned = load(cache, world.file(2, 3 * MIB)).image.digest
+    leased = open_path(cache, world.file(1, 3 * MIB))
+    pinned = open_path(cache, world.file(2, 3 * MIB)).image.digest
     cache.request(admin.PinImageRequest(pinned, True))
     for _ in range(3):
         with pytest.raises(NoSpace, match="TRIMS_HOST_BYTES"):
-            load(cache, world.file(3, 3 * MIB))
+            open_path(cache, world.file(3, 3 * MIB))
         world.assert_account()
     assert {image.digest for image in world.status().images} == {pinned, leased.image.digest}
     with pytest.raises(NoSpace, match="pinned"):
@@ -74,7 +66,7 @@ def test_leased_and_pinned_images_stay(make_world: Any, kind: str) -> None:
     with pytest.raises(NoSpace, match="in use"):
         cache.request(admin.EvictImageRequest(leased.image.digest))
     cache.request(admin.PinImageRequest(pinned, False))
-    assert bytes_of(load(cache, world.file(3, 3 * MIB))) == content(3, 3 * MIB)
+    assert bytes_of(open_path(cache, world.file(3, 3 * MIB))) == content(3, 3 * MIB)
     assert bytes_of(leased) == content(1, 3 * MIB)
 
 
@@ -84,13 +76,13 @@ def test_larger_than_the_tier(make_world: Any, kind: str) -> None:
     world = make_world(host_bytes="8M", memory_kind=available(kind))
     world.start()
     cache = world.cache()
-    load(cache, world.file(1, 2 * MIB))
+    open_path(cache, world.file(1, 2 * MIB))
     before = len(world.descriptors(world.pid()))
     for _ in range(5):
         with pytest.raises(NoSpace):
-            load(cache, world.sparse_file(9 * MIB))
+            open_path(cache, world.sparse_file(9 * MIB))
         with pytest.raises(NoSpace):
-            load(cache, world.sparse_file(1 << 42))
+            open_path(cache, world.sparse_file(1 << 42))
     assert len(world.status().images) == 1
     pid = world.pid()
     wait_until(lambda: len(world.descriptors(pid)) <= before, "descriptors are closed")
@@ -126,12 +118,12 @@ def test_evicted_but_mapped_is_counted_apart(make_world: Any, kind: str) -> None
     memory = world.status().memory
     assert (memory.resident_bytes, memory.lingering_bytes) == (0, 3 * MIB)
     with pytest.raises(NoSpace, match=str(3 * MIB)):
-        load(cache, world.file(2, 6 * MIB))
+        open_path(cache, world.file(2, 6 * MIB))
     child.say()
     assert child.hear() is True
     child.kill()
     wait_until(lambda: world.status().memory.lingering_bytes == 0, "the memory is free")
-    assert bytes_of(load(cache, world.file(2, 6 * MIB))) == content(2, 6 * MIB)
+    assert bytes_of(open_path(cache, world.file(2, 6 * MIB))) == content(2, 6 * MIB)
     world.assert_account()
 
 
@@ -149,7 +141,7 @@ def test_many_clients_compete(make_world: Any, kind: str) -> None:
         for turn in range(25):
             seed = (number * 5 + turn * 3) % 8 + 1
             try:
-                arena = load(cache, paths[seed - 1])
+                arena = open_path(cache, paths[seed - 1])
             except TrimsError as error:
                 outcomes.append(error.reason)
                 arena = None
@@ -182,15 +174,15 @@ def test_the_kernel_refuses_memory(make_world: Any, kind: str) -> None:
     world = make_world(memory_kind=available(kind))
     pid = world.start()
     cache = world.cache()
-    load(cache, world.file(1, MIB))
+    open_path(cache, world.file(1, MIB))
     before = len(world.descriptors(pid))
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (4 * MIB, 4 * MIB))
     for _ in range(8):
         with pytest.raises(NoSpace):
-            load(cache, world.file(2, 5 * MIB))
+            open_path(cache, world.file(2, 5 * MIB))
     wait_until(lambda: len(world.descriptors(pid)) <= before, "descriptors are closed")
     world.assert_account()
-    assert bytes_of(load(cache, world.file(3, MIB))) == content(3, MIB)
+    assert bytes_of(open_path(cache, world.file(3, MIB))) == content(3, MIB)
     assert world.pid() == pid
 
 
@@ -220,7 +212,7 @@ def test_the_daemon_is_out_of_descriptors(make_world: Any, kind: str) -> None:
     pid = world.start()
     path = world.file(1)
     cache = world.cache(stall_timeout="1", autostart="0")
-    load(cache, path)
+    open_path(cache, path)
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     used = max(world.descriptors(pid)) + 1
     outcomes: list[str] = []
@@ -229,7 +221,7 @@ def test_the_daemon_is_out_of_descriptors(make_world: Any, kind: str) -> None:
         for _ in range(2):
             other = Cache(world.config(stall_timeout="1", autostart="0"))
             try:
-                assert bytes_of(load(other, world.file(9))) == content(9)
+                assert bytes_of(open_path(other, world.file(9))) == content(9)
             except TrimsError:
                 outcomes.append("refused")
             finally:
@@ -238,7 +230,7 @@ def test_the_daemon_is_out_of_descriptors(make_world: Any, kind: str) -> None:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
     assert "refused" in outcomes
     assert world.pid() == pid, world.log()
-    assert bytes_of(load(world.cache(), world.file(4))) == content(4)
+    assert bytes_of(open_path(world.cache(), world.file(4))) == content(4)
     wait_until(
         lambda: not any(each.leases for each in world.status().images[:1]), "leases released"
     )

@@ -702,11 +702,8 @@ def test_a_state_dict_that_the_caller_holds(is_said: bool, prepare: Callable[...
     module = Net()
     prepare(module)
     held = module.state_dict()
-    token = torch_copies.holds_state_dict.set(is_said)
-    try:
+    with torch_copies.holding_state_dict() if is_said else contextlib.nullcontext():
         module.load_state_dict(cached(expected))
-    finally:
-        torch_copies.holds_state_dict.reset(token)
     assert_equal(module, expected)
     assert elided() == (NET_LARGE if is_said else 0)
     if torch_repoint.has_swap():
@@ -718,11 +715,8 @@ def test_more_aliases_than_the_caller_holds(prepare: Callable[..., None]) -> Non
     module = Net()
     prepare(module)
     held, other = module.state_dict(), module.first.weight.detach()
-    token = torch_copies.holds_state_dict.set(True)
-    try:
+    with torch_copies.holding_state_dict():
         module.load_state_dict(cached(expected))
-    finally:
-        torch_copies.holds_state_dict.reset(token)
     assert_equal(module, expected)
     assert torch.equal(other, expected["first.weight"])
     assert elided() == NET_LARGE - 1

@@ -18,17 +18,14 @@ __all__ = ["POINTS"]
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    from trims_shim.patches.torch_copies import holds_state_dict
+    from trims_shim.patches.torch_copies import holding_state_dict
 
     @functools.wraps(original)
     def load_model(*args: Any, **kwargs: Any) -> Any:
         if not patches.active():
             return original(*args, **kwargs)
-        token = holds_state_dict.set(True)
-        try:
+        with holding_state_dict():
             return original(*args, **kwargs)
-        finally:
-            holds_state_dict.reset(token)
 
     return load_model
 

@@ -7,6 +7,7 @@ them errs towards the copy.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import sys
@@ -22,7 +23,7 @@ from trims_shim.patches import torch_repoint
 __all__ = [
     "PLAIN_TYPES",
     "held_aliases",
-    "holds_state_dict",
+    "holding_state_dict",
     "is_byte_copy",
     "is_exclusive",
     "is_fx_tracing",
@@ -32,11 +33,9 @@ __all__ = [
     "missing_capability",
 ]
 
-holds_state_dict: contextvars.ContextVar[bool] = contextvars.ContextVar(
+_holds_state_dict: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "trims_shim_holds_state_dict", default=False
 )
-"""Whether who calls load_state_dict in this context holds ``module.state_dict()`` meanwhile, which
-is one alias for each name in it."""
 
 _FX_TRACING = next(
     name for name in ("is_fx_symbolic_tracing", "is_fx_tracing") if hasattr(_symbolic_trace, name)
@@ -176,10 +175,23 @@ def is_byte_copy(dst: torch.Tensor, src: torch.Tensor) -> bool:
     )
 
 
+@contextlib.contextmanager
+def holding_state_dict() -> Iterator[None]:
+    """Who calls load_state_dict inside the block holds ``module.state_dict()`` meanwhile.
+
+    That is one alias for each name in it.
+    """
+    token = _holds_state_dict.set(True)
+    try:
+        yield
+    finally:
+        _holds_state_dict.reset(token)
+
+
 def held_aliases(module: torch.nn.Module) -> Counter[int]:
     """How many aliases who calls load_state_dict holds, by the id of each parameter and buffer."""
     aliases: Counter[int] = Counter()
-    if holds_state_dict.get():
+    if _holds_state_dict.get():
         for each in module.modules():
             aliases.update(map(id, each._parameters.values()))
             aliases.update(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from trims_shim.batching.engine import Engine
 from trims_shim.batching.options import Options
 from trims_shim.batching.profile import LatencyProfile
@@ -51,27 +54,33 @@ class StagedEngine(Engine):
 
     def warm(self, request: Request, *, repeats: int, limit_s: float) -> LatencyProfile:
         """See :class:`Engine`; measures each stage."""
-        learning, entry = self.options.learning, request.payload
+        staged, clock, entry = self._staged, self.options.clock_ns, request.payload
+        learning, limit_ns = self.options.learning, round(limit_s * _NS_PER_S)
         assert isinstance(learning, StagedLearning)
+        sizes = learning.sizes_to_measure()
+
+        def batch(size: int) -> Sequence[Any]:
+            return staged.arguments_of([entry] * size)
+
         durations_ns = measure_stages(
-            self._staged.model,
-            lambda size: self._staged.arguments_of([entry] * size),
-            learning.sizes_to_measure(),
+            staged.model,
+            batch,
+            sizes,
             repeats=repeats,
-            clock=self.options.clock_ns,
-            limit_ns=round(limit_s * _NS_PER_S),
-            lane=self._staged.lanes[0],
+            clock=clock,
+            limit_ns=limit_ns,
+            lane=staged.lanes[0],
         )
         width = None
-        if len(self._staged.lanes) > 1 and self._staged.model.loop is None:
+        if len(staged.lanes) > 1 and staged.model.loop is None:
             width = measure_width(
-                self._staged.model,
-                lambda size: self._staged.arguments_of([entry] * size),
-                learning.sizes_to_measure(),
+                staged.model,
+                batch,
+                sizes,
                 repeats=repeats,
-                clock=self.options.clock_ns,
-                limit_ns=round(limit_s * _NS_PER_S),
-                lanes=self._staged.lanes,
+                clock=clock,
+                limit_ns=limit_ns,
+                lanes=staged.lanes,
             )
         profile = learning.measured_stages(request.key, durations_ns, width=width)
         for dispatch in self.dispatches():
