@@ -6,20 +6,15 @@ that ends takes its requests with it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trims_shim.daemon.prepared_clients import Front
+from trims_shim.daemon.prepared_clients import Front, hand_over_answer, reply_or_error
 from trims_shim.daemon.sessions import Session
-from trims_shim.errors import TooManyRequests, TrimsError
-from trims_shim.wire import messages
-from trims_shim.wire.handover import clipped
+from trims_shim.errors import TooManyRequests
 
 __all__ = ["EarlyRequests"]
-
-_logger = logging.getLogger("trims_shim.daemon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +64,8 @@ class EarlyRequests:
         session = self._front.sessions.get(early.session)
         if session is None:
             return
-        reply: Any
-        try:
-            reply = early.answer(session)
-        except TrimsError as error:
-            reply = messages.ErrorReply(type(error).__name__, clipped(str(error)))
-        # Border: a bug costs one request, also one that is taken up later, not the daemon.
-        except Exception:
-            _logger.exception("a request for a prepared model failed")
-            self._front.counters["internal_errors"] += 1
-            reply = messages.ErrorReply("DaemonError", "internal error; see the daemon's log")
+        reply = reply_or_error(self._front, lambda: early.answer(session))
         if early.routing is not None:
             self._front.reply(early.routing, early.request, reply)
-            return
-        try:
-            self._front.hand_over(session, reply)
-        except OSError as error:
-            self._front.end_session(session, f"the client does not take its answer: {error}")
+        else:
+            hand_over_answer(self._front, session, reply)

@@ -29,7 +29,7 @@ from trims_shim._version import __version__
 from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared import Prepared
-from trims_shim.daemon.prepared_clients import Front
+from trims_shim.daemon.prepared_clients import Front, hand_over_answer, reply_or_error
 from trims_shim.daemon.requests import Later, add_counters, handle
 from trims_shim.daemon.sessions import Session, Sessions, descriptors_are_scarce
 from trims_shim.daemon.store import Announce
@@ -262,23 +262,9 @@ class Server:
         self._last_active = time.monotonic()
         self.counters["requests"] += 1
         session.requests += 1
-        reply: Any
-        try:
-            reply = self.prepared.open(session, None, 0, message)
-        except TrimsError as error:
-            reply = messages.ErrorReply(type(error).__name__, handover.clipped(str(error)))
-        # Border: as for requests of the control socket.
-        except Exception:
-            _logger.exception("a request for a prepared model failed")
-            self.counters["internal_errors"] += 1
-            reply = messages.ErrorReply("DaemonError", "internal error; see the daemon's log")
-        if reply is None:
-            return
-        try:
-            self.hand_over(session, reply)
-        except OSError as error:
-            # BlockingIOError too: it would wait for an answer in vain.
-            self.end_session(session, f"the client does not take its answer: {error}")
+        reply = reply_or_error(self, lambda: self.prepared.open(session, None, 0, message))
+        if reply is not None:
+            hand_over_answer(self, session, reply)
 
     def _greet(self, session: Session, hello: messages.Hello) -> None:
         if hello.protocol != messages.PROTOCOL_VERSION:
