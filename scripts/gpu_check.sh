@@ -188,7 +188,7 @@ if has_step tests; then
     variables=()
     [ -z "$dry_run" ] || variables=("GPU_CHECK_EMULATED=$emulated")
     PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 run tests "$limit_s" env "${variables[@]}" \
-        "$python" -m pytest -p pytest_timeout --timeout 100 -m gpu -v --maxfail 20 tests/gpu \
+        "$python" -m pytest -p pytest_timeout --timeout 100 -m gpu -v --maxfail 40 tests/gpu \
         --ignore tests/gpu/test_gpu_onnxruntime.py
 fi
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from harness import Child, wait_until
 
+from benchmarks.gpu_processes import stable_free_bytes
 from gpu.conftest import MODEL_BYTES, TENSORS, GpuWorld
 from gpu.files import file_digest
 
@@ -32,7 +33,10 @@ class Watcher:
         self._child.hear(60)
 
     def free_bytes(self) -> int:
-        """At this moment."""
+        """Once it stays the same: a process is gone before the driver has its memory back."""
+        return stable_free_bytes("", read=self._now)
+
+    def _now(self, device_id: str) -> int:
         self._child.say(True)
         return int(self._child.hear())
 

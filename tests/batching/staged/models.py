@@ -117,8 +117,8 @@ def _moved(item: Any, device: str) -> Any:
 
 
 def _prepare(module: nn.Module, dtype: torch.dtype, device: str, *, is_exact: bool) -> None:
-    module.to(device, dtype).eval()
-    with torch.no_grad():
+    module.to(dtype).eval()
+    with torch.no_grad():  # on the processor: a device draws other numbers
         for each in module.modules():
             if isinstance(each, nn.BatchNorm2d):  # as after training
                 each.running_mean.uniform_(-0.3, 0.3)
@@ -126,6 +126,7 @@ def _prepare(module: nn.Module, dtype: torch.dtype, device: str, *, is_exact: bo
         for parameter in module.parameters():
             if is_exact:
                 parameter.copy_(_on_grid(parameter))
+    module.to(device)
 
 
 def _on_grid(x: Tensor) -> Tensor:
