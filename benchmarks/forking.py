@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ Tasks = Mapping[str, Callable[..., Result]]
 SAMPLE_DEADLINE_S = 90.0
 _GRACE_S = 15.0
 _PR_SET_PDEATHSIG = 1
+_MADV_POPULATE_WRITE = 23
 
 
 # --- the side that orders -------------------------------------------------------------------------
@@ -91,6 +93,9 @@ def serve(tasks: Tasks, descriptor: int) -> None:
 def _in_child(tasks: Tasks, order: Result) -> Result:
     read_end, write_end = os.pipe()
     known = set(sys.modules)
+    # A child's garbage collection would copy every page that it shares with this process.
+    gc.collect()
+    gc.freeze()
     pid = os.fork()
     if not pid:
         os.close(read_end)
@@ -123,8 +128,24 @@ def _read_until(descriptor: int, end: float) -> bytes | None:
     return None
 
 
+def _own_pages() -> None:
+    """Copy now what a fork leaves to be copied when it is written first: outside of every clock.
+
+    A kernel before Linux 5.14 cannot; samples then are a little slower, on all sides.
+    """
+    libc = ctypes.CDLL(None)
+    with open("/proc/self/maps") as file:
+        areas = [line.split(maxsplit=2)[:2] for line in file]
+    for addresses, rights in areas:
+        if rights == "rw-p":
+            start, end = (int(each, 16) for each in addresses.split("-"))
+            size = ctypes.c_size_t(end - start)
+            libc.madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE)
+
+
 def _run_and_exit(tasks: Tasks, descriptor: int, order: Result, known: set[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _own_pages()
     try:
         result = tasks[order["task"]](**order["arguments"])
         if order["is_learned"]:

@@ -133,6 +133,48 @@ def rates(*, device_id: str, path: str, size_bytes: int, threads: int) -> Result
     return {"read_bytes_per_s": [done / s for s in read_s], "pinned_bytes_per_s": copies}
 
 
+def engine_rates(*, device_id: str, path: str) -> Result:
+    """The copy engine alone, as the uploader uses it: not hashed, as from the host tier; hashed."""
+    import mmap
+
+    from trims_shim.formats import layout_of
+    from trims_shim.memory import copying
+    from trims_shim.memory.device import DeviceMemory, map_allocations, sparse_outline
+    from trims_shim.memory.driver import driver
+
+    descriptor = os.open(path, os.O_RDONLY)
+    size = os.fstat(descriptor).st_size
+    layout = layout_of(mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ))
+    index = driver().index_of(device_id)
+    found: Result = {}
+    with driver().context(index), copying.kept_buffers():
+        memory = DeviceMemory(device_id, "vmm").create(layout.size_bytes)
+        parts = (memory.descriptors, memory.allocations)
+        mapping = map_allocations(device_id, *parts, is_writable=True)
+        for name, is_hashed in (("engine", False), ("hashed", True)):
+            rates = []
+            for _ in range(4):
+                outline = sparse_outline(size)
+                began = time.perf_counter()
+                copying.upload(
+                    descriptor,
+                    layout,
+                    mapping.address,
+                    outline,
+                    device_index=index,
+                    is_hashed=is_hashed,
+                    on_progress=lambda _: None,
+                )
+                driver().synchronize(index)
+                rates.append(size / (time.perf_counter() - began))
+                os.close(outline)
+            found[f"{name}_bytes_per_s"] = rates[1:]  # the first one pins the buffers
+        mapping.unmap()
+        memory.close()
+    os.close(descriptor)
+    return found
+
+
 def _pinned_copies(own: Any, device_id: str, size_bytes: int) -> list[float]:
     index = own.index_of(device_id)
     with own.context(index):
@@ -243,6 +285,7 @@ _TASKS: dict[str, Callable[..., Any]] = {
         open_tensors,
         open_image,
         rates,
+        engine_rates,
         hold,
         checkpoint,
         outline,

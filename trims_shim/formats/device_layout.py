@@ -14,15 +14,18 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats.onnx_directory import has_directory, read_directory
 from trims_shim.formats.safetensors import read_header
-from trims_shim.formats.torch_zip import read_archive
+from trims_shim.formats.torch_zip import TorchArchive, read_archive
 from trims_shim.specs import Record, Span
 
-__all__ = ["ALIGNMENT_BYTES", "DeviceLayout", "Placed", "layout_of"]
+__all__ = ["ALIGNMENT_BYTES", "Contents", "DeviceLayout", "Placed", "layout_of"]
+
+Contents: TypeAlias = TorchArchive | tuple[Record, ...]
+"""What the outline says of the tensors: a torch archive, or named records."""
 
 ALIGNMENT_BYTES = 512
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -39,11 +42,15 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLayout:
-    """All placed spans, in order of both offsets; ``size_bytes`` of device memory in all."""
+    """All placed spans, in order of both offsets; ``size_bytes`` of device memory in all.
+
+    ``contents`` is what was read to find them, so that nobody has to read it again.
+    """
 
     placed: tuple[Placed, ...]
     size_bytes: int
     file_bytes: int
+    contents: Contents = field(default=(), repr=False, compare=False)
     _starts: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -89,12 +96,14 @@ def layout_of(buffer: Any) -> DeviceLayout:
     safetensors nor a prepared model's weights, or that holds no tensor.
     """
     view = memoryview(buffer)
+    contents: Contents
     if bytes(view[:4]) == _ZIP_MAGIC:
-        records = read_archive(view).records
-        spans = [span for name, span in records.items() if name.startswith(_ZIP_RECORDS)]
+        contents = archive = read_archive(view)
+        spans = [span for name, span in archive.records.items() if name.startswith(_ZIP_RECORDS)]
     else:
-        spans = [record.span for record in _records(view)]
-    return _packed(spans, len(view))
+        contents = records = _records(view)
+        spans = [record.span for record in records]
+    return _packed(spans, len(view), contents)
 
 
 def _records(view: memoryview) -> tuple[Record, ...]:
@@ -107,7 +116,7 @@ def _records(view: memoryview) -> tuple[Record, ...]:
     return read_directory(view)
 
 
-def _packed(spans: Iterable[Span], file_bytes: int) -> DeviceLayout:
+def _packed(spans: Iterable[Span], file_bytes: int, contents: Contents) -> DeviceLayout:
     placed = []
     end = 0
     for span in sorted(spans, key=lambda each: each.offset_bytes):
@@ -118,4 +127,4 @@ def _packed(spans: Iterable[Span], file_bytes: int) -> DeviceLayout:
         end = offset + span.size_bytes
     if not placed:
         raise UnsupportedFormat("the file holds no tensor")
-    return DeviceLayout(tuple(placed), end, file_bytes)
+    return DeviceLayout(tuple(placed), end, file_bytes, contents)

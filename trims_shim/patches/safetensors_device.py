@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from trims_shim.client.device_arenas import DeviceArena
+    from trims_shim.patches import torch_device
     from trims_shim.patches.torch_device import Place
     from trims_shim.specs import Record
 
@@ -140,9 +141,9 @@ class _DeviceFile:
 
     def __init__(self, file: Any, arena: DeviceArena, place: Place) -> None:
         """Raises FormatError where this package reads the header differently."""
-        from trims_shim.formats import read_header
-
-        records = read_header(memoryview(arena.outline.buffer).cast("B")).records
+        records = arena.layout.contents
+        if not isinstance(records, tuple):
+            raise UnsupportedFormat("the image is no safetensors file")
         self._file = file
         self._place = place
         self._open: tuple[DeviceArena, dict[str, Record]] | None
@@ -159,12 +160,15 @@ class _DeviceFile:
         return self._file.offset_keys()
 
     def get_tensor(self, name: Any) -> Any:
-        source = self._source(name)
-        tensor = None if source is None else source.tensor()
-        return self._file.get_tensor(name) if tensor is None else tensor
+        return self._tensor(name)
 
     def get_tensors(self) -> Any:
-        return {name: self.get_tensor(name) for name in self._file.offset_keys()}
+        from trims_shim.patches.torch_device import Parts
+
+        if self._open is None:
+            return self._file.get_tensors()
+        with Parts(self._open[0]) as parts:
+            return {name: self._tensor(name, parts) for name in self._file.offset_keys()}
 
     def get_slice(self, name: Any) -> Any:
         return _DeviceSlice(self._file.get_slice(name), self._source(name))
@@ -175,6 +179,11 @@ class _DeviceFile:
     def __exit__(self, *exception: Any) -> Any:
         self._open = None  # from now on the compiled one has the word, which says that it is closed
         return self._file.__exit__(*exception)
+
+    def _tensor(self, name: Any, parts: torch_device.Parts | None = None) -> Any:
+        source = self._source(name)
+        tensor = None if source is None else source.tensor(parts)
+        return self._file.get_tensor(name) if tensor is None else tensor
 
     def _source(self, name: Any) -> _Source | None:
         """None where the compiled file has to refuse the name."""
@@ -206,8 +215,11 @@ class _Source:
     arena: DeviceArena
     place: Place
 
-    def tensor(self) -> torch.Tensor | None:
-        """The tensor on the device; None where the compiled file has to make it."""
+    def tensor(self, parts: torch_device.Parts | None = None) -> torch.Tensor | None:
+        """The tensor on the device; None where the compiled file has to make it.
+
+        ``parts``: of the same arena, where there are more tensors to come.
+        """
         import torch
 
         from trims_shim.patches import torch_device
@@ -225,6 +237,8 @@ class _Source:
         offset = torch_device.record_of(self.arena, span.offset_bytes, span.size_bytes)
         if offset is None:
             return None
+        if parts is not None:
+            return parts.tensor(offset, dtype, record.shape)
         return torch_device.tensor_at(self.arena, offset, dtype, record.shape)
 
 

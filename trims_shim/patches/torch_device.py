@@ -23,6 +23,8 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import functools
+import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ __all__ = [
     "ALIGNMENT_BYTES",
     "MIN_SHARED_BYTES",
     "CudaRuntime",
+    "Parts",
     "Place",
     "Runtime",
     "access",
@@ -65,7 +68,6 @@ __all__ = [
     "runtime",
     "shared_storage",
     "skip",
-    "storage_at",
     "take_back",
     "tensor_at",
 ]
@@ -283,36 +285,69 @@ def shared_storage(arena: DeviceArena, offset_bytes: int, size_bytes: int) -> to
     return storage
 
 
-def storage_at(arena: DeviceArena, offset_bytes: int, size_bytes: int) -> torch.UntypedStorage:
-    """A storage over a part of an arena, or a private copy of it; see the module docstring."""
-    shared = shared_storage(arena, offset_bytes, size_bytes)
-    if size_bytes >= MIN_SHARED_BYTES and not is_private():
-        return shared
-    return _copy_of(shared)
+class Parts:
+    """Storages and tensors over parts of an arena: what one load makes of it.
 
+    Small parts are private copies, and all are with ``access`` set to ``private`` (see the module
+    docstring). They are waited for together, at the end of the ``with`` block, as torch waits for
+    its own copies from host memory: programs go on with them on any stream.
+    """
 
-def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    with unseen():
-        copy: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
-    # As after torch's own copy from host memory: programs go on with it on any stream.
-    runtime.settle(copy.device)
-    return copy
+    def __init__(self, arena: DeviceArena) -> None:
+        self._arena = arena
+        self._device = runtime.device(arena.index)
+        self._shared_from_bytes = sys.maxsize if is_private() else MIN_SHARED_BYTES
+        self._whole: torch.Tensor | None = None
+        self._blanks: dict[torch.dtype, torch.Tensor] = {}
+
+    def __enter__(self) -> Parts:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._whole is not None:
+            self._whole = None
+            runtime.settle(self._device)
+
+    def storage(self, offset_bytes: int, size_bytes: int) -> torch.UntypedStorage:
+        """A storage over a part, or a private copy of it."""
+        if size_bytes >= self._shared_from_bytes:
+            return shared_storage(self._arena, offset_bytes, size_bytes)
+        with unseen():
+            if self._whole is None:
+                self._whole = self._bytes()
+            return self._whole[offset_bytes : offset_bytes + size_bytes].clone().untyped_storage()
+
+    def tensor(self, offset_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous tensor that is all of its storage."""
+        size_bytes = dtype.itemsize * math.prod(shape)
+        storage = self.storage(offset_bytes, size_bytes)
+        with unseen():
+            return self._blank(dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+
+    def _bytes(self) -> torch.Tensor:
+        arena = self._arena
+        storage = runtime.storage(arena.address, arena.size_bytes, arena.index)
+        return self._blank(torch.uint8).set_(storage)
+
+    def _blank(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._blanks:
+            self._blanks[dtype] = torch.empty((0,), dtype=dtype, device=self._device)
+        return self._blanks[dtype].new_empty(0)
 
 
 def tensor_at(
-    arena: DeviceArena,
-    offset_bytes: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
+    arena: DeviceArena, offset_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """A contiguous tensor that is all of its storage, over (or copied from) a part of an arena."""
-    size_bytes = dtype.itemsize
-    for length in shape:
-        size_bytes *= length
-    storage = storage_at(arena, offset_bytes, size_bytes)
+    """One tensor over (or copied from) a part of an arena; see :class:`Parts`."""
+    with Parts(arena) as parts:
+        return parts.tensor(offset_bytes, dtype, shape)
+
+
+def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A private copy, that has to be waited for."""
     with unseen():
-        empty = torch.empty((0,), dtype=dtype, device=runtime.device(arena.index))
-        return empty.set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+        copy: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
+    return copy
 
 
 def lend(tensor: torch.Tensor, arena: DeviceArena, offset_bytes: int) -> None:
@@ -337,7 +372,10 @@ def take_back(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
     shared = list({each._cdata: each for each in map(_storage_of, tensors)}.values())
     arenas = {each._cdata: _arenas().find(each.data_ptr(), each.nbytes())[0] for each in shared}
     was_on = [each.untyped_storage()._cdata for each in tensors]
-    left = torch_repoint.move(shared, [_copy_of(each) for each in shared], tensors)
+    copies = [_copy_of(each) for each in shared]
+    for device in {each.device for each in copies}:
+        runtime.settle(device)
+    left = torch_repoint.move(shared, copies, tensors)
     for tensor, address in zip(tensors, was_on, strict=True):
         _end_hold(tensor.untyped_storage(), arenas[address])
     return len(shared), left

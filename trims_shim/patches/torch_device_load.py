@@ -24,7 +24,7 @@ import torch
 
 from trims_shim import diagnostics
 from trims_shim.errors import FormatError, UnsupportedFormat
-from trims_shim.formats import Recipe, StorageSpec, TorchArchive, read_archive, read_recipe
+from trims_shim.formats import Recipe, StorageSpec, TorchArchive, read_recipe
 from trims_shim.patches import torch_device, torch_rebuild
 from trims_shim.patches.torch_device import Place
 from trims_shim.patches.torch_rebuild import Built
@@ -153,8 +153,11 @@ class _Image:
         """Raises FormatError where this package reads the archive differently from torch."""
         self._arena = arena
         self._place = place
+        archive = arena.layout.contents
+        if not isinstance(archive, TorchArchive):
+            raise UnsupportedFormat("the image is no torch archive")
         self._view = memoryview(arena.outline.buffer).cast("B")
-        self._archive: TorchArchive = read_archive(self._view)
+        self._archive = archive
         self.end_bytes = 0
         """Where torch's reader would have left the program's file; 0 if where it is."""
 
@@ -166,17 +169,18 @@ class _Image:
             raise UnsupportedFormat("the file's pickle is not the image's")
         if not torch_rebuild.is_little_endian(self._archive):
             raise UnsupportedFormat("the records' bytes would have to be swapped")
-        device = self._place.device
-        storages = [self._storage(spec) for spec in recipe.storages]
+        blanks = torch_rebuild.Blanks(self._place.device)
+        with torch_device.Parts(self._arena) as parts:
+            storages = [self._storage(spec, parts) for spec in recipe.storages]
         tensors = [
-            torch_rebuild.tensor(spec, storages[spec.storage], device) for spec in recipe.tensors
+            torch_rebuild.tensor(spec, storages[spec.storage], blanks) for spec in recipe.tensors
         ]
         parameters = [
             torch_rebuild.parameter(spec, tensors[spec.tensor]) for spec in recipe.parameters
         ]
         return recipe.assemble(tensors, parameters)
 
-    def _storage(self, spec: StorageSpec) -> torch.UntypedStorage:
+    def _storage(self, spec: StorageSpec, parts: torch_device.Parts) -> torch.UntypedStorage:
         name = f"data/{spec.key}"
         span = self._archive.records.get(name)
         if span is None or span.size_bytes != spec.size_bytes:
@@ -188,4 +192,4 @@ class _Image:
         if offset is None:
             raise UnsupportedFormat(f"record {name} is not in device memory")
         self.end_bytes = span.end_bytes
-        return torch_device.storage_at(self._arena, offset, span.size_bytes)
+        return parts.storage(offset, span.size_bytes)

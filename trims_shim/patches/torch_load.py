@@ -378,7 +378,10 @@ def _build(reader: _Reader, map_location: Any, overall_storage: Any) -> Built | 
             return None
         storages.append(storage)
         last = f"data/{spec.key}" if spec.size_bytes else last
-    tensors = [torch_rebuild.tensor(spec, storages[spec.storage]) for spec in recipe.tensors]
+    blanks = torch_rebuild.Blanks()
+    tensors = [
+        torch_rebuild.tensor(spec, storages[spec.storage], blanks) for spec in recipe.tensors
+    ]
     parameters = [torch_rebuild.parameter(spec, tensors[spec.tensor]) for spec in recipe.parameters]
     result = recipe.assemble(tensors, parameters)
     if last and overall_storage is None:

@@ -89,14 +89,23 @@ def _plain() -> Iterator[None]:
 
 def _put(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
     """Lay one tensor over ``storage`` as it lies over its own; for :func:`_plain`."""
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        other.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.is_conj():
-            other = other.conj()
-        if tensor.is_neg():
-            other = torch._neg_view(other)
-        _data.__set__(tensor, other)
+    # The other mode is rare, and takes longer to enter than all the rest.
+    is_inference = tensor.is_inference()
+    if is_inference == torch.is_inference_mode_enabled():
+        _lay(tensor, storage)
+    else:
+        with torch.inference_mode(is_inference):
+            _lay(tensor, storage)
+
+
+def _lay(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    other = tensor.new_empty(0)
+    other.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        other = other.conj()
+    if tensor.is_neg():
+        other = torch._neg_view(other)
+    _data.__set__(tensor, other)
 
 
 def _put_all(tensors: Iterable[torch.Tensor], storage: torch.UntypedStorage) -> None:
