@@ -265,6 +265,7 @@ def is_any_shared() -> bool:
     return bool(_holds)
 
 
+@functools.cache
 def _arenas() -> Any:
     # Not imported before the first arena is there: it brings the driver's binding with it.
     from trims_shim.client import device_arenas
@@ -315,7 +316,7 @@ class Parts:
         with unseen():
             if self._whole is None:
                 self._whole = self._bytes()
-            return self._whole[offset_bytes : offset_bytes + size_bytes].clone().untyped_storage()
+            return self._whole.narrow(0, offset_bytes, size_bytes).clone().untyped_storage()
 
     def tensor(self, offset_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A contiguous tensor that is all of its storage."""

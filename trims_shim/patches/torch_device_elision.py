@@ -88,10 +88,11 @@ class Adopter:
         found = self._find(dst, src)
         if found is None or found[1] % ALIGNMENT_BYTES:
             return False
-        if torch_device.find(dst) != found:
+        arena, offset = found
+        if dst.data_ptr() != arena.address + offset:
             if not is_sole_owner(dst, src.nbytes, aliases=self._aliases.get(id(dst), 0)):
                 return False
-            torch_device.lend(dst, *found)
+            torch_device.lend(dst, arena, offset)
         torch.autograd.graph.increment_version(dst)
         return True
 

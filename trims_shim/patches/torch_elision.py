@@ -239,7 +239,7 @@ class _Call:
     def _copy_all(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with torch.no_grad():
             for index, (dst, src) in enumerate(pairs):
-                if not self.elide(dst, src):
+                if src.nbytes < MIN_SIZE_BYTES or not self.elide(dst, src):
                     if torch_unshare.is_shared(dst):
                         torch_unshare.unshare(_to_be_copied(pairs[index:]), "load_state_dict")
                     dst.copy_(src)

@@ -78,16 +78,20 @@ def bytes_over(storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
+_NO_MODES = contextlib.nullcontext()
+
+
 def unseen() -> contextlib.AbstractContextManager[object]:
     """Hide what we do from modes of the program, the default device among them.
 
     torch's own reader makes storages in C++, where no mode looks.
     """
     import torch
-    from torch.utils import _python_dispatch
 
     if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
-        return contextlib.nullcontext()
+        return _NO_MODES
+    from torch.utils import _python_dispatch
+
     stack = contextlib.ExitStack()
     stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(_python_dispatch._disable_current_modes())
