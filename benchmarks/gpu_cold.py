@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ __all__ = ["judge", "measure_cold_starts"]
 Result = dict[str, Any]
 MODEL_SHARE = 0.4
 """Of the time left, what one model may take at most unless two rounds of it take longer."""
+_UPLOADER_ENDS_S = 2.0
 LARGE_BYTES = 100e6
 """From here on a device hit is promised to be near the ideal."""
 NEAR_IDEAL = 1.05
@@ -41,6 +43,7 @@ OUTPUT_TOLERANCE = 1e-2
 """Relative; libraries choose among kernels by what memory is free, and bfloat16 has 8 bits."""
 BASELINE, IDEAL, HIT = "torch.load", "ideal", "trims, device hit"
 FIRST, HOST_HIT = "trims, first load", "trims, host hit"
+FIRST_EVER = "trims, first load, uploader not started"
 PLOTTED = (BASELINE, "safetensors", IDEAL, HIT, FIRST)
 
 
@@ -70,6 +73,7 @@ SIDES = {
     "trims mmap + .to, device hit": Side("torch-mmap-to", resident="device"),
     HOST_HIT: Side("torch", resident="host"),
     FIRST: Side("torch", resident="nowhere", is_essential=True),
+    FIRST_EVER: Side("torch", resident="nowhere, uploader not started"),
 }
 
 
@@ -82,6 +86,8 @@ class Bench:
     trims: Shared
     bare: Shared
     """A daemon without room on the host, where an evicted image is not kept for a while."""
+    idle: Shared
+    """The same, whose uploader ends at once when it has nothing to do."""
     files: dict[tuple[str, str], str]
 
     def server(self, side: Side) -> Server:
@@ -90,7 +96,9 @@ class Bench:
 
     def cache(self, side: Side) -> Shared:
         """The daemon of a side with trims."""
-        return self.bare if side.resident == "nowhere" and self.bare.device_id else self.trims
+        if not self.bare.device_id or not side.resident.startswith("nowhere"):
+            return self.trims
+        return self.bare if side.resident == "nowhere" else self.idle
 
     def sampler(self, name: str, side: Side) -> Callable[[], Result]:
         """A function that brings the cache into its state and takes one sample."""
@@ -107,8 +115,10 @@ class Bench:
         return sample
 
     def _prepare(self, side: Side, path: str, arguments: Result) -> None:
-        if side.resident == "nowhere":
+        if side.resident.startswith("nowhere"):
             self.cache(side).forget(path)
+            if self.cache(side) is self.idle:
+                time.sleep(_UPLOADER_ENDS_S)
         elif side.resident == "host":
             self.trims.keep_on_host(path)
         elif (self.trims.device_id or "host") not in self.trims.tiers(path):
@@ -125,8 +135,9 @@ def measure_cold_starts(run: Run) -> None:
         server(MODULE) as plain,
         shared(device_id, TRIMS_HOST_BYTES=host_bytes) as trims,
         shared(device_id, TRIMS_HOST_BYTES="1M") as bare,
+        shared(device_id, TRIMS_HOST_BYTES="1M", TRIMS_UPLOADER_IDLE="0.2") as idle,
     ):
-        bench = Bench(run, plain, trims, bare, {})
+        bench = Bench(run, plain, trims, bare, idle, {})
         sides = _learn_imports(bench, _available(run))
         for name in run.plan.models:
             size = weights_bytes(name)
@@ -228,6 +239,7 @@ def _measure_model(
             with contextlib.suppress(WorkerFailed, TrimsError):  # room for the next, no more
                 bench.trims.forget(path)
                 bench.bare.forget(path)
+                bench.idle.forget(path)
             Path(path).unlink()
 
 
@@ -250,6 +262,9 @@ def judge(run: Run, name: str, size_bytes: int, results: dict[str, list[Result]]
             rows.append(compared(what, title, times[BASELINE], times[side], note=note))
     if FIRST in times:
         rows.append(_first_load("first load, file in the page cache", title, times, size_bytes))
+    if FIRST_EVER in times:
+        what = "the same, uploader not started, file in the page cache"
+        rows.append(compared(what, title, times[BASELINE], times[FIRST_EVER], slower_is="shim"))
     for side in PLOTTED:
         if side in times:
             _add_point(run, side, size_bytes, times[side])

@@ -1,5 +1,5 @@
 """Checks the documentation: relative links resolve, the configuration table is the code's, and the
-figures in README.md and docs/onnxruntime.md are the measured ones in docs/results.
+figures in README.md, docs/onnxruntime.md and docs/gpu.md are the measured ones in docs/results.
 
 ``--write`` writes the tables. ``make docs`` checks.
 """
@@ -22,6 +22,7 @@ TABLE = ROOT / "docs" / "configuration.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results" / "host.json"
 BATCHING_RESULTS = ROOT / "docs" / "results" / "batching_peers.md"
+GPU_RESULTS = (ROOT / "docs" / "results" / "gpu.json", ROOT / "docs" / "results" / "gpu-maps.json")
 ONNX_RESULTS = ROOT / "docs" / "results" / "ort.json"
 MARKED = re.compile(r"(<!-- ([a-z ]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
@@ -144,6 +145,49 @@ def _verdict(row: dict[str, Any]) -> str:
     return f"{bound}: {'met' if row['is_met'] else '**missed**'}"
 
 
+def gpu_results(*, only_promised: bool = False) -> str:
+    """The table of what was measured on a GPU."""
+    runs = [json.loads(path.read_text()) for path in GPU_RESULTS]
+    rows = [row for run in runs for row in run["rows"] if row["target"] or not only_promised]
+    machine = runs[0]["machine"]
+    lines = [
+        "| measured | model | without | with trims | figure (smallest to largest) | target |",
+        "|---|---|---|---|---|---|",
+        *(_gpu_row(row) for row in rows),
+        "",
+        *(f"**Not valid: {fault}.**" for run in runs for fault in run["faults"]),
+        f"{machine['device']['name']}, driver {machine['device']['driver']}, "
+        f"{machine['processors']} cores, torch {machine['versions']['torch']}, "
+        f"{machine['date'][:10]}; medians of up to {runs[0]['plan']['rounds']} rounds; each sample is "
+        "a process after its imports and the creation of its context; files in memory.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _gpu_row(row: dict[str, Any]) -> str:
+    is_time = row["unit"] == "x"
+    sides = ["", ""]
+    if row["baseline"] is not None:
+        sides = [
+            _milliseconds(row[side]["median"]) if is_time else f"{row[side]['median']:.2f}"
+            for side in ("baseline", "shim")
+        ]
+    cells = [row["measurement"], row["subject"], *sides, _figure(row), _verdict(row)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _figure(row: dict[str, Any]) -> str:
+    figure, unit = row["figure"], row["unit"]
+    if unit == "x" and not row["measurement"].endswith(("vs ideal", "page cache")):
+        text, unit = f"**{figure['median']:.3g}x**", ""
+    else:
+        text = f"{figure['median']:.3g}"
+        unit = {"x": "times as long", "": "of it"}.get(unit, unit)
+    if len(figure["samples"]) > 1:
+        text += f" ({figure['low']:.3g} to {figure['high']:.3g})"
+    return f"{text} {unit}".rstrip()
+
+
 def batching_results() -> str:
     """What was measured against other batchers: the paragraph before the tables, and the first."""
     _, conditions, first, *_ = BATCHING_RESULTS.read_text().strip().split("\n\n")
@@ -155,9 +199,11 @@ WRITTEN = {
     "results": results,
     "onnx results": lambda: onnx_results(only_promised=True),
     "all onnx results": onnx_results,
+    "gpu results": lambda: gpu_results(only_promised=True),
+    "all gpu results": gpu_results,
 }
 """What stands between the marks ``<!-- name -->`` and ``<!-- end of name -->``."""
-PAGES = (README, ROOT / "docs" / "onnxruntime.md")
+PAGES = (README, ROOT / "docs" / "onnxruntime.md", ROOT / "docs" / "gpu.md")
 
 
 def _with_results(text: str) -> str:

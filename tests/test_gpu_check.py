@@ -105,7 +105,7 @@ def test_dry_run_on_the_emulated_device(tmp_path: Path) -> None:
     measured = {row["measurement"] for row in results["rows"]}
     assert "open + map" in measured
     assert "copies in device memory, 2 processes" in measured
-    assert "upload, share of the slower limit" in measured
+    assert "copy engine, share of the slower limit" in measured
     # Nothing here may look like a promise kept.
     assert {row["target"] for row in results["rows"]} == {None}
 
