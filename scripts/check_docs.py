@@ -158,7 +158,7 @@ def gpu_results(*, only_promised: bool = False) -> str:
         *(f"**Not valid: {fault}.**" for run in runs for fault in run["faults"]),
         f"{machine['device']['name']}, driver {machine['device']['driver']}, "
         f"{machine['processors']} cores, torch {machine['versions']['torch']}, "
-        f"{machine['date'][:10]}; medians of up to {runs[0]['plan']['rounds']} rounds; each sample is "
+        f"{machine['date'][:10]}; medians of up to {runs[0]['plan']['rounds']} rounds; a sample is "
         "a process after its imports and the creation of its context; files in memory.",
     ]
     return "\n".join(lines) + "\n"
