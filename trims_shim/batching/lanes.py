@@ -8,8 +8,6 @@ is given up keeps it for at most two of them.
 
 A lane waits for the default stream before a batch, and marks results as used on it: items come from
 there and answers go there. Who uses another stream has to make it wait, as ever in torch.
-
-The CUDA lane has been tested against stand-ins for streams and events only, never on a GPU.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ in the directory at the end of the weights (:mod:`trims_shim.formats.onnx_direct
 
 Packed weights are not saved: those of kernels on the device would be host copies of device memory.
 
-Never run on a GPU so far. Runs in the preparer; onnxruntime and numpy are the client's.
+Runs in the preparer; onnxruntime and numpy are the client's.
 """
 
 from __future__ import annotations
