@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
-NEEDED = ("zmq", "msgpack", "blake3", "cuda.bindings.driver", "torch", "safetensors", "pytest")
+NEEDED = ("zmq", "msgpack", "blake3", "torch", "safetensors", "pytest")
 LIBRARIES = (
     "torch",
     "triton",
     "safetensors",
     "fastsafetensors",
     "transformers",
-    "cuda-bindings",
     "nvidia-ml-py",
     "pyzmq",
     "msgpack",

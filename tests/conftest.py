@@ -123,7 +123,7 @@ def emulated_cuda(
 
 
 def _forget_devices() -> None:
-    """What this process knows of the machine, on both sides of the bindings."""
+    """What this process knows of the machine, on both sides of the driver."""
     from trims_shim.memory import driver, nvml
 
     driver.forget()

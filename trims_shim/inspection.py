@@ -59,7 +59,6 @@ _DISTRIBUTIONS = (
     "msgpack",
     "blake3",
     "rich",
-    "cuda-bindings",
     "nvidia-ml-py",
 )
 _COMMONLY_WRAPPED = (
@@ -386,18 +385,15 @@ def _memory() -> tuple[MemoryKind, ...]:
 
 
 def _device(settings: Config) -> DeviceSupport:
-    """Without cuda-bindings nothing is tried."""
     problem, driver, nvml = "", "", "not asked"
     devices: tuple[DeviceFound, ...] = ()
-    if _is_installed("cuda-bindings"):
-        try:
-            problem, driver, rows = _ask_child(_DEVICE_PROBE)
-            devices = tuple(DeviceFound(*row) for row in rows)
-            nvml = "" if driver else _why_no_nvml()
-        except _NoAnswer as error:
-            problem = f"not tried: {error}"
-    else:
-        problem = "cuda-bindings is not installed; install trims-shim[cuda12] or trims-shim[cuda13]"
+    try:
+        problem, driver, rows = _ask_child(_DEVICE_PROBE)
+        devices = tuple(DeviceFound(*row) for row in rows)
+        nvml = "" if driver else _why_no_nvml()
+        problem = problem or ("" if _is_installed("nvidia-ml-py") else f"{nvml}; {_INSTALL_NVML}")
+    except _NoAnswer as error:
+        problem = f"not tried: {error}"
     problem = _device_off(settings) or problem or _unfit(devices, settings)
     return DeviceSupport(
         is_available=not problem,
@@ -407,6 +403,9 @@ def _device(settings: Config) -> DeviceSupport:
         nvml=nvml,
         devices=devices,
     )
+
+
+_INSTALL_NVML = 'pip install "trims-shim[cuda13]" (or cuda12)'
 
 
 def _device_off(settings: Config) -> str:

@@ -1,6 +1,6 @@
 """An emulated libcuda.so.1 and libnvidia-ml.so.1: the GPU tier is tested without a GPU.
 
-The code under test loads these libraries through the same bindings as the real ones. "Device"
+The code under test loads these libraries as it loads the real ones. "Device"
 memory is files on tmpfs that are mapped into the process: an exported allocation is a real
 descriptor, access rights are real ``mprotect`` rights, and what a killed process held is freed by
 the kernel. It is a test double, strict where the real driver is strict or undefined; nothing that

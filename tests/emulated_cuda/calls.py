@@ -1,5 +1,8 @@
 """The driver calls of the emulator's own tests, through NVIDIA's bindings, with plain values.
 
+NVIDIA's, not the package's own (:mod:`trims_shim.memory.libcuda`): whoever wrote that one wrote the
+emulator, and both could be wrong in the same way.
+
 Also imported by the child processes of these tests. Nothing here knows that the driver is emulated.
 """
 

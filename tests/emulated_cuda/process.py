@@ -1,6 +1,6 @@
 """The emulated libraries inside this process.
 
-They are loaded by their absolute path before the bindings first ask for ``libcuda.so.1``; the
+They are loaded by their absolute path before anybody first asks for ``libcuda.so.1``; the
 loader then finds them by that name (their SONAME). They cannot be unloaded, only be reset.
 """
 

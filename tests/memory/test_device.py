@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import importlib
 import mmap
 import os
 import signal
@@ -339,16 +338,18 @@ def test_mapping_leaves_the_descriptors_to_their_owner(device: str, small_parts:
 def test_mapping_and_unmapping_are_safe_beside_a_graph_capture(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bindings = importlib.import_module("cuda.bindings.driver")
-    relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    modes: dict[str, Any] = {}
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    relaxed = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+    modes: dict[str, int] = {}
 
     def spy(name: str) -> None:
         original = getattr(Driver, name)
 
         def call(self: Driver, *arguments: Any, **named: Any) -> Any:
-            _, modes[name] = bindings.cuThreadExchangeStreamCaptureMode(relaxed)
-            bindings.cuThreadExchangeStreamCaptureMode(modes[name])
+            mode = ctypes.c_int(relaxed)
+            assert exchange(ctypes.byref(mode)) == 0
+            modes[name] = mode.value
+            assert exchange(ctypes.byref(mode)) == 0
             return original(self, *arguments, **named)
 
         monkeypatch.setattr(Driver, name, call)

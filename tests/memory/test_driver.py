@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import os
 import subprocess
 import sys
@@ -17,10 +16,12 @@ import pytest
 
 from trims_shim.errors import DriverFailure
 from trims_shim.memory import driver as driver_module
+from trims_shim.memory import libcuda
 from trims_shim.memory.driver import IPC_HANDLE_BYTES, Driver, driver, forget
 
 GRANULE = emulation.GRANULARITY
 TIMEOUT_S = 60.0
+GLOBAL, LOCAL, RELAXED = 0, 1, 2  # CU_STREAM_CAPTURE_MODE_
 
 
 @pytest.fixture
@@ -28,8 +29,18 @@ def opened(emulated_cuda: emulation.Emulated) -> Driver:
     return driver()
 
 
-def bindings() -> Any:
-    return importlib.import_module("cuda.bindings.driver")
+def current_context() -> int:
+    context = ctypes.c_uint64()
+    assert ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context)) == 0
+    return context.value
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """The one before."""
+    exchanged = ctypes.c_int(mode)
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    assert exchange(ctypes.byref(exchanged)) == 0
+    return exchanged.value
 
 
 @contextlib.contextmanager
@@ -265,11 +276,8 @@ def test_a_wait_that_fails_says_why_and_leaves_the_thread_as_it_was(
         with pytest.raises(DriverFailure, match=f"{name}; .*{advice}") as info:
             opened.synchronize(0)
         assert info.value.result == name
-        assert int(bindings().cuCtxGetCurrent()[1]) == 0
-        modes = bindings().CUstreamCaptureMode
-        exchange = bindings().cuThreadExchangeStreamCaptureMode
-        normal = modes.CU_STREAM_CAPTURE_MODE_GLOBAL
-        assert exchange(normal)[1] == normal
+        assert current_context() == 0
+        assert exchange_capture_mode(GLOBAL) == GLOBAL
 
 
 def test_a_full_device_is_told_from_other_failures(opened: Driver) -> None:
@@ -282,10 +290,40 @@ def test_a_full_device_is_told_from_other_failures(opened: Driver) -> None:
     opened.release(handle)
 
 
-@pytest.mark.parametrize("size", [-1, 1 << 64])
-def test_numbers_the_driver_cannot_take_are_a_failure_too(opened: Driver, size: int) -> None:
-    with pytest.raises(DriverFailure, match="cuMemAddressReserve"):
+@pytest.mark.parametrize("size", [-1, 1 << 64, 1.0, "1", None])
+def test_numbers_the_driver_cannot_take_are_a_failure_too(opened: Driver, size: Any) -> None:
+    message = f"^cuMemAddressReserve cannot be asked for {size} bytes: "
+    with pytest.raises(DriverFailure, match=message):
         opened.reserve(size)
+
+
+@pytest.mark.parametrize("index", [-1, 1, 1 << 31, 1 << 32])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda it, index: it.granularity(index),
+        lambda it, index: it.create(index, GRANULE),
+        lambda it, index: it.set_access(GRANULE, GRANULE, index, is_writable=False),
+        lambda it, index: it.peers(index),
+        lambda it, index: it.synchronize(index),
+    ],
+)
+def test_there_is_no_other_device(
+    opened: Driver, ask: Callable[[Driver, int], object], index: int
+) -> None:
+    with pytest.raises(DriverFailure):
+        ask(opened, index)
+
+
+def test_a_result_the_driver_has_no_name_for_is_a_number(
+    emulated_cuda: emulation.Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "cuMemAlloc of 1 bytes failed: CUresult 12345; "
+    with (
+        failing(monkeypatch, "cuMemAlloc=12345") as opened,
+        pytest.raises(DriverFailure, match=message),
+    ):
+        opened.allocate(1)
 
 
 @pytest.mark.parametrize("size", [0, 63, 65])
@@ -305,16 +343,6 @@ def test_a_driver_that_cannot_start_is_tried_again(
                 driver()
     emulation.reset()
     assert len(driver().devices()) == 1
-
-
-def test_without_the_bindings_the_message_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    forget()
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(DriverFailure, match=r"cuda-bindings.*trims-shim\[cuda12\]"):
-        driver()
-    forget()
 
 
 def test_without_a_driver_the_message_says_so() -> None:
@@ -344,18 +372,22 @@ def emulated_is_loaded() -> bool:
 
 
 def test_a_missing_function_is_a_failure(opened: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(bindings(), "cuMemAlloc")
-    with pytest.raises(DriverFailure, match=r"cuMemAlloc cannot be called: .*driver"):
+    newer = libcuda.FUNCTIONS["cuMemAlloc"]._replace(symbol="cuMemAlloc_v9")
+    monkeypatch.setitem(libcuda.FUNCTIONS, "cuMemAlloc", newer)
+    message = r"^cuMemAlloc cannot be called: .*cuMemAlloc_v9; install NVIDIA's driver"
+    with pytest.raises(DriverFailure, match=message):
         opened.allocate(1)
 
 
 # --- processes and threads ------------------------------------------------------------------------
 
 
-def test_importing_it_imports_no_bindings() -> None:
+def test_importing_it_loads_nothing_of_nvidias() -> None:
     script = """
 import sys, trims_shim.memory.driver, trims_shim.memory.device, trims_shim.memory.nvml
 print(*[name for name in sys.modules if name.startswith(("cuda", "pynvml"))])
+with open("/proc/self/maps") as lines:
+    print(*[line for line in lines if "libcuda" in line])
 """
     assert run(script, {}) == ""
 
@@ -394,8 +426,7 @@ def test_a_forked_child_never_calls_the_driver(
         return False
 
     def check() -> bool:
-        for name in ("cuInit", "cuDeviceGetCount", "cuMemRelease", "cuCtxPopCurrent"):
-            setattr(bindings(), name, lambda *_: called.append("x") or (999,))
+        monkeypatch.setattr(libcuda.Library, "call", lambda *_: called.append("x"))
         grandchild = in_fork(lambda: refuses(driver))
         return (
             refuses(driver)
@@ -450,11 +481,6 @@ os.waitpid(child, 0)
 
 @pytest.mark.parametrize("emulated_environment", [{"devices": 2}], indirect=True)
 def test_contexts_belong_to_the_thread_and_are_retained_once(opened: Driver) -> None:
-    def current() -> int:
-        result, context = bindings().cuCtxGetCurrent()
-        assert result == 0
-        return int(context)
-
     seen: dict[int, set[int]] = {0: set(), 1: set()}
     outside: set[int] = set()
     start = threading.Barrier(4)
@@ -463,11 +489,11 @@ def test_contexts_belong_to_the_thread_and_are_retained_once(opened: Driver) -> 
         start.wait(TIMEOUT_S)
         for _ in range(50):
             with opened.context(index):
-                seen[index].add(current())
+                seen[index].add(current_context())
                 with opened.context(1 - index):
-                    seen[1 - index].add(current())
-                seen[index].add(current())
-            outside.add(current())
+                    seen[1 - index].add(current_context())
+                seen[index].add(current_context())
+            outside.add(current_context())
 
     threads = [threading.Thread(target=work, args=(number % 2,)) for number in range(4)]
     for each in threads:
@@ -478,7 +504,7 @@ def test_contexts_belong_to_the_thread_and_are_retained_once(opened: Driver) -> 
     assert seen[0] != seen[1]
     assert outside == {0}
     for index in (0, 1):
-        assert bindings().cuDevicePrimaryCtxRelease(index)[0] == 0
+        assert ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxRelease_v2(index) == 0
     assert emulation.held().contexts == 0, "a context was retained more than once"
     forget()
 
@@ -486,24 +512,15 @@ def test_contexts_belong_to_the_thread_and_are_retained_once(opened: Driver) -> 
 def test_an_error_in_the_block_leaves_the_context(opened: Driver) -> None:
     with pytest.raises(KeyError), opened.context(0):
         raise KeyError
-    assert int(bindings().cuCtxGetCurrent()[1]) == 0
+    assert current_context() == 0
 
 
 def test_capture_mode_is_relaxed_inside_the_block_only(opened: Driver) -> None:
-    modes = bindings().CUstreamCaptureMode
-    relaxed = modes.CU_STREAM_CAPTURE_MODE_RELAXED
-    local = modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-
-    def exchange(mode: object) -> object:
-        result, before = bindings().cuThreadExchangeStreamCaptureMode(mode)
-        assert result == 0
-        return before
-
-    assert exchange(local) == modes.CU_STREAM_CAPTURE_MODE_GLOBAL
+    assert exchange_capture_mode(LOCAL) == GLOBAL
     with contextlib.suppress(KeyError), opened.relaxed_capture():
-        assert exchange(relaxed) == relaxed
+        assert exchange_capture_mode(RELAXED) == RELAXED
         raise KeyError
-    assert exchange(modes.CU_STREAM_CAPTURE_MODE_GLOBAL) == local
+    assert exchange_capture_mode(GLOBAL) == LOCAL
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -359,6 +359,11 @@ class Tiers:
     def _make(self, device: DeviceId) -> DeviceTier:
         """In a worker thread. Raises UnknownDevice."""
         settings = self.settings
+        if not nvml.is_installed():
+            raise UnknownDevice(
+                f"{device} is not shared: without the package nvidia-ml-py nothing tells when other "
+                'programs need its memory; pip install "trims-shim[cuda13]" (or cuda12)'
+            )
         try:
             info = driver().devices()[driver().index_of(device)]
             memory = DeviceMemory(device, settings.backend)

@@ -15,14 +15,11 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from trims_shim.errors import DriverFailure, FileChanged, MemoryFailure, ReadFailed
 from trims_shim.formats.device_layout import DeviceLayout, Placed
 from trims_shim.memory.chunks import Chunk, Chunks, Route, Sizes
-
-if TYPE_CHECKING:
-    from trims_shim.memory.driver import Driver
+from trims_shim.memory.driver import driver
 
 __all__ = ["became_shorter", "download", "fill", "read_fully", "upload", "write_fully"]
 
@@ -162,10 +159,7 @@ class _Ring:
         self.address = 0
 
     def open(self) -> memoryview:
-        # Here, because it imports NVIDIA's bindings, which host memory does without.
-        from trims_shim.memory.driver import driver
-
-        self.driver: Driver = driver()
+        self.driver = driver()
         self._cleanup.enter_context(self.in_thread())
         memory = self._allocate()
         self.address = ctypes.addressof(memory)

@@ -11,14 +11,13 @@ context, so a daemon that keeps to them never takes device memory for one. Any t
 calls block without the GIL. Nothing here runs at interpreter exit.
 
 Source: CUDA Driver API (docs.nvidia.com/cuda/cuda-driver-api), "Virtual Memory Management"; through
-NVIDIA's cuda-bindings 12 and 13, which load ``libcuda.so.1`` when they are first called.
+:mod:`trims_shim.memory.libcuda`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import os
 import threading
 import uuid
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trims_shim.errors import DriverFailure
-from trims_shim.late_imports import ensure_imported
+from trims_shim.memory import libcuda
 from trims_shim.specs import DeviceId
 
 __all__ = [
@@ -42,11 +41,9 @@ __all__ = [
 
 RESERVATION_ALIGNMENT_BYTES = 2 << 20
 """The device's page size; torch and GMS reserve at it too, and the granularity is a multiple."""
-IPC_HANDLE_BYTES = 64
-"""CU_IPC_HANDLE_SIZE of cuda.h."""
+IPC_HANDLE_BYTES = libcuda.CU_IPC_HANDLE_SIZE
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 """A :attr:`DriverFailure.result` that need not last."""
-_NAME_BYTES = 256
 
 _FORKED = (
     "this process was forked from one that uses the CUDA driver, which cannot be used here; start "
@@ -69,6 +66,7 @@ _ADVICE = {
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "wait until no CUDA graph is captured",
 }
 _OTHERWISE = "look at `nvidia-smi`; TRIMS_DEVICE=0 keeps this package off the device"
+_DESCRIPTOR = libcuda.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +86,14 @@ class DeviceInfo:
 class Driver:
     """An initialised driver. Every method raises DriverFailure, which names the call and why."""
 
-    __slots__ = ("_api", "_contexts", "_devices", "_granularities", "_lock", "_pid", "_success")
+    __slots__ = ("_contexts", "_devices", "_granularities", "_library", "_lock", "_pid")
 
-    def __init__(self, api: Any) -> None:
-        """Initialise the driver behind ``api``, the module ``cuda.bindings.driver``."""
-        self._api = api
+    def __init__(self) -> None:
+        """Load and initialise it."""
+        self._library = libcuda.Library()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._contexts: dict[int, Any] = {}
+        self._contexts: dict[int, int] = {}
         self._granularities: dict[int, int] = {}
         self._devices: tuple[DeviceInfo, ...] | None = None
         self._call("cuInit", 0)
@@ -105,7 +103,7 @@ class Driver:
     def devices(self) -> tuple[DeviceInfo, ...]:
         """What CUDA_VISIBLE_DEVICES shows to this process, in CUDA's order; at least one."""
         if self._devices is None:
-            count = self._call("cuDeviceGetCount")
+            count = self._number("cuDeviceGetCount")
             self._devices = tuple(self._describe(index) for index in range(count))
         return self._devices
 
@@ -125,24 +123,23 @@ class Driver:
         Rank 0 is the fastest (docs: CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK). MIG instances have
         none.
         """
-        kinds = self._api.CUdevice_P2PAttribute
-        one = self._call("cuDeviceGet", index)
+        one = self._number("cuDeviceGet", index)
         found = {}
         for each in self.devices():
             if each.index == index:
                 continue
-            other = self._call("cuDeviceGet", each.index)
-            kind = kinds.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED
-            if self._call("cuDeviceGetP2PAttribute", kind, one, other):
-                kind = kinds.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK
-                found[each.id] = int(self._call("cuDeviceGetP2PAttribute", kind, one, other))
+            other = self._number("cuDeviceGet", each.index)
+            kind = libcuda.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED
+            if self._number("cuDeviceGetP2PAttribute", kind, one, other):
+                kind = libcuda.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK
+                found[each.id] = self._number("cuDeviceGetP2PAttribute", kind, one, other)
         return found
 
     def granularity(self, index: int) -> int:
         """Sizes of allocations, and addresses they are mapped at, are multiples of this."""
         if index not in self._granularities:
-            kind = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-            size = self._call("cuMemGetAllocationGranularity", self._properties(index), kind)
+            kind = libcuda.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+            size = self._number("cuMemGetAllocationGranularity", _properties(index), kind)
             self._granularities[index] = size
         return self._granularities[index]
 
@@ -151,18 +148,17 @@ class Driver:
     def create(self, index: int, size_bytes: int) -> int:
         """Handle of new physical memory; ``size_bytes`` is a multiple of the granularity."""
         of = f"{size_bytes} bytes on device {index}"
-        return int(self._call("cuMemCreate", size_bytes, self._properties(index), 0, of=of))
+        return self._number("cuMemCreate", size_bytes, _properties(index), 0, of=of)
 
     def export(self, handle: int) -> int:
         """A descriptor of the memory, close-on-exec; it holds the memory as the handle does."""
-        descriptor = int(self._call("cuMemExportToShareableHandle", handle, self._descriptors(), 0))
+        descriptor = self._number("cuMemExportToShareableHandle", handle, _DESCRIPTOR, 0)
         os.set_inheritable(descriptor, False)
         return descriptor
 
     def import_descriptor(self, descriptor: int) -> int:
         """Handle of the memory behind a descriptor, which stays the caller's and may be closed."""
-        call = "cuMemImportFromShareableHandle"
-        return int(self._call(call, descriptor, self._descriptors()))
+        return self._number("cuMemImportFromShareableHandle", descriptor, _DESCRIPTOR)
 
     def release(self, handle: int) -> None:
         """Give a handle up. The memory goes with its last handle, mapping and descriptor."""
@@ -173,7 +169,7 @@ class Driver:
     def reserve(self, size_bytes: int) -> int:
         """Address of a free range, a multiple of the granularity long."""
         arguments = (size_bytes, RESERVATION_ALIGNMENT_BYTES, 0, 0)
-        return int(self._call("cuMemAddressReserve", *arguments, of=f"{size_bytes} bytes"))
+        return self._number("cuMemAddressReserve", *arguments, of=f"{size_bytes} bytes")
 
     def free_address(self, address: int, size_bytes: int) -> None:
         """Give a whole reservation back; nothing is mapped in it any more."""
@@ -189,16 +185,13 @@ class Driver:
 
     def set_access(self, address: int, size_bytes: int, index: int, *, is_writable: bool) -> None:
         """Let a device read, or also write, a range that is mapped without gaps."""
-        kinds = self._api.CUmemAccess_flags
-        access = self._api.CUmemAccessDesc()
-        access.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = index
-        access.flags = (
-            kinds.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        rights = (
+            libcuda.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
             if is_writable
-            else kinds.CU_MEM_ACCESS_FLAGS_PROT_READ
+            else libcuda.CU_MEM_ACCESS_FLAGS_PROT_READ
         )
-        self._call("cuMemSetAccess", address, size_bytes, [access], 1)
+        access = libcuda.CUmemAccessDesc(_location(index), rights)
+        self._call("cuMemSetAccess", address, size_bytes, access, 1)
 
     # --- contexts and streams ---------------------------------------------------------------------
 
@@ -222,12 +215,12 @@ class Driver:
         Otherwise such a call, in any thread, invalidates a capture that is going on in another one
         (docs: cuThreadExchangeStreamCaptureMode; the default mode is global).
         """
-        relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        before = self._call("cuThreadExchangeStreamCaptureMode", relaxed)
+        mode = ctypes.c_int(libcuda.CU_STREAM_CAPTURE_MODE_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", mode)
         try:
             yield
         finally:
-            self._call("cuThreadExchangeStreamCaptureMode", before)
+            self._call("cuThreadExchangeStreamCaptureMode", mode)
 
     def synchronize(self, index: int) -> None:
         """Wait for all work this process has given to a device.
@@ -241,8 +234,7 @@ class Driver:
 
     def new_stream(self) -> int:
         """A stream of the current context that does not wait for the default stream."""
-        kind = self._api.CUstream_flags.CU_STREAM_NON_BLOCKING
-        return int(self._call("cuStreamCreate", int(kind)))
+        return self._number("cuStreamCreate", libcuda.CU_STREAM_NON_BLOCKING)
 
     def destroy_stream(self, stream: int) -> None:
         """Give a stream up; what it was given is still done."""
@@ -268,7 +260,7 @@ class Driver:
 
     def allocate_pinned(self, size_bytes: int) -> int:
         """Address of host memory that the device reads and writes directly."""
-        return int(self._call("cuMemHostAlloc", size_bytes, 0, of=f"{size_bytes} bytes"))
+        return self._number("cuMemHostAlloc", size_bytes, 0, of=f"{size_bytes} bytes")
 
     def free_pinned(self, address: int) -> None:
         """Give pinned memory back."""
@@ -278,7 +270,7 @@ class Driver:
 
     def allocate(self, size_bytes: int) -> int:
         """Address of ordinary device memory, which can be shared by :meth:`ipc_handle` only."""
-        return int(self._call("cuMemAlloc", size_bytes, of=f"{size_bytes} bytes"))
+        return self._number("cuMemAlloc", size_bytes, of=f"{size_bytes} bytes")
 
     def free(self, address: int) -> None:
         """Free what :meth:`allocate` gave. Undefined while another process has it open."""
@@ -286,17 +278,15 @@ class Driver:
 
     def ipc_handle(self, address: int) -> bytes:
         """What another process opens this memory with, as long as this one lives."""
-        handle = self._call("cuIpcGetMemHandle", address)
-        return ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
+        return bytes(self._call("cuIpcGetMemHandle", address))
 
     def ipc_open(self, handle: bytes) -> int:
         """Address of another process's memory, writable; opened twice, it is closed twice."""
         if len(handle) != IPC_HANDLE_BYTES:
             raise DriverFailure(f"an IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
-        opened = self._api.CUipcMemHandle()
-        ctypes.memmove(int(opened.getPtr()), handle, IPC_HANDLE_BYTES)
-        lazily = self._api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        return int(self._call("cuIpcOpenMemHandle", opened, int(lazily)))
+        wanted = libcuda.CUipcMemHandle.from_buffer_copy(handle)
+        lazily = libcuda.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return self._number("cuIpcOpenMemHandle", wanted, lazily)
 
     def ipc_close(self, address: int) -> None:
         """Undo one :meth:`ipc_open`."""
@@ -305,71 +295,51 @@ class Driver:
     # --- behind all of them -----------------------------------------------------------------------
 
     def _describe(self, index: int) -> DeviceInfo:
-        device = self._call("cuDeviceGet", index)
-        name = (
-            bytes(self._call("cuDeviceGetName", _NAME_BYTES, device))
-            .split(b"\0")[0]
-            .decode(errors="replace")
-        )
+        device = self._number("cuDeviceGet", index)
+        name = self._call("cuDeviceGetName", libcuda.DEVICE_NAME_BYTES, device)
+        name = name.value.decode(errors="replace")
         return DeviceInfo(
             index=index,
-            id=_device_id(name, self._uuid(device)),
+            id=_device_id(name, bytes(self._call("cuDeviceGetUuid", device))),
             name=name,
-            total_bytes=int(self._call("cuDeviceTotalMem", device)),
+            total_bytes=self._number("cuDeviceTotalMem", device),
             can_share=self._can_share(device),
         )
 
-    def _uuid(self, device: Any) -> bytes:
-        # Version 2 names the MIG instance, version 1 the GPU around it. CUDA 13 has only the second
-        # and calls it without the number.
-        has_both = hasattr(self._api, "cuDeviceGetUuid_v2")
-        call = "cuDeviceGetUuid_v2" if has_both else "cuDeviceGetUuid"
-        return bytes(self._call(call, device).bytes)
-
-    def _can_share(self, device: Any) -> bool:
-        attributes = self._api.CUdevice_attribute
+    def _can_share(self, device: int) -> bool:
         needed = (
-            attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
-            attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+            libcuda.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+            libcuda.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
         )
-        return all(self._call("cuDeviceGetAttribute", each, device) for each in needed)
+        return all(self._number("cuDeviceGetAttribute", each, device) for each in needed)
 
-    def _properties(self, index: int) -> Any:
-        properties = self._api.CUmemAllocationProp()
-        properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        properties.location.id = index
-        properties.requestedHandleTypes = self._descriptors()
-        return properties
-
-    def _descriptors(self) -> Any:
-        kinds = self._api.CUmemAllocationHandleType
-        return kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
-    def _primary(self, index: int) -> Any:
+    def _primary(self, index: int) -> int:
         with self._lock:
             if index not in self._contexts:
-                device = self._call("cuDeviceGet", index)
-                self._contexts[index] = self._call("cuDevicePrimaryCtxRetain", device)
+                device = self._number("cuDeviceGet", index)
+                self._contexts[index] = self._number("cuDevicePrimaryCtxRetain", device)
             return self._contexts[index]
 
-    def _call(self, call: str, *arguments: object, of: str = "") -> Any:
-        """The call's value (None where it has none)."""
+    def _number(self, call: str, *inputs: object, of: str = "") -> int:
+        return int(self._call(call, *inputs, of=of).value)
+
+    def _call(self, call: str, *inputs: object, of: str = "") -> Any:
+        """The call's output as a ctypes object (None where it has none)."""
         if self._pid != os.getpid():
             raise DriverFailure(_FORKED)
         try:
-            result, *values = getattr(self._api, call)(*arguments)
-        except (OverflowError, TypeError) as error:
-            raise DriverFailure(f"{call} cannot be asked for {of or arguments}: {error}") from error
-        except (AttributeError, RuntimeError) as error:
-            # The bindings raise these where there is no libcuda, or one without this function.
+            result, output = self._library.call(call, *inputs)
+        except ctypes.ArgumentError as error:
+            raise DriverFailure(f"{call} cannot be asked for {of or inputs}: {error}") from error
+        except (OSError, AttributeError) as error:
+            # There is no libcuda, or it is one without this function.
             raise DriverFailure(
                 f"{call} cannot be called: {error}; install NVIDIA's driver, or give the container "
                 "its devices"
             ) from error
-        if result != self._api.CUresult.CUDA_SUCCESS:
-            raise _failure(call, of, result)
-        return values[0] if values else None
+        if result != libcuda.CUDA_SUCCESS:
+            raise _failure(call, of, self._library.name_of(result))
+        return output
 
 
 def driver() -> Driver:
@@ -382,7 +352,7 @@ def driver() -> Driver:
         if _process.driver is None:
             _process.is_used = True
             try:
-                _process.driver = Driver(_bindings())
+                _process.driver = Driver()
             except DriverFailure:
                 _process.is_used = False
                 raise
@@ -395,15 +365,19 @@ def forget() -> None:
     _process = _Process(is_forked=False)
 
 
-def _bindings() -> Any:
-    try:
-        ensure_imported("cuda.bindings.driver")
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise DriverFailure(
-            f"cuda-bindings cannot be imported ({error}); "
-            "install trims-shim[cuda12] or trims-shim[cuda13]"
-        ) from error
+def _properties(index: int) -> libcuda.CUmemAllocationProp:
+    return libcuda.CUmemAllocationProp(
+        type=libcuda.CU_MEM_ALLOCATION_TYPE_PINNED,
+        requestedHandleTypes=_DESCRIPTOR,
+        location=_location(index),
+    )
+
+
+def _location(index: int) -> libcuda.CUmemLocation:
+    location = libcuda.CUmemLocation(libcuda.CU_MEM_LOCATION_TYPE_DEVICE, index)
+    if location.id != index:  # cut to size by ctypes
+        raise DriverFailure(f"there is no device {index}; {_OTHERWISE}")
+    return location
 
 
 def _device_id(name: str, raw: bytes) -> DeviceId:
@@ -413,11 +387,10 @@ def _device_id(name: str, raw: bytes) -> DeviceId:
     return f"{kind}-{uuid.UUID(bytes=raw)}"
 
 
-def _failure(call: str, of: str, result: Any) -> DriverFailure:
-    name = str(getattr(result, "name", result))
+def _failure(call: str, of: str, result: str) -> DriverFailure:
     what = f"{call} of {of}" if of else call
-    failure = DriverFailure(f"{what} failed: {name}; {_ADVICE.get(name, _OTHERWISE)}")
-    failure.result = name
+    failure = DriverFailure(f"{what} failed: {result}; {_ADVICE.get(result, _OTHERWISE)}")
+    failure.result = result
     return failure
 
 

@@ -12,6 +12,7 @@ Blocking: some ms for the first question, far below one for the others. Any thre
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import threading
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import DeviceId
 
-__all__ = ["DeviceUse", "describe", "driver_version", "forget", "free_bytes"]
+__all__ = ["DeviceUse", "describe", "driver_version", "forget", "free_bytes", "is_installed"]
 
 _Answer = TypeVar("_Answer")
 
@@ -34,6 +35,11 @@ class DeviceUse:
     total_bytes: int
     free_bytes: int
     used_bytes: int
+
+
+def is_installed() -> bool:
+    """Whether there is the package at all; it may still have no NVML to ask."""
+    return importlib.util.find_spec("pynvml") is not None
 
 
 def free_bytes(device: DeviceId) -> int | None:

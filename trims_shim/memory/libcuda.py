@@ -1,0 +1,225 @@
+"""``libcuda.so.1`` by ctypes: the functions of the driver that this package calls, as in cuda.h.
+
+Owns the library, loaded at the first call and never unloaded, the declarations of its functions and
+structures, and the names of results. What calls mean, when they may be made, and what a failure is,
+is :mod:`trims_shim.memory.driver`'s business.
+
+Invariants: handles, addresses, contexts and streams are unsigned numbers of 64 bits; a number that
+its C type cannot hold is an error, never another number. Each function is asked for by the symbol
+that cuda.h maps its name to, whose signature NVIDIA never changes. Calls run without the GIL.
+
+Source: cuda.h of CUDA 12.6 to 13.0; docs/decisions/0013-own-cuda-binding.md says why this is not
+NVIDIA's package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from ctypes import POINTER, byref
+from typing import Any, NamedTuple
+
+__all__ = [
+    "CUDA_SUCCESS",
+    "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
+    "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+    "CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED",
+    "CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK",
+    "CU_IPC_HANDLE_SIZE",
+    "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS",
+    "CU_MEM_ACCESS_FLAGS_PROT_READ",
+    "CU_MEM_ACCESS_FLAGS_PROT_READWRITE",
+    "CU_MEM_ALLOCATION_TYPE_PINNED",
+    "CU_MEM_ALLOC_GRANULARITY_MINIMUM",
+    "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",
+    "CU_MEM_LOCATION_TYPE_DEVICE",
+    "CU_STREAM_CAPTURE_MODE_RELAXED",
+    "CU_STREAM_NON_BLOCKING",
+    "DEVICE_NAME_BYTES",
+    "FUNCTIONS",
+    "CUipcMemHandle",
+    "CUmemAccessDesc",
+    "CUmemAllocationProp",
+    "CUmemLocation",
+    "CUuuid",
+    "Function",
+    "Library",
+]
+
+CUDA_SUCCESS = 0
+CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
+CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
+CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK = 1
+CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED = 2
+CU_IPC_HANDLE_SIZE = 64
+CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
+CU_MEM_ACCESS_FLAGS_PROT_READ = 1
+CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
+CU_MEM_ALLOCATION_TYPE_PINNED = 1
+CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0
+CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
+CU_MEM_LOCATION_TYPE_DEVICE = 1
+CU_STREAM_CAPTURE_MODE_RELAXED = 2
+CU_STREAM_NON_BLOCKING = 1
+DEVICE_NAME_BYTES = 256
+"""Room for what cuDeviceGetName says; ours, not cuda.h's."""
+
+
+class CUuuid(ctypes.Structure):
+    """``bytes()`` of it are the octets."""
+
+    _fields_ = (("bytes", ctypes.c_char * 16),)
+
+
+class CUipcMemHandle(ctypes.Structure):
+    """``bytes()`` of it can be sent."""
+
+    _fields_ = (("reserved", ctypes.c_char * CU_IPC_HANDLE_SIZE),)
+
+
+class CUmemLocation(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AllocFlags(ctypes.Structure):
+    _fields_ = (
+        ("compressionType", ctypes.c_ubyte),
+        ("gpuDirectRDMACapable", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class CUmemAllocationProp(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("requestedHandleTypes", ctypes.c_int),
+        ("location", CUmemLocation),
+        ("win32HandleMetaData", ctypes.c_void_p),
+        ("allocFlags", _AllocFlags),
+    )
+
+
+class CUmemAccessDesc(ctypes.Structure):
+    _fields_ = (("location", CUmemLocation), ("flags", ctypes.c_int))
+
+
+class _Whole:
+    """A parameter's type that refuses numbers it cannot hold: ctypes would cut them to size."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def from_param(self, value: Any) -> Any:
+        number = self._kind(operator.index(value))
+        if number.value != value:
+            raise OverflowError(f"{value} does not fit {8 * ctypes.sizeof(number)} bits")
+        return number
+
+
+class Function(NamedTuple):
+    """A function that returns a CUresult.
+
+    ``output``: what its first parameter points to, where that is a result; ``inputs``: the others.
+    """
+
+    symbol: str
+    output: Any
+    inputs: tuple[Any, ...]
+
+
+_INT = _Whole(ctypes.c_int)  # enumerations and CUdevice as well
+_UNSIGNED = _Whole(ctypes.c_uint)
+_SIZE = _Whole(ctypes.c_size_t)
+# CUdeviceptr, CUmemGenericAllocationHandle, CUcontext, CUstream, void *, unsigned long long
+_WORD = _Whole(ctypes.c_uint64)
+_WORD_OUT = ctypes.c_uint64
+
+FUNCTIONS = {
+    # The name in cuda.h, by which callers ask.
+    each.symbol.removesuffix("_v2"): each
+    for each in (
+        Function("cuInit", None, (_UNSIGNED,)),
+        Function("cuGetErrorName", None, (_INT, POINTER(ctypes.c_char_p))),
+        Function("cuDeviceGetCount", ctypes.c_int, ()),
+        Function("cuDeviceGet", ctypes.c_int, (_INT,)),
+        Function("cuDeviceGetName", ctypes.c_char * DEVICE_NAME_BYTES, (_INT, _INT)),
+        # Version 2 names the MIG instance, version 1 the GPU around it.
+        Function("cuDeviceGetUuid_v2", CUuuid, (_INT,)),
+        Function("cuDeviceTotalMem_v2", ctypes.c_size_t, (_INT,)),
+        Function("cuDeviceGetAttribute", ctypes.c_int, (_INT, _INT)),
+        Function("cuDeviceGetP2PAttribute", ctypes.c_int, (_INT, _INT, _INT)),
+        Function(
+            "cuMemGetAllocationGranularity", ctypes.c_size_t, (POINTER(CUmemAllocationProp), _INT)
+        ),
+        Function("cuMemCreate", _WORD_OUT, (_SIZE, POINTER(CUmemAllocationProp), _WORD)),
+        # The handle that can be shared is an int, a descriptor, for the one type that we ask for;
+        # to import one it is the pointer's value.
+        Function("cuMemExportToShareableHandle", ctypes.c_int, (_WORD, _INT, _WORD)),
+        Function("cuMemImportFromShareableHandle", _WORD_OUT, (_WORD, _INT)),
+        Function("cuMemRelease", None, (_WORD,)),
+        Function("cuMemAddressReserve", _WORD_OUT, (_SIZE, _SIZE, _WORD, _WORD)),
+        Function("cuMemAddressFree", None, (_WORD, _SIZE)),
+        Function("cuMemMap", None, (_WORD, _SIZE, _SIZE, _WORD, _WORD)),
+        Function("cuMemUnmap", None, (_WORD, _SIZE)),
+        Function("cuMemSetAccess", None, (_WORD, _SIZE, POINTER(CUmemAccessDesc), _SIZE)),
+        Function("cuDevicePrimaryCtxRetain", _WORD_OUT, (_INT,)),
+        Function("cuCtxPushCurrent_v2", None, (_WORD,)),
+        Function("cuCtxPopCurrent_v2", _WORD_OUT, ()),
+        Function("cuCtxSynchronize", None, ()),
+        # Exchanged: what it points to is both read and written.
+        Function("cuThreadExchangeStreamCaptureMode", None, (POINTER(ctypes.c_int),)),
+        Function("cuStreamCreate", _WORD_OUT, (_UNSIGNED,)),
+        Function("cuStreamDestroy_v2", None, (_WORD,)),
+        Function("cuStreamSynchronize", None, (_WORD,)),
+        Function("cuMemcpyHtoDAsync_v2", None, (_WORD, _WORD, _SIZE, _WORD)),
+        Function("cuMemcpyDtoHAsync_v2", None, (_WORD, _WORD, _SIZE, _WORD)),
+        Function("cuMemcpyDtoDAsync_v2", None, (_WORD, _WORD, _SIZE, _WORD)),
+        Function("cuMemHostAlloc", _WORD_OUT, (_SIZE, _UNSIGNED)),
+        Function("cuMemFreeHost", None, (_WORD,)),
+        Function("cuMemAlloc_v2", _WORD_OUT, (_SIZE,)),
+        Function("cuMemFree_v2", None, (_WORD,)),
+        Function("cuIpcGetMemHandle", CUipcMemHandle, (_WORD,)),
+        Function("cuIpcOpenMemHandle_v2", _WORD_OUT, (CUipcMemHandle, _UNSIGNED)),
+        Function("cuIpcCloseMemHandle", None, (_WORD,)),
+    )
+}
+
+
+class Library:
+    """``libcuda.so.1``, as the dynamic loader finds it. Any thread may call."""
+
+    __slots__ = ("_found", "_loaded")
+
+    def __init__(self) -> None:
+        self._loaded: ctypes.CDLL | None = None
+        self._found: dict[str, Any] = {}
+
+    def call(self, name: str, *inputs: Any) -> tuple[int, Any]:
+        """The CUresult, and the output as a ctypes object (None where there is none).
+
+        Raises ctypes.ArgumentError where an input does not fit its parameter, OSError where there
+        is no library, AttributeError where the library has no such function.
+        """
+        function = self._found.get(name) or self._find(name)
+        kind = FUNCTIONS[name].output
+        if kind is None:
+            return function(*inputs), None
+        output = kind()
+        return function(byref(output), *inputs), output
+
+    def name_of(self, result: int) -> str:
+        """A result's name in cuda.h, as far as the library knows it."""
+        name = ctypes.c_char_p()
+        self.call("cuGetErrorName", result, name)
+        return name.value.decode() if name.value else f"CUresult {result}"
+
+    def _find(self, name: str) -> Any:
+        if self._loaded is None:
+            self._loaded = ctypes.CDLL("libcuda.so.1")
+        symbol, output, inputs = FUNCTIONS[name]
+        function = self._loaded[symbol]
+        function.restype = ctypes.c_int
+        function.argtypes = inputs if output is None else (POINTER(output), *inputs)
+        self._found[name] = function
+        return function
