@@ -133,6 +133,18 @@ class TestMaking:
         assert isinstance(error, UnknownDevice)
         assert "TRIMS_DEVICE_BACKEND=off" in str(error)
 
+    def test_without_the_package_that_says_what_others_need(
+        self, make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tiers_module, "driver", no_driver)
+        monkeypatch.setattr(tiers_module.nvml, "is_installed", lambda: False)
+        harness = make()
+        answers = harness.ask(GPU)
+        harness.turn()
+        (error,) = answers
+        assert isinstance(error, UnknownDevice)
+        assert "pip install" in str(error)
+
     @pytest.mark.parametrize("name", ["", "cuda:0", "GPU-1", "0", GPU + "\n", "TPU" + GPU[3:]])
     def test_what_is_no_id(
         self, make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, name: str
