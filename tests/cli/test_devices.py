@@ -434,14 +434,16 @@ def test_why_device_memory_is_not_shared(machine: Callable[..., DeviceSupport]) 
     assert machine(["", "", [ROW]]).nvml == "it does not answer"
 
 
-def test_devices_are_shared_without_nvmls_package_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_not_shared_without_nvmls_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from trims_shim import config
 
     monkeypatch.setattr(inspection, "_is_installed", lambda name: False)
     monkeypatch.setattr(inspection, "_ask_child", lambda code: ["", "", [ROW]])
     found = inspection._device(config.load({}))
-    assert found.is_available
+    assert not found.is_available
     assert found.nvml == "nvidia-ml-py is not installed"
+    assert found.problem.startswith(found.nvml)
+    assert "pip install" in found.problem
 
 
 def test_a_child_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

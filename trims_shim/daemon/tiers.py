@@ -361,8 +361,8 @@ class Tiers:
         settings = self.settings
         if not nvml.is_installed():
             raise UnknownDevice(
-                f"{device} is not shared: without the package nvidia-ml-py nothing tells when other "
-                'programs need its memory; pip install "trims-shim[cuda13]" (or cuda12)'
+                f"{device} is not shared: without the package nvidia-ml-py nothing tells when "
+                'other programs need its memory; pip install "trims-shim[cuda13]" (or cuda12)'
             )
         try:
             info = driver().devices()[driver().index_of(device)]

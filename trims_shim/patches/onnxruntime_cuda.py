@@ -2,9 +2,10 @@
 
 Behind ``TRIMS_ORT_CUDA=1`` (docs/gpu.md). A prepared model of such a recipe has a directory of the
 initializers that its sessions take from outside (:mod:`trims_shim.formats.onnx_directory`).
-:func:`creating` opens its weights at the device tier and adds each of these to the options as a value over the arena: ``add_initializer`` uses a value
-where it lies if that is the device that onnxruntime planned it on. All others, and all of them if
-the device tier has no room, onnxruntime reads from the prepared file, into private memory.
+:func:`creating` opens its weights at the device tier and adds each of these to the options as a
+value over the arena: ``add_initializer`` uses a value where it lies if that is the device that
+onnxruntime planned it on. All others, and all of them if the device tier has no room, onnxruntime
+reads from the prepared file, into private memory.
 
     session -> value -> DLPack's deleter -> _Hold -> DeviceArena -> ... (client/device_arenas.py)
 
