@@ -131,13 +131,14 @@ def _read_until(descriptor: int, end: float) -> bytes | None:
 def _own_pages() -> None:
     """Copy now what a fork leaves to be copied when it is written first: outside of every clock.
 
-    A kernel before Linux 5.14 cannot; samples then are a little slower, on all sides.
+    That is where Python's objects are. A kernel before Linux 5.14 cannot; samples then are a little
+    slower, on all sides.
     """
     libc = ctypes.CDLL(None)
     with open("/proc/self/maps") as file:
-        areas = [line.split(maxsplit=2)[:2] for line in file]
-    for addresses, rights in areas:
-        if rights == "rw-p":
+        areas = [line.split(maxsplit=5) for line in file]
+    for addresses, rights, *_, name in (each if len(each) == 6 else [*each, ""] for each in areas):
+        if rights == "rw-p" and name.strip() in ("", "[heap]"):
             start, end = (int(each, 16) for each in addresses.split("-"))
             size = ctypes.c_size_t(end - start)
             libc.madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE)
