@@ -85,6 +85,16 @@ def test_cutting(added: list[Request], start: int, stop: int) -> None:
     assert list(queue) == expected
 
 
+@given(requests, st.integers(0, 25))
+def test_others_among_them_in_the_same_order(added: list[Request], count: int) -> None:
+    queue = queue_of(added)
+    for request in added[:count]:
+        queue.discard(request)
+    before = list(queue)
+    assert queue.merged(added[:count]) == in_order(added)
+    assert list(queue) == before
+
+
 @given(requests, st.integers(-1, 25))
 def test_the_earliest_deadline(added: list[Request], count: int) -> None:
     first = in_order(added)[: max(count, 0)]

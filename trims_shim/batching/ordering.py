@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
 
 from trims_shim.batching.protocol import NEVER_NS, Request
 
@@ -43,8 +44,16 @@ class DeadlineQueue(list[Request]):
                 return
         self.append(request)
 
+    def merged(self, others: Sequence[Request]) -> list[Request]:
+        """Those here and others, in the same order; this queue stays as it is."""
+        return sorted([*self, *others], key=_order)
+
     def take(self, count: int) -> list[Request]:
         """Remove the first ``count``, all of them if there are fewer."""
+        if count >= len(self):
+            taken = [*self]
+            self.clear()
+            return taken
         taken = self[:count]
         del self[:count]
         return taken
@@ -78,12 +87,13 @@ class DeadlineQueue(list[Request]):
 
     def deadline_ns(self, count: int) -> int:
         """The earliest deadline of the first ``count``; NEVER_NS for none."""
-        if count > len(self):
-            count = len(self)
-        if count < 1:
+        if count < 1 or not self:
             return NEVER_NS
         first = self[0]
-        if count == 1 or first.priority == self[count - 1].priority:
+        if count == 1:
+            return first.deadline_ns
+        last = self[count - 1] if count <= len(self) else self[-1]
+        if first.priority == last.priority:
             return first.deadline_ns
         return min(request.deadline_ns for request in self[:count])
 

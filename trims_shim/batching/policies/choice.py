@@ -33,6 +33,8 @@ class Offer:
     """When the batch has to start at the latest, and further ones of its size for the rest."""
     size_at: Callable[[int], int]
     """How large its batch could be at a later time."""
+    given_up: Sequence[Request] = ()
+    """Who could not be answered in time with it."""
 
     @property
     def rank(self) -> tuple[int, int]:

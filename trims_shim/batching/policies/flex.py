@@ -19,8 +19,8 @@ Work conserving: no device idles while a request is queued that could be answere
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 from trims_shim.batching.ordering import DeadlineQueue
 from trims_shim.batching.policies.choice import Choice, Offer, by_need, by_size
@@ -63,8 +63,6 @@ class _Running:
     worth: float
     """In requests, when it was chosen."""
     is_preempted: bool = False
-    reserved: list[Request] = field(default_factory=list)
-    """Taken out of their queue for when this device has stopped."""
 
 
 class Flex:
@@ -106,6 +104,8 @@ class Flex:
         self._queues = {key: DeadlineQueue() for key in models}
         self._free = list(range(devices - 1, -1, -1))
         self._running: dict[int, _Running] = {}
+        self._reserved: dict[int, list[Request]] = {}
+        """By device: taken out of their queue for when it has stopped."""
 
     @classmethod
     def of_paper(
@@ -140,7 +140,7 @@ class Flex:
 
     def _forget_idle(self, new: Hashable) -> None:
         busy = {running.key for running in self._running.values()}
-        busy |= {each.key for running in self._running.values() for each in running.reserved}
+        busy |= {each.key for requests in self._reserved.values() for each in requests}
         for key in [key for key, queue in self._queues.items() if not queue]:
             if key != new and key not in busy:
                 del self._queues[key], self.models[key]
@@ -171,65 +171,67 @@ class Flex:
 
     def _fill(self, now_ns: int, actions: list[Action]) -> None:
         while self._free:
+            offers = []
             for key, queue in self._queues.items():
                 if queue:
-                    self._drop_hopeless(now_ns, key, actions)
-            best = self._best(now_ns)
-            if best is not None:
-                self._start(now_ns, *best, actions)
+                    offer = self._offer(now_ns, key, actions)
+                    if offer is not None:
+                        offers.append(offer)
+            if offers:
+                best, worth = self._best(now_ns, offers)
+                self._start(now_ns, best, worth, actions)
             elif not self._unreserve():
                 return
 
-    def _start(
-        self, now_ns: int, worth: float, batch: Sequence[Request], actions: list[Action]
-    ) -> None:
+    def _start(self, now_ns: int, offer: Offer, worth: float, actions: list[Action]) -> None:
+        batch = offer.batch
         key = batch[0].key
         queue = self._queues[key]
-        given_up = self._generate(key, now_ns, queue).given_up
         _remove(queue, batch)
-        _remove(queue, given_up)
-        if given_up:
-            actions.append(Drop(list(given_up), DropReason.SHED))
+        if offer.given_up:
+            _remove(queue, offer.given_up)
+            actions.append(Drop(list(offer.given_up), DropReason.SHED))
         device = self._free.pop()
-        end_ns = now_ns + self._latency_ns(batch)
+        end_ns = now_ns + offer.latency_ns
         self._running[device] = _Running(key, batch, now_ns, end_ns, worth)
         actions.append(Run(device, batch))
 
-    def _best(self, now_ns: int) -> tuple[float, Sequence[Request]] | None:
-        """(worth, batch) of what should run now; None if nothing can."""
-        offers = [self._offer(key, now_ns) for key, queue in self._queues.items() if queue]
-        possible = [each for each in offers if each is not None]
-        if not possible:
-            return None
-        priorities = [each.batch[0].priority for each in possible]
-        if min(priorities) < max(priorities):
-            possible = [each for each in possible if each.batch[0].priority == max(priorities)]
-        ends_ns = [max(now_ns, each.end_ns) for each in self._running.values()]
-        ends_ns += [now_ns] * (len(self._free) - 1)
-        best, worth = self._choice(now_ns, possible, ends_ns)
-        return worth, best.batch
+    def _best(self, now_ns: int, offers: Sequence[Offer]) -> tuple[Offer, float]:
+        """The one that should run now, and its worth."""
+        if len(offers) > 1:
+            highest = max([each.batch[0].priority for each in offers])
+            offers = [each for each in offers if each.batch[0].priority == highest]
+        ends_ns = [now_ns] * (len(self._free) - 1)
+        for each in self._running.values():
+            ends_ns.append(each.end_ns if each.end_ns > now_ns else now_ns)
+        return self._choice(now_ns, offers, ends_ns)
 
-    def _offer(self, key: Hashable, now_ns: int) -> Offer | None:
-        queue = list(self._queues[key])
-        batch = self._candidate(key, now_ns, queue)
+    def _offer(self, now_ns: int, key: Hashable, actions: list[Action]) -> Offer | None:
+        """What a model could run now, without what is hopeless; None if nothing."""
+        latency_of, queued = self.models[key].profile.latency_ns, self._queues[key]
+        hopeless = queued.take_due(now_ns + self.margin_ns + latency_of(1))
+        if hopeless:
+            actions.append(Drop(hopeless, DropReason.HOPELESS))
+            if not queued:
+                return None
+        queue = list(queued)
+        found = self._generate(key, now_ns, queue)
+        batch = found.batch
         if not batch:
             return None
-        latency_ns = self._latency_ns(batch)
+        size = len(batch)
+        latency_ns = latency_of(size)
         spent_ns = latency_ns + self.margin_ns
         due_ns = [batch[0].deadline_ns - spent_ns]
-        due_ns += [each.deadline_ns - spent_ns for each in queue[len(batch) :: len(batch)]]
+        if size < len(queue):
+            due_ns += [each.deadline_ns - spent_ns for each in queue[size::size]]
         return Offer(
             batch,
             latency_ns,
             due_ns,
-            lambda start_ns: len(self._candidate(key, start_ns, queue)),
+            lambda start_ns: len(self._generate(key, start_ns, queue).batch),
+            found.given_up,
         )
-
-    def _drop_hopeless(self, now_ns: int, key: Hashable, actions: list[Action]) -> None:
-        soonest_ns = now_ns + self.margin_ns + self.models[key].profile.latency_ns(1)
-        hopeless = self._queues[key].take_due(soonest_ns)
-        if hopeless:
-            actions.append(Drop(hopeless, DropReason.HOPELESS))
 
     # --- no device is free ------------------------------------------------------------------------
 
@@ -245,21 +247,24 @@ class Flex:
         device, batch = found
         running = self._running[device]
         running.is_preempted = True
-        running.reserved = [each for each in batch if each not in running.batch]
-        _remove(self._queues[key], running.reserved)
+        reserved = [each for each in batch if each not in running.batch]
+        _remove(self._queues[key], reserved)
+        self._reserved[device] = reserved
         actions.append(Preempt(device))
 
     def _preemption(self, key: Hashable, now_ns: int) -> tuple[int, Sequence[Request]] | None:
         """(device, batch instead); None if there is no good one."""
         if self._factor is None:
             return None
-        possible = sorted(self._candidates_for(key))
+        possible = self._candidates_for(key)
         if not possible:
             return None
         next_ns = self._soonest_end_ns()
         # How many can be answered as well by waiting for the next device.
-        waiting = len(self._candidate(key, next_ns, self._queues[key])) if self._gain else 0
-        for worth, device, most in possible:
+        waiting = 0
+        if self._gain:
+            waiting = len(self._generate(key, next_ns, list(self._queues[key])).batch)
+        for worth, device, most in sorted(possible):
             least = max(1.0, self._factor * worth, waiting + self._gain * worth)
             if most >= least:
                 batch = self._instead(self._running[device], key, now_ns, next_ns)
@@ -267,17 +272,20 @@ class Flex:
                     return device, batch
         return None
 
-    def _candidates_for(self, key: Hashable) -> Iterator[tuple[float, int, int]]:
+    def _candidates_for(self, key: Hashable) -> list[tuple[float, int, int]]:
         """(worth, device, how many could run there instead at most) of batches small enough."""
         assert self._factor is not None
         queued, most = len(self._queues[key]), self.models[key].max_batch_size
-        of_others = min(queued, most)
+        found = []
         for device, running in self._running.items():
-            instead = of_others
-            if running.key == key and queued < most:
-                instead = min(queued + len(running.batch), most)
+            instead = queued
+            if running.key == key:
+                instead += len(running.batch)
+            if instead > most:
+                instead = most
             if instead >= self._factor * running.worth and not running.is_preempted:
-                yield running.worth, device, instead
+                found.append((running.worth, device, instead))
+        return found
 
     def _instead(
         self, running: _Running, key: Hashable, now_ns: int, next_ns: int
@@ -290,23 +298,16 @@ class Flex:
             return ()
         if self._gain and next_ns <= start_ns:
             return ()
-        requests = _merged(queue, running.batch) if running.key == key else queue
-        return self._candidate(key, start_ns, requests)
+        requests = queue.merged(running.batch) if running.key == key else list(queue)
+        return self._generate(key, start_ns, requests).batch
 
     # --- bookkeeping ------------------------------------------------------------------------------
 
-    def _generate(self, key: Hashable, start_ns: int, requests: Iterable[Request]) -> Candidate:
+    def _generate(self, key: Hashable, start_ns: int, requests: list[Request]) -> Candidate:
+        """``requests`` may end up in it: not a queue itself."""
         model = self.models[key]
         start_ns += self.margin_ns
-        return self._generation(start_ns, list(requests), model.profile, model.max_batch_size)
-
-    def _candidate(
-        self, key: Hashable, start_ns: int, requests: Iterable[Request]
-    ) -> Sequence[Request]:
-        return self._generate(key, start_ns, requests).batch
-
-    def _latency_ns(self, batch: Sequence[Request]) -> int:
-        return self.models[batch[0].key].profile.latency_ns(len(batch))
+        return self._generation(start_ns, requests, model.profile, model.max_batch_size)
 
     def _soonest_end_ns(self) -> int:
         return min((each.end_ns for each in self._running.values()), default=NEVER_NS)
@@ -320,16 +321,17 @@ class Flex:
 
     def _release(self, device: int) -> None:
         """The device has stopped; what was reserved for it is up for decision again."""
-        running = self._running.pop(device)
+        del self._running[device]
         self._free.append(device)
-        for request in running.reserved:
+        for request in self._reserved.pop(device, ()):
             self._queues[request.key].add(request)
 
     def _unreserve(self) -> bool:
         """Queue again what is reserved, for a device that would idle; False if nothing is."""
-        reserved = [each for running in self._running.values() for each in running.reserved]
-        for running in self._running.values():
-            running.reserved = []
+        if not self._reserved:
+            return False
+        reserved = [each for requests in self._reserved.values() for each in requests]
+        self._reserved.clear()
         for request in reserved:
             self._queues[request.key].add(request)
         return bool(reserved)
@@ -347,9 +349,9 @@ class Flex:
     def _cancel(self, request: Request) -> None:
         if self._queue_of(request.key).discard(request):
             return
-        for running in self._running.values():
-            if request in running.reserved:
-                running.reserved.remove(request)
+        for reserved in self._reserved.values():
+            if request in reserved:
+                reserved.remove(request)
 
 
 def _remove(queue: DeadlineQueue, requests: Sequence[Request]) -> None:
@@ -361,10 +363,3 @@ def _remove(queue: DeadlineQueue, requests: Sequence[Request]) -> None:
         return
     for request in requests:
         queue.discard(request)
-
-
-def _merged(queue: DeadlineQueue, again: Sequence[Request]) -> Iterable[Request]:
-    merged = DeadlineQueue()
-    for request in (*queue, *again):
-        merged.add(request)
-    return merged

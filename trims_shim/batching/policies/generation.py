@@ -58,11 +58,11 @@ def by_earliest(
     for request in requests:
         if request.deadline_ns < soonest_ns:
             continue
-        first_ns = min(earliest_ns, request.deadline_ns) if batch else request.deadline_ns
-        if start_ns + profile.latency_ns(len(batch) + 1) > first_ns:
+        if not batch or request.deadline_ns < earliest_ns:
+            earliest_ns = request.deadline_ns
+        if start_ns + profile.latency_ns(len(batch) + 1) > earliest_ns:
             break
         batch.append(request)
-        earliest_ns = first_ns
         if len(batch) == max_batch_size:
             break
     return Candidate(batch)
@@ -77,7 +77,7 @@ def by_largest(
     filled from the earliest. Who is passed over stays in the queue, for another device. Only those
     of the highest priority decide; others fill the batch up where they make nobody late.
     """
-    most = min(len(requests), max_batch_size)
+    most = len(requests) if len(requests) < max_batch_size else max_batch_size
     is_one_class = most > 0 and requests[0].priority == requests[-1].priority
     if is_one_class and requests[0].deadline_ns >= start_ns + profile.latency_ns(most):
         return Candidate(requests[:most])  # the usual case: time enough for as many as there can be
