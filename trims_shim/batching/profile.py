@@ -22,7 +22,7 @@ class LatencyProfile:
     smaller size is noise, or could be had by padding.
     """
 
-    __slots__ = ("_table",)
+    __slots__ = ("_table", "max_batch_size")
 
     def __init__(self, latencies_ns: Iterable[float]) -> None:
         """Of sizes 1, 2, 3, ... Raises ValueError for none, or for one that is not positive."""
@@ -34,6 +34,8 @@ class LatencyProfile:
         if len(table) == 1:
             raise ValueError("a profile needs the latency of at least one batch size")
         self._table = table
+        self.max_batch_size = len(table) - 1
+        """The largest size it knows."""
 
     @classmethod
     def linear(cls, alpha_ms: float, beta_ms: float, *, max_batch_size: int) -> LatencyProfile:
@@ -58,11 +60,6 @@ class LatencyProfile:
         sizes = sorted(latencies_ns)
         last = sizes[-1] if max_batch_size is None else max_batch_size
         return cls(_at(size, sizes, latencies_ns, pads=pads) for size in range(1, last + 1))
-
-    @property
-    def max_batch_size(self) -> int:
-        """The largest size it knows."""
-        return len(self._table) - 1
 
     def latency_ns(self, size: int) -> int:
         """Of a batch of ``size``, from 1 to ``max_batch_size``."""

@@ -83,7 +83,7 @@ class Auto(Goodput):
             if start_ns > now_ns:
                 self.wake_ns = start_ns
                 return 0
-        return self.efficient(size)
+        return self._efficient[size]
 
     def on_arrival(self, now_ns: int, request: Request) -> None:
         """See :class:`~trims_shim.batching.rules.Rule`."""
@@ -116,7 +116,7 @@ class Auto(Goodput):
         """Until when a batch of ``size`` waits for one more."""
         company, arrival_ns = self._company, self.queue[0].arrival_ns
         since_ns = company.expect(size, now_ns)
-        due_ns = self.queue.deadline_ns(size) - self.margin_ns
+        due_ns = self.due_ns - self.margin_ns
         needed_ns, next_ns = self._times_ns.get(size) or self._learn_times(size)
         last_ns = due_ns - self._wait_margin_ns - next_ns
         if needed_ns <= due_ns - arrival_ns:

@@ -13,26 +13,29 @@ the ``m`` that come meanwhile beside it: ``c (n + m) (t + L(n + 1) - L(n))`` whe
 
 from __future__ import annotations
 
+from math import floor
+
 from trims_shim.batching.profile import LatencyProfile
 
 __all__ = ["Company"]
 
 _CHANCES = 32
 """The last ones that count, about."""
+_LEAST_WEIGHT = 1 / _CHANCES
 # Of the mean time until the next one came: by then, 98 % of those that come have, if gaps are
 # memoryless. With 2, callers that wait for their answers meet less often.
-_WAITS_TIMES = 4
+_WAITS_TIMES = 4.0
 
 
 class Company:
     """One of each rule; sizes go up to the largest of its profile."""
 
     __slots__ = (
-        "_alone_ns",
         "_chances",
         "_meanwhile",
         "_since_ns",
         "_size",
+        "_terms_ns",
         "_waited_ns",
         "patience_ns",
         "savings_ns",
@@ -50,7 +53,9 @@ class Company:
         self._chances: list[int] = []
         self._waited_ns: list[float] = []
         """The time until it came, 0 where it did not, on average."""
-        self._alone_ns = 0
+        # All of these are floats, since sums of integers and floats take ten times as long.
+        self._terms_ns: list[tuple[float, float]] = []
+        """What one more saves by joining, and how much longer it makes the batch."""
         self._meanwhile = 0.0
         """How many were queued when a batch ended, on average."""
         self._size = 0
@@ -61,11 +66,12 @@ class Company:
     def know(self, profile: LatencyProfile) -> None:
         """``profile`` is new; it may have more sizes than the one before."""
         latency_ns, largest = profile.latency_ns, profile.max_batch_size
-        self._alone_ns = latency_ns(1)
+        alone_ns = latency_ns(1)
         savings_ns = [
-            latency_ns(size) + self._alone_ns - latency_ns(size + 1) for size in range(1, largest)
+            latency_ns(size) + alone_ns - latency_ns(size + 1) for size in range(1, largest)
         ]
         self.savings_ns = [0, *savings_ns, 0]
+        self._terms_ns = [(float(each), float(alone_ns - each)) for each in self.savings_ns]
         if self._size >= largest:
             self._size = 0
         unknown = largest + 1 - len(self.shares)
@@ -88,7 +94,7 @@ class Company:
 
     def answered(self, queued: int) -> None:
         """A batch has ended, while which so many have come; others may come because it has."""
-        self._meanwhile += (queued - self._meanwhile) / _CHANCES
+        self._meanwhile += (queued - self._meanwhile) * _LEAST_WEIGHT
         if self._size:
             self._learn(None)
 
@@ -97,9 +103,9 @@ class Company:
         if self.until_ns <= self._since_ns:
             return
         chances = self._chances[size] = self._chances[size] + 1
-        weight = 1 / chances if chances < _CHANCES else 1 / _CHANCES
-        share = self.shares[size] * (1 - weight)
-        waited_ns = self._waited_ns[size] * (1 - weight)
+        weight = 1 / chances if chances < _CHANCES else _LEAST_WEIGHT
+        kept = 1.0 - weight
+        share, waited_ns = self.shares[size] * kept, self._waited_ns[size] * kept
         if gap_ns is not None:
             share += weight
             waited_ns += weight * gap_ns
@@ -108,11 +114,12 @@ class Company:
             self.patience_ns[size] = self._patience_ns(size, share, waited_ns)
 
     def _patience_ns(self, size: int, share: float, waited_ns: float) -> int:
-        saving_ns = self.savings_ns[size]
-        longer_ns = self._alone_ns - saving_ns
+        saving_ns, longer_ns = self._terms_ns[size]
         delayed = float(size)
         if self._meanwhile > share:
             delayed += self._meanwhile - share
-        gained_ns = share * (saving_ns - delayed * longer_ns) - (1 + delayed) * waited_ns
+        gained_ns = share * (saving_ns - delayed * longer_ns) - (1.0 + delayed) * waited_ns
+        if gained_ns <= 0.0:
+            return 0
         wait_ns = _WAITS_TIMES * waited_ns / share
-        return int(wait_ns) if gained_ns > (1 - share) * delayed * wait_ns else 0
+        return floor(wait_ns) if gained_ns > (1.0 - share) * delayed * wait_ns else 0

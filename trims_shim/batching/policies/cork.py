@@ -27,7 +27,7 @@ __all__ = ["Cork"]
 _KEPT_SAMPLES = 50
 _REFRESH_NS = 5_000_000_000
 _DECAY = 0.95
-_TICK_NS = 1_000_000
+_TICK_NS = 1e6
 _FIRST_WAIT_NS = 10_000_000
 _LEAST_ALPHA_NS = 1_000
 
@@ -54,7 +54,8 @@ class Cork(Rule):
         end_ns = self._newest_ns + round(wait_ns)
         if now_ns >= end_ns:
             return size
-        self.wake_ns = min(end_ns, math.ceil(self._due_ns(0)))
+        due_ns = math.ceil(self._due_ns(0))
+        self.wake_ns = due_ns if due_ns < end_ns else end_ns
         return 0
 
     def on_arrival(self, now_ns: int, request: Request) -> None:
@@ -73,8 +74,8 @@ class Cork(Rule):
             self._learn()
 
     def _drop_late(self, now_ns: int) -> None:
-        late = 0
-        while late < len(self.queue) and now_ns >= self._due_ns(late):
+        late, queued = 0, len(self.queue)
+        while late < queued and now_ns >= self._due_ns(late):
             late += 1
         if late:
             self.drop(self.queue.take(late), DropReason.SHED)

@@ -50,13 +50,16 @@ class Goodput(Rule):
         """What batches take, as multiples of their profile: equally likely, ascending."""
         self.has_shed = False
         """Whether the last decision gave up a request that alone would have been in time."""
+        self.due_ns = 0
+        """The earliest deadline of what it found fitting."""
         self._efficient: list[int] = []
+        """By size: of the sizes up to it, the one that is answered at the highest rate."""
         self._known: LatencyProfile | None = None
 
     def choose(self, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.rules.Rule`."""
         size = self.fitting(now_ns)
-        return self.efficient(size) if size else 0
+        return self._efficient[size] if size else 0
 
     def fitting(self, now_ns: int) -> int:
         """Give up what does not fit, and return how many of the rest may go."""
@@ -66,7 +69,8 @@ class Goodput(Rule):
         ready_ns = now_ns + self.margin_ns
         size = self.room()
         self.has_shed = False
-        if self._is_in_time(size, self.queue.deadline_ns(size) - ready_ns):
+        self.due_ns = due_ns = self.queue.deadline_ns(size)
+        if due_ns - ready_ns >= self.stretches[-1] * profile.latency_ns(size):
             return size
         soonest_ns = ready_ns + int(self.stretches[0] * profile.latency_ns(1))
         self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)
@@ -79,11 +83,9 @@ class Goodput(Rule):
             self.drop(self.queue.take(shed), DropReason.SHED)
         if size == peers - shed:
             size = self._filled_up(size, ready_ns)
-        return min(size, self.room())
-
-    def efficient(self, size: int) -> int:
-        """Of the sizes up to ``size``, the one that is answered at the highest rate."""
-        return self._efficient[size]
+        size = min(size, self.room())
+        self.due_ns = self.queue.deadline_ns(size)
+        return size
 
     def _is_in_time(self, size: int, budget_ns: int) -> bool:
         return budget_ns >= self.stretches[-1] * self.profile.latency_ns(size)
@@ -113,7 +115,7 @@ class Goodput(Rule):
             for stretch in self.stretches:
                 # What is not hopeless may go alone, though it is a risk.
                 surely = profile.largest_within((deadline_ns - ready_ns) / stretch, limit) or 1
-                size = self.efficient(surely)
+                size = self._efficient[surely]
                 if size == seen:
                     continue
                 seen = size
