@@ -49,7 +49,8 @@ class Rule(ABC):
         self.queue = DeadlineQueue()
         self.wake_ns: int | None = None
         """When to be asked again although nothing happened; set by ``choose`` where it waits."""
-        self._drops: list[Drop] = []
+        self.drops: list[Drop] = []
+        """Given up, and not taken yet."""
 
     @abstractmethod
     def choose(self, now_ns: int) -> int:
@@ -91,7 +92,7 @@ class Rule(ABC):
     def drop(self, requests: Sequence[Request], reason: DropReason) -> None:
         """Give requests up that are no longer in the queue."""
         if requests:
-            self._drops.append(Drop(requests, reason))
+            self.drops.append(Drop(requests, reason))
 
     def drop_hopeless(self, now_ns: int) -> None:
         """Give up what would be late even alone."""
@@ -100,9 +101,7 @@ class Rule(ABC):
 
     def take_drops(self) -> list[Drop]:
         """What was given up since the last call."""
-        if not self._drops:
-            return self._drops
-        drops, self._drops = self._drops, []
+        drops, self.drops = self.drops, []
         return drops
 
 

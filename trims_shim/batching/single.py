@@ -77,7 +77,7 @@ class Batching:
         elif isinstance(event, Preempted):
             raise ValueError("this policy preempts nothing")
         self._wake_ns = None
-        return self._decide(now_ns)
+        return self._decide(now_ns) if self._free else ()
 
     def next_deadline_ns(self) -> int | None:
         """The earliest time for which a rule waits while a device is free."""
@@ -126,27 +126,40 @@ class Batching:
     # --- actions ----------------------------------------------------------------------------------
 
     def _decide(self, now_ns: int) -> Sequence[Action]:
-        """What to do after an event: ask the rules until no device is free or all of them wait."""
-        if not self._free or not self._waiting:
+        """What to do, with a device free: ask the rules until none is or all of them wait."""
+        if not self._waiting:
             return ()
         actions: list[Action] = []
-        asking = list(self._waiting.items())
-        has_rivals = len(asking) > 1
-        while self._free and asking:
-            if has_rivals:
-                asking.sort(key=urgency)
-            key, rule = asking[0]
-            rule.has_rivals = has_rivals
-            size = self._ask(rule, now_ns, actions)
-            if size:
-                actions.append(Run(self._free.pop(), rule.queue.take(size)))
-            if not rule.queue:
-                del self._waiting[key], asking[0]
-            elif not size:
-                del asking[0]
+        if len(self._waiting) == 1:  # the usual case, and nothing to choose between
+            (key,) = self._waiting
+            rule = self._waiting[key]
+            rule.has_rivals = False
+            while self._free and self._starts(key, rule, now_ns, actions):
+                pass
+        else:
+            self._decide_between(now_ns, actions)
         if self._free and self._waiting:
             self._set_wake()
         return actions
+
+    def _decide_between(self, now_ns: int, actions: list[Action]) -> None:
+        asking = list(self._waiting.items())
+        while self._free and asking:
+            asking.sort(key=urgency)
+            key, rule = asking[0]
+            rule.has_rivals = True
+            if not self._starts(key, rule, now_ns, actions):
+                del asking[0]
+
+    def _starts(self, key: Hashable, rule: Rule, now_ns: int, actions: list[Action]) -> bool:
+        """Ask a rule; whether it has started a batch and may start another one."""
+        size = self._ask(rule, now_ns, actions)
+        if size:
+            actions.append(Run(self._free.pop(), rule.queue.take(size)))
+        if rule.queue:
+            return bool(size)
+        del self._waiting[key]
+        return False
 
     def _set_wake(self) -> None:
         wakes_ns = [rule.wake_ns for rule in self._waiting.values() if rule.wake_ns is not None]
@@ -155,7 +168,8 @@ class Batching:
     def _ask(self, rule: Rule, now_ns: int, actions: list[Action]) -> int:
         rule.wake_ns = None
         size = rule.choose(now_ns)
-        actions += rule.take_drops()
+        if rule.drops:
+            actions += rule.take_drops()
         if self._is_flushing and not size:
             return rule.room()
         if rule.max_weight is None or size < 2:

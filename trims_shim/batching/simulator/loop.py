@@ -12,6 +12,7 @@ import gc
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from trims_shim.batching.protocol import (
     FLUSH,
@@ -185,7 +186,7 @@ class _Simulation:
 
     __slots__ = (
         "_next_exit_ns",
-        "_number",
+        "_numbers",
         "_running",
         "_service_ns",
         "ends",
@@ -201,7 +202,7 @@ class _Simulation:
         self.queued: set[Request] = set()
         self._service_ns = service_ns
         self._next_exit_ns = next_exit_ns
-        self._number = 0
+        self._numbers = count()
 
     def end(self, execution: Execution) -> Finished | Preempted:
         """Free its device, and say how it went."""
@@ -215,7 +216,7 @@ class _Simulation:
     def carry_out(self, actions: Sequence[Action], now_ns: int) -> None:
         for action in actions:
             if isinstance(action, Run):
-                self._start(action.device, action.batch, now_ns)
+                self._start(action, now_ns)
             elif isinstance(action, Drop):
                 leave(self.queued, action.requests)
                 self.outcome.dropped.extend((request, now_ns) for request in action.requests)
@@ -228,7 +229,8 @@ class _Simulation:
         outcome.end_ns = now_ns
         return outcome
 
-    def _start(self, device: int, batch: Sequence[Request], now_ns: int) -> None:
+    def _start(self, action: Run, now_ns: int) -> None:
+        device, batch = action.device, action.batch
         if device in self._running:
             raise ValueError(f"the policy runs a batch on device {device}, which is busy")
         if not batch:
@@ -236,7 +238,7 @@ class _Simulation:
         leave(self.queued, batch)
         end_ns = now_ns + self._service_ns(device, batch)
         execution = self._running[device] = Execution(device, batch, now_ns, end_ns)
-        self._schedule(execution)
+        heapq.heappush(self.ends, (end_ns, next(self._numbers), execution))
 
     def _preempt(self, action: Preempt, now_ns: int) -> None:
         if self._next_exit_ns is None:
@@ -250,16 +252,14 @@ class _Simulation:
         if exit_ns < execution.ended_ns:
             execution.ended_ns = exit_ns
             execution.is_preempted = True
-            self._schedule(execution)
-
-    def _schedule(self, execution: Execution) -> None:
-        self._number += 1
-        heapq.heappush(self.ends, (execution.ended_ns, self._number, execution))
+            heapq.heappush(self.ends, (exit_ns, next(self._numbers), execution))
 
 
 def leave(queued: set[Request], requests: Sequence[Request]) -> None:
     """They are queued no more. Raises ValueError for those that were not, and for doubles."""
-    expected = len(queued) - len(requests)
-    queued.difference_update(requests)
-    if len(queued) != expected:
-        raise ValueError("the policy runs or drops a request that is not queued, or twice")
+    try:
+        for request in requests:
+            queued.remove(request)
+    except KeyError:
+        message = "the policy runs or drops a request that is not queued, or twice"
+        raise ValueError(message) from None

@@ -121,7 +121,8 @@ def _answers(
         end_ns, timely = each.ended_ns, 0
         for request in each.batch:
             latencies.append(end_ns - request.arrival_ns)
-            timely += end_ns <= request.deadline_ns
+            if end_ns <= request.deadline_ns:
+                timely += 1
         on_time += timely
         if accuracy_of is not None and timely:
             score += timely * accuracy_of(each.device)

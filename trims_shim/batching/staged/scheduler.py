@@ -139,7 +139,7 @@ class StagedBatching(Batching):
     # --- actions ----------------------------------------------------------------------------------
 
     def _decide(self, now_ns: int) -> Sequence[Action]:
-        if not self._free or not (self._waiting or len(self.pipeline.table)):
+        if not self._waiting and not len(self.pipeline.table):
             return ()
         actions: list[Action] = []
         # Not all are asked each time, and a time that has passed is none to wake up at.
