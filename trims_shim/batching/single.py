@@ -162,8 +162,11 @@ class Batching:
         return False
 
     def _set_wake(self) -> None:
-        wakes_ns = [rule.wake_ns for rule in self._waiting.values() if rule.wake_ns is not None]
-        self._wake_ns = min(wakes_ns, default=None)
+        """The earliest of those that wait; it is None until here."""
+        for rule in self._waiting.values():
+            wake_ns = rule.wake_ns
+            if wake_ns is not None and (self._wake_ns is None or wake_ns < self._wake_ns):
+                self._wake_ns = wake_ns
 
     def _ask(self, rule: Rule, now_ns: int, actions: list[Action]) -> int:
         rule.wake_ns = None

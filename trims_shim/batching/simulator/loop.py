@@ -84,7 +84,7 @@ class Outcome:
     @property
     def busy_ns(self) -> int:
         """Summed over devices, with what was spent on batches that were given up."""
-        return sum(each.ended_ns - each.started_ns for each in self.executions)
+        return sum([each.ended_ns - each.started_ns for each in self.executions])
 
 
 def simulate(
