@@ -256,7 +256,7 @@ class Flex:
         """(device, batch instead); None if there is no good one."""
         if self._factor is None:
             return None
-        possible = self._candidates_for(key)
+        possible = self._candidates_for(key, self._factor)
         if not possible:
             return None
         next_ns = self._soonest_end_ns()
@@ -272,9 +272,8 @@ class Flex:
                     return device, batch
         return None
 
-    def _candidates_for(self, key: Hashable) -> list[tuple[float, int, int]]:
+    def _candidates_for(self, key: Hashable, factor: float) -> list[tuple[float, int, int]]:
         """(worth, device, how many could run there instead at most) of batches small enough."""
-        assert self._factor is not None
         queued, most = len(self._queues[key]), self.models[key].max_batch_size
         found = []
         for device, running in self._running.items():
@@ -283,7 +282,7 @@ class Flex:
                 instead += len(running.batch)
             if instead > most:
                 instead = most
-            if instead >= self._factor * running.worth and not running.is_preempted:
+            if instead >= factor * running.worth and not running.is_preempted:
                 found.append((running.worth, device, instead))
         return found
 
@@ -323,8 +322,8 @@ class Flex:
         """The device has stopped; what was reserved for it is up for decision again."""
         del self._running[device]
         self._free.append(device)
-        for request in self._reserved.pop(device, ()):
-            self._queues[request.key].add(request)
+        if device in self._reserved:
+            self._queue_again(self._reserved.pop(device))
 
     def _unreserve(self) -> bool:
         """Queue again what is reserved, for a device that would idle; False if nothing is."""
@@ -332,15 +331,17 @@ class Flex:
             return False
         reserved = [each for requests in self._reserved.values() for each in requests]
         self._reserved.clear()
-        for request in reserved:
-            self._queues[request.key].add(request)
+        self._queue_again(reserved)
         return bool(reserved)
+
+    def _queue_again(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._queues[request.key].add(request)
 
     def _requeue(self, event: Preempted, now_ns: int, actions: list[Action]) -> None:
         """What was preempted has just arrived, once more."""
         self._release(event.device)
-        for request in event.batch:
-            self._queues[request.key].add(request)
+        self._queue_again(event.batch)
         self._fill(now_ns, actions)
         for key in {request.key for request in event.batch}:
             if not self._free and self._queues[key]:
