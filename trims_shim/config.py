@@ -348,7 +348,7 @@ SETTINGS = (
         "uploader_idle",
         "30",
         _seconds,
-        "seconds without an upload after which a device's uploader process ends",
+        "seconds without an upload after which a device's uploader gives its context up",
         is_daemons=True,
     ),
     Setting(

@@ -438,10 +438,12 @@ class TestPeers:
             processes.append(uploader._process)
             uploader._idle_s = 0.0
         harness.loader.tend()
-        assert peers.uploader.pid is harness.loader.uploader.pid is None
-        for process in processes:
+        for process, uploader in zip(
+            processes, (peers.uploader, harness.loader.uploader), strict=True
+        ):
             process.join()
             assert process.is_dead
+            assert uploader.pid not in (None, process.pid), "the next one waits"
 
 
 class TestLeaving:

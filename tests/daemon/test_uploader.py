@@ -271,7 +271,9 @@ def test_one_that_hangs_is_killed(make: Callable[..., Harness], source: int) -> 
     wait_until(lambda: process_state(pid) == "", "it is gone and reaped")
 
 
-def test_one_without_work_ends(make: Callable[..., Harness], source: int) -> None:
+def test_one_that_has_worked_makes_room_for_one_without_a_context(
+    make: Callable[..., Harness], source: int
+) -> None:
     harness = make(idle_s=60.0)
     memory, outline, _ = harness.upload(source)
     os.close(outline)
@@ -284,9 +286,13 @@ def test_one_without_work_ends(make: Callable[..., Harness], source: int) -> Non
         harness.uploader.retire_if_idle()
         assert harness.uploader.pid == first, "not with a job"
     harness.uploader.retire_if_idle()
-    assert harness.uploader.pid is None
+    second = harness.uploader.pid
+    assert second not in (None, first)
     wait_until(lambda: process_state(first) == "", "it is gone and reaped")
+    harness.uploader.retire_if_idle()
+    assert harness.uploader.pid == second, "it has not worked"
     memory, outline, _ = harness.upload(source)
+    assert harness.pid == second
     os.close(outline)
     memory.close()
     assert harness.deaths == 0

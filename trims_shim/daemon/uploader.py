@@ -67,6 +67,8 @@ def main(arguments: Sequence[str]) -> None:
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
     status = 0
+    # It takes a tenth of a second, and no memory of the device; whoever needs it waits for it.
+    threading.Thread(target=_wake_driver, daemon=True).start()
     with copying.kept_buffers():
         try:
             Uploader(connection, device, backend).run()
@@ -77,6 +79,11 @@ def main(arguments: Sequence[str]) -> None:
         # Not by way of the interpreter's end, nor of the block's: jobs under way are in the driver
         # or in a read, and use the buffers.
         os._exit(status)
+
+
+def _wake_driver() -> None:
+    with contextlib.suppress(DriverFailure):  # the job that needs the driver says why
+        driver()
 
 
 def plan(source: int, request: duties.PlanUploadRequest) -> DeviceLayout:

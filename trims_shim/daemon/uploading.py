@@ -85,6 +85,7 @@ class Uploader:
             process = self._usable()
             number, self._next_job = self._next_job, self._next_job + 1
             process.inboxes[number] = queue.SimpleQueue()
+            process.has_worked = True
         job = Job(number, process, parsing=self._parsing, stall_timeout_s=self._stall_timeout_s)
         try:
             yield job
@@ -117,16 +118,22 @@ class Uploader:
         return None if process is None or process.is_dead else process.pid
 
     def retire_if_idle(self) -> None:
-        """End a process without work. Never blocks; call it now and then."""
+        """Put a new process in the place of one that has worked and has no work any more.
+
+        The context goes with the old one, and the next job need not wait for a process to start.
+        Call it now and then; it waits for nobody.
+        """
         if not self._lock.acquire(blocking=False):
             return
         try:
             process = self._process
-            if process is None or process.inboxes or process.memory:
+            if process is None or process.inboxes or process.memory or not process.has_worked:
                 return
             if time.monotonic() - process.idle_since_s >= self._idle_s:
                 self._process = None
                 process.end()
+                with contextlib.suppress(DriverFailure):  # the next job tries again
+                    self._usable()
         finally:
             self._lock.release()
 
@@ -309,6 +316,7 @@ class _Process:
         self.inboxes: dict[int, queue.SimpleQueue[Any]] = {}
         self.memory: set[int] = set()
         self.idle_since_s = time.monotonic()
+        self.has_worked = False
         self.is_dead = False
         self.is_condemned = False
         self._is_ended = False
