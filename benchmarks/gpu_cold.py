@@ -251,6 +251,11 @@ def judge(run: Run, name: str, size_bytes: int, results: dict[str, list[Result]]
     rows = run.findings.rows
     rows.append(_against_ideal(title, times, size_bytes))
     rows.append(_headline(title, times, size_bytes))
+    loads = {side: [each["load_s"] for each in samples] for side, samples in results.items()}
+    for other in (BASELINE, "safetensors"):
+        if other in loads:
+            what = f"the load alone, device hit vs {other}"
+            rows.append(compared(what, title, loads[other], loads[HIT]))
     for other in ("mmap + .to", "safetensors", "fastsafetensors"):
         if other in times:
             rows.append(compared(f"device hit vs {other}", title, times[other], times[HIT]))
