@@ -57,7 +57,7 @@ def value_of(array: Any, owner: object, **others: Any) -> Any:
 
 
 def take(capsule: Any) -> Any:
-    return onnxruntime.OrtValue(_pybind_state.OrtValue.from_dlpack(capsule, False))
+    return onnxruntime.OrtValue(dlpack.ort_value(_pybind_state.OrtValue, capsule))
 
 
 @pytest.fixture(autouse=True)

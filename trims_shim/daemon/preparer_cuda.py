@@ -176,7 +176,7 @@ class CudaSessions(Sessions):
         )
 
         def take(capsule: Any) -> Any:
-            return onnxruntime.OrtValue(self._binding.OrtValue.from_dlpack(capsule, False))
+            return onnxruntime.OrtValue(dlpack.ort_value(self._binding.OrtValue, capsule))
 
         return dlpack.offer(tensor, hold, take)
 

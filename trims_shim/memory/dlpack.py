@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["ELEMENTS", "DeviceType", "DlpackTensor", "Kind", "offer", "offered"]
+__all__ = ["ELEMENTS", "DeviceType", "DlpackTensor", "Kind", "offer", "offered", "ort_value"]
 
 _Result = TypeVar("_Result")
 
@@ -149,6 +149,15 @@ def offer(tensor: DlpackTensor, owner: object, consume: Callable[[Any], _Result]
         # Who takes it renames the capsule, by DLPack's rules.
         if _is_capsule(capsule, _NAME):
             _offered.pop(key, None)
+
+
+def ort_value(kind: Any, capsule: Any) -> Any:
+    """A capsule as ``kind``, the OrtValue of onnxruntime's binding; for :func:`offer`."""
+    try:
+        return kind.from_dlpack(capsule, False)
+    except TypeError:
+        # From 1.32 on the capsule alone says whether it holds truth values.
+        return kind.from_dlpack(capsule)
 
 
 def offered() -> int:

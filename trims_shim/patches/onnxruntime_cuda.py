@@ -180,6 +180,6 @@ def _value(record: Record, arena: DeviceArena, hold: _Hold) -> Any:
 
     def take(capsule: Any) -> Any:
         # Not the method of this name of onnxruntime.OrtValue, which came with 1.26.
-        return onnxruntime.OrtValue(_pybind_state.OrtValue.from_dlpack(capsule, False))
+        return onnxruntime.OrtValue(dlpack.ort_value(_pybind_state.OrtValue, capsule))
 
     return dlpack.offer(tensor, hold, take)

@@ -60,7 +60,7 @@ KNOWN_METHODS = frozenset(
         "set_provider_selection_policy_delegate",
     }
 )
-"""Of onnxruntime 1.19 to 1.31, those that change an object; each has a patch point."""
+"""Of onnxruntime 1.19 to 1.32, those that change an object; each has a patch point."""
 _KNOWN_PROPERTIES = frozenset(
     {
         "enable_cpu_mem_arena",

@@ -352,7 +352,10 @@ def _probe() -> str | None:
         "disabled_optimizers",
     ):
         return "InferenceSession._create_inference_session has other arguments"
-    missing = set(_ATTRIBUTES) - set(code.co_names)
+    # From 1.32 on what has been made is kept by a method of its own.
+    bind = getattr(vars(collection.InferenceSession).get("_bind_session"), "__code__", None)
+    names = {*code.co_names, *(bind.co_names if "_bind_session" in code.co_names and bind else ())}
+    missing = set(_ATTRIBUTES) - names
     if missing:
         return f"InferenceSession has no {', '.join(sorted(missing))}"
     return None
