@@ -174,6 +174,7 @@ def test_only_missing_wheels_are_installed(tmp_path: Path) -> None:
 
 def sample(total_s: float, *, shared: float = 1.0, checksum: int = 7) -> dict[str, Any]:
     return {
+        "load_s": total_s / 2,
         "total_s": total_s,
         "checksum": checksum,
         "output": [1.0, 2.0],

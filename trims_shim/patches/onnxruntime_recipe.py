@@ -71,6 +71,7 @@ _OF_THE_MODEL = frozenset(
         "optimization.disable_specified_optimizers",
         "optimization.enable_cast_chain_elimination",
         "optimization.enable_gelu_approximation",
+        "session.allow_released_opsets_only",
         "session.disable_aot_function_inlining",
         "session.disable_cpu_ep_fallback",
         "session.disable_double_qdq_remover",
