@@ -32,6 +32,7 @@ from trims_shim.config import Config
 from trims_shim.daemon import prepared_directory
 from trims_shim.daemon.prepared_directory import PreparedSettings
 from trims_shim.errors import ConfigError, PatchError, TrimsError
+from trims_shim.memory.nvml import INSTALL
 from trims_shim.patches.points import resolve
 from trims_shim.wire.endpoint import Endpoint
 
@@ -391,10 +392,9 @@ def _device(settings: Config) -> DeviceSupport:
         problem, driver, rows = _ask_child(_DEVICE_PROBE)
         devices = tuple(DeviceFound(*row) for row in rows)
         nvml = "" if driver else _why_no_nvml()
-        problem = problem or ("" if _is_installed("nvidia-ml-py") else f"{nvml}; {_INSTALL_NVML}")
     except _NoAnswer as error:
         problem = f"not tried: {error}"
-    problem = _device_off(settings) or problem or _unfit(devices, settings)
+    problem = _device_off(settings) or problem or _no_nvml() or _unfit(devices, settings)
     return DeviceSupport(
         is_available=not problem,
         problem=problem,
@@ -405,15 +405,16 @@ def _device(settings: Config) -> DeviceSupport:
     )
 
 
-_INSTALL_NVML = 'pip install "trims-shim[cuda13]" (or cuda12)'
-
-
 def _device_off(settings: Config) -> str:
     if not settings.device:
         return f"TRIMS_DEVICE=0 ({settings.source('device')})"
     if settings.device_backend == "off":
         return f"TRIMS_DEVICE_BACKEND=off ({settings.source('device_backend')})"
     return ""
+
+
+def _no_nvml() -> str:
+    return "" if _is_installed("nvidia-ml-py") else f"{_why_no_nvml()}; {INSTALL}"
 
 
 def _unfit(devices: tuple[DeviceFound, ...], settings: Config) -> str:

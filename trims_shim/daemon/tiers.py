@@ -362,7 +362,7 @@ class Tiers:
         if not nvml.is_installed():
             raise UnknownDevice(
                 f"{device} is not shared: without the package nvidia-ml-py nothing tells when "
-                'other programs need its memory; pip install "trims-shim[cuda13]" (or cuda12)'
+                f"other programs need its memory; {nvml.INSTALL}"
             )
         try:
             info = driver().devices()[driver().index_of(device)]

@@ -22,7 +22,18 @@ from typing import Any, TypeVar
 from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import DeviceId
 
-__all__ = ["DeviceUse", "describe", "driver_version", "forget", "free_bytes", "is_installed"]
+__all__ = [
+    "INSTALL",
+    "DeviceUse",
+    "describe",
+    "driver_version",
+    "forget",
+    "free_bytes",
+    "is_installed",
+]
+
+INSTALL = 'pip install "trims-shim[cuda13]" (or cuda12)'
+"""What to do where it is not installed."""
 
 _Answer = TypeVar("_Answer")
 

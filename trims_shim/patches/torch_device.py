@@ -37,6 +37,7 @@ from trims_shim.client.cache import cache
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.patches import torch_repoint
 from trims_shim.patches.device_skips import Skips
+from trims_shim.patches.torch_rebuild import Blanks
 from trims_shim.patches.torch_storage import unseen
 from trims_shim.specs import DeviceId
 
@@ -299,7 +300,7 @@ class Parts:
         self._device = runtime.device(arena.index)
         self._shared_from_bytes = sys.maxsize if is_private() else MIN_SHARED_BYTES
         self._whole: torch.Tensor | None = None
-        self._blanks: dict[torch.dtype, torch.Tensor] = {}
+        self._blanks = Blanks(self._device)
 
     def __enter__(self) -> Parts:
         return self
@@ -323,17 +324,13 @@ class Parts:
         size_bytes = dtype.itemsize * math.prod(shape)
         storage = self.storage(offset_bytes, size_bytes)
         with unseen():
-            return self._blank(dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+            blank = self._blanks[dtype].new_empty(0)
+            return blank.set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
     def _bytes(self) -> torch.Tensor:
         arena = self._arena
         storage = runtime.storage(arena.address, arena.size_bytes, arena.index)
-        return self._blank(torch.uint8).set_(storage)
-
-    def _blank(self, dtype: torch.dtype) -> torch.Tensor:
-        if dtype not in self._blanks:
-            self._blanks[dtype] = torch.empty((0,), dtype=dtype, device=self._device)
-        return self._blanks[dtype].new_empty(0)
+        return self._blanks[torch.uint8].new_empty(0).set_(storage)
 
 
 def tensor_at(

@@ -28,8 +28,8 @@ class Built:
         self.result = result
 
 
-class Blanks(dict[str, torch.Tensor]):
-    """Tensors without elements on one device, by the names of their dtypes.
+class Blanks(dict[torch.dtype, torch.Tensor]):
+    """Tensors without elements on one device, by their dtypes.
 
     What is made like one of them is made faster than from a dtype and a device.
     """
@@ -39,8 +39,8 @@ class Blanks(dict[str, torch.Tensor]):
         super().__init__()
         self._device = device
 
-    def __missing__(self, dtype: str) -> torch.Tensor:
-        blank = torch.empty((0,), dtype=getattr(torch, dtype), device=self._device)
+    def __missing__(self, dtype: torch.dtype) -> torch.Tensor:
+        blank = torch.empty((0,), dtype=dtype, device=self._device)
         self[dtype] = blank
         return blank
 
@@ -59,7 +59,7 @@ def is_little_endian(archive: TorchArchive) -> bool:
 
 def tensor(spec: TensorSpec, storage: torch.UntypedStorage, blanks: Blanks) -> torch.Tensor:
     """As torch._utils._rebuild_tensor_v2 with an empty dictionary of hooks."""
-    result = blanks[spec.dtype].new_empty(0)
+    result = blanks[getattr(torch, spec.dtype)].new_empty(0)
     result.set_(storage, spec.offset, spec.size, spec.stride)
     if spec.requires_grad:
         result.requires_grad = True
