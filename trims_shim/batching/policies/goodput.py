@@ -70,7 +70,7 @@ class Goodput(Rule):
         size = self.room()
         self.has_shed = False
         self.due_ns = due_ns = self.queue.deadline_ns(size)
-        if due_ns - ready_ns >= self.stretches[-1] * profile.latency_ns(size):
+        if self._is_in_time(size, due_ns - ready_ns):
             return size
         soonest_ns = ready_ns + int(self.stretches[0] * profile.latency_ns(1))
         self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from math import floor
 
 __all__ = ["Recent"]
 
@@ -13,12 +12,11 @@ __all__ = ["Recent"]
 class Recent:
     """The last ``count`` values. A quantile of them forgets an outlier at once, a maximum never."""
 
-    __slots__ = ("_ascending", "_room", "_values")
+    __slots__ = ("_ascending", "_values")
 
     def __init__(self, count: int) -> None:
         self._values: deque[float] = deque(maxlen=count)
         self._ascending: list[float] = []
-        self._room = count
 
     def __len__(self) -> int:
         return len(self._values)
@@ -26,21 +24,19 @@ class Recent:
     def add(self, value: float) -> bool:
         """The oldest is forgotten where there are too many. Whether that may change a quantile."""
         values, ascending = self._values, self._ascending
-        if self._room:
-            self._room -= 1
-            values.append(value)
-        else:
+        if len(values) == values.maxlen:
             oldest = values[0]
             values.append(value)
             if value == oldest:
                 return False
             del ascending[bisect_left(ascending, oldest)]
+        else:
+            values.append(value)
         insort(ascending, value)
         return True
 
     def clear(self) -> None:
         """Forget all."""
-        self._room += len(self._values)
         self._values.clear()
         self._ascending.clear()
 
@@ -50,7 +46,7 @@ class Recent:
         Rounded down: as long as there are few values, the largest of them does not count.
         """
         ascending = self._ascending
-        return ascending[floor(share * (len(ascending) - 1))] if ascending else 0.0
+        return ascending[int(share * (len(ascending) - 1))] if ascending else 0.0
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
         """Each as :meth:`quantile` has it."""
@@ -58,4 +54,4 @@ class Recent:
         if not ascending:
             return [0.0] * len(shares)
         last = len(ascending) - 1
-        return [ascending[floor(share * last)] for share in shares]
+        return [ascending[int(share * last)] for share in shares]
