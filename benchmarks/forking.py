@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.harness import Worker, WorkerFailed
+from benchmarks.process_memory import own_pages
 
 __all__ = ["Server", "emit", "serve", "server"]
 
@@ -33,7 +34,6 @@ Tasks = Mapping[str, Callable[..., Result]]
 SAMPLE_DEADLINE_S = 90.0
 _GRACE_S = 15.0
 _PR_SET_PDEATHSIG = 1
-_MADV_POPULATE_WRITE = 23
 
 
 # --- the side that orders -------------------------------------------------------------------------
@@ -128,25 +128,9 @@ def _read_until(descriptor: int, end: float) -> bytes | None:
     return None
 
 
-def _own_pages() -> None:
-    """Copy now what a fork leaves to be copied when it is written first: outside of every clock.
-
-    That is where Python's objects are. A kernel before Linux 5.14 cannot; samples then are a little
-    slower, on all sides.
-    """
-    libc = ctypes.CDLL(None)
-    with open("/proc/self/maps") as file:
-        areas = [line.split(maxsplit=5) for line in file]
-    for addresses, rights, *_, name in (each if len(each) == 6 else [*each, ""] for each in areas):
-        if rights == "rw-p" and name.strip() in ("", "[heap]"):
-            start, end = (int(each, 16) for each in addresses.split("-"))
-            size = ctypes.c_size_t(end - start)
-            libc.madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE)
-
-
 def _run_and_exit(tasks: Tasks, descriptor: int, order: Result, known: set[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _own_pages()
+    own_pages()
     try:
         result = tasks[order["task"]](**order["arguments"])
         if order["is_learned"]:

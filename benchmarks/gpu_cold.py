@@ -43,18 +43,22 @@ OUTPUT_TOLERANCE = 1e-2
 """Relative; libraries choose among kernels by what memory is free, and bfloat16 has 8 bits."""
 BASELINE, IDEAL, HIT = "torch.load", "ideal", "trims, device hit"
 FIRST, HOST_HIT = "trims, first load", "trims, host hit"
-FIRST_EVER = "trims, first load, uploader not started"
+AFTER_PAUSE = "trims, first load after a pause"
 PLOTTED = (BASELINE, "safetensors", IDEAL, HIT, FIRST)
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way to load: ``resident`` is where the image is beforehand, with trims."""
+    """One way to load: ``resident`` is where the image is beforehand, with trims.
+
+    ``is_after_pause``: the uploader had nothing to do for longer than it keeps its context.
+    """
 
     how: str
     file_format: str = "pt"
     resident: str = ""
     is_essential: bool = False
+    is_after_pause: bool = False
 
     @property
     def is_shared(self) -> bool:
@@ -73,7 +77,7 @@ SIDES = {
     "trims mmap + .to, device hit": Side("torch-mmap-to", resident="device"),
     HOST_HIT: Side("torch", resident="host"),
     FIRST: Side("torch", resident="nowhere", is_essential=True),
-    FIRST_EVER: Side("torch", resident="nowhere, uploader not started"),
+    AFTER_PAUSE: Side("torch", resident="nowhere", is_after_pause=True),
 }
 
 
@@ -87,7 +91,7 @@ class Bench:
     bare: Shared
     """A daemon without room on the host, where an evicted image is not kept for a while."""
     idle: Shared
-    """The same, whose uploader ends at once when it has nothing to do."""
+    """The same, whose uploader gives its context up at once when it has nothing to do."""
     files: dict[tuple[str, str], str]
 
     def server(self, side: Side) -> Server:
@@ -96,9 +100,9 @@ class Bench:
 
     def cache(self, side: Side) -> Shared:
         """The daemon of a side with trims."""
-        if not self.bare.device_id or not side.resident.startswith("nowhere"):
+        if not self.bare.device_id or side.resident != "nowhere":
             return self.trims
-        return self.bare if side.resident == "nowhere" else self.idle
+        return self.idle if side.is_after_pause else self.bare
 
     def sampler(self, name: str, side: Side) -> Callable[[], Result]:
         """A function that brings the cache into its state and takes one sample."""
@@ -115,9 +119,9 @@ class Bench:
         return sample
 
     def _prepare(self, side: Side, path: str, arguments: Result) -> None:
-        if side.resident.startswith("nowhere"):
+        if side.resident == "nowhere":
             self.cache(side).forget(path)
-            if self.cache(side) is self.idle:
+            if side.is_after_pause:
                 time.sleep(_UPLOADER_ENDS_S)
         elif side.resident == "host":
             self.trims.keep_on_host(path)
@@ -237,9 +241,8 @@ def _measure_model(
         for file_format in ("pt", "safetensors"):
             path = bench.files.pop((name, file_format))
             with contextlib.suppress(WorkerFailed, TrimsError):  # room for the next, no more
-                bench.trims.forget(path)
-                bench.bare.forget(path)
-                bench.idle.forget(path)
+                for each in (bench.trims, bench.bare, bench.idle):
+                    each.forget(path)
             Path(path).unlink()
 
 
@@ -267,9 +270,9 @@ def judge(run: Run, name: str, size_bytes: int, results: dict[str, list[Result]]
             rows.append(compared(what, title, times[BASELINE], times[side], note=note))
     if FIRST in times:
         rows.append(_first_load("first load, file in the page cache", title, times, size_bytes))
-    if FIRST_EVER in times:
-        what = "the same, uploader not started, file in the page cache"
-        rows.append(compared(what, title, times[BASELINE], times[FIRST_EVER], slower_is="shim"))
+    if AFTER_PAUSE in times:
+        what = "the same after a pause, file in the page cache"
+        rows.append(compared(what, title, times[BASELINE], times[AFTER_PAUSE], slower_is="shim"))
     for side in PLOTTED:
         if side in times:
             _add_point(run, side, size_bytes, times[side])

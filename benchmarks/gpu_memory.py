@@ -204,29 +204,27 @@ def measure_uploads(run: Run) -> None:
             size_bytes=size_bytes,
             threads=min(READ_THREADS, os.cpu_count() or 1),
         )
-        limits |= plain.run("engine_rates", device_id=run.device_id, path=str(path))
+        limits |= plain.run("engine_rates", path=str(path))
         _upload_rate(run, trims, str(path), size_bytes)  # starts what stays for the next
         rates = [_upload_rate(run, trims, str(path), size_bytes) for _ in range(run.plan.rounds)]
     path.unlink()
-    run.findings.samples["uploads"] = limits | {"upload_bytes_per_s": rates}
+    found = run.findings.samples["uploads"] = limits | {"upload_bytes_per_s": rates}
     slower = min(_median(limits["read_bytes_per_s"]), _median(limits["pinned_bytes_per_s"]))
     what = f"{size_bytes / 1e6:.0f} MB in the page cache"
     fed = f"reads {_in_giga(limits, 'read')}, pinned copies {_in_giga(limits, 'pinned')}"
-    for name, title, is_promised in (
-        ("engine", "copy engine, share of the slower limit", True),
-        ("hashed", "the same, hashed on the way", False),
-        ("upload", "the same, request to mapping", False),
+    promised = None if run.plan.is_trial else Target(at_least=ENGINE_TARGET)
+    for name, title, target in (
+        ("engine", "copy engine, share of the slower limit", promised),
+        ("hashed", "the same, hashed on the way", None),
+        ("upload", "the same, request to mapping", None),
     ):
-        found = run.findings.samples["uploads"]
         run.findings.rows.append(
             Row(
                 title,
                 what,
                 figure=Summary.of([rate / slower for rate in found[f"{name}_bytes_per_s"]]),
                 unit="",
-                target=Target(at_least=ENGINE_TARGET)
-                if is_promised and not run.plan.is_trial
-                else None,
+                target=target,
                 note=f"{_in_giga(found, name)}; {fed}",
             )
         )

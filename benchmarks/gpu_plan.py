@@ -44,7 +44,7 @@ _SLOW_BYTES_PER_S: Mapping[str, float] = {
     "fastsafetensors": 4.0e9,
     "ideal": 2.5e9,
     "trims, first load": 1.0e9,
-    "trims, first load, uploader not started": 0.3e9,
+    "trims, first load after a pause": 0.3e9,
     "trims, host hit": 5.0e9,
     "trims, device hit": 100e9,
     "trims safetensors, device hit": 100e9,

@@ -133,45 +133,16 @@ def rates(*, device_id: str, path: str, size_bytes: int, threads: int) -> Result
     return {"read_bytes_per_s": [done / s for s in read_s], "pinned_bytes_per_s": copies}
 
 
-def engine_rates(*, device_id: str, path: str) -> Result:
-    """The copy engine alone, as the uploader uses it: not hashed, as from the host tier; hashed."""
-    import mmap
+def engine_rates(*, path: str) -> Result:
+    """The copy engine alone, in a process that uploaded before: not hashed, and hashed."""
+    from benchmarks.copying_task import device
+    from trims_shim.memory.copying import engine
 
-    from trims_shim.formats import layout_of
-    from trims_shim.memory import copying
-    from trims_shim.memory.device import DeviceMemory, map_allocations, sparse_outline
-    from trims_shim.memory.driver import driver
-
-    descriptor = os.open(path, os.O_RDONLY)
-    size = os.fstat(descriptor).st_size
-    layout = layout_of(mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ))
-    index = driver().index_of(device_id)
+    size = os.stat(path).st_size
     found: Result = {}
-    with driver().context(index), copying.kept_buffers():
-        memory = DeviceMemory(device_id, "vmm").create(layout.size_bytes)
-        parts = (memory.descriptors, memory.allocations)
-        mapping = map_allocations(device_id, *parts, is_writable=True)
-        for name, is_hashed in (("engine", False), ("hashed", True)):
-            rates = []
-            for _ in range(4):
-                outline = sparse_outline(size)
-                began = time.perf_counter()
-                copying.upload(
-                    descriptor,
-                    layout,
-                    mapping.address,
-                    outline,
-                    device_index=index,
-                    is_hashed=is_hashed,
-                    on_progress=lambda _: None,
-                )
-                driver().synchronize(index)
-                rates.append(size / (time.perf_counter() - began))
-                os.close(outline)
-            found[f"{name}_bytes_per_s"] = rates[1:]  # the first one pins the buffers
-        mapping.unmap()
-        memory.close()
-    os.close(descriptor)
+    for name, side in (("engine", "upload, not hashed"), ("hashed", "upload")):
+        samples = [device(side, path, is_cached=True, engine=engine()) for _ in range(3)]
+        found[f"{name}_bytes_per_s"] = [size / each["seconds"] for each in samples]
     return found
 
 

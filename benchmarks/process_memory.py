@@ -27,6 +27,7 @@ __all__ = [
     "drop_cached",
     "is_segment",
     "machine_cpu_time",
+    "own_pages",
     "peak_bytes",
     "processes_with_environment",
     "pss_bytes",
@@ -95,6 +96,18 @@ def areas_holding(
 def is_segment(area: Area, checkpoint: os.PathLike[str] | str) -> bool:
     """Whether an area is shared file memory that is not the checkpoint's own page cache."""
     return area.inode != 0 and area.path != os.path.realpath(checkpoint)
+
+
+def own_pages() -> None:
+    """Copy now what a fork left to be copied when it is written first: where Python's objects are.
+
+    A kernel before Linux 5.14 cannot; what is timed then is a little slower.
+    """
+    libc = ctypes.CDLL(None)
+    for area in areas("self"):
+        if area.path in ("", "[heap]"):  # it fails of those that cannot be written
+            size = ctypes.c_size_t(area.end - area.start)
+            libc.madvise(ctypes.c_void_p(area.start), size, _MADV_POPULATE_WRITE)
 
 
 def cached_fraction(path: os.PathLike[str] | str) -> float:

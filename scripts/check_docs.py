@@ -116,17 +116,19 @@ def onnx_results(path: Path = ONNX_RESULTS, *, only_promised: bool = False) -> s
 
 
 def _onnx_row(row: dict[str, Any]) -> str:
-    figure, unit = row["figure"], row["unit"]
+    sides = [_quantity(row[side], row["measured"]) for side in ("baseline", "shim")]
+    gain = _figure(row["figure"], row["unit"])
+    cells = [row["measurement"], row["subject"], *sides, gain, _verdict(row)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _figure(figure: dict[str, Any], unit: str) -> str:
     spread = ""
     if len(figure["samples"]) > 1:
         spread = f" ({figure['low']:.3g} to {figure['high']:.3g})"
     if unit == "x":
-        gain = f"**{figure['median']:.3g}x**{spread}"
-    else:
-        gain = f"{figure['median']:.3g}{spread} {unit}"
-    sides = [_quantity(row[side], row["measured"]) for side in ("baseline", "shim")]
-    cells = [row["measurement"], row["subject"], *sides, gain, _verdict(row)]
-    return f"| {' | '.join(cells)} |"
+        return f"**{figure['median']:.3g}x**{spread}"
+    return f"{figure['median']:.3g}{spread} {unit}"
 
 
 def _quantity(side: dict[str, Any] | None, measured: str) -> str:
@@ -191,20 +193,12 @@ def _gpu_row(row: dict[str, Any]) -> str:
             _milliseconds(row[side]["median"]) if is_time else f"{row[side]['median']:.2f}"
             for side in ("baseline", "shim")
         ]
-    cells = [row["measurement"], row["subject"], *sides, _figure(row), _verdict(row)]
+    unit = row["unit"] or "of it"
+    if is_time and row["measurement"].endswith(("vs ideal", "page cache")):
+        unit = "times as long"
+    figure = _figure(row["figure"], unit)
+    cells = [row["measurement"], row["subject"], *sides, figure, _verdict(row)]
     return f"| {' | '.join(cells)} |"
-
-
-def _figure(row: dict[str, Any]) -> str:
-    figure, unit = row["figure"], row["unit"]
-    if unit == "x" and not row["measurement"].endswith(("vs ideal", "page cache")):
-        text, unit = f"**{figure['median']:.3g}x**", ""
-    else:
-        text = f"{figure['median']:.3g}"
-        unit = {"x": "times as long", "": "of it"}.get(unit, unit)
-    rounds = len(figure["samples"])
-    spread = f" ({figure['low']:.3g} to {figure['high']:.3g})" if rounds > 1 else ""
-    return f"{text} {unit}".rstrip() + spread
 
 
 def batching_results() -> str:

@@ -31,7 +31,7 @@ TENSORS, TENSOR_BYTES = 32, (1 if EMULATED else 4) << 20
 MODEL_BYTES = TENSORS * TENSOR_BYTES
 EMULATED_BYTES = 2 << 30
 _REASON_CHARACTERS = 4000
-_UPLOADER_ENDS_S = 3.0
+UPLOADER_ENDS_S = 3.0
 """Longer than it lives without work (the setting ``uploader_idle``), and takes to end."""
 
 _PRELUDE = f"""\
@@ -161,7 +161,7 @@ class GpuWorld(World):
 
     def wait_for_uploader(self) -> None:
         """One that has been idle makes room for another, without a context on the device."""
-        time.sleep(_UPLOADER_ENDS_S)
+        time.sleep(UPLOADER_ENDS_S)
 
     def tiers(self, path: str) -> set[str]:
         """Where a file's image is resident."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpu.conftest import TENSOR_BYTES, GpuWorld
+from gpu.conftest import TENSOR_BYTES, UPLOADER_ENDS_S, GpuWorld
 from gpu.files import file_digest
 
 # Own processes, System V memory and mounts: process ids of one side mean nothing on the other.
@@ -47,7 +47,7 @@ def test_namespaces_share_the_memory_through_the_socket_directory(
         f"copy = write_model('{hidden}/own.safetensors', seed=7, tensors=8,"
         f" tensor_bytes={TENSOR_BYTES})\n"
         "cuda = Cuda()\nbefore = cuda.free_bytes()\narena = open_device(copy)\n"
-        "time.sleep(3)\n"  # until the process that read the copy has ended
+        f"time.sleep({UPLOADER_ENDS_S})\n"  # of the process that read the copy
         "say([os.getpid(), device_digest(cuda, arena), before - cuda.free_bytes()])\n"
     )
     apart = world.client(script, prefix=(*_APART, "sh", "-c", _HIDE, hidden), autostart="0")
