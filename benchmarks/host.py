@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.harness import ROOT, describe_machine, write_json
 from benchmarks.host_costs import measure_import, measure_opens, measure_sharing
-from benchmarks.host_loads import measure_loads, measure_misses
+from benchmarks.host_loads import measure_loads, measure_misses, measure_pretrained
 from benchmarks.plan import FULL, SMOKE, Findings, Plan
 from benchmarks.report import plot, table, verdicts
 
@@ -33,6 +33,7 @@ __all__ = ["main"]
 
 _SECTIONS: dict[str, Callable[[Plan, Findings], None]] = {
     "loads": measure_loads,
+    "pretrained": measure_pretrained,
     "misses": measure_misses,
     "sharing": measure_sharing,
     "import": measure_import,

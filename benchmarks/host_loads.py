@@ -21,7 +21,7 @@ from benchmarks.plan import (
 from benchmarks.process_memory import ballast, drop_cached, wait_for_reporting, warm_cached
 from benchmarks.report import Curve, Target, compared
 
-__all__ = ["measure_loads", "measure_misses"]
+__all__ = ["measure_loads", "measure_misses", "measure_pretrained"]
 
 LARGE_BYTES = 500e6
 """Targets are promised from here on."""
@@ -38,6 +38,8 @@ _LOADS = {
     "torch.load with trims": ("torch", True),
     "safetensors": ("safetensors", False),
     "safetensors with trims": ("safetensors", True),
+    "transformers": ("transformers", False),
+    "transformers with trims": ("transformers", True),
 }
 
 
@@ -47,7 +49,7 @@ class _Pair:
 
     baseline: str
     shim: str
-    load: float
+    load: float | None
     load_into: float | None
 
 
@@ -61,6 +63,7 @@ _GROUPS = (
 """What alternates with what. Plain torch.load is apart, and what follows it waits: it frees the
 model's size in memory at its end, and where a hypervisor takes that back, the machine is slow for
 half a minute (:func:`~benchmarks.process_memory.wait_for_reporting`)."""
+_PRETRAINED = (_Pair("transformers", "transformers with trims", None, None),)
 
 
 def measure_loads(plan: Plan, findings: Findings) -> None:
@@ -80,6 +83,14 @@ def measure_loads(plan: Plan, findings: Findings) -> None:
     for (panel, variant), points in times.items():
         summaries = tuple((size, Summary.of(totals)) for size, totals in points.items())
         findings.curves.append(Curve(panel, variant, summaries))
+
+
+def measure_pretrained(plan: Plan, findings: Findings) -> None:
+    """transformers' ``from_pretrained``, which maps its files by itself, and touch every page."""
+    for name in plan.pretrained:
+        model = prepare(name, is_pretrained=True)
+        with warm_daemon(plan, model.pretrained) as own:
+            _measure_group("load", model, own, _PRETRAINED, plan, findings)
 
 
 _TITLES = {"load": "load + touch", "load_into": "load + load_state_dict"}
@@ -122,7 +133,8 @@ def _load_sides(
         how, with_shim = _LOADS[name]
         if with_shim and own is None:
             continue
-        path = model.safetensors if how == "safetensors" else model.pt
+        files = {"safetensors": model.safetensors, "transformers": model.pretrained}
+        path = files.get(how, model.pt)
         arguments = {"path": path, "how": how}
         if task == "load_into":
             arguments["architecture"] = model.name

@@ -5,15 +5,17 @@ them) and the checkpoint cache. The weights are random: the cost of a load depen
 the sizes and the names of the tensors only.
 
 The cache is ``$TRIMS_BENCH_DIR``, else a directory of this user below the temp directory; a file in
-it is used again while its size is what its architecture says.
+it is used again while its size is what its architecture says. The third format, "transformers",
+is a safetensors file in a folder for ``from_pretrained``; for GPT-2 only.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,7 +31,6 @@ __all__ = [
     "state_bytes",
 ]
 
-FORMATS = ("pt", "safetensors")
 _ENVELOPE_BYTES = 1 << 20
 """More than any checkpoint here spends on names, headers and padding."""
 
@@ -274,6 +275,9 @@ def _perceptron(width: int) -> nn.Module:
     )
 
 
+_GPT2 = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16)}
+"""Layers, width and heads."""
+
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "tiny-100k": lambda: _perceptron(110),
     "tiny-1m": lambda: _perceptron(350),
@@ -281,10 +285,10 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "resnet18": lambda: ResNet((2, 2, 2, 2), bottleneck=False),
     "resnet50": lambda: ResNet((3, 4, 6, 3), bottleneck=True),
     "bert-base": lambda: Bert(12, 768, 12),
-    "gpt2": lambda: Gpt2(12, 768, 12),
+    "gpt2": lambda: Gpt2(*_GPT2["gpt2"]),
     "vgg16": _vgg16,
     "bert-large": lambda: Bert(24, 1024, 16),
-    "gpt2-medium": lambda: Gpt2(24, 1024, 16),
+    "gpt2-medium": lambda: Gpt2(*_GPT2["gpt2-medium"]),
 }
 """Smallest first. "tiny-*" are small perceptrons: files for which a cache gains nothing."""
 
@@ -309,12 +313,27 @@ def state_bytes(architecture: str) -> tuple[int, int]:
 
 def ensure_checkpoint(architecture: str, file_format: str) -> Checkpoint:
     """The cached checkpoint of an architecture, written first where it is missing."""
+    if file_format == "transformers":
+        return _ensure_folder(architecture)
     expected, tensors = state_bytes(architecture)
     path = cache_directory() / f"{architecture}.{file_format}"
     size = path.stat().st_size if path.exists() else 0
     if not expected <= size <= expected * 1.2 + _ENVELOPE_BYTES:
         _write(architecture, file_format, path)
     return Checkpoint(architecture, path, path.stat().st_size, tensors)
+
+
+def _ensure_folder(architecture: str) -> Checkpoint:
+    layers, width, heads = _GPT2[architecture]
+    made = ensure_checkpoint(architecture, "safetensors")
+    folder = made.path.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    weights = folder / "model.safetensors"
+    weights.unlink(missing_ok=True)
+    weights.symlink_to(made.path)
+    config = {"model_type": "gpt2", "n_layer": layers, "n_embd": width, "n_head": heads}
+    (folder / "config.json").write_text(json.dumps(config))
+    return replace(made, path=weights)
 
 
 def cache_directory() -> Path:

@@ -38,6 +38,8 @@ class Plan:
 
     rounds: int
     models: tuple[str, ...]
+    pretrained: tuple[str, ...]
+    """Models that transformers loads."""
     tiny: tuple[str, ...]
     miss_models: tuple[str, ...]
     shared_model: str
@@ -51,6 +53,7 @@ class Plan:
 FULL = Plan(
     rounds=5,
     models=("mobilenet", "resnet50", "vgg16", "gpt2-medium"),
+    pretrained=("gpt2-medium",),
     tiny=("tiny-100k", "tiny-1m"),
     miss_models=("resnet50", "vgg16", "gpt2-medium"),
     shared_model="vgg16",
@@ -63,6 +66,7 @@ FULL = Plan(
 SMOKE = Plan(
     rounds=2,
     models=("mobilenet",),
+    pretrained=(),
     tiny=("tiny-100k",),
     miss_models=("mobilenet",),
     shared_model="mobilenet",
@@ -86,13 +90,14 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One architecture with both its files."""
+    """One architecture with its files; ``pretrained`` is empty where the plan wants none."""
 
     name: str
     size_bytes: int
     tensors: int
     pt: str
     safetensors: str
+    pretrained: str
 
     @property
     def title(self) -> str:
@@ -101,18 +106,16 @@ class Model:
         return f"{self.name} ({mega:.0f} MB)" if mega >= 1 else f"{self.name} ({mega:.1f} MB)"
 
 
-def prepare(name: str) -> Model:
-    files = {
-        file_format: run_once("checkpoint", architecture=name, file_format=file_format)
-        for file_format in ("pt", "safetensors")
-    }
-    for made in files.values():
-        drop_cached(made["path"])
-        warm_cached(made["path"])
-    first = files["pt"]
-    return Model(
-        name, first["size_bytes"], first["tensors"], first["path"], files["safetensors"]["path"]
-    )
+def prepare(name: str, *, is_pretrained: bool = False) -> Model:
+    def made(file_format: str) -> dict[str, Any]:
+        return run_once("checkpoint", architecture=name, file_format=file_format)
+
+    pt, safetensors = made("pt"), made("safetensors")
+    for file in (pt, safetensors):
+        drop_cached(file["path"])
+        warm_cached(file["path"])
+    pretrained = made("transformers")["path"] if is_pretrained else ""
+    return Model(name, pt["size_bytes"], pt["tensors"], pt["path"], safetensors["path"], pretrained)
 
 
 def check_equal(what: str, runs: Sequence[dict[str, Any]], findings: Findings) -> None:

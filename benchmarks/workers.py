@@ -48,6 +48,12 @@ def _loader(how: str, path: str) -> Callable[[], State]:
         from safetensors.torch import load_file
 
         return lambda: load_file(path)
+    if how == "transformers":
+        from transformers import GPT2Model
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        return lambda: GPT2Model.from_pretrained(os.path.dirname(path)).state_dict()
     raise ValueError(f"unknown loader {how!r}")
 
 
