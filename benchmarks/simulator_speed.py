@@ -1,8 +1,9 @@
 """How many requests the simulator gets through in a second of processor time.
 
 ``python -m benchmarks.simulator_speed`` prints a table of policies and loads and writes
-``docs/results/simulator_speed.json``. Generating the requests and judging the outcome are counted,
-the import is not. The fewer requests share a batch, the more is to be done for each of them.
+``docs/results/simulator_speed.json``; and one of Flex with several models. Generating the requests
+and judging the outcome are counted, the import is not. The fewer requests share a batch, the more
+is to be done for each of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
+from benchmarks.batching_flex_systems import SYSTEMS, run, synthetic
 from benchmarks.batching_trace_cells import DEVICE_SLO_MS, PROFILE
 from benchmarks.harness import ROOT, describe_machine, write_json
 from trims_shim.batching.policies import POLICIES, rule_maker
@@ -24,6 +26,9 @@ __all__ = ["main"]
 
 _RATES_QPS = (40, 120, 200, 260, 400)
 """The device takes 308."""
+_FLEX = (("equal", 1), ("equal", 8), ("mixed", 8), ("heavy", 8))
+"""Models and devices, as in :mod:`benchmarks.batching_flex`."""
+_FLEX_LOADS = (0.3, 0.6, 0.9, 1.3)
 _LEAST_PER_S = 200_000
 
 
@@ -42,9 +47,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for rate_qps in _RATES_QPS
         ]
         print(f"{policy:12}" + "".join(f"{each:>14,}" for each in found[policy]), flush=True)
-    slowest = min(min(each) for each in found.values())
+    print(f"\n{'Flex, load':20}" + "".join(f"{load:>10}" for load in _FLEX_LOADS))
+    flex: dict[str, list[int]] = {}
+    for models, devices in _FLEX:
+        name = f"{models}, {devices} device{'s' * (devices > 1)}"
+        flex[name] = [
+            max(
+                _flex_speed(models, devices, load, options.requests) for _ in range(options.repeats)
+            )
+            for load in _FLEX_LOADS
+        ]
+        print(f"{name:20}" + "".join(f"{each:>10,}" for each in flex[name]), flush=True)
+    slowest = min(min(each) for each in (found | flex).values())
     print(f"slowest: {slowest:,} requests/s (wanted: {_LEAST_PER_S:,})")
-    content = {"machine": describe_machine(), "rates_qps": _RATES_QPS, "requests_per_s": found}
+    content = {
+        "machine": describe_machine(),
+        "rates_qps": _RATES_QPS,
+        "requests_per_s": found,
+        "flex_loads": _FLEX_LOADS,
+        "flex_requests_per_s": flex,
+    }
     write_json(options.output / "simulator_speed.json", content)
     return int(slowest < _LEAST_PER_S)
 
@@ -60,6 +82,14 @@ def _speed(policy: str, rate_qps: float, count: int) -> int:
     )
     Report.of(outcome)
     return round(count / (time.process_time() - started_s))
+
+
+def _flex_speed(models: str, devices: int, load: float, count: int) -> int:
+    workload = synthetic(slos=models, process="4", load=load, devices=devices, count=count, seed=1)
+    gc.collect()
+    started_s = time.process_time()
+    report = run(SYSTEMS["Flex, ours"], workload)
+    return round(report.requests / (time.process_time() - started_s))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ The inner suites use safetensors.numpy: importing torch in each would take longe
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -54,8 +54,10 @@ def test_subprocess_uses_the_same_daemon(trims_daemon):
 
 
 @pytest.fixture(autouse=True)
-def environment(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """As outside of any test run, with a model; the temp directory shows what is left behind."""
+def environment(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[None]:
+    """As outside of any test run, with a model, and nothing left behind in the temp directory."""
     for name in list(os.environ):
         if name.startswith(("TRIMS_", "_TRIMS_", "PYTEST_")):
             monkeypatch.delenv(name)
@@ -65,11 +67,10 @@ def environment(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     pytester.makepyfile(test_suite=SUITE)
-    return model
-
-
-def leftovers() -> set[str]:
-    return set(glob.glob(os.path.join(tempfile.gettempdir(), "trims-pytest-*")))
+    with tempfile.TemporaryDirectory(prefix="t-") as directory:  # sockets need short paths
+        monkeypatch.setenv("TMPDIR", directory)
+        yield
+        assert not list(Path(directory).glob("trims-pytest-*"))
 
 
 def run(pytester: pytest.Pytester, *words: str) -> pytest.RunResult:
@@ -92,7 +93,6 @@ def test_off_it_imports_nothing_and_says_nothing(pytester: pytest.Pytester) -> N
 
 
 def test_on_one_process(pytester: pytest.Pytester) -> None:
-    before = leftovers()
     pytester.makeconftest(
         "import os, sys\nassert 'trims_shim' in sys.modules and os.environ['TRIMS_SOCKET_DIR']\n"
     )
@@ -105,11 +105,9 @@ def test_on_one_process(pytester: pytest.Pytester) -> None:
             "1 loads by the framework's own loader: small_file 1",
         ]
     )
-    assert leftovers() <= before
 
 
 def test_workers_share_one_daemon(pytester: pytest.Pytester) -> None:
-    before = leftovers()
     pytester.makeini("[pytest]\ntrims = true\ntrims_host_bytes = 64M\n")
     pytester.makepyfile(
         test_more="def test_one_daemon(trims_daemon, record_property):\n"
@@ -124,13 +122,11 @@ def test_workers_share_one_daemon(pytester: pytest.Pytester) -> None:
     assert len(re.findall(r"trims: on, .* isolated \(from ini\)", output)) == 1
     assert "4 loads served" in output, "counted over both workers"
     assert "small_file 1" in output
-    assert leftovers() <= before
 
 
 def test_models_of_onnxruntime_are_prepared_for_the_run(
     pytester: pytest.Pytester, tmp_path: Path
 ) -> None:
-    before = leftovers()
     save(perceptron(width=700))(tmp_path / "model.onnx")
     pytester.makepyfile(
         test_suite="import os, onnxruntime\n"
@@ -152,7 +148,6 @@ def test_models_of_onnxruntime_are_prepared_for_the_run(
         for name, value in variables.items():
             patch.setenv(name, value)
         run(pytester, "--trims").assert_outcomes(passed=1)
-    assert leftovers() <= before
 
 
 def test_which_wish_wins(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +160,7 @@ def test_which_wish_wins(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPa
 
 
 def test_shared_daemon_is_left_running(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, environment: Path
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sockets = tempfile.mkdtemp(prefix="trims-plug-")
     try:
@@ -174,7 +169,7 @@ def test_shared_daemon_is_left_running(
         result.assert_outcomes(passed=4, deselected=2)
         result.stdout.fnmatch_lines([f"trims: on, socket {sockets}, shared with*"])
         monkeypatch.setenv("TRIMS_SOCKET_DIR", sockets)
-        assert str(environment) in pytester.run(*TRIMS, "ls", timeout=LIMIT_S).stdout.str()
+        assert os.environ["MODEL"] in pytester.run(*TRIMS, "ls", timeout=LIMIT_S).stdout.str()
         monkeypatch.delenv("TRIMS_SOCKET_DIR")
         # The same directory, not shared: this run's to stop, but not to remove.
         pytester.makeini(f"[pytest]\ntrims_socket_dir = {sockets}\n")
