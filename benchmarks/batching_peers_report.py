@@ -194,9 +194,10 @@ def write_markdown(records: Sequence[Record], content: Mapping[str, Any], path: 
         "Written by `python -m benchmarks.batching_peers`.",
         "",
         f"{machine['processor']}, {machine['processors']} processors; "
-        f"{', '.join(f'{each:g}' for each in seconds)} s a cell, up to {repeats} repeats, "
-        f"{jobs} at once; means. Cells: {counts}. Violations are answers that were late or dropped "
-        "or did not come. `inf`: more requests were overdue at the end than this quantile allows.",
+        f"each cell {' or '.join(f'{each:g}' for each in seconds)} s long, up to {repeats} times, "
+        f"{jobs} batchers at the same moment; means. Cells: {counts}. Violations are answers that "
+        "were late or dropped or did not come. `inf`: more requests were overdue at the end than "
+        "this quantile allows.",
     ]
     for head, rows in _all_rows(records):
         lines += ["", "| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
