@@ -26,6 +26,7 @@ GPU_RESULTS = tuple(
     ROOT / "docs" / "results" / f"{name}.json" for name in ("gpu", "gpu-memory", "gpu-uploads")
 )
 ONNX_RESULTS = ROOT / "docs" / "results" / "ort.json"
+TASKS = ("load + touch", "load + load_state_dict")
 MARKED = re.compile(r"(<!-- ([a-z ]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 
@@ -55,17 +56,23 @@ def table() -> str:
 
 
 def results() -> str:
-    """The README's table of results, between its marks."""
+    """The README's tables of results, between their marks."""
     measured = json.loads(RESULTS.read_text())
     machine = measured["machine"]
+    rows = [row for row in measured["rows"] if _is_shown(row)]
+    loads = [row for row in rows if " vs " in row["measurement"]]
     lines = [
-        "| measured | model | without | with trims | gain (smallest to largest of 5 rounds) |",
+        f"| model | against | {' | '.join(TASKS)} |",
+        "|---|---|---|---|",
+        *_loads(loads),
+        "",
+        "| measured | model | without | with trims | |",
         "|---|---|---|---|---|",
-        *(_row(row) for row in measured["rows"] if _is_shown(row)),
+        *(_row(row) for row in rows if row not in loads),
         "",
         f"{machine['processor']}, {machine['processors']} cores, torch "
-        f"{machine['versions']['torch']}, {machine['date'][:10]}; medians, fresh processes, timed "
-        "after imports.",
+        f"{machine['versions']['torch']}, {machine['date'][:10]}; medians (smallest to largest of "
+        "5 rounds), without → with trims; fresh processes, timed after imports.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -74,20 +81,34 @@ def _is_shown(row: dict[str, Any]) -> bool:
     return row["unit"] in ("x", "copies") and not row["subject"].startswith(("tiny", "resnet"))
 
 
+def _loads(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each model and loader, with all tasks."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        task, _, loader = row["measurement"].partition(" vs ")
+        figure, before, after = row["figure"], row["baseline"]["median"], row["shim"]["median"]
+        cells.setdefault((row["subject"], loader), {})[task] = (
+            f"**{figure['median']:.3g}x** ({figure['low']:.3g} to {figure['high']:.3g}): "
+            f"{_milliseconds(before)} → {_milliseconds(after)}"
+        )
+    return [
+        f"| {model} | {loader} | {' | '.join(by_task.get(task, '') for task in TASKS)} |"
+        for (model, loader), by_task in cells.items()
+    ]
+
+
 def _row(row: dict[str, Any]) -> str:
     figure, is_time = row["figure"], row["unit"] == "x"
     sides = [row[side] for side in ("baseline", "shim")]
     texts = [
         _milliseconds(each["median"]) if is_time else f"{each['median']:.2f}" for each in sides
     ]
-    gain = f"{figure['median']:.3g} ({figure['low']:.3g} to {figure['high']:.3g})"
-    if row["measurement"].startswith("first load"):
-        gain = f"takes {gain} times as long"
-    elif is_time:
-        gain = f"**{figure['median']:.3g}x** ({figure['low']:.3g} to {figure['high']:.3g})"
+    if is_time:
+        spread = f"({figure['low']:.3g} to {figure['high']:.3g})"
+        judged = f"takes {figure['median']:.3g} {spread} times as long"
     else:
-        gain = f"**{figure['median']:.2f} copies**"
-    return f"| {row['measurement']} | {row['subject']} | {texts[0]} | {texts[1]} | {gain} |"
+        judged = f"**{figure['median']:.2f} copies**"
+    return f"| {row['measurement']} | {row['subject']} | {texts[0]} | {texts[1]} | {judged} |"
 
 
 def _milliseconds(seconds: float) -> str:
