@@ -144,7 +144,8 @@ EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
     CUresult result = context_current(&context);
     if (result != CUDA_SUCCESS || handle == NULL)
         return result != CUDA_SUCCESS ? result : CUDA_ERROR_INVALID_VALUE;
-    struct reference reference = {.magic = HANDLE_MAGIC};
+    struct reference reference = {0};
+    memcpy(reference.magic, HANDLE_MAGIC, sizeof reference.magic);
     pthread_rwlock_rdlock(&space_lock);
     struct region *region = space_find(address);
     /* The base of an allocation of this process; memory of cuMemCreate cannot be shared so. */
