@@ -6,6 +6,7 @@ own code, with torch's own errors, and says why.
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import os
@@ -125,6 +126,15 @@ def test_every_form_that_names_a_device(
     ]
     assert actual["tied"].data_ptr() == actual["table"].data_ptr()
     assert actual["row"].data_ptr() == actual["table"].data_ptr() + 4 * COUNT
+
+
+def test_a_torch_that_says_whether_it_is_weights_only(
+    devices: Devices, save: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.14 does."""
+    saying = functools.partial(torch.serialization._load, weights_only=True)
+    monkeypatch.setattr(torch.serialization, "_load", saying)
+    assert shared(torch.load(save(state()), map_location="cuda")["table"])
 
 
 def test_no_index_is_the_current_device(devices: Devices, save: Callable[..., str]) -> None:
