@@ -486,6 +486,8 @@ def create():
     onnxruntime_cuda.runtime = HostRuntime(device_arenas.device_id(0))
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    # A forked child has no pool of threads, and waits for it for ever with glibc 2.42.
+    options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession.__new__(onnxruntime.InferenceSession)
     with onnxruntime_cuda.creating(session, options, MODEL, ((CPU,),)):
         session.__init__(MODEL, options, providers=[CPU])
