@@ -101,6 +101,24 @@ def test_disabled_by_the_environment_patches_nothing(run: Run) -> None:
     )
 
 
+def test_log_file_that_cannot_be_written_fails_no_load(run: Run, tmp_path: Path) -> None:
+    load = (
+        "import trims_shim, sys; from safetensors.numpy import load_file\n"
+        "assert load_file(sys.argv[1])['w'][7] == 7\n"
+        "assert trims_shim.stats().fallbacks == {'small_file': 1}\n"
+    )
+    settings = {"TRIMS_LOG": "debug", "TRIMS_MIN_BYTES": "1G"}
+    file = tmp_path / "log"
+    assert run(load, **settings, TRIMS_LOG_FILE=str(file)).stderr == ""
+    assert "(small_file)" in file.read_text()
+    done = run(load, **settings, TRIMS_LOG_FILE=str(tmp_path / "nosuch" / "log"))
+    assert "FileNotFoundError" in done.stderr
+    gone = (
+        f"import os; os.chdir({str(tmp_path)!r})\nos.mkdir('x'); os.chdir('x'); os.rmdir('../x')\n"
+    )
+    assert "(small_file)" in run(gone + load, **settings, TRIMS_LOG_FILE="log").stderr
+
+
 def test_patches_can_be_chosen(run: Run) -> None:
     program = (
         "import safetensors.numpy as library, trims_shim\n"

@@ -41,12 +41,17 @@ def _set_up_logging(settings: Config) -> None:
     """Only what was asked for; otherwise the program's own logging set-up decides."""
     if settings.source("log") == "default" and not settings.log_file:
         return
+    import contextlib
     import logging
+
+    from trims_shim.diagnostics import LogFile
 
     logger = logging.getLogger("trims_shim")
     logger.setLevel(settings.log.upper())
     handler: logging.Handler = logging.StreamHandler()
     if settings.log_file:
-        handler = logging.FileHandler(settings.log_file, delay=True)
+        # It fails for a relative path in a working directory that is gone: stderr takes the log.
+        with contextlib.suppress(OSError):
+            handler = LogFile(settings.log_file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
     logger.addHandler(handler)

@@ -10,7 +10,15 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["Stats", "count", "fallback", "reset_after_fork", "stats", "take_unreported"]
+__all__ = [
+    "LogFile",
+    "Stats",
+    "count",
+    "fallback",
+    "reset_after_fork",
+    "stats",
+    "take_unreported",
+]
 
 _logger = logging.getLogger("trims_shim")
 
@@ -147,3 +155,21 @@ def reset_after_fork() -> None:
     """In a forked child: start from zero, so that the parent's counts are not reported twice."""
     _totals.clear()
     _reported.clear()
+
+
+class LogFile(logging.FileHandler):
+    """Appends to a file, which is opened for its first line.
+
+    A file that cannot be opened is reported as logging reports a line that cannot be written, on
+    stderr; FileHandler would raise it into whatever logs.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, delay=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append a line. Never raises."""
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
