@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,28 @@ def test_warm_goes_on_after_a_file_that_fails(warmed: Trims, models: Path) -> No
     assert "No such file" in missing["error"]
     assert "No such file" in done.stderr
     assert good["digest"]
+
+
+def test_a_file_that_was_loaded_by_a_relative_path_has_its_full_name(
+    new_trims: Callable[[], Trims], tmp_path: Path
+) -> None:
+    trims = new_trims()
+    program = (
+        "import trims_shim, torch\n"
+        "from safetensors.torch import save_file\n"
+        "from safetensors.numpy import load_file\n"
+        "torch.save({'w': torch.rand(1 << 20)}, 'a.pt')\n"
+        "save_file({'w': torch.rand(1 << 20)}, 'b.safetensors')\n"
+        "torch.load('a.pt'); load_file('b.safetensors'); torch.load(open('a.pt', 'rb', 0))\n"
+        "assert trims_shim.stats().served == 3\n"
+    )
+    done = trims.python("-c", program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    images = json.loads(trims("ls", "--json").stdout)
+    names = sorted(name for image in images for name in image["names"])
+    assert names == [str(tmp_path / "a.pt"), str(tmp_path / "b.safetensors")]
+    assert trims("verify", "a.pt", cwd=tmp_path).returncode == Exit.OK
+    assert trims("verify", "a.pt").returncode == Exit.FAILED, "another directory, another file"
 
 
 def test_warm_of_nothing(warmed: Trims, tmp_path: Path) -> None:

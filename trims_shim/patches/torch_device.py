@@ -38,7 +38,7 @@ from trims_shim.errors import NotServed, TrimsError
 from trims_shim.patches import torch_repoint
 from trims_shim.patches.device_skips import Skips
 from trims_shim.patches.torch_rebuild import Blanks
-from trims_shim.patches.torch_storage import unseen
+from trims_shim.patches.torch_storage import absolute, unseen
 from trims_shim.specs import DeviceId
 
 if TYPE_CHECKING:
@@ -215,8 +215,12 @@ def has_foreign_mode() -> bool:
 # --- arenas ---------------------------------------------------------------------------------------
 
 
-def arena_of_file(descriptor: int, name: str, place: Place) -> DeviceArena | None:
+def arena_of_file(descriptor: int, name: object, place: Place) -> DeviceArena | None:
     """The device memory of an open file; None (counted) where it has to be loaded otherwise."""
+    return _arena(descriptor, absolute(name), place)
+
+
+def _arena(descriptor: int, name: str, place: Place) -> DeviceArena | None:
     try:
         return cache().open_device(descriptor, name=name, device=place.id)
     except TrimsError as error:
@@ -232,7 +236,7 @@ def arena_of_image(image: Image, place: Place) -> DeviceArena | None:
     arena: DeviceArena | None = _arenas().held(image.digest, place.id)
     if arena is not None:
         return arena
-    return arena_of_file(image.descriptor, f"image {image.digest[:12]}", place)
+    return _arena(image.descriptor, f"image {image.digest[:12]}", place)
 
 
 def record_of(arena: DeviceArena, offset_bytes: int, size_bytes: int) -> int | None:

@@ -64,7 +64,7 @@ def build(reader: Any, map_location: Any, *, file: Any) -> Built | None:
     if place is None:
         return None
     name = str(file.name)
-    arena = torch_device.arena_of_file(file.fileno(), name, place)
+    arena = torch_device.arena_of_file(file.fileno(), file.name, place)
     if arena is None:
         return None
     try:

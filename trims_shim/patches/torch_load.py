@@ -151,11 +151,10 @@ class _Reader(_FileReader):  # type: ignore[misc]
         if file is None:
             diagnostics.fallback("not_a_file", what="torch.load")
             return None
-        name = str(file.name)
-        arena = arena_of_file(file.fileno(), name)
+        arena = arena_of_file(file.fileno(), file.name)
         if arena is None:
             return None
-        served = _serve(storage_of(arena), memoryview(arena.buffer).cast("B"), name)
+        served = _serve(storage_of(arena), memoryview(arena.buffer).cast("B"), str(file.name))
         if served is not None:
             diagnostics.count("served", "torch_zip")
         return served

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trims_shim import diagnostics
 from trims_shim.client.cache import cache
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trims_shim.client.arenas import Arena, Image
 
 __all__ = [
+    "absolute",
     "aligned_image",
     "arena_of_file",
     "bytes_over",
@@ -126,18 +127,31 @@ def aligned_image(image: Image, lead_bytes: int) -> Image | None:
     return found
 
 
-def arena_of_file(descriptor: int, name: str) -> Arena | None:
+def absolute(name: Any) -> str:
+    """What the cache calls a file that the program calls ``name``: its absolute path.
+
+    So that ``trims pin PATH`` means the same file in every directory.
+    """
+    if isinstance(name, int):
+        return f"file descriptor {name}"
+    try:
+        return os.path.abspath(os.fsdecode(name))
+    except (OSError, TypeError):  # The working directory is gone; an object with a name of its own.
+        return str(name)
+
+
+def arena_of_file(descriptor: int, name: object) -> Arena | None:
     """The arena of an open file, or None (counted) when the framework has to load it itself."""
     shared = cache()
     try:
-        return shared.open(descriptor, name=name)
+        return shared.open(descriptor, name=absolute(name))
     except TrimsError as error:
         if shared.config.strict and error.reason not in diagnostics.EXPECTED_REASONS:
             raise
-        diagnostics.fallback(error.reason, error, what=name)
+        diagnostics.fallback(error.reason, error, what=str(name))
     # Border: the shim never makes a load fail; whatever it was, the original loader runs.
     except Exception as error:
         if shared.config.strict:
             raise
-        diagnostics.fallback("internal_error", error, what=name)
+        diagnostics.fallback("internal_error", error, what=str(name))
     return None
