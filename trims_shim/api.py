@@ -161,7 +161,8 @@ def open(
         raise ValueError(f"access is 'shared' or 'private', not {access!r}")
     target = None if device is None else _device_id(device)
     name = os.fsdecode(path)
-    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    # O_NONBLOCK: a pipe is refused, not waited for.
+    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         full_name = os.path.abspath(name)
         if target is None:

@@ -76,6 +76,13 @@ def test_a_file_that_was_loaded_by_a_relative_path_has_its_full_name(
     assert trims("verify", "a.pt").returncode == Exit.FAILED, "another directory, another file"
 
 
+def test_warm_of_a_pipe_does_not_wait_for_a_writer(warmed: Trims, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pt")
+    done = warmed("warm", str(tmp_path))
+    assert done.returncode == Exit.FAILED
+    assert "pipe.pt is not a regular file" in done.stderr
+
+
 def test_warm_of_nothing(warmed: Trims, tmp_path: Path) -> None:
     done = warmed("warm", str(tmp_path))
     assert done.returncode == Exit.FAILED
