@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
-from trims_shim.batching import Batcher, LatencyProfile, batched
+from trims_shim.batching import Batcher, FlexBatcher, LatencyProfile, batched
 from trims_shim.batching.instances import Beside
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profile_store import SavedProfile, save_profile
@@ -145,9 +145,37 @@ def test_not_a_function_and_no_item() -> None:
         greedy(double)()
 
 
+def test_a_weight_without_a_limit_and_a_limit_without_a_weight() -> None:
+    for alone in ({"weight": len}, {"max_batch_weight": 4}):
+        with pytest.raises(TypeError, match="give both"):
+            Batcher(double, **alone)
+
+
 def test_an_item_that_cannot_be_collated_fails_alone() -> None:
     with greedy(double, collate="stack") as batcher, pytest.raises((TypeError, ValueError)):
         batcher(object())
+
+
+@pytest.mark.parametrize("priority", ["1", None, [1], float("nan")])
+def test_a_priority_that_is_none_fails_in_its_own_call(priority: Any) -> None:
+    gate = Gate()
+    flex = FlexBatcher({"model": double})
+    with greedy(gate, slo_ms=1e6) as batcher, flex:
+        futures = [batcher.submit(0)]
+        gate.wait_entered()
+        for asked in (batcher.submit, batcher, functools.partial(flex, "model")):
+            with pytest.raises((TypeError, ValueError), match="priority is"):
+                asked(1, priority=priority)
+        futures += [batcher.submit(2, priority=each) for each in (0, np.int64(3), 1.5)]
+        gate.open(4)
+        assert [future.result(LONG_S) for future in futures] == [0, 2, 2, 2]
+
+
+def test_a_weight_that_is_none_fails_in_its_own_call() -> None:
+    with greedy(double, weight=lambda item: item, max_batch_weight=5) as batcher:
+        with pytest.raises(TypeError, match="weight is 'heavy'; it has to be a number"):
+            batcher("heavy")
+        assert batcher(3) == 6
 
 
 # --- batches --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import os
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ __all__ = [
     "choice",
     "lasting_name",
     "name_of",
+    "number",
     "objective_ns",
     "open_store",
     "prior_of",
@@ -43,6 +45,20 @@ def span_ns(name: str, limit_ms: float) -> int:
     if limit_ns > _LONGEST_NS:
         return NEVER_NS
     return round(max(limit_ns, -_LONGEST_NS))
+
+
+def number(name: str, value: Any) -> Any:
+    """A priority or a weight: what can be compared with those of others, so that it harms none."""
+    if type(value) is int:
+        return value
+    if isinstance(value, float):
+        if math.isnan(value):
+            raise ValueError(f"{name} is not a number")
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it has to be a number") from None
 
 
 def choice(name: str, value: str, yes: str, no: str) -> bool:

@@ -21,6 +21,7 @@ from trims_shim.batching.arguments import (
     choice,
     lasting_name,
     name_of,
+    number,
     objective_ns,
     open_store,
     prior_of,
@@ -125,6 +126,8 @@ class Batcher:
             raise ValueError(
                 f"max_batch_size is {max_batch_size}, and no size in batch_sizes is as large"
             )
+        if (weight is None) != (max_batch_weight is None):
+            raise TypeError("weight and max_batch_weight limit batches together: give both")
         given_name = name
         has_function = True
         if isinstance(function, StagedModel):
@@ -458,8 +461,9 @@ class Batcher:
         deadline_ns = NEVER_NS if limit_ns == NEVER_NS else now_ns + limit_ns
         if not args:
             raise TypeError(f"{self.name}() needs an item")
+        priority = number("priority", priority)
         key = engine.function.key(args)
-        weight = 1 if self._weight is None else self._weight(*args)
+        weight = 1 if self._weight is None else number("weight", self._weight(*args))
         entry = Entry(args, reply, deadline_ns, self._owner)
         return Request(0, now_ns, deadline_ns, priority, key, weight, entry)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trims_shim.batching.arguments import choice, open_store, prior_of, span_ns
+from trims_shim.batching.arguments import choice, number, open_store, prior_of, span_ns
 from trims_shim.batching.batcher import Batcher
 from trims_shim.batching.collate import CollateSpec
 from trims_shim.batching.dispatch import Options
@@ -181,6 +181,7 @@ class FlexBatcher(Batcher):
             limit_ns = self._slos_ns.get(model, NEVER_NS)
         deadline_ns = NEVER_NS if limit_ns == NEVER_NS else now_ns + limit_ns
         entry = Entry(tuple(items), reply, deadline_ns, model)
+        priority = number("priority", priority)
         return Request(0, now_ns, deadline_ns, priority, key, 1, entry)
 
 
