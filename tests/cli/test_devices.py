@@ -237,6 +237,8 @@ def test_words_for_no_device(word: str) -> None:
 
 
 def test_a_beginning_of_several(numbers: None) -> None:
+    with pytest.raises(UnknownDevice, match="is no device"):
+        devices.device_named("", [FIRST])
     with pytest.raises(UnknownDevice, match="are several devices"):
         devices.device_named("GPU-8", [FIRST, FIRST[:-1] + "9"])
     with pytest.raises(UnknownDevice, match="daemon's devices: none"):
@@ -282,10 +284,12 @@ def test_evict_from_one_tier(words: list[str], tier: str, requests: list[Any]) -
 
 
 @pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("where", [("--device", "host"), ("--device", ""), ("--tier", "")])
 def test_evict_from_a_device_that_is_none(
-    requests: list[Any], capsys: pytest.CaptureFixture[str]
+    where: tuple[str, str], requests: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["evict", "--all", "--device", "host"]) == Exit.FAILED
+    """An empty word is a shell's variable that was not set: it does not mean everything."""
+    assert main(["evict", "--all", *where]) == Exit.FAILED
     assert f"daemon's devices: {FIRST}, {SECOND}" in capsys.readouterr().err
     assert requests == []
 

@@ -49,13 +49,29 @@ def test_help_of_a_command_has_an_example(name: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["nosuch"], ["pin"], ["evict"], ["evict", "x", "--all"], ["top", "--interval=0"]]
+    "words",
+    [
+        [],
+        ["nosuch"],
+        ["pin"],
+        ["evict"],
+        ["evict", "x", "--all"],
+        ["top", "--interval=0"],
+        ["top", "--interval=x"],
+        ["stop", "--timeout=nan"],
+        ["stop", "--timeout=-1"],
+        ["demo", "--size-mb=0"],
+        ["demo", "--processes=1"],
+    ],
+    ids=" ".join,
 )
 def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == Exit.USAGE
-    assert "usage: trims" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "usage: trims" in error
+    assert "invalid _" not in error, "the name of a function says nothing to users"
 
 
 @pytest.mark.parametrize("words", NEEDS_DAEMON, ids=" ".join)
@@ -96,3 +112,17 @@ def test_reader_that_leaves_early_is_no_error(warmed: Trims) -> None:
     errors = process.stderr.read()
     process.stderr.close()
     assert (process.wait(timeout=30), errors) == (Exit.OK, b"")
+
+
+def test_closed_streams_are_no_error(warmed: Trims) -> None:
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        for words in ("ls", "top", "status --json"):
+            done = subprocess.run(
+                ["sh", "-c", f'"{sys.executable}" -m trims_shim {words} {closed}'],
+                env=warmed.environment,
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
+            )
+            assert (done.returncode, done.stderr) == (Exit.OK, "")

@@ -104,4 +104,6 @@ def test_command_that_cannot_be_started(trims: Trims, tmp_path: Path) -> None:
     (tmp_path / "bad").chmod(0o755)
     done = trims("run", str(tmp_path / "bad"))
     assert (done.returncode, "trims run: " in done.stderr) == (Exit.NOT_EXECUTABLE, True)
-    assert trims("run").returncode == Exit.USAGE
+    for words in (("run",), ("run", "--")):
+        done = trims(*words)
+        assert (done.returncode, done.stderr[:16]) == (Exit.USAGE, "usage: trims run")

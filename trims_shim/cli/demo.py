@@ -180,7 +180,7 @@ def run_demo(*, size_mb: int = 400, processes: int = 4, json: bool = False) -> i
     note = _Notes(is_quiet=json)
     try:
         with _place(size_mb) as place:
-            runs = _measure(place, max(2, processes), note)
+            runs = _measure(place, processes, note)
             size_bytes = place.checkpoint.stat().st_size
     except KeyboardInterrupt:
         note("interrupted; everything was removed")

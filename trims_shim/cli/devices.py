@@ -30,7 +30,7 @@ def device_named(word: str, known: Iterable[DeviceId]) -> DeviceId:
 
         return device_id(int(found[1] or found[2] or 0))
     ids = list(known)
-    matches = [each for each in ids if each.lower().startswith(word.lower())]
+    matches = [each for each in ids if word and each.lower().startswith(word.lower())]
     if len(matches) == 1:
         return matches[0]
     if len(word) == _ID_CHARACTERS and not matches:

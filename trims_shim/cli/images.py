@@ -239,9 +239,10 @@ def _verdict(digest: str, check: admin.TierCheck, where: str) -> str:
 
 def _tier_of(arguments: argparse.Namespace) -> str:
     """The tier that ``--device`` or ``--tier`` means; empty where neither is given."""
-    word = arguments.device or arguments.tier
-    named = device_named if arguments.device else tier_named
-    return named(word, _devices()) if word else ""
+    if arguments.device is not None:
+        return device_named(arguments.device, _devices())
+    # An empty word is no tier either: it may be a variable that was not set.
+    return "" if arguments.tier is None else tier_named(arguments.tier, _devices())
 
 
 def _name_of(text: str) -> str:

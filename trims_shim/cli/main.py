@@ -18,6 +18,7 @@ from trims_shim.cli.arguments import Commands, add_command
 from trims_shim.cli.batch_arguments import add_batch
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.stage_arguments import add_stage
+from trims_shim.cli.values import count, positive
 from trims_shim.errors import ConfigError, DaemonUnavailable, TrimsError
 
 __all__ = ["main"]
@@ -40,6 +41,7 @@ example:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit status (see :class:`~trims_shim.cli.exits.Exit`)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _replace_closed_streams()
     try:
         return _dispatch(words)
     except ConfigError as error:
@@ -68,9 +70,10 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
+    is_help = words[:1] in (["-h"], ["--help"])
     if words[:1] == ["--"]:
         words = words[1:]
-    elif not words or words[0] in ("-h", "--help"):
+    if is_help or not words:
         print(_RUN_USAGE, end="", file=sys.stdout if words else sys.stderr)
         return Exit.OK if words else Exit.USAGE
     from trims_shim.cli.running import run
@@ -81,6 +84,13 @@ def _run(words: list[str]) -> int:
 def _complain(error: BaseException, code: Exit) -> Exit:
     print(f"trims: {error}", file=sys.stderr)
     return code
+
+
+def _replace_closed_streams() -> None:
+    """Streams that are closed (``>&-``) are None, which not all that is called expects."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _end_of_pipe() -> Exit:
@@ -195,7 +205,7 @@ def _add_daemon(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     stop.add_argument(
         "--timeout",
-        type=float,
+        type=positive,
         default=10.0,
         metavar="SECONDS",
         help="how long to wait; default 10",
@@ -231,12 +241,19 @@ def _add_programs(commands: Commands[argparse.ArgumentParser]) -> None:
         "measure what the cache does for a program that does not know it; leaves nothing behind",
         "trims demo --size-mb 1000 --processes 8",
     )
-    demo.add_argument("--size-mb", type=int, default=400, metavar="MB", help="default 400")
-    demo.add_argument("--processes", type=int, default=4, metavar="N", help="default 4")
+    demo.add_argument("--size-mb", type=count, default=400, metavar="MB", help="default 400")
+    demo.add_argument("--processes", type=_several, default=4, metavar="N", help="default 4")
 
 
 def _interval(text: str) -> float:
-    value = float(text)
+    value = positive(text)
     if not 0.05 <= value <= 3600:
         raise argparse.ArgumentTypeError("must be between 0.05 and 3600 seconds")
+    return value
+
+
+def _several(text: str) -> int:
+    value = count(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError("must be 2 or more: one fills the cache, others share it")
     return value
