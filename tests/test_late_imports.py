@@ -92,6 +92,28 @@ def test_imports_do_not_wait_for_each_other() -> None:
     assert not late_imports._importing
 
 
+_LOCKS_ARE_EXCHANGED = """
+import gc, threading
+from trims_shim.late_imports import ensure_imported
+for each in gc.get_objects():
+    if type(each) is threading.Condition:
+        each._lock = threading.RLock()
+ensure_imported("this")
+"""
+
+
+def test_locks_may_be_exchanged() -> None:
+    """eventlet's ``monkey_patch`` does it to every re-entrant lock that it finds."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _LOCKS_ARE_EXCHANGED],
+        env=os.environ | {"PYTHONPATH": str(Path(trims_shim.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_an_import_that_fails_is_tried_again() -> None:
     for _ in range(2):
         with pytest.raises(ModuleNotFoundError):

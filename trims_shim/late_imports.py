@@ -7,7 +7,9 @@ fork waits for them. That takes some ten milliseconds, once in a process; a fork
 at most, and an import as long for a fork.
 
 No lock is held during an import: threads that import would wait for each other in any order, as
-they hold locks of modules.
+they hold locks of modules. And there is none at all: each side says what it is about to do before
+it looks at the other. So a signal handler may fork anywhere in here, and a library that exchanges
+locks that exist (eventlet's ``monkey_patch``) finds none.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import importlib
 import os
 import threading
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,12 +27,12 @@ if TYPE_CHECKING:
 __all__ = ["ensure_imported", "no_fork"]
 
 _LONGEST_S = 1.0
+_POLL_S = 0.001
 _whole: set[str] = set()
-_turn = threading.Condition()  # its lock is re-entrant, for signal handlers that fork
 _importing: dict[int, int] = {}
 """How deep in :func:`no_fork` each thread is."""
-_forking = 0
-"""The thread that is about to fork, if any."""
+_forking: set[int] = set()
+"""The threads that are about to fork."""
 
 
 def ensure_imported(*names: str) -> None:
@@ -45,42 +48,47 @@ def ensure_imported(*names: str) -> None:
 def no_fork() -> Iterator[None]:
     """Forks of other threads wait until this has ended; what is imported in it may fork."""
     thread = threading.get_ident()
-    with _turn:
-        _turn.wait_for(lambda: _forking in (0, thread), _LONGEST_S)
-        _importing[thread] = _importing.get(thread, 0) + 1
+    is_outermost = thread not in _importing
+    deadline = time.monotonic() + _LONGEST_S
+    _enter(thread)
+    # One that is in already is waited for: it must not wait in turn.
+    while is_outermost and set(_forking) - {thread} and time.monotonic() < deadline:
+        _leave(thread)
+        time.sleep(_POLL_S)
+        _enter(thread)
     try:
         yield
     finally:
-        with _turn:
-            _importing[thread] -= 1
-            if not _importing[thread]:
-                del _importing[thread]
-                _turn.notify_all()
+        _leave(thread)
+
+
+def _enter(thread: int) -> None:
+    _importing[thread] = _importing.get(thread, 0) + 1
+
+
+def _leave(thread: int) -> None:
+    _importing[thread] -= 1
+    if not _importing[thread]:
+        del _importing[thread]
 
 
 def _before_fork() -> None:
-    global _forking
     thread = threading.get_ident()
-    with _turn:
-        _turn.wait_for(
-            lambda: _forking in (0, thread) and _importing.keys() <= {thread}, _LONGEST_S
-        )
-        _forking = thread
+    deadline = time.monotonic() + _LONGEST_S
+    _forking.add(thread)
+    while set(_importing) - {thread} and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _after_fork_in_parent() -> None:
-    global _forking
-    with _turn:
-        _forking = 0
-        _turn.notify_all()
+    _forking.discard(threading.get_ident())
 
 
 def _after_fork_in_child() -> None:
-    global _turn, _importing, _forking
+    global _importing
     thread = threading.get_ident()
-    _turn = threading.Condition()
     _importing = {thread: _importing[thread]} if thread in _importing else {}
-    _forking = 0
+    _forking.clear()
 
 
 os.register_at_fork(
