@@ -23,9 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from rich.table import Table
+from trims_shim.cli.text import table
 
 __all__ = ["run_demo"]
 
@@ -193,7 +191,7 @@ def run_demo(*, size_mb: int = 400, processes: int = 4, json: bool = False) -> i
         described = {"size_bytes": size_bytes, "ok": is_good, "conclusion": " ".join(sentences)}
         print(_json.dumps(described | {"runs": [asdict(run) for run in runs]}, indent=1))
     else:
-        _show(runs, size_bytes, sentences, is_good=is_good)
+        _show(runs, size_bytes, sentences)
     return 0 if is_good else 1
 
 
@@ -425,41 +423,29 @@ def _memory(plain: _Run, served: Sequence[_Run]) -> str:
     )
 
 
-def _show(runs: Sequence[_Run], size_bytes: int, sentences: list[str], *, is_good: bool) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(_table(runs, size_bytes))
-    style = "bold green" if is_good else "bold red"
-    console.print(" ".join(sentences), style=style, highlight=False)
+def _show(runs: Sequence[_Run], size_bytes: int, sentences: list[str]) -> None:
+    print(f"The same program, unchanged, with a model of {_size(size_bytes)}:\n")
+    print(_table(runs))
+    print("\n#1 fills the cache. OWN is memory that would be free again if this process ended.\n")
+    print("\n".join(sentences))
 
 
-def _table(runs: Sequence[_Run], size_bytes: int) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        title=f"The same program, unchanged, with a model of {_size(size_bytes)}",
-        caption="private memory: what would be free again if this process ended",
-        header_style="bold",
-    )
-    table.add_column("process", no_wrap=True)
-    for name in ("torch.load", "load_state_dict", "first answer", "private memory"):
-        table.add_column(name, justify="right", min_width=len(name))
-    table.add_column("weights shared", justify="right")
-    table.add_column("same result?")
+def _table(runs: Sequence[_Run]) -> str:
+    titles = ("TRIMS", "torch.load", "load_state_dict", "ANSWER", "OWN", "SHARED", "RESULT")
     expected = runs[0].checksum
-    for number, run in enumerate(runs):
-        table.add_row(
-            run.label + (" (fills cache)" if number == 1 else ""),
+    rows = [
+        (
+            run.label.removeprefix("with trims ") if run.with_shim else "without",
             _time(run.load_s),
             _time(run.load_state_dict_s),
             _time(run.first_answer_s),
             _size(run.private_bytes),
             f"{run.shared_fraction:.0%}" if run.shared_fraction else "no",
-            "yes" if run.checksum == expected else "[bold red]NO[/]",
-            end_section=number < 2,
+            "the same" if run.checksum == expected else "ANOTHER",
         )
-    return table
+        for run in runs
+    ]
+    return table(titles, rows, right="torch.load load_state_dict ANSWER OWN SHARED")
 
 
 def _time(seconds: float) -> str:

@@ -1,0 +1,29 @@
+"""``trims demo``: what a person sees of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from trims_shim.cli.exits import Exit
+
+from .conftest import Trims
+
+WITHOUT_RICH = (
+    "import sys; sys.modules['rich'] = None\n"
+    "from trims_shim.cli.main import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+@pytest.mark.slow
+def test_the_demonstration_succeeds_without_extras_and_fits_a_narrow_terminal(
+    trims: Trims,
+) -> None:
+    done = trims.python(
+        "-c", WITHOUT_RICH, "demo", "--size-mb=1", "--processes=2", TRIMS_HOST_BYTES="1G"
+    )
+    assert done.returncode == Exit.OK, done.stdout + done.stderr
+    table, _, conclusion = done.stdout.partition("\n\n#1 fills the cache.")
+    assert [line.split()[0] for line in table.splitlines()[2:]] == ["TRIMS", "without", "#1", "#2"]
+    assert table.count("the same") == 3
+    assert max(map(len, table.splitlines())) < 80
+    assert "Once the model is in the cache" in conclusion
