@@ -404,6 +404,7 @@ def test_a_graph_that_saved_the_parameter_notices_the_load(prepare: Callable[...
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")  # not for Python 3.14, torch says
 def test_a_script_module_keeps_seeing_the_parameter(prepare: Callable[..., None]) -> None:
     expected = weight().state_dict()
     module, state = weight(), cached(expected)
