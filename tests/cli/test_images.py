@@ -76,6 +76,16 @@ def test_a_file_that_was_loaded_by_a_relative_path_has_its_full_name(
     assert trims("verify", "a.pt").returncode == Exit.FAILED, "another directory, another file"
 
 
+def test_names_do_not_steer_a_terminal(warmed: Trims, tmp_path: Path) -> None:
+    path = tmp_path / "a\nb\x1b[31m\udcff.pt"
+    path.write_bytes(os.urandom(MODEL_BYTES))
+    for done in (warmed("warm", os.fsdecode(path)), warmed("ls"), warmed("status"), warmed("top")):
+        assert done.returncode == Exit.OK, done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "top" in done.args or r"a\nb\x1b[31m\udcff.pt" in done.stdout + done.stderr
+    assert warmed("evict", os.fsdecode(path)).returncode == Exit.OK
+
+
 def test_warm_of_a_pipe_does_not_wait_for_a_writer(warmed: Trims, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     done = warmed("warm", str(tmp_path))

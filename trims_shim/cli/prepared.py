@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trims_shim.cli.text import ago, bar, size, table
+from trims_shim.cli.text import ago, bar, printable, size, table
 from trims_shim.wire.admin import GetStatusReply, PreparedStatus
 
 __all__ = ["TITLES", "counts", "prepared_lines", "prepared_table", "row_of"]
@@ -55,5 +55,5 @@ def row_of(each: PreparedStatus, now_ns: int) -> tuple[str, ...]:
         str(each.leases) if is_ready else "",
         str(each.hits) if is_ready else "",
         ago(each.used_ns, now_ns),
-        ", ".join(each.names),
+        printable(", ".join(each.names)),
     )

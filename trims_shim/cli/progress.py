@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trims_shim.cli.text import size
+from trims_shim.cli.text import printable, size
 
 if TYPE_CHECKING:
     import rich.progress
@@ -45,9 +45,9 @@ class Progress:
 
     def begin(self, path: str) -> None:
         """A file is being loaded."""
-        self._path, self._start, self._is_waiting = path, time.monotonic(), False
+        self._path, self._start, self._is_waiting = printable(path), time.monotonic(), False
         if self._bar is not None:
-            self._bar.update(self._task, description=path[-48:])
+            self._bar.update(self._task, description=self._path[-48:])
 
     def wait(self, reason: str) -> None:
         """It takes a while, and is not done by this process; called again and again meanwhile."""

@@ -10,7 +10,7 @@ from typing import Any
 from trims_shim.cli.devices import account, device_lines, image_count, short
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import counts, prepared_lines, prepared_table
-from trims_shim.cli.text import ago, duration, print_json, size, table
+from trims_shim.cli.text import ago, duration, print_json, printable, size, table
 from trims_shim.client.cache import cache
 from trims_shim.errors import DaemonUnavailable
 from trims_shim.wire.admin import (
@@ -171,7 +171,7 @@ def _images(images: tuple[ImageStatus, ...], now_ns: int) -> str:
             "yes" if image.is_pinned else "",
             str(image.hits),
             ago(image.used_ns, now_ns),
-            ", ".join(image.names),
+            printable(", ".join(image.names)),
         )
         for image in images
     ]

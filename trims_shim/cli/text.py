@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["ago", "bar", "duration", "print_json", "size", "table"]
+__all__ = ["ago", "bar", "duration", "print_json", "printable", "size", "table"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -48,6 +48,13 @@ def bar(parts: Sequence[tuple[float, str]], whole: float, *, width: int = 30) ->
         end = round(width * min(1.0, total / whole)) if whole > 0 else 0
         drawn += character * (end - len(drawn))
     return f"[{drawn.ljust(width, '.')}]"
+
+
+def printable(name: str) -> str:
+    r"""A file's name without what would steer a terminal: ``a\n`` has a backslash then."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = "") -> str:

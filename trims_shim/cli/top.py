@@ -16,7 +16,7 @@ from trims_shim.cli.devices import short
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import TITLES, row_of
 from trims_shim.cli.status import ask, describe, headline
-from trims_shim.cli.text import ago, print_json, size
+from trims_shim.cli.text import ago, print_json, printable, size
 from trims_shim.errors import DaemonUnavailable
 from trims_shim.wire.admin import GetStatusReply
 
@@ -84,7 +84,7 @@ def _draw(now: GetStatusReply, before: GetStatusReply | None) -> Group:
     # The only column that is made narrower where there is no room.
     table.add_column("names")
     for image in now.images:
-        names = Text(", ".join(image.names), overflow="ellipsis", no_wrap=True)
+        names = Text(printable(", ".join(image.names)), overflow="ellipsis", no_wrap=True)
         table.add_row(
             image.digest[:12] + (" pinned" if image.is_pinned else ""),
             size(image.size_bytes),
