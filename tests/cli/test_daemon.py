@@ -73,9 +73,12 @@ def test_stop_of_a_daemon_that_hangs(trims: Trims, model: Path) -> None:
     pid = json.loads(trims("status", "--json").stdout)["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
-        done = trims("stop", "--timeout", "0.5")
-        assert done.returncode == Exit.FAILED
-        assert "does not answer" in done.stderr
+        for words in (("stop", "--timeout", "0.5"), ("status",)):
+            done = trims(*words)
+            assert done.returncode == Exit.FAILED
+            assert "does not answer" in done.stderr
+            assert f"`kill {pid}` ends it" in done.stderr
+            assert "trims status" not in done.stderr, "that asks the daemon, too"
     finally:
         os.kill(pid, signal.SIGCONT)
 

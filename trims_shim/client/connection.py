@@ -328,18 +328,24 @@ class Connection:
             control.connect(f"ipc://{path}")
         return self._control
 
+    def _timeout(self, what: str) -> DaemonTimeout:
+        """Nothing that would ask the daemon helps then."""
+        pid = handover.peer_of(self._handover).pid  # 0 in another namespace
+        end = f"; `kill {pid}` ends it, the next load starts another" if pid else ""
+        return DaemonTimeout(f"the daemon {what}: it hangs, or the machine is very busy{end}")
+
     def _send_control(self, control: zmq.Socket[bytes], envelope: codec.Envelope) -> None:
         import zmq
 
         try:
             control.send(codec.encode_envelope(envelope))
         except zmq.Again as error:
-            raise DaemonTimeout("the daemon does not take requests; see `trims status`") from error
+            raise self._timeout("does not take requests") from error
 
     def _send_handover(self, message: Any, descriptor: int | None) -> None:
         try:
             if not _wait(self._handover, select.POLLOUT):
-                raise DaemonTimeout("the daemon does not read; see `trims status`")
+                raise self._timeout("does not read")
             handover.send(self._handover, message, descriptor=descriptor)
         except OSError as error:
             if isinstance(error, ConnectionError) and self._welcome is None:
@@ -386,7 +392,7 @@ class Connection:
     def _next_packet(self, timeout_s: float | None) -> handover.Packet:
         try:
             if not _wait(self._handover, select.POLLIN, timeout_s):
-                raise DaemonTimeout("the daemon does not answer; see `trims status`")
+                raise self._timeout("does not answer")
             packet = _receive(self._handover)
         except OSError as error:
             raise DaemonUnavailable(f"the daemon has closed the connection: {error}") from error
