@@ -95,7 +95,7 @@ def test_unusable_setting(trims: Trims) -> None:
     for words in (("status",), ("stop",), ("warm", __file__), ("daemon",)):
         done = trims(*words, TRIMS_HOST_BYTE="1G")
         assert done.returncode == Exit.USAGE
-        assert "did you mean TRIMS_HOST_BYTES?" in done.stderr
+        assert done.stderr.count("did you mean TRIMS_HOST_BYTES?") == 1
         assert done.stdout == ""
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from trims_shim import _activate
 from trims_shim._version import __version__
 from trims_shim.cli.arguments import Commands, add_command
 from trims_shim.cli.batch_arguments import add_batch
@@ -82,7 +83,9 @@ def _run(words: list[str]) -> int:
 
 
 def _complain(error: BaseException, code: Exit) -> Exit:
-    print(f"trims: {error}", file=sys.stderr)
+    # Of a setting that cannot be used the import of this package has told already.
+    if str(error) != _activate.config_problem:
+        print(f"trims: {error}", file=sys.stderr)
     return code
 
 
