@@ -90,7 +90,7 @@ def test_shim_that_cannot_be_imported_does_not_stop_the_program(
     (tmp_path / "trims_shim.py").write_text("raise RuntimeError('broken')\n")
     path = os.pathsep.join([bootstrap_directory(), str(tmp_path)])
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SHOW!r}])"
-    code = f"import os; os.environ['_TRIMS_RUN_PID'] = str(os.getpid()); os.execv({sys.executable!r}, ['python', '-c', {child!r}])"  # noqa: E501
+    code = f"import os; os.environ['_TRIMS_RUN_PID'] = str(os.getpid()); os.execv({sys.executable!r}, [{sys.executable!r}, '-c', {child!r}])"  # noqa: E501
     done = trims.python("-S", "-c", code, PYTHONPATH=path)
     assert done.returncode == 0
     assert done.stdout == "False []\n"

@@ -465,7 +465,7 @@ from trims_shim.memory import driver
 try:
     driver.driver()
 except DriverFailure:
-    print("none")
+    print("none", flush=True)  # or the child has it to print, too
 child = os.fork()
 if child == 0:
     try:
