@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 
 from trims_shim.cli.arguments import Commands, add_command
-from trims_shim.cli.values import add_sizes, count, counts, line, not_negative, positive, shares
+from trims_shim.cli.values import (
+    add_sizes,
+    count,
+    counts,
+    line,
+    not_negative,
+    output,
+    positive,
+    shares,
+)
 
 __all__ = ["add_batch"]
 
@@ -67,7 +76,11 @@ def _add_profile(commands: Commands[argparse.ArgumentParser]) -> None:
     profile.add_argument("--device", default="cpu", help="of --shape; default cpu")
     add_sizes(profile, largest=32, repeats=20)
     profile.add_argument(
-        "-o", "--output", metavar="FILE", help="save there, for `batched(profile=FILE)`"
+        "-o",
+        "--output",
+        type=output,
+        metavar="FILE",
+        help="save there, for `batched(profile=FILE)`",
     )
 
 
@@ -93,7 +106,9 @@ def _add_plot(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     what = "; ".join(f"{name}: {text}" for name, text in _PLOTS.items())
     plot.add_argument("what", choices=tuple(_PLOTS), metavar="WHAT", help=what)
-    plot.add_argument("-o", "--output", metavar="FILE", help="a .png, .svg or .pdf file")
+    plot.add_argument(
+        "-o", "--output", type=output, metavar="FILE", help="a .png, .svg or .pdf file"
+    )
     _add_experiment(plot)
     _add_load(plot)
     plot.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from trims_shim.cli.arguments import Commands, add_command
-from trims_shim.cli.values import add_sizes, count, counts, positive
+from trims_shim.cli.values import add_sizes, count, counts, output, positive
 
 __all__ = ["add_stage"]
 
@@ -66,7 +66,11 @@ def _add_profile(commands: Commands[argparse.ArgumentParser]) -> None:
         "where that gains",
     )
     profile.add_argument(
-        "-o", "--output", metavar="FILE", help="save there, for `Batcher(model, profile=FILE)`"
+        "-o",
+        "--output",
+        type=output,
+        metavar="FILE",
+        help="save there, for `Batcher(model, profile=FILE)`",
     )
 
 
@@ -113,7 +117,9 @@ def _add_plot(commands: Commands[argparse.ArgumentParser]) -> None:
         "trims stage plot unet.json -o unet.png",
     )
     plot.add_argument("profile", metavar="FILE", help="made by `trims stage profile`")
-    plot.add_argument("-o", "--output", metavar="FILE", help="a .png, .svg or .pdf file")
+    plot.add_argument(
+        "-o", "--output", type=output, metavar="FILE", help="a .png, .svg or .pdf file"
+    )
     plot.add_argument(
         "--length", type=count, metavar="N", help="of the items; default: the longest measured"
     )

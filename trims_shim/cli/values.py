@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["add_sizes", "count", "counts", "line", "not_negative", "positive", "shares"]
+__all__ = ["add_sizes", "count", "counts", "line", "not_negative", "output", "positive", "shares"]
 
 _N = TypeVar("_N", int, float)
 
@@ -59,6 +60,18 @@ def line(text: str) -> tuple[float, float]:
     if not sum(line):
         raise argparse.ArgumentTypeError("a batch has to take some time")
     return line
+
+
+def output(text: str) -> str:
+    """A file that can be written, known before what takes minutes begins."""
+    directory = os.path.dirname(text) or "."
+    if not os.path.isdir(directory):
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no such directory")
+    if os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is a directory")
+    if not os.access(directory, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r}: its directory cannot be written")
+    return text
 
 
 def add_sizes(profile: argparse.ArgumentParser, *, largest: int, repeats: int) -> None:
