@@ -119,6 +119,17 @@ def test_log_file_that_cannot_be_written_fails_no_load(run: Run, tmp_path: Path)
     assert "(small_file)" in run(gone + load, **settings, TRIMS_LOG_FILE="log").stderr
 
 
+def test_sockets_that_cannot_be_had_are_reported_once(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "s").touch()
+    done = run(
+        "import trims_shim, sys; from safetensors.numpy import load_file\n"
+        "load_file(sys.argv[1]); load_file(sys.argv[1])\n"
+        "assert trims_shim.stats().fallbacks == {'socket_dir': 2}\n",
+        TRIMS_SOCKET_DIR=str(tmp_path / "s"),
+    )
+    assert done.stderr.count("is not a directory") == 1
+
+
 def test_patches_can_be_chosen(run: Run) -> None:
     program = (
         "import safetensors.numpy as library, trims_shim\n"

@@ -12,6 +12,7 @@
     │   └── UnknownMessage           its verb is not part of this protocol version
     ├── DaemonError              the daemon cannot be used
     │   ├── DaemonUnavailable        nobody listens, and none may or could be started
+    │   │   └── UnusableSocketDir        the directory of the sockets cannot be made, or be trusted
     │   ├── DaemonStartFailed        it was started and reported a failure
     │   ├── DaemonTimeout            it stopped answering
     │   └── IncompatibleDaemon       it speaks another protocol version and cannot be replaced
@@ -73,6 +74,7 @@ __all__ = [
     "UnknownImage",
     "UnknownMessage",
     "UnsupportedFormat",
+    "UnusableSocketDir",
     "WireError",
 ]
 
@@ -147,6 +149,12 @@ class DaemonUnavailable(DaemonError):
     """Nobody listens on the socket, and no daemon may or could be started."""
 
     reason = "daemon_unavailable"
+
+
+class UnusableSocketDir(DaemonUnavailable):
+    """The directory of the sockets cannot be made, or somebody else could change what is in it."""
+
+    reason = "socket_dir"
 
 
 class DaemonStartFailed(DaemonError):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness import World, wait_until
 
-from trims_shim.errors import ConfigError, DaemonUnavailable
+from trims_shim.errors import ConfigError, UnusableSocketDir
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 NOBODY = 65534
@@ -23,7 +23,7 @@ def refused(world: World) -> str:
         f"try:\n open_file({path!r})\nexcept errors.TrimsError as error:\n"
         " say([type(error).__name__, str(error)])\nelse:\n say(['served', ''])\n"
     )
-    assert said[0] in (DaemonUnavailable.__name__, ConfigError.__name__), said
+    assert said[0] in (UnusableSocketDir.__name__, ConfigError.__name__), said
     assert world.processes() == []
     assert world.sockets in said[1]
     return str(said[1])
@@ -121,7 +121,7 @@ def test_torch_load_goes_on_without_a_directory(world: World, torch_file: str) -
         f"import torch\nstate = torch.load({torch_file!r})\n"
         "say([state['weight'].sum().item(), trims_shim.stats().fallbacks])\n"
     )
-    assert said == [sum(range(1 << 19)), {"daemon_unavailable": 1}]
+    assert said == [sum(range(1 << 19)), {"socket_dir": 1}]
 
 
 @pytest.mark.parametrize("length", [77, 78, 120, 300])

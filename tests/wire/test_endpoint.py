@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trims_shim.errors import ConfigError, DaemonUnavailable
+from trims_shim.errors import ConfigError, DaemonUnavailable, UnusableSocketDir
 from trims_shim.wire import endpoint
 from trims_shim.wire.endpoint import Endpoint
 
@@ -110,7 +110,7 @@ class TestOwner:
             os.chown(absent.directory, 12345, -1)
         else:
             monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-        with pytest.raises(DaemonUnavailable, match="belongs to user"):
+        with pytest.raises(UnusableSocketDir, match="belongs to user"):
             absent.check_owner()
 
     def test_writable_by_its_group(self, absent: Endpoint) -> None:

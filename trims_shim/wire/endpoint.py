@@ -13,7 +13,7 @@ import stat
 import tempfile
 from dataclasses import dataclass
 
-from trims_shim.errors import ConfigError, DaemonUnavailable
+from trims_shim.errors import ConfigError, DaemonUnavailable, UnusableSocketDir
 
 __all__ = ["Endpoint", "choose"]
 
@@ -66,7 +66,7 @@ class Endpoint:
             )
 
     def check_owner(self) -> None:
-        """Raises DaemonUnavailable when the directory is missing or not safe to trust."""
+        """Raises DaemonUnavailable when it is missing, UnusableSocketDir when it is not safe."""
         try:
             status = os.lstat(self.directory)
         except FileNotFoundError:
@@ -74,11 +74,11 @@ class Endpoint:
                 f"no socket directory {self.directory}; no daemon has run"
             ) from None
         except OSError as error:
-            raise DaemonUnavailable(f"socket directory {self.directory}: {error}") from error
+            raise UnusableSocketDir(f"socket directory {self.directory}: {error}") from error
         _check_status(self.directory, status)
 
     def create(self, *, mode: int = 0o700) -> None:
-        """Make the directory if it is missing, and check it. Raises DaemonUnavailable."""
+        """Make the directory if it is missing, and check it. Raises UnusableSocketDir."""
         self.check_length()
         try:
             os.makedirs(os.path.dirname(self.directory) or "/", exist_ok=True)
@@ -86,7 +86,7 @@ class Endpoint:
         except FileExistsError:
             pass
         except OSError as error:
-            raise DaemonUnavailable(
+            raise UnusableSocketDir(
                 f"socket directory {self.directory} cannot be made: {error}; set TRIMS_SOCKET_DIR"
             ) from error
         self.check_owner()
@@ -105,15 +105,15 @@ def choose(configured: str, *, runtime_dir: str) -> Endpoint:
 
 def _check_status(directory: str, status: os.stat_result) -> None:
     if not stat.S_ISDIR(status.st_mode):
-        raise DaemonUnavailable(f"socket directory {directory} is not a directory")
+        raise UnusableSocketDir(f"socket directory {directory} is not a directory")
     if status.st_uid not in (os.geteuid(), 0):
-        raise DaemonUnavailable(
+        raise UnusableSocketDir(
             f"socket directory {directory} belongs to user {status.st_uid}, not to you or root; "
             f"set TRIMS_SOCKET_DIR to a directory of yours"
         )
     # A machine-wide daemon's group may enter (0750), but whoever may write could swap the socket.
     for bit, who in ((stat.S_IWOTH, "everybody"), (stat.S_IWGRP, "its group")):
         if stat.S_IMODE(status.st_mode) & bit:
-            raise DaemonUnavailable(
+            raise UnusableSocketDir(
                 f"socket directory {directory} is writable by {who}; run `chmod go-w {directory}`"
             )
