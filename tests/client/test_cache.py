@@ -35,7 +35,6 @@ class StubLine:
         self.welcome = WELCOME
         self.answer = answer
         self.is_open = True
-        self.is_quiet = False
         self.reported: dict[str, int] = {}
 
     def open_image(self, descriptor: int, name: str, *, tier: str = "host") -> Granted:
@@ -53,9 +52,6 @@ class StubLine:
 
     def is_alive(self) -> bool:
         return self.is_open
-
-    def quiesce(self) -> None:
-        self.is_quiet = True
 
     def close(self) -> None:
         self.is_open = False
@@ -147,15 +143,6 @@ def test_lines_are_limited() -> None:
         each.join(10)
     assert dialled.cache.request(100) == 100
     assert len(dialled.lines) == 16
-
-
-def test_before_a_fork_idle_lines_become_quiet() -> None:
-    dialled = Dialled(lambda message: message)
-    dialled.cache.request(1)
-    dialled.cache.quiesce()
-    assert dialled.lines[0].is_quiet
-    with dialled.cache._lock:
-        dialled.cache.quiesce()  # whoever forks inside the lock must not wait for it
 
 
 def test_at_exit_counters_are_reported() -> None:

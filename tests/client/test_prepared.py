@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from harness import World, close_worlds
 
 from trims_shim import config, diagnostics
@@ -254,13 +255,21 @@ def asked(**fields: Any) -> messages.OpenPreparedRequest:
     )
 
 
-def test_a_packet_is_enough(connection: Connection) -> None:
+def test_a_packet_is_enough(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ and its threads are left alone, unless the request is too long for a packet."""
+    made: list[Any] = []
+
+    def context(**arguments: Any) -> Any:
+        made.append(original(**arguments))
+        return made[-1]
+
+    original = zmq.Context
+    monkeypatch.setattr(zmq, "Context", context)
     assert connection.open_prepared(asked()).outcome == "unknown"
-    assert connection._control is None
+    assert not made
     long = asked(search_path=("/" + "a" * messages.HANDOVER_PACKET_LIMIT_BYTES,))
     assert connection.open_prepared(long).outcome == "unknown"
-    assert connection._control is not None
+    assert [each.closed for each in made] == [True]
 
 
 @pytest.mark.parametrize("is_long", [False, True])

@@ -68,7 +68,6 @@ class Line(Protocol):
     def release(self, lease: int) -> None: ...
     def drain(self) -> None: ...
     def is_alive(self) -> bool: ...
-    def quiesce(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -113,7 +112,7 @@ class Cache:
         """
         key = (image.digest, lead_bytes)
         found = self._aligned.get(key)
-        if found is not None:
+        if found is not None and found.is_open:
             diagnostics.count("open", "local")
             return found
 
@@ -199,8 +198,9 @@ class Cache:
     def _local(self, identity: Identity) -> Image | None:
         """An image this process still holds; a settled identity means equal content."""
         image = self._images.get(self._digests.get(identity, ""))
-        if image is not None:
-            diagnostics.count("open", "local")
+        if image is None or not image.is_open:
+            return None
+        diagnostics.count("open", "local")
         return image
 
     def _lease(self, descriptor: int, identity: Identity, name: str) -> Image:
@@ -254,17 +254,6 @@ class Cache:
     def welcome(self, *, may_start: bool = False) -> messages.Welcome:
         """What the daemon said of itself."""
         return self._with_connection(lambda each: each.welcome, may_start=may_start)
-
-    def quiesce(self) -> None:
-        """Before a fork: leave no thread of ours, unless a request is under way."""
-        # Whoever forks must not wait for us, and may do so from a place that holds the lock.
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            for connection in self._idle:
-                connection.quiesce()
-        finally:
-            self._lock.release()
 
     def close(self) -> None:
         """At exit: report the counters and close idle connections."""
@@ -481,13 +470,8 @@ def _install_hooks() -> None:
     global _has_hooks
     if not _has_hooks:
         _has_hooks = True
-        os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+        os.register_at_fork(after_in_child=_after_fork_in_child)
         atexit.register(_at_exit)
-
-
-def _before_fork() -> None:
-    if _cache is not None:
-        _cache.quiesce()
 
 
 def _after_fork_in_child() -> None:

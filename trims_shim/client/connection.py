@@ -6,9 +6,9 @@ taken over a connection end with it.
 
 An image that is resident, or a prepared model, is opened over the handover socket alone, and the
 first request does not wait for the Welcome: it is sent right behind the Hello, so that a process
-waits once for its first model. The control socket is opened on the first request that needs it and
-closed again by :meth:`quiesce` before a fork: ZeroMQ has threads, and a program that forks must not
-find them.
+waits once for its first model. The control socket is opened for a request that needs it and closed
+after it: ZeroMQ has threads, which a program that forks must not find, and aborts a process that
+has closed its descriptors.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trims_shim._version import __version__
+from trims_shim.client.descriptors import stamp
 from trims_shim.client.session import Conversation, error_from
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
 from trims_shim.late_imports import ensure_imported
@@ -85,12 +86,11 @@ class Connection:
         self.pid = os.getpid()
         self.endpoint = endpoint
         self._handover = _connect(endpoint)
+        self._stamp = stamp(self._handover.fileno())
         self._check = check
         self._welcome: messages.Welcome | None = None
         self._conversation: Conversation | None = None
         self._stall_timeout_s = stall_timeout_s
-        self._control: zmq.Socket[bytes] | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._unsent: deque[int] = deque()
         self._ticket = 0
         self._parts: _Parts | None = None
@@ -215,14 +215,14 @@ class Connection:
         import zmq
 
         try:
-            return self._exchange(message)
+            with self._control_socket() as control:
+                return self._exchange(message, control)
         except zmq.ZMQError as error:
             raise DaemonUnavailable(f"the control socket fails: {error}") from error
 
-    def _exchange(self, message: Any) -> Any:
+    def _exchange(self, message: Any, control: zmq.Socket[bytes]) -> Any:
         import zmq
 
-        control = self._open_control()
         conversation = self._conversation
         if conversation is None:
             conversation = self._conversation = Conversation(
@@ -251,13 +251,13 @@ class Connection:
 
     def report(self, counters: dict[str, int]) -> None:
         """Hand counters to the daemon's totals; best effort, for the end of a process."""
-        if counters and self.pid == os.getpid():
+        if counters and self.pid == os.getpid() and self._is_ours():
             with contextlib.suppress(OSError):
                 handover.send(self._handover, messages.StatsReport(counters))
 
     def release(self, lease: int) -> None:
         """Give a lease up. Never blocks, raises or locks; safe in a finalizer."""
-        if self.pid != os.getpid():
+        if self.pid != os.getpid() or not self._is_ours():
             return
         try:
             handover.send(self._handover, messages.LeaseRelease(lease))
@@ -273,7 +273,9 @@ class Connection:
     # --- life -------------------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
-        """False once the daemon has closed its end."""
+        """False once the daemon has closed its end, or the program ours."""
+        if not self._is_ours():
+            return False
         try:
             data = self._handover.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -287,19 +289,15 @@ class Connection:
             return True
         return False
 
-    def quiesce(self) -> None:
-        """Close the control socket and its threads; the next request opens it again."""
-        control, self._control = self._control, None
-        context, self._context = self._context, None
-        if control is not None:
-            control.close(linger=0)
-        if context is not None:
-            context.term()
-
     def close(self) -> None:
-        """Close everything; the daemon releases the leases."""
-        self.quiesce()
+        """Close the connection; the daemon releases the leases."""
+        if not self._is_ours():
+            self._handover.detach()
         self._handover.close()
+
+    def _is_ours(self) -> bool:
+        """Whether the program has left our descriptor open; else its number means another file."""
+        return stamp(self._handover.fileno()) == self._stamp
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -313,20 +311,19 @@ class Connection:
         if self._check is not None:
             self._check(packet.message)
 
-    def _open_control(self) -> zmq.Socket[bytes]:
-        if self._control is None:
-            import zmq
+    @contextlib.contextmanager
+    def _control_socket(self) -> Iterator[zmq.Socket[bytes]]:
+        import zmq
 
-            path = self.endpoint.control(self.welcome.instance)
-            _check_descriptors()
-            self._context = zmq.Context(io_threads=1)
-            # Known at once, whatever fails below: a context waits for ever for a socket left open.
-            control = self._control = self._context.socket(zmq.DEALER)
+        path = self.endpoint.control(self.welcome.instance)
+        _check_descriptors()
+        # A context waits for ever for a socket that is left open.
+        with zmq.Context(io_threads=1) as context, context.socket(zmq.DEALER) as control:
             control.setsockopt(zmq.LINGER, 0)
             control.setsockopt(zmq.MAXMSGSIZE, messages.CONTROL_MESSAGE_LIMIT_BYTES)
             control.setsockopt(zmq.SNDTIMEO, int(_CONNECT_TIMEOUT_S * 1000))
             control.connect(f"ipc://{path}")
-        return self._control
+            yield control
 
     def _timeout(self, what: str) -> DaemonTimeout:
         """Nothing that would ask the daemon helps then."""

@@ -1,0 +1,62 @@
+"""A program closes descriptors that are not its own, as one does that becomes a daemon. Promises:
+what it opens next is neither mapped, nor written to, nor closed; loads go on working."""
+
+from __future__ import annotations
+
+import pytest
+from harness import World
+
+CLOSING = """
+import gc
+def close_all():
+    "Of the program's own, nothing but the standard streams; other files get the numbers."
+    os.closerange(3, 1024)
+    return [os.memfd_create("mine") for _ in range(40)]
+def fill(files):
+    for each in files:
+        os.pwrite(each, b'm' * (1 << 20), 0)
+def mine(files):
+    return all(os.pread(each, 2, (1 << 20) - 1) == b"m" for each in files)
+def is_right(arena, path):
+    return data(arena) == open(path, 'rb').read()
+def error(work):
+    try: work()
+    except errors.TrimsError as failure: return failure.reason
+"""
+
+
+@pytest.mark.parametrize("place", ["the process itself", "a child"])
+def test_what_the_program_opens_next_is_left_alone(running: World, place: str) -> None:
+    one, two = running.file(1), running.file(2)
+    said = running.run(
+        CLOSING + f"one, two = {one!r}, {two!r}\n"
+        f"arena = open_file(one); is_child = {place == 'a child'!r}\n"
+        "if is_child and os.fork(): os.wait(); os._exit(0)\n"
+        "files = close_all(); fill(files)\n"
+        "reason = error(arena.clone)\n"
+        "again, other = open_file(one), open_file(two)\n"
+        "rights = [is_right(arena, one), is_right(again, one), is_right(other, two)]\n"
+        "del arena, again, other; gc.collect()\n"
+        "say([reason, rights, mine(files)])\n"
+    )
+    assert said == ["memory", [True, True, True], True]
+    running.assert_account()
+
+
+def test_a_socket_of_the_program_is_not_taken_for_ours(running: World) -> None:
+    one = running.file(1)
+    said = running.run(
+        CLOSING + "import socket\n"
+        f"arena = open_file({one!r})\n"
+        "os.closerange(3, 1024)\n"
+        "pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(20)]\n"
+        "del arena; gc.collect()\n"
+        f"arena = open_file({one!r})\n"
+        "for each in sum(pairs, ()): each.setblocking(False)\n"
+        "def is_silent(end):\n"
+        "    try: return not end.recv(1)\n"
+        "    except BlockingIOError: return True\n"
+        f"say([is_right(arena, {one!r}), all(map(is_silent, sum(pairs, ())))])\n",
+        timeout_s=30,
+    )
+    assert said == [True, True]
