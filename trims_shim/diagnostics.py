@@ -1,12 +1,15 @@
 """What the shim did in this process: counters by event and reason, and one WARNING per cause.
 
-Recording never raises into a load. Counters are plain dictionary increments under the interpreter
-lock, so no lock is taken that a fork or a finalizer could find held.
+Recording raises nothing into a load but what is not ours: the exception of a signal handler of the
+program, which came while we were waiting, goes on to the program. Counters are plain dictionary
+increments under the interpreter lock, so no lock is taken that a fork or a finalizer could find
+held.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,7 +18,9 @@ __all__ = [
     "Stats",
     "count",
     "fallback",
+    "pass_on",
     "reset_after_fork",
+    "signalled",
     "stats",
     "take_unreported",
 ]
@@ -109,7 +114,11 @@ def count(event: str, reason: str = "", amount: int = 1) -> None:
 
 
 def fallback(reason: str, error: BaseException | None = None, *, what: str = "") -> None:
-    """Count a load that goes to the framework's own loader; warn once per unexpected reason."""
+    """Count a load that goes to the framework's own loader; warn once per unexpected reason.
+
+    Raises what a signal handler raised.
+    """
+    pass_on(error)
     count("fallback", reason)
     if reason in EXPECTED_REASONS:
         _logger.debug("%s: the framework's own loader is used (%s)", what, reason)
@@ -123,6 +132,31 @@ def fallback(reason: str, error: BaseException | None = None, *, what: str = "")
         reason,
         error,
     )
+
+
+def pass_on(error: BaseException | None) -> None:
+    """Raise what a signal handler raised, where that is what this error is, or comes from."""
+    raised = signalled(error)
+    if raised is not None:
+        raise raised
+
+
+def signalled(error: BaseException | None) -> BaseException | None:
+    """The exception of a signal handler that this error is, or was made from with ``from``.
+
+    The context of an error is not looked at: that may be what the program was handling before.
+    """
+    handlers = {
+        getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()
+    } - {None}
+    while error is not None:
+        place = error.__traceback__
+        while place is not None:
+            if place.tb_frame.f_code in handlers:
+                return error
+            place = place.tb_next
+        error = error.__cause__
+    return None
 
 
 def stats() -> Stats:

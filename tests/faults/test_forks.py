@@ -307,6 +307,38 @@ def test_interrupted_while_it_waits(make_world: Any, number: int) -> None:
     wait_until(lambda: not any(i.leases for i in world.status().images), "leases released")
 
 
+@pytest.mark.parametrize("kind", ["TimeoutError", "RuntimeError"])
+def test_what_a_signal_handler_raises_ends_the_load(make_world: Any, kind: str) -> None:
+    """A time limit of the program, say: the load must not go on in the framework's own loader."""
+    world = make_world(stall_timeout="30")
+    pid = world.start()
+    path = world.file(1, name="model.pt")
+    child = world.spawn(
+        "import torch\n"
+        f"class Late({kind}): pass\n"
+        "def handler(*_): raise Late\n"
+        "signal.signal(signal.SIGUSR1, handler)\n"
+        f"torch.save(torch.zeros(1000), {path!r})\n"
+        "say('ready'); hear(); say('go')\n"
+        f"try: torch.load({path!r}); say('loaded')\n"
+        "except Late: say('late')\n"
+        f"say(torch.load({path!r}).tolist() == [0] * 1000)\n",
+        min_bytes="1",
+    )
+    assert child.hear() == "ready"
+    world.signal(pid, signal.SIGSTOP)
+    child.say()
+    try:
+        assert child.hear() == "go"
+        wait_until(lambda: process_state(child.pid) == "S", "the client waits")
+        time.sleep(0.5)
+        world.signal(child.pid, signal.SIGUSR1)
+        assert child.hear() == "late"
+    finally:
+        world.signal(pid, signal.SIGCONT)
+    assert child.hear() is True
+
+
 def test_a_signal_that_only_interrupts_the_wait(running: World) -> None:
     """EINTR from a handler that returns is not an error."""
     path = running.file(4)

@@ -272,8 +272,8 @@ class Cache:
         may_start = self.config.autostart if may_start is None else may_start
         try:
             return self._ask_current(ask, may_start)
-        except DaemonUnavailable:
-            if not may_start:
+        except DaemonUnavailable as error:
+            if not may_start or diagnostics.signalled(error):
                 raise
         return self._ask_current(ask, may_start, is_new=True)
 

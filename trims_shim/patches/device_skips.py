@@ -23,7 +23,11 @@ class Skips:
         self.warned: set[str] = set()
 
     def __call__(self, reason: str, error: BaseException | None = None, *, what: str) -> None:
-        """Count it; warn once if it is a fault. Raises ``error`` under TRIMS_STRICT then."""
+        """Count it; warn once if it is a fault. Raises ``error`` under TRIMS_STRICT then.
+
+        Raises what a signal handler raised in any case.
+        """
+        diagnostics.pass_on(error)
         diagnostics.count("not_on_device", reason)
         if error is None or reason in self._expected:
             _logger.debug("%s: not on shared device memory (%s)", what, reason)

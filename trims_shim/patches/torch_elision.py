@@ -307,6 +307,7 @@ class _CopyMode(TorchFunctionMode):
 
 
 def _count_error(error: Exception) -> None:
+    diagnostics.pass_on(error)
     _logger.debug("load_state_dict: copying, elision failed", exc_info=error)
     diagnostics.count("elision_error", type(error).__name__)
 

@@ -121,6 +121,7 @@ def aligned_image(image: Image, lead_bytes: int) -> Image | None:
     try:
         found = cache().aligned(image, lead_bytes)
     except TrimsError as error:
+        diagnostics.pass_on(error)
         diagnostics.count("aligned", error.reason)
         return None
     diagnostics.count("aligned", "copied" if found is None else "served")
