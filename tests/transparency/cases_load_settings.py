@@ -11,7 +11,7 @@ import torch
 from torch.serialization import LoadEndianness
 from torch.utils.serialization import config
 
-from .payloads import saved, state, with_bulk
+from .payloads import net, saved, state, with_bulk
 from .registry import Work, attempt, case, cases
 
 
@@ -133,6 +133,48 @@ def inference_mode(work: Work) -> object:
         attempt(loaded["weight"].add_, 1),
         attempt(loaded["weight"].requires_grad_),
     ]
+
+
+def _grad(function: Any, vector: torch.Tensor) -> object:
+    return torch.func.grad(lambda row: function(row).sum())(vector)
+
+
+def _vmap(function: Any, vector: torch.Tensor) -> object:
+    return torch.func.vmap(function)(vector[None])
+
+
+def _jvp(function: Any, vector: torch.Tensor) -> object:
+    return torch.func.jvp(function, (vector,), (vector,))
+
+
+def _functionalize(function: Any, vector: torch.Tensor) -> object:
+    return torch.func.functionalize(function)(vector)
+
+
+TRANSFORMS = {
+    f"{transform.__name__.strip('_')}_{'mmap' if mmap else 'plain'}_{what}": (transform, mmap, what)
+    for transform in (_grad, _vmap, _jvp, _functionalize)
+    for mmap in (False, True)
+    for what in ("state", "module")
+}
+
+
+@cases(TRANSFORMS, served=True)
+def functorch_transform(work: Work, how: tuple[Any, bool, str]) -> object:
+    """What is loaded inside a transform is wrapped by it, as what torch loads there."""
+    transform, mapped, what = how
+    module = net()
+    value = module.state_dict() if what == "state" else module
+    path = work.file(f"{what}.pt", saved(value))
+    levels: list[object] = []
+
+    def function(row: torch.Tensor) -> torch.Tensor:
+        loaded = torch.load(path, mmap=mapped, weights_only=False)
+        weight = loaded["large.weight"] if what == "state" else loaded.large.weight
+        levels.append([type(weight), torch._C._functorch.maybe_get_level(weight)])
+        return weight @ row
+
+    return [transform(function, torch.ones(1024)), levels]
 
 
 @case(served=True)

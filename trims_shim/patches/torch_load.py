@@ -38,7 +38,7 @@ from trims_shim.formats import TorchArchive, read_archive, read_recipe
 from trims_shim.patches import torch_device, torch_device_load, torch_from_file, torch_rebuild
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_rebuild import Built
-from trims_shim.patches.torch_storage import arena_of_file, bytes_over, storage_of
+from trims_shim.patches.torch_storage import arena_of_file, bytes_over, storage_of, unseen
 
 __all__ = ["POINTS", "defers"]
 
@@ -402,7 +402,8 @@ def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
     found = arenas.find(address, size_bytes)
     if found is None or found[1] != 0 or found[0].size_bytes != size_bytes:
         return None
-    array: Any = bytes_over(overall_storage).numpy()
+    with unseen():
+        array: Any = bytes_over(overall_storage).numpy()
     view = memoryview(array)
     return _serve(overall_storage, view, "torch.load(mmap=True)")
 

@@ -83,19 +83,25 @@ _NO_MODES = contextlib.nullcontext()
 
 
 def unseen() -> contextlib.AbstractContextManager[object]:
-    """Hide what we do from modes of the program, the default device among them.
+    """Hide what we do from modes of the program, the default device and functorch among them.
 
-    torch's own reader makes storages in C++, where no mode looks.
+    torch's own reader makes storages in C++, where no mode looks; a tensor that functorch wraps has
+    no storage to give.
     """
     import torch
 
-    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
+    if not (
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
         return _NO_MODES
     from torch.utils import _python_dispatch
 
     stack = contextlib.ExitStack()
     stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(_python_dispatch._disable_current_modes())
+    stack.enter_context(torch._C._DisableFuncTorch())
     return stack
 
 
