@@ -136,12 +136,12 @@ def fallback(reason: str, error: BaseException | None = None, *, what: str = "")
 
 def pass_on(error: BaseException | None) -> None:
     """Raise what a signal handler raised, where that is what this error is, or comes from."""
-    raised = signalled(error)
+    raised = None if error is None else signalled(error)
     if raised is not None:
         raise raised
 
 
-def signalled(error: BaseException | None) -> BaseException | None:
+def signalled(error: BaseException) -> BaseException | None:
     """The exception of a signal handler that this error is, or was made from with ``from``.
 
     The context of an error is not looked at: that may be what the program was handling before.
@@ -149,13 +149,14 @@ def signalled(error: BaseException | None) -> BaseException | None:
     handlers = {
         getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()
     } - {None}
-    while error is not None:
-        place = error.__traceback__
+    cause: BaseException | None = error
+    while cause is not None:
+        place = cause.__traceback__
         while place is not None:
             if place.tb_frame.f_code in handlers:
-                return error
+                return cause
             place = place.tb_next
-        error = error.__cause__
+        cause = cause.__cause__
     return None
 
 
