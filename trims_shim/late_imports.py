@@ -2,7 +2,7 @@
 
 A child that is forked while another thread imports a module can never import it, nor what that was
 importing in turn: nobody is there to release the modules' locks, and Python makes no new ones
-(CPython 3.10 to 3.13). So what threads of a program import late through us, they import where a
+(CPython 3.10 to 3.14). So what threads of a program import late through us, they import where a
 fork waits for them. That takes some ten milliseconds, once in a process; a fork waits for a second
 at most, and an import as long for a fork.
 
