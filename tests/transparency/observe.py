@@ -22,6 +22,7 @@ _PATTERNS = (
     (re.compile(r"\[([WE])\d{4} \d\d:\d\d:\d\d\.\d+ "), r"[\1 "),
     (re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3,}"), "<time>"),
     (re.compile(r"/proc/\d+"), "/proc/<pid>"),
+    (re.compile(r"\(pid=\d+\)"), "(pid=<pid>)"),  # a fork beside threads, from Python 3.12 on
     (
         re.compile(rf"({re.escape(tempfile.gettempdir())}|/tmp)/(tmp|transparency-)\w+"),
         "<temporary>",
