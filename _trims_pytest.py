@@ -36,8 +36,11 @@ _IDLE_EXIT_S = "300"
 """A daemon whose test run was killed goes by itself."""
 _STOP_TIMEOUT_S = 10.0
 _OUTPUT_KEY = "trims_stats"
-_DIRECTORY_OPTION = "trims_run_socket_dir"
-"""Not for the command line: xdist hands the controller's options to its workers."""
+_RUN_DIRECTORY = "_TRIMS_PYTEST_SOCKET_DIR"
+"""By which pytest-xdist's workers know the run that they belong to: they inherit its environment.
+
+Workers on other machines do not, and have a daemon of their own there.
+"""
 
 
 @dataclass(slots=True)
@@ -111,7 +114,6 @@ def _switch_on(config: pytest.Config, wanted: bool | None) -> None:
     run.environment.update({name: os.environ.get(name) for name in changes})
     os.environ.update(changes)
     config.stash[_run_key] = run
-    setattr(config.option, _DIRECTORY_OPTION, run.socket_dir)
     _activate(run)
 
 
@@ -125,7 +127,8 @@ def _source(config: pytest.Config, wanted: bool | None) -> str:
 
 
 def _choose(config: pytest.Config, source: str) -> _Run:
-    inherited = getattr(config.option, _DIRECTORY_OPTION, None)
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    inherited = os.environ.get(_RUN_DIRECTORY) if is_worker else None
     configured = config.getini("trims_socket_dir")
     is_isolated = not config.getini("trims_shared")
     if inherited is not None:
@@ -149,7 +152,7 @@ def _choose(config: pytest.Config, source: str) -> _Run:
 
 
 def _environment(config: pytest.Config, run: _Run) -> dict[str, str]:
-    changes = {"TRIMS_ENABLED": "1"}
+    changes = {"TRIMS_ENABLED": "1", _RUN_DIRECTORY: run.socket_dir}
     if run.socket_dir:
         changes["TRIMS_SOCKET_DIR"] = run.socket_dir
     if config.getini("trims_host_bytes"):

@@ -124,6 +124,24 @@ def test_workers_share_one_daemon(pytester: pytest.Pytester) -> None:
     assert "small_file 1" in output
 
 
+def test_all_workers_have_the_same_daemon(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    before = leftovers()
+    pytester.makepyfile(
+        test_suite="import os, pathlib\n"
+        "def test_daemon(trims_daemon, worker_id):\n"
+        "    trims_daemon.warm(os.environ['MODEL'])\n"
+        "    seen = f'{trims_daemon.status().pid} in {trims_daemon.socket_dir}'\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'seen-' + worker_id).write_text(seen)\n"
+    )
+    result = run(pytester, "--trims", "-n", "2", "--dist", "each")
+    result.assert_outcomes(passed=2)
+    seen = [path.read_text() for path in tmp_path.glob("seen-gw*")]
+    assert len(seen) == 2
+    assert len(set(seen)) == 1
+    result.stdout.fnmatch_lines([f"trims: on, socket {seen[0].split(' in ')[1]}, isolated*"])
+    assert leftovers() <= before
+
+
 def test_models_of_onnxruntime_are_prepared_for_the_run(
     pytester: pytest.Pytester, tmp_path: Path
 ) -> None:
