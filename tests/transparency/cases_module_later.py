@@ -179,6 +179,22 @@ def parameter_storages_can_grow(work: Work) -> object:
 
 
 @case(served=True)
+def parameter_storages_are_freed_and_filled_again(work: Work) -> object:
+    """What FSDP does with weights that it does not need for a while."""
+    module, source = _loaded(work)
+    weight = module.large.weight
+    view = weight.detach()[3]
+    size_bytes = weight.untyped_storage().nbytes()
+    weight.untyped_storage().resize_(0)
+    freed = [weight.untyped_storage().nbytes(), view.untyped_storage().nbytes()]
+    weight.detach()._typed_storage()._resize_(size_bytes // weight.element_size())
+    with torch.no_grad():
+        weight.fill_(2)
+    module.load_state_dict(source)
+    return [freed, view.clone(), weight.untyped_storage().nbytes(), weight._version]
+
+
+@case(served=True)
 def version_counters_and_backward(work: Work) -> object:
     """A load between forward and backward is noticed as a write."""
     source = torch.load(work.file("model.pt", saved(net().state_dict())))

@@ -25,8 +25,8 @@ Copies within a device, and onto one, are :mod:`.torch_device_elision`'s, which 
 
 What can be told apart afterwards: the parameter's memory is elsewhere, so an address that somebody
 kept as a number (``data_ptr()``, ctypes, registered I/O) is stale where a copy would have kept it
-valid; a storage that lies in an image cannot be resized (``UntypedStorage.resize_``), as with
-``torch.load(mmap=True)``; the first write to a page costs a page fault.
+valid; a storage that lies in an image is not resizable, and gets other memory when it is resized
+(:func:`make_resizable`); the first write to a page costs a page fault.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ from trims_shim.patches.torch_stock_load import (
     registered,
     stock_pairs,
 )
-from trims_shim.patches.torch_storage import aligned_image, storage_of
+from trims_shim.patches.torch_storage import aligned_image, bytes_over, storage_of, unseen
 
-__all__ = ["ALIGNMENT_BYTES", "MIN_SIZE_BYTES", "load"]
+__all__ = ["ALIGNMENT_BYTES", "MIN_SIZE_BYTES", "load", "make_resizable"]
 
 MIN_SIZE_BYTES = 64 << 10
 """Below this a copy is as cheap as the checks."""
@@ -334,8 +334,27 @@ def _is_replaceable(dst: torch.Tensor, size: int, *, aliases: int) -> bool:
     """
     if not is_exclusive(dst, size, aliases=aliases):
         return False
-    if dst.untyped_storage().resizable():
-        return True
-    address = dst.data_ptr()
-    found = arenas.find(address, size)
+    return dst.untyped_storage().resizable() or _is_ours(dst.data_ptr(), size)
+
+
+def _is_ours(address: int, size_bytes: int) -> bool:
+    """Whether an earlier elision put a parameter there."""
+    found = arenas.find(address, size_bytes)
     return found is not None and address - found[1] in _own_arenas
+
+
+def make_resizable(storage: torch.UntypedStorage, *, keeps_bytes: bool) -> None:
+    """Give a parameter's storage, if its copy was elided, memory of torch's allocator.
+
+    What lies on it stays there. Does nothing to any other storage; for a torch that can swap.
+    """
+    try:
+        if storage.device.type != "cpu" or not _is_ours(storage.data_ptr(), storage.nbytes()):
+            return
+        with unseen():
+            # Of equal size, or empty: torch swaps no others.
+            own = (bytes_over(storage).clone() if keeps_bytes else torch.empty(0)).untyped_storage()
+        torch_repoint.move([storage], [own], ())
+    # Border: torch says that the storage is not resizable.
+    except Exception as error:
+        _count_error(error)
