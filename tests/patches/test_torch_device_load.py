@@ -133,8 +133,10 @@ def test_a_torch_that_says_whether_it_is_weights_only(
 ) -> None:
     """As torch 2.14 does."""
     saying = functools.partial(torch.serialization._load, weights_only=True)
-    monkeypatch.setattr(torch.serialization, "_load", saying)
-    assert shared(torch.load(save(state()), map_location="cuda")["table"])
+    path = save(state())
+    with monkeypatch.context() as patching:
+        patching.setattr(torch.serialization, "_load", saying)
+        assert shared(torch.load(path, map_location="cuda")["table"])
 
 
 def test_no_index_is_the_current_device(devices: Devices, save: Callable[..., str]) -> None:
