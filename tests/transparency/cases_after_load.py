@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .payloads import bulk, counting, net, saved, state
+from .payloads import bulk, counting, net, pickled_bytes, saved, state
 from .registry import Work, attempt, case, cases
 
 LOADS = {"plain": {}, "mmap": {"mmap": True}, "unsafe": {"weights_only": False}}
@@ -183,7 +183,7 @@ def pickled(work: Work, options: dict[str, Any]) -> object:
     loaded = torch.load(work.file("model.pt", saved(state())), **options)
     buffer = io.BytesIO()
     torch.save(loaded["weight"], buffer)
-    sizes = [len(pickle.dumps(loaded[name])) for name in ("weight", "bias", "bulk")]
+    sizes = [pickled_bytes(loaded[name]) for name in ("weight", "bias", "bulk")]
     return [sizes, len(buffer.getvalue()), pickle.loads(pickle.dumps(loaded))]
 
 

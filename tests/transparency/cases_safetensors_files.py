@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 
-from .payloads import Net, bulk, counting, net, state
+from .payloads import Net, bulk, counting, net, pickled_bytes, state
 from .registry import Work, attempt, case, cases
 
 NAMES = (
@@ -105,7 +104,7 @@ def saved_again(work: Work) -> object:
     torch.save(loaded, "again.pt")
     torch.save(loaded["weight"], "weight.pt")
     sizes = [Path(name).stat().st_size for name in ("again.safetensors", "again.pt", "weight.pt")]
-    pickles = [len(pickle.dumps(loaded[name])) for name in ("weight", "bias")]
+    pickles = [pickled_bytes(loaded[name]) for name in ("weight", "bias")]
     return [sizes, pickles, load_file("again.safetensors"), torch.load("again.pt")]
 
 

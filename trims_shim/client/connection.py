@@ -316,6 +316,9 @@ class Connection:
         import zmq
 
         path = self.endpoint.control(self.welcome.instance)
+        if not os.path.exists(path):
+            # Somebody has cleaned the directory; ZeroMQ would wait for it to come back.
+            raise DaemonUnavailable(f"the daemon's socket {path} is gone")
         _check_descriptors()
         # A context waits for ever for a socket that is left open.
         with zmq.Context(io_threads=1) as context, context.socket(zmq.DEALER) as control:
