@@ -9,9 +9,12 @@ held.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import CodeType
 
 __all__ = [
     "LogFile",
@@ -26,6 +29,7 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("trims_shim")
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
 
 _totals: Counter[str] = Counter()
 _reported: Counter[str] = Counter()
@@ -146,18 +150,29 @@ def signalled(error: BaseException) -> BaseException | None:
 
     The context of an error is not looked at: that may be what the program was handling before.
     """
+    foreign = [(cause, code) for cause in _causes(error) for code in _foreign_codes(cause)]
+    if not foreign:
+        return None
     handlers = {
-        getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()
-    } - {None}
-    cause: BaseException | None = error
-    while cause is not None:
-        place = cause.__traceback__
-        while place is not None:
-            if place.tb_frame.f_code in handlers:
-                return cause
-            place = place.tb_next
-        cause = cause.__cause__
-    return None
+        getattr(signal.getsignal(number), "__code__", None) for number in range(1, signal.NSIG)
+    }
+    return next((cause for cause, code in foreign if code in handlers), None)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _foreign_codes(error: BaseException) -> Iterator[CodeType]:
+    """What an error came through, but for this package, which most errors never leave."""
+    place = error.__traceback__
+    while place is not None:
+        code = place.tb_frame.f_code
+        if not code.co_filename.startswith(_PACKAGE):
+            yield code
+        place = place.tb_next
 
 
 def stats() -> Stats:
