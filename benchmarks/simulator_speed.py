@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -39,25 +40,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="the quickest counts")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
-    print(f"{'requests/s':12}" + "".join(f"{rate:>10} qps" for rate in _RATES_QPS))
-    found: dict[str, list[int]] = {}
-    for policy in POLICIES:
-        found[policy] = [
-            max(_speed(policy, rate_qps, options.requests) for _ in range(options.repeats))
-            for rate_qps in _RATES_QPS
-        ]
-        print(f"{policy:12}" + "".join(f"{each:>14,}" for each in found[policy]), flush=True)
-    print(f"\n{'Flex, load':20}" + "".join(f"{load:>10}" for load in _FLEX_LOADS))
-    flex: dict[str, list[int]] = {}
-    for models, devices in _FLEX:
-        name = f"{models}, {devices} device{'s' * (devices > 1)}"
-        flex[name] = [
-            max(
-                _flex_speed(models, devices, load, options.requests) for _ in range(options.repeats)
+    count = options.requests
+    found = _measured(
+        "requests/s, qps",
+        _RATES_QPS,
+        {policy: partial(_speed, policy, count=count) for policy in POLICIES},
+        repeats=options.repeats,
+    )
+    flex = _measured(
+        "Flex, load",
+        _FLEX_LOADS,
+        {
+            f"{models}, {devices} device{'s' * (devices > 1)}": partial(
+                _flex_speed, models, devices, count=count
             )
-            for load in _FLEX_LOADS
-        ]
-        print(f"{name:20}" + "".join(f"{each:>10,}" for each in flex[name]), flush=True)
+            for models, devices in _FLEX
+        },
+        repeats=options.repeats,
+    )
     slowest = min(min(each) for each in (found | flex).values())
     print(f"slowest: {slowest:,} requests/s (wanted: {_LEAST_PER_S:,})")
     content = {
@@ -71,7 +71,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(slowest < _LEAST_PER_S)
 
 
-def _speed(policy: str, rate_qps: float, count: int) -> int:
+def _measured(
+    title: str,
+    loads: Sequence[float],
+    rows: Mapping[str, Callable[[float], int]],
+    *,
+    repeats: int,
+) -> dict[str, list[int]]:
+    """By row, how quick each load is; printed as a table while it is measured."""
+    print(f"{title:20}" + "".join(f"{load:>12}" for load in loads))
+    found = {}
+    for name, speed_of in rows.items():
+        found[name] = [max(speed_of(load) for _ in range(repeats)) for load in loads]
+        print(f"{name:20}" + "".join(f"{each:>12,}" for each in found[name]), flush=True)
+    return found
+
+
+def _speed(policy: str, rate_qps: float, *, count: int) -> int:
     maker = rule_maker(policy)
     gc.collect()
     started_s = time.process_time()
@@ -84,7 +100,7 @@ def _speed(policy: str, rate_qps: float, count: int) -> int:
     return round(count / (time.process_time() - started_s))
 
 
-def _flex_speed(models: str, devices: int, load: float, count: int) -> int:
+def _flex_speed(models: str, devices: int, load: float, *, count: int) -> int:
     workload = synthetic(slos=models, process="4", load=load, devices=devices, count=count, seed=1)
     gc.collect()
     started_s = time.process_time()

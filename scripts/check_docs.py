@@ -86,11 +86,9 @@ def _loads(rows: list[dict[str, Any]]) -> list[str]:
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         task, _, loader = row["measurement"].partition(" vs ")
-        figure, before, after = row["figure"], row["baseline"]["median"], row["shim"]["median"]
-        cells.setdefault((row["subject"], loader), {})[task] = (
-            f"**{figure['median']:.3g}x** ({figure['low']:.3g} to {figure['high']:.3g}): "
-            f"{_milliseconds(before)} → {_milliseconds(after)}"
-        )
+        before, after = (_milliseconds(row[side]["median"]) for side in ("baseline", "shim"))
+        gain = _figure(row["figure"], "x")
+        cells.setdefault((row["subject"], loader), {})[task] = f"{gain}: {before} → {after}"
     return [
         f"| {model} | {loader} | {' | '.join(by_task.get(task, '') for task in TASKS)} |"
         for (model, loader), by_task in cells.items()
@@ -104,8 +102,7 @@ def _row(row: dict[str, Any]) -> str:
         _milliseconds(each["median"]) if is_time else f"{each['median']:.2f}" for each in sides
     ]
     if is_time:
-        spread = f"({figure['low']:.3g} to {figure['high']:.3g})"
-        judged = f"takes {figure['median']:.3g} {spread} times as long"
+        judged = f"takes {_figure(figure, 'times as long')}"
     else:
         judged = f"**{figure['median']:.2f} copies**"
     return f"| {row['measurement']} | {row['subject']} | {texts[0]} | {texts[1]} | {judged} |"
