@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from trims_shim.batching.ordering import DeadlineQueue
 from trims_shim.batching.policies.choice import Choice, Offer, by_need, by_size
@@ -61,8 +62,7 @@ class _Running:
     end_ns: int
     """By the profile."""
     worth: float
-    """In requests, when it was chosen."""
-    is_preempted: bool = False
+    """In requests, when it was chosen; infinite once it is to give up."""
 
 
 class Flex:
@@ -106,6 +106,8 @@ class Flex:
         self._running: dict[int, _Running] = {}
         self._reserved: dict[int, list[Request]] = {}
         """By device: taken out of their queue for when it has stopped."""
+        self._least_queued: float | None = None
+        """See :meth:`_fewest_queued`; None once other batches run."""
 
     @classmethod
     def of_paper(
@@ -194,6 +196,7 @@ class Flex:
         device = self._free.pop()
         end_ns = now_ns + offer.latency_ns
         self._running[device] = _Running(key, batch, now_ns, end_ns, worth)
+        self._least_queued = None
         actions.append(Run(device, batch))
 
     def _best(self, now_ns: int, offers: Sequence[Offer]) -> tuple[Offer, float]:
@@ -208,13 +211,12 @@ class Flex:
 
     def _offer(self, now_ns: int, key: Hashable, actions: list[Action]) -> Offer | None:
         """What a model could run now, without what is hopeless; None if nothing."""
-        latency_of, queued = self.models[key].profile.latency_ns, self._queues[key]
-        hopeless = queued.take_due(now_ns + self.margin_ns + latency_of(1))
+        latency_of, queue = self.models[key].profile.latency_ns, self._queues[key]
+        hopeless = queue.take_due(now_ns + self.margin_ns + latency_of(1))
         if hopeless:
             actions.append(Drop(hopeless, DropReason.HOPELESS))
-            if not queued:
+            if not queue:
                 return None
-        queue = list(queued)
         found = self._generate(key, now_ns, queue)
         batch = found.batch
         if not batch:
@@ -246,7 +248,8 @@ class Flex:
             return
         device, batch = found
         running = self._running[device]
-        running.is_preempted = True
+        running.worth = inf
+        self._least_queued = None
         reserved = [each for each in batch if each not in running.batch]
         _remove(self._queues[key], reserved)
         self._reserved[device] = reserved
@@ -254,37 +257,33 @@ class Flex:
 
     def _preemption(self, key: Hashable, now_ns: int) -> tuple[int, Sequence[Request]] | None:
         """(device, batch instead); None if there is no good one."""
-        if self._factor is None:
-            return None
-        possible = self._candidates_for(key, self._factor)
-        if not possible:
+        factor, gain, queue = self._factor, self._gain, self._queues[key]
+        if factor is None or len(queue) < self._fewest_queued(factor):
             return None
         next_ns = self._soonest_end_ns()
         # How many can be answered as well by waiting for the next device.
-        waiting = 0
-        if self._gain:
-            waiting = len(self._generate(key, next_ns, list(self._queues[key])).batch)
-        for worth, device, most in sorted(possible):
-            least = max(1.0, self._factor * worth, waiting + self._gain * worth)
-            if most >= least:
-                batch = self._instead(self._running[device], key, now_ns, next_ns)
-                if len(batch) >= least:
-                    return device, batch
+        waiting = len(self._generate(key, next_ns, queue).batch) if gain else 0
+        queued, most = len(queue), self.models[key].max_batch_size
+        possible = []
+        for device, running in self._running.items():
+            instead = queued + len(running.batch) if running.key == key else queued
+            worth = running.worth
+            if waiting + gain * worth <= instead >= factor * worth:
+                least = max(factor * worth, waiting + gain * worth)
+                if least <= most:
+                    possible.append((worth, device, least))
+        for _, device, least in sorted(possible):
+            batch = self._instead(self._running[device], key, now_ns, next_ns)
+            if len(batch) >= least:
+                return device, batch
         return None
 
-    def _candidates_for(self, key: Hashable, factor: float) -> list[tuple[float, int, int]]:
-        """(worth, device, how many could run there instead at most) of batches small enough."""
-        queued, most = len(self._queues[key]), self.models[key].max_batch_size
-        found = []
-        for device, running in self._running.items():
-            instead = queued
-            if running.key == key:
-                instead += len(running.batch)
-            if instead > most:
-                instead = most
-            if instead >= factor * running.worth and not running.is_preempted:
-                found.append((running.worth, device, instead))
-        return found
+    def _fewest_queued(self, factor: float) -> float:
+        """With fewer queued requests no model preempts any of the batches that run."""
+        if self._least_queued is None:
+            needed = [factor * each.worth - len(each.batch) for each in self._running.values()]
+            self._least_queued = min(needed, default=inf)
+        return self._least_queued
 
     def _instead(
         self, running: _Running, key: Hashable, now_ns: int, next_ns: int
@@ -297,19 +296,18 @@ class Flex:
             return ()
         if self._gain and next_ns <= start_ns:
             return ()
-        requests = queue.merged(running.batch) if running.key == key else list(queue)
+        requests = queue.merged(running.batch) if running.key == key else queue
         return self._generate(key, start_ns, requests).batch
 
     # --- bookkeeping ------------------------------------------------------------------------------
 
-    def _generate(self, key: Hashable, start_ns: int, requests: list[Request]) -> Candidate:
-        """``requests`` may end up in it: not a queue itself."""
+    def _generate(self, key: Hashable, start_ns: int, requests: Sequence[Request]) -> Candidate:
         model = self.models[key]
         start_ns += self.margin_ns
         return self._generation(start_ns, requests, model.profile, model.max_batch_size)
 
     def _soonest_end_ns(self) -> int:
-        return min((each.end_ns for each in self._running.values()), default=NEVER_NS)
+        return min([each.end_ns for each in self._running.values()], default=NEVER_NS)
 
     def _queue_of(self, key: Hashable) -> DeadlineQueue:
         try:
@@ -321,6 +319,7 @@ class Flex:
     def _release(self, device: int) -> None:
         """The device has stopped; what was reserved for it is up for decision again."""
         del self._running[device]
+        self._least_queued = None
         self._free.append(device)
         if device in self._reserved:
             self._queue_again(self._reserved.pop(device))

@@ -30,7 +30,8 @@ class Candidate:
 class Generation(Protocol):
     """A rule of batch generation (Shepherd, NSDI'23, section 5, ``BatchGen``).
 
-    ``requests`` are in the order of a queue, ``start_ns`` is when the batch would start,
+    ``requests`` are in the order of a queue, and may be the queue itself: a candidate holds slices
+    of them, or lists of its own. ``start_ns`` is when the batch would start,
     ``max_batch_size`` at least 1. The candidate is empty only where no request can be in time.
     """
 

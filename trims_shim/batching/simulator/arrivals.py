@@ -87,18 +87,11 @@ def requests(
 
 
 def merged(*streams: Iterable[Request]) -> Iterator[Request]:
-    """All streams as one, in the order of arrival, numbered anew."""
+    """All streams as one, in the order of arrival; their requests are numbered anew."""
     mixed = heapq.merge(*streams, key=attrgetter("arrival_ns"))
     for number, each in enumerate(mixed):
-        yield Request(
-            number,
-            each.arrival_ns,
-            each.deadline_ns,
-            each.priority,
-            each.key,
-            each.weight,
-            each.payload,
-        )
+        each.number = number
+        yield each
 
 
 def _renewals(gaps_s: Iterable[float]) -> Iterator[int]:
