@@ -6,6 +6,7 @@ mixed or doubled batch, no lost request, free devices only, timers in the future
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -30,7 +31,7 @@ from trims_shim.batching.protocol import (
     Run,
 )
 from trims_shim.batching.rules import Rule, RuleMaker
-from trims_shim.batching.simulator.loop import simulate
+from trims_shim.batching.simulator import requests, simulate, uniform
 from trims_shim.batching.single import Batching
 
 MAKERS: dict[str, RuleMaker] = {
@@ -112,6 +113,26 @@ def test_a_request_without_deadline_does_not_wait_for_ever(maker: RuleMaker) -> 
         LatencyProfile.linear(2, 20, max_batch_size=4),
     )
     assert run(maker, instance).answered[0] < ms(10_000)
+
+
+@every_policy
+@pytest.mark.parametrize("slow", [1, 5, 25])
+def test_a_device_that_was_slow_at_first_is_not_given_up(maker: RuleMaker, slow: int) -> None:
+    profile = LatencyProfile.linear(2, 20, max_batch_size=16)
+    batches = itertools.count()
+    outcome = simulate(
+        Batching(lambda _: maker(profile, max_batch_size=16)),
+        requests(uniform(50), slo_ms=100, count=800),
+        service_ns=lambda _, batch: (
+            profile.latency_ns(len(batch)) * (6 if next(batches) < slow else 1)
+        ),
+    )
+    last = [
+        end_ns <= request.deadline_ns
+        for request, end_ns in outcome.answered
+        if request.number >= 700
+    ]
+    assert sum(last) > 95
 
 
 @every_policy

@@ -139,15 +139,24 @@ def test_of_what_varies_as_many_go_as_are_expected_to_be_in_time() -> None:
     assert rule.choose(0) == 8
 
 
-def test_hopeless_is_only_what_is_late_even_with_the_quickest_batch() -> None:
+@pytest.mark.parametrize(
+    ("stretches", "deadline_ms", "size"),
+    [
+        ((1.0, 100.0), 12, 1),
+        ((1.0, 100.0), 10, 0),
+        ((0.5, 1.0), 6, 1),
+        ((0.5, 1.0), 5, 0),
+        ((3.0, 4.0), 12, 1),  # if nothing ran now, nobody would see that it is quick again
+    ],
+)
+def test_hopeless_is_only_what_is_late_even_with_the_quickest_batch(
+    stretches: Sequence[float], deadline_ms: float, size: int
+) -> None:
     rule = Goodput(LINE, max_batch_size=8)
-    rule.queue.add(Request(0, 0, ms(30)))
-    rule.stretches = (1.0, 100.0)
-    assert rule.choose(0) == 1
-    assert not dropped(rule)
-    rule.stretches = (3.0, 4.0)
-    assert rule.choose(0) == 0
-    assert dropped(rule) == {DropReason.HOPELESS: [0]}
+    rule.queue.add(Request(0, 0, ms(deadline_ms)))
+    rule.stretches = stretches
+    assert rule.choose(0) == size
+    assert dropped(rule) == ({} if size else {DropReason.HOPELESS: [0]})
 
 
 def test_it_is_no_worse_than_the_window_where_both_can_be_compared_with_the_optimum() -> None:

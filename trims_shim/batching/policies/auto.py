@@ -44,7 +44,7 @@ __all__ = ["Auto"]
 _REMEMBERED = 256  # enough for a 99th percentile
 _WORST_QUANTILE = 0.99
 _QUANTILES = (
-    *(0.3, 0.5, 0.7),  # for sizes; with tails up to .9 the same where times vary little
+    *(1 / 6, 0.5, 5 / 6),  # for sizes: the middles of three equal shares
     0.9,  # for the end of waiting
     _WORST_QUANTILE,
 )

@@ -34,7 +34,7 @@ __all__ = ["Goodput"]
 # H, in distances from a request's arrival to its deadline. From 8 to 24, violations differ by 1 %
 # of themselves (docs/decisions/0009): fewer are better where a fixed cost is small, more where it
 # is large.
-_BACKLOG_LASTS = 12
+_BACKLOG_LASTS = 18
 # A smaller batch has to be answered at so much of a higher rate, since profiles are measured.
 _CLEARLY = 1.1
 
@@ -72,7 +72,9 @@ class Goodput(Rule):
         self.due_ns = due_ns = self.queue.deadline_ns(size)
         if self._is_in_time(size, due_ns - ready_ns):
             return size
-        soonest_ns = ready_ns + int(self.stretches[0] * profile.latency_ns(1))
+        # Never by stretches alone: where all is given up nothing runs, and they stay as they are.
+        quickest = min(self.stretches[0], 1.0)
+        soonest_ns = ready_ns + int(quickest * profile.latency_ns(1))
         self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)
         if not self.queue:
             return 0
