@@ -139,6 +139,8 @@ def _quantity(summary: Summary | None, row: Row) -> str:
         return f"{summary.median:.2f}"
     if row.measured == "bytes":
         return f"{_short(summary.median / MEGA)} MB"
+    if summary.median < 1e-3:
+        return f"{summary.median * 1e6:.0f} µs"
     return f"{summary.median * 1e3:.1f} ms"
 
 

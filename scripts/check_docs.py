@@ -86,7 +86,7 @@ def _loads(rows: list[dict[str, Any]]) -> list[str]:
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         task, _, loader = row["measurement"].partition(" vs ")
-        before, after = (_milliseconds(row[side]["median"]) for side in ("baseline", "shim"))
+        before, after = (_duration(row[side]["median"]) for side in ("baseline", "shim"))
         gain = _figure(row["figure"], "x")
         cells.setdefault((row["subject"], loader), {})[task] = f"{gain}: {before} → {after}"
     return [
@@ -98,9 +98,7 @@ def _loads(rows: list[dict[str, Any]]) -> list[str]:
 def _row(row: dict[str, Any]) -> str:
     figure, is_time = row["figure"], row["unit"] == "x"
     sides = [row[side] for side in ("baseline", "shim")]
-    texts = [
-        _milliseconds(each["median"]) if is_time else f"{each['median']:.2f}" for each in sides
-    ]
+    texts = [_duration(each["median"]) if is_time else f"{each['median']:.2f}" for each in sides]
     if is_time:
         judged = f"takes {_figure(figure, 'times as long')}"
     else:
@@ -108,7 +106,9 @@ def _row(row: dict[str, Any]) -> str:
     return f"| {row['measurement']} | {row['subject']} | {texts[0]} | {texts[1]} | {judged} |"
 
 
-def _milliseconds(seconds: float) -> str:
+def _duration(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
     return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
@@ -155,7 +155,7 @@ def _quantity(side: dict[str, Any] | None, measured: str) -> str:
     if measured == "bytes":
         mega = side["median"] / 1e6
         return f"{mega:.0f} MB" if mega >= 10 else f"{mega:.1f} MB"
-    return _milliseconds(side["median"])
+    return _duration(side["median"])
 
 
 def _verdict(row: dict[str, Any]) -> str:
@@ -208,7 +208,7 @@ def _gpu_row(row: dict[str, Any]) -> str:
     sides = ["", ""]
     if row["baseline"] is not None:
         sides = [
-            _milliseconds(row[side]["median"]) if is_time else f"{row[side]['median']:.2f}"
+            _duration(row[side]["median"]) if is_time else f"{row[side]['median']:.2f}"
             for side in ("baseline", "shim")
         ]
     unit = row["unit"] or "of it"
