@@ -292,6 +292,28 @@ def test_a_hopeless_request_is_dropped_and_says_why() -> None:
         assert batcher(1, deadline_ms=1e6) == 2
 
 
+def test_a_profile_by_which_nothing_is_in_time_is_doubted_though_another_device_is_busy() -> None:
+    gate = Gate()
+
+    def work(items: list[Any]) -> list[Any]:
+        return gate(items) if "gate" in items else items
+
+    slow = LatencyProfile.linear(1, 10_000, max_batch_size=32)
+    with Batcher(work, policy="early_drop", profile=slow, devices=2, collate="list") as batcher:
+        busy = batcher.submit("gate", deadline_ms=1e6)
+        gate.wait_entered()
+        for _ in range(100):
+            try:
+                assert batcher("other", deadline_ms=1000) == "other"
+                break
+            except RequestDropped:
+                continue
+        else:
+            pytest.fail("nothing is ever answered")
+        gate.open()
+        busy.result(LONG_S)
+
+
 def test_late_requests_are_served_when_asked_for() -> None:
     gate = Gate()
     options: dict[str, Any] = {"policy": "early_drop", "profile": slow_profile()}

@@ -323,8 +323,7 @@ class Dispatch(ABC):
             raise ValueError("the policy runs nothing, or requests that are not queued")
 
     def _drop(self, drop: Drop) -> None:
-        if not self._jobs:
-            self.options.learning.gave_up(self._policy, drop, self._now_ns)
+        self.options.learning.gave_up(self._policy, drop, self._now_ns)
         if self.options.serves_late:
             for request in drop.requests:
                 # The same request, without a deadline and behind all that have one.

@@ -116,7 +116,7 @@ class Learning:
         return True
 
     def gave_up(self, policy: Policy, drop: Drop, now_ns: int) -> None:
-        """Doubt a profile by which nothing can be in time, although nothing runs."""
+        """Doubt a profile by which nothing can be in time, although a device is free for it."""
         if drop.reason is not DropReason.HOPELESS:
             return
         for request in drop.requests:

@@ -15,7 +15,7 @@ Two errors would be for ever, and are avoided:
 - A profile that says that nothing can be in time lets nothing run, and is never corrected (it was
   measured on a busy machine, or one batch met a pause). So a slow duration counts when a second one
   confirms it, a quick one counts at once, and :meth:`LearnedProfile.doubt` halves the whole when
-  requests are given up as they come, while nothing runs.
+  requests are given up as they come, though a device is free.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class LearnedProfile:
     def doubt(self) -> bool:
         """A request was given up as hopeless; whether the profile has changed.
 
-        Only for one that was given up as it came, while nothing ran: what waited for others, or for
-        a timer that came too late, is not the profile's fault.
+        Only for one that was given up as it came, on a device that was free: what waited for
+        others, or for a timer that came too late, is not the profile's fault.
         """
         self._given_up += 1
         if self._given_up < _DOUBT_AFTER:
