@@ -57,6 +57,16 @@ def test_the_rest_of_the_queue_counts() -> None:
     assert by_need(0, [crowded, small], [])[0] is crowded
 
 
+def test_the_longer_a_batch_takes_the_less_it_is_worth() -> None:
+    """Where not all can be in time: 32 in 400 ns, or 20 in 15 and time for others behind them."""
+    heavy = offer(32, due_ns=5, latency_ns=400)
+    light = offer(20, due_ns=5, latency_ns=15)
+    best, worth = by_need(0, [heavy, light], [])
+    assert best is light
+    assert worth == 20 + 3 * 20
+    assert by_need(0, [offer(32, due_ns=5, latency_ns=20), light], [])[0] is not light
+
+
 @pytest.mark.parametrize("choose", [by_size, by_need])
 def test_of_equal_offers_the_more_urgent_then_the_older_goes(choose: Choice) -> None:
     later, sooner = offer(2, due_ns=60, first=0), offer(2, due_ns=50, first=10)
