@@ -253,11 +253,20 @@ class TestChoice:
         def refuse() -> None:
             raise MemoryFailure("unshare: not here")
 
+        children = []
+        fork = os.fork
+
+        def noted_fork() -> int:
+            children.append(fork())
+            return children[-1]
+
         monkeypatch.setattr(host, "_enter_user_namespace", refuse)
+        monkeypatch.setattr(os, "fork", noted_fork)
         with pytest.raises(MemoryFailure, match="not here"):
             host.open_memory(SegmentKind.TMPFS_HUGE_USERNS, budget_bytes=BUDGET)
+        (child,) = children
         with pytest.raises(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
+            os.waitpid(child, os.WNOHANG)
 
 
 def test_the_mount_is_in_no_mount_table(memory: HostMemory) -> None:
