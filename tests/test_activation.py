@@ -1,7 +1,7 @@
 """What ``import trims_shim`` does to a process, in every order and with every switch.
 
 Each case is a program of its own in a fresh interpreter: what is imported, and when, is the point.
-Only two of them import torch; the others use safetensors.numpy.
+Only three of them import torch; the others use safetensors.numpy.
 """
 
 from __future__ import annotations
@@ -80,6 +80,15 @@ def test_import_is_light(run: Run) -> None:
         "assert all(hasattr(trims_shim, name) for name in trims_shim.__all__)\n"
     )
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_what_devices_need_is_not_imported_without_one(run: Run) -> None:
+    run(
+        "import sys, torch, safetensors.torch, trims_shim\n"
+        "for name in ('client.device_arenas', 'memory.device', 'memory.driver'):\n"
+        "    assert f'trims_shim.{name}' not in sys.modules, name\n"
+        "assert 'trims_shim.patches.torch_elision' in sys.modules\n"
+    )
 
 
 def test_import_starts_no_daemon(run: Run, tmp_path: Path) -> None:

@@ -217,7 +217,6 @@ class Cache:
     def _lease_device(
         self, descriptor: int, identity: Identity, name: str, device: DeviceId
     ) -> DeviceArena:
-        ensure_imported("trims_shim.client.device_arenas")
         from trims_shim.client import device_arenas
 
         def ask(connection: Line) -> tuple[Granted, Callable[[], None]]:

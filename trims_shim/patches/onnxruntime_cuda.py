@@ -29,6 +29,7 @@ from trims_shim import diagnostics
 from trims_shim.client.cache import cache
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.formats.onnx_directory import read_directory
+from trims_shim.late_imports import ensure_imported
 from trims_shim.memory import dlpack
 from trims_shim.patches.device_skips import Skips
 from trims_shim.specs import DeviceId, Record
@@ -64,6 +65,7 @@ class Runtime:
 
     def device_id(self, index: int) -> DeviceId:
         """What the driver calls a device of this process. Raises DriverFailure."""
+        ensure_imported("trims_shim.client.device_arenas")
         from trims_shim.client import device_arenas
 
         return device_arenas.device_id(index)

@@ -35,6 +35,7 @@ from torch.utils._device import DeviceContext
 
 from trims_shim.client.cache import cache
 from trims_shim.errors import NotServed, TrimsError
+from trims_shim.late_imports import ensure_imported
 from trims_shim.patches import torch_repoint
 from trims_shim.patches.device_skips import Skips
 from trims_shim.patches.torch_rebuild import Blanks
@@ -272,7 +273,8 @@ def is_any_shared() -> bool:
 
 @functools.cache
 def _arenas() -> Any:
-    # Not imported before the first arena is there: it brings the driver's binding with it.
+    # Not at the top: it brings the driver's binding with it, and most programs have no device.
+    ensure_imported("trims_shim.client.device_arenas")
     from trims_shim.client import device_arenas
 
     return device_arenas

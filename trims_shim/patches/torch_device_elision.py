@@ -15,12 +15,11 @@ A copy is elided where it moves bytes in order and leaves no other trace, as in 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trims_shim.client import arenas
-from trims_shim.client.device_arenas import DeviceArena
 from trims_shim.patches import torch_device, torch_unshare
 from trims_shim.patches.torch_copies import (
     PLAIN_TYPES,
@@ -31,6 +30,9 @@ from trims_shim.patches.torch_copies import (
 from trims_shim.patches.torch_device import ALIGNMENT_BYTES, MIN_SHARED_BYTES, Place
 from trims_shim.patches.torch_module_move import Sources
 from trims_shim.patches.torch_stock_load import PLAIN_DICTS
+
+if TYPE_CHECKING:
+    from trims_shim.client.device_arenas import DeviceArena
 
 __all__ = ["Adopter", "adopter_for"]
 

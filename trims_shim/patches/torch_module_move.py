@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -34,12 +34,14 @@ from torch.overrides import TorchFunctionMode
 from trims_shim import diagnostics, patches
 from trims_shim.client import arenas
 from trims_shim.client.arenas import Image
-from trims_shim.client.device_arenas import DeviceArena
 from trims_shim.memory.pages import PageScanner
 from trims_shim.patches import torch_device, torch_unshare
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_copies import is_fx_tracing
 from trims_shim.patches.torch_device import MIN_SHARED_BYTES, Place
+
+if TYPE_CHECKING:
+    from trims_shim.client.device_arenas import DeviceArena
 
 __all__ = ["POINTS", "Sources", "device_tensor", "is_movable"]
 
