@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 import onnxruntime
 
-from trims_shim.formats import OnnxModel
+from trims_shim.formats.onnx import OnnxModel
 from trims_shim.formats.protobuf import delimited, encode_field, encode_varint, varint
 from trims_shim.specs import Span
 

@@ -31,7 +31,7 @@ from onnx_messages import (
 )
 
 from trims_shim.errors import CorruptFile, UnsupportedFormat
-from trims_shim.formats import OnnxModel, StoredTensor, is_ort_format, read_model
+from trims_shim.formats.onnx import OnnxModel, StoredTensor, is_ort_format, read_model
 from trims_shim.formats.protobuf import WireReader, delimited, encode_varint
 from trims_shim.specs import Span
 

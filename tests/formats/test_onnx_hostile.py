@@ -28,7 +28,7 @@ from onnx_messages import (
 )
 
 from trims_shim.errors import CorruptFile, FormatError, TruncatedFile, UnsupportedFormat
-from trims_shim.formats import read_model
+from trims_shim.formats.onnx import read_model
 from trims_shim.formats.protobuf import WireReader, delimited, encode_field, encode_varint, varint
 
 _FUZZ = settings(max_examples=150, deadline=None)

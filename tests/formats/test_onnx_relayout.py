@@ -38,8 +38,14 @@ from onnx_messages import (
 from onnx_networks import NETWORKS
 
 from trims_shim.errors import CorruptFile, FormatError, TruncatedFile, UnsupportedFormat
-from trims_shim.formats import Copy, Relayout, read_model, relayout
-from trims_shim.formats.onnx_relayout import ALIGNMENT_BYTES, PAGE_BYTES
+from trims_shim.formats.onnx import read_model
+from trims_shim.formats.onnx_relayout import (
+    ALIGNMENT_BYTES,
+    PAGE_BYTES,
+    Copy,
+    Relayout,
+    relayout,
+)
 from trims_shim.formats.protobuf import delimited, encode_field
 
 RUNTIME = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])

@@ -20,7 +20,7 @@ from onnx_messages import save_optimised, session
 from onnx_models import Graph
 
 from trims_shim.errors import FormatError
-from trims_shim.formats import relayout
+from trims_shim.formats.onnx_relayout import relayout
 from trims_shim.formats.onnx_transposition import Transposition, with_transposed_weights
 
 ROWS, COLUMNS = 96, 256

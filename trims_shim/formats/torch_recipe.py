@@ -56,7 +56,7 @@ __all__ = ["ParameterSpec", "Recipe", "StorageSpec", "TensorSpec", "read_recipe"
 class Recipe:
     """What to build, in this order, and :meth:`assemble` to put it together, once."""
 
-    __slots__ = ("_lists", "_reader", "parameters", "storages", "tensors")
+    __slots__ = ("_reader", "parameters", "storages", "tensors")
 
     def __init__(self, reader: _Reader) -> None:
         self.storages: Sequence[StorageSpec] = reader.storages
