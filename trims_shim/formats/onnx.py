@@ -22,6 +22,8 @@ from typing import Any
 
 from trims_shim.errors import CorruptFile, UnsupportedFormat
 from trims_shim.formats.onnx_structure import (
+    NODE_DOMAIN,
+    NODE_OPERATOR,
     Message,
     read_children,
     read_external,
@@ -39,8 +41,6 @@ _MODEL_IR_VERSION = varint(1)
 _MODEL_OPSET = delimited(8)
 _OPSET_DOMAIN = delimited(1)
 _OPSET_VERSION = varint(2)
-_NODE_OPERATOR = delimited(4)
-_NODE_DOMAIN = delimited(7)
 
 # Looked up for every field; members of an Enum are not fast to look up.
 _GRAPH, _NODE, _TENSOR, _SPARSE = (
@@ -152,9 +152,9 @@ class _Contents:
         domain = operator = b""
         for key, child, first, stop in read_children(reader, message, start, end, depth=depth):
             if child is None:
-                if key == _NODE_OPERATOR and message is _NODE:
+                if key == NODE_OPERATOR and message is _NODE:
                     operator = reader.name(first, stop)
-                elif key == _NODE_DOMAIN and message is _NODE:
+                elif key == NODE_DOMAIN and message is _NODE:
                     domain = reader.name(first, stop)
             elif child is _TENSOR:
                 self._add(first, stop, is_in_graph=message is _GRAPH or is_in_graph)

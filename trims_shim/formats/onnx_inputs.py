@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from trims_shim.formats.protobuf import WireReader, delimited, encode_field
+from trims_shim.formats.onnx_structure import (
+    GRAPH_INITIALIZER,
+    GRAPH_INPUT,
+    MODEL_GRAPH,
+    TENSOR_NAME,
+    VALUE_NAME,
+)
+from trims_shim.formats.protobuf import WireReader, encode_field
 
 __all__ = ["without_lost_inputs"]
-
-_GRAPH = delimited(7)
-_INITIALIZER = delimited(5)
-_INPUT = delimited(11)
-_NAME_OF_TENSOR = delimited(8)
-_NAME_OF_INPUT = delimited(1)
 
 
 def without_lost_inputs(model: bytes, source: Any) -> bytes:
@@ -37,9 +38,9 @@ def without_lost_inputs(model: bytes, source: Any) -> bytes:
             return model
         parts: list[bytes] = []
         kept = 0
-        for start, first, stop in _fields(reader, 0, len(reader.view), _GRAPH):
+        for start, first, stop in _fields(reader, 0, len(reader.view), MODEL_GRAPH):
             graph = _without(reader, first, stop, lost)
-            parts += (reader.copy(kept, start), encode_field(_GRAPH, graph))
+            parts += (reader.copy(kept, start), encode_field(MODEL_GRAPH, graph))
             kept = stop
         return b"".join((*parts, reader.copy(kept, len(reader.view))))
 
@@ -47,14 +48,14 @@ def without_lost_inputs(model: bytes, source: Any) -> bytes:
 def _optional(reader: WireReader) -> set[bytes]:
     """Names of inputs that have an initializer."""
     inputs, initializers = set(), set()
-    for _, first, stop in _fields(reader, 0, len(reader.view), _GRAPH):
+    for _, first, stop in _fields(reader, 0, len(reader.view), MODEL_GRAPH):
         inputs |= {
-            _name(reader, *each[1:], _NAME_OF_INPUT)
-            for each in _fields(reader, first, stop, _INPUT)
+            reader.name_in(*each[1:], VALUE_NAME)
+            for each in _fields(reader, first, stop, GRAPH_INPUT)
         }
         initializers |= {
-            _name(reader, *each[1:], _NAME_OF_TENSOR)
-            for each in _fields(reader, first, stop, _INITIALIZER)
+            reader.name_in(*each[1:], TENSOR_NAME)
+            for each in _fields(reader, first, stop, GRAPH_INITIALIZER)
         }
     return inputs & initializers
 
@@ -62,8 +63,8 @@ def _optional(reader: WireReader) -> set[bytes]:
 def _without(reader: WireReader, start: int, end: int, lost: set[bytes]) -> bytes:
     parts: list[bytes] = []
     kept = start
-    for begin, first, stop in _fields(reader, start, end, _INPUT):
-        if _name(reader, first, stop, _NAME_OF_INPUT) in lost:
+    for begin, first, stop in _fields(reader, start, end, GRAPH_INPUT):
+        if reader.name_in(first, stop, VALUE_NAME) in lost:
             parts.append(reader.copy(kept, begin))
             kept = stop
     return b"".join((*parts, reader.copy(kept, end)))
@@ -77,11 +78,3 @@ def _fields(reader: WireReader, start: int, end: int, wanted: int) -> list[tuple
             found.append((begin, first, stop))
         begin = stop
     return found
-
-
-def _name(reader: WireReader, start: int, end: int, key_of_name: int) -> bytes:
-    name = b""
-    for key, first, stop in reader.fields(start, end):
-        if key == key_of_name:
-            name = reader.name(first, stop)
-    return name

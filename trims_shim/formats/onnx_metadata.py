@@ -48,14 +48,6 @@ def _properties(reader: WireReader) -> list[tuple[bytes, int, int]]:
     start = 0
     for key, first, stop in reader.fields(0, len(reader.view)):
         if key == _METADATA:
-            properties.append((_name(reader, first, stop), start, stop))
+            properties.append((reader.name_in(first, stop, ENTRY_KEY), start, stop))
         start = stop
     return properties
-
-
-def _name(reader: WireReader, start: int, end: int) -> bytes:
-    name = b""
-    for key, first, stop in reader.fields(start, end):
-        if key == ENTRY_KEY:
-            name = reader.name(first, stop)
-    return name

@@ -21,7 +21,17 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trims_shim.formats.onnx_structure import Message, read_children
+from trims_shim.formats.onnx_structure import (
+    GRAPH_INITIALIZER,
+    GRAPH_INPUT,
+    GRAPH_NODE,
+    GRAPH_OUTPUT,
+    NODE_INPUT,
+    TENSOR_NAME,
+    VALUE_NAME,
+    Message,
+    read_children,
+)
 from trims_shim.formats.protobuf import WireReader, delimited, encode_field
 
 __all__ = ["in_running_order", "listing_of"]
@@ -30,14 +40,7 @@ _NODES_LIMIT = 20_000
 _RULES_LIMIT = 2_000_000
 """Models of more are left as they are saved: what is kept here grows with the square."""
 
-_GRAPH_NODE = delimited(1)
-_GRAPH_INITIALIZER = delimited(5)
-_GRAPH_INPUT = delimited(11)
-_GRAPH_OUTPUT = delimited(12)
-_NODE_INPUT = delimited(1)
 _NODE_OUTPUT = delimited(2)
-_VALUE_NAME = delimited(1)
-_TENSOR_NAME = delimited(8)
 
 
 def in_running_order(model: Any) -> bytes:
@@ -69,7 +72,7 @@ def _listed(reader: WireReader, start: int, end: int) -> bytes:
     others = []
     position = start
     for key, _, first, stop in read_children(reader, Message.GRAPH, start, end, depth=1):
-        if key == _GRAPH_NODE:
+        if key == GRAPH_NODE:
             nodes.append((first, stop))
         else:
             others.append(reader.copy(position, stop))
@@ -79,7 +82,7 @@ def _listed(reader: WireReader, start: int, end: int) -> bytes:
         listing = listing_of(_inputs(reader, nodes))
     if listing is None:
         return reader.copy(start, end)
-    listed = (encode_field(_GRAPH_NODE, reader.copy(*nodes[number])) for number in listing)
+    listed = (encode_field(GRAPH_NODE, reader.copy(*nodes[number])) for number in listing)
     return b"".join([*listed, *others])
 
 
@@ -103,7 +106,7 @@ def _values_of(
         if child is Message.ATTRIBUTE:
             for graph in _graphs_of(reader, first, stop, depth=depth + 1):
                 inputs |= _taken_from_outside(reader, *graph, depth=depth + 2)
-        elif key == _NODE_INPUT:
+        elif key == NODE_INPUT:
             inputs.add(reader.name(first, stop))
         elif key == _NODE_OUTPUT:
             outputs.add(reader.name(first, stop))
@@ -122,9 +125,9 @@ def _taken_from_outside(reader: WireReader, start: int, end: int, *, depth: int)
     taken: set[bytes] = set()
     made: set[bytes] = set()
     names = {
-        _GRAPH_INPUT: _VALUE_NAME,
-        _GRAPH_OUTPUT: _VALUE_NAME,
-        _GRAPH_INITIALIZER: _TENSOR_NAME,
+        GRAPH_INPUT: VALUE_NAME,
+        GRAPH_OUTPUT: VALUE_NAME,
+        GRAPH_INITIALIZER: TENSOR_NAME,
     }
     for key, child, first, stop in read_children(reader, Message.GRAPH, start, end, depth=depth):
         if child is Message.NODE:
@@ -132,16 +135,9 @@ def _taken_from_outside(reader: WireReader, start: int, end: int, *, depth: int)
             taken |= inputs
             made |= outputs
         elif key in names:
-            name = _name_in(reader, first, stop, names[key])
-            (taken if key == _GRAPH_OUTPUT else made).add(name)
+            name = reader.name_in(first, stop, names[key])
+            (taken if key == GRAPH_OUTPUT else made).add(name)
     return taken - made
-
-
-def _name_in(reader: WireReader, start: int, end: int, wanted: int) -> bytes:
-    for key, first, stop in reader.fields(start, end):
-        if key == wanted:
-            return reader.name(first, stop)
-    return b""
 
 
 # --- the listing ----------------------------------------------------------------------------------

@@ -36,9 +36,20 @@ from trims_shim.specs import Span
 __all__ = [
     "ENTRY_KEY",
     "ENTRY_VALUE",
+    "GRAPH_INITIALIZER",
+    "GRAPH_INPUT",
+    "GRAPH_NODE",
+    "GRAPH_OUTPUT",
+    "MODEL_GRAPH",
+    "NODE_ATTRIBUTE",
+    "NODE_DOMAIN",
+    "NODE_INPUT",
+    "NODE_OPERATOR",
     "TENSOR_DIM",
     "TENSOR_DIMS",
     "TENSOR_EXTERNAL_DATA",
+    "TENSOR_NAME",
+    "VALUE_NAME",
     "ExternalData",
     "Message",
     "TensorHeader",
@@ -63,25 +74,35 @@ class Message(enum.Enum):
     TENSOR = "TensorProto"
 
 
-_MODEL_GRAPH = delimited(7)
+MODEL_GRAPH = delimited(7)
+GRAPH_NODE = delimited(1)
+GRAPH_INITIALIZER = delimited(5)
+GRAPH_INPUT = delimited(11)
+GRAPH_OUTPUT = delimited(12)
+NODE_INPUT = delimited(1)
+NODE_OPERATOR = delimited(4)
+NODE_ATTRIBUTE = delimited(5)
+NODE_DOMAIN = delimited(7)
+VALUE_NAME = delimited(1)
+"""Of inputs, outputs and other values of a graph."""
 _ATTRIBUTE_TENSOR = delimited(5)
 _ATTRIBUTE_GRAPH = delimited(6)
 _ATTRIBUTE_SPARSE = delimited(22)
 
 _CHILDREN: Mapping[Message, Mapping[int, Message]] = {
     Message.MODEL: {
-        _MODEL_GRAPH: Message.GRAPH,
+        MODEL_GRAPH: Message.GRAPH,
         delimited(20): Message.TRAINING,
         delimited(25): Message.FUNCTION,
     },
     Message.TRAINING: {delimited(1): Message.GRAPH, delimited(2): Message.GRAPH},
     Message.FUNCTION: {delimited(7): Message.NODE, delimited(11): Message.ATTRIBUTE},
     Message.GRAPH: {
-        delimited(1): Message.NODE,
-        delimited(5): Message.TENSOR,
+        GRAPH_NODE: Message.NODE,
+        GRAPH_INITIALIZER: Message.TENSOR,
         delimited(15): Message.SPARSE_TENSOR,
     },
-    Message.NODE: {delimited(5): Message.ATTRIBUTE},
+    Message.NODE: {NODE_ATTRIBUTE: Message.ATTRIBUTE},
     Message.ATTRIBUTE: {
         _ATTRIBUTE_TENSOR: Message.TENSOR,
         _ATTRIBUTE_GRAPH: Message.GRAPH,
@@ -94,7 +115,7 @@ _CHILDREN: Mapping[Message, Mapping[int, Message]] = {
     Message.TENSOR: {},
 }
 _SINGULAR: Mapping[Message, frozenset[int]] = {
-    Message.MODEL: frozenset({_MODEL_GRAPH}),
+    Message.MODEL: frozenset({MODEL_GRAPH}),
     Message.TRAINING: frozenset({delimited(1), delimited(2)}),
     Message.FUNCTION: frozenset(),
     Message.GRAPH: frozenset(),
@@ -108,7 +129,7 @@ TENSOR_DIM = varint(1)
 TENSOR_DIMS = delimited(1)
 """Several in one field."""
 _TENSOR_DTYPE = varint(2)
-_TENSOR_NAME = delimited(8)
+TENSOR_NAME = delimited(8)
 _TENSOR_RAW = delimited(9)
 TENSOR_EXTERNAL_DATA = delimited(13)
 _TENSOR_LOCATION = varint(14)
@@ -216,7 +237,7 @@ def read_tensor(reader: WireReader, start: int, end: int) -> TensorHeader:
             shape.append(signed64(first))
         elif key == _TENSOR_DTYPE:
             dtype = signed32(first)
-        elif key == _TENSOR_NAME:
+        elif key == TENSOR_NAME:
             name = reader.text(first, stop)
         elif key == _TENSOR_RAW:
             raw = Span(first, stop - first)

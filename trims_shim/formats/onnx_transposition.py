@@ -24,8 +24,18 @@ from dataclasses import dataclass
 
 from trims_shim.formats.onnx_relayout import PREPACKED, external_tensors
 from trims_shim.formats.onnx_structure import (
+    GRAPH_INITIALIZER,
+    GRAPH_INPUT,
+    GRAPH_NODE,
+    GRAPH_OUTPUT,
+    MODEL_GRAPH,
+    NODE_ATTRIBUTE,
+    NODE_DOMAIN,
+    NODE_INPUT,
+    NODE_OPERATOR,
     TENSOR_DIM,
     TENSOR_DIMS,
+    VALUE_NAME,
     Message,
     TensorHeader,
     read_children,
@@ -43,22 +53,14 @@ from trims_shim.formats.protobuf import (
 
 __all__ = ["Transposition", "with_transposed_weights"]
 
-_MODEL_GRAPH = delimited(7)
-_GRAPH_NODE = delimited(1)
-_GRAPH_INITIALIZER = delimited(5)
-_GRAPH_ENDS = frozenset({delimited(11), delimited(12)})
+_GRAPH_ENDS = frozenset({GRAPH_INPUT, GRAPH_OUTPUT})
 """Inputs and outputs."""
 _GRAPH_VALUE = delimited(13)
 """The shape of a value once more, which onnxruntime takes from the weight itself."""
-_VALUE_NAME = delimited(1)
-_NODE_INPUT = delimited(1)
-_NODE_OPERATOR = delimited(4)
-_NODE_ATTRIBUTE = delimited(5)
-_NODE_DOMAIN = delimited(7)
 _ATTRIBUTE_NAME = delimited(1)
 _ATTRIBUTE_INT = varint(3)
 _TRANSPOSED = encode_field(
-    _NODE_ATTRIBUTE,
+    NODE_ATTRIBUTE,
     encode_field(_ATTRIBUTE_NAME, b"transB")
     + encode_varint(_ATTRIBUTE_INT)
     + encode_varint(1)
@@ -100,7 +102,7 @@ def with_transposed_weights(model: bytes) -> tuple[bytes, tuple[Transposition, .
         found: list[Transposition] = []
         start = 0
         for key, first, stop in reader.fields(0, len(reader.view)):
-            if key == _MODEL_GRAPH:
+            if key == MODEL_GRAPH:
                 content = _rewritten(reader, first, stop, found)
                 parts.append(encode_field(key, content))
             else:
@@ -116,17 +118,17 @@ def _rewritten(reader: WireReader, start: int, end: int, found: list[Transpositi
     position = start
     for key, first, stop in reader.fields(start, end):
         content = None
-        if key == _GRAPH_INITIALIZER:
+        if key == GRAPH_INITIALIZER:
             tensor = read_tensor(reader, first, stop)
             if tensor.name.encode() in wanted:
                 rows, columns = tensor.shape
                 found.append(Transposition(read_external(tensor).offset_bytes, rows, columns))
                 content = _with_shape(reader, first, stop, (columns, rows))
-        elif key == _GRAPH_NODE:
+        elif key == GRAPH_NODE:
             node = _read_node(reader, first, stop)
             if node.is_product and node.inputs[_FACTOR] in wanted:
                 content = _with_attribute(reader, first, stop)
-        elif key == _GRAPH_VALUE and _field(reader, first, stop, _VALUE_NAME) in wanted:
+        elif key == _GRAPH_VALUE and reader.name_in(first, stop, VALUE_NAME) in wanted:
             position = stop
             continue
         parts.append(reader.copy(position, stop) if content is None else encode_field(key, content))
@@ -144,18 +146,18 @@ def _wanted(reader: WireReader, start: int, end: int) -> set[bytes]:
     uses: Counter[bytes] = Counter()
     products: Counter[bytes] = Counter()
     for key, first, stop in reader.fields(start, end):
-        if key == _GRAPH_INITIALIZER:
+        if key == GRAPH_INITIALIZER:
             tensor = read_tensor(reader, first, stop)
             if _is_worth(tensor) and owners[read_external(tensor).offset_bytes] == 1:
                 weights[tensor.name.encode()] += 1
-        elif key == _GRAPH_NODE:
+        elif key == GRAPH_NODE:
             node = _read_node(reader, first, stop)
             uses.update(node.inputs)
             uses.update(_names_inside(reader, Message.NODE, first, stop, depth=2))
             if node.is_product:
                 products[node.inputs[_FACTOR]] += 1
         elif key in _GRAPH_ENDS:
-            uses[_field(reader, first, stop, _VALUE_NAME)] += 1
+            uses[reader.name_in(first, stop, VALUE_NAME)] += 1
     return {
         name
         for name, count in weights.items()
@@ -184,13 +186,13 @@ def _read_node(reader: WireReader, start: int, end: int) -> _Node:
     operator = domain = b""
     is_transposed = False
     for key, first, stop in reader.fields(start, end):
-        if key == _NODE_INPUT:
+        if key == NODE_INPUT:
             inputs.append(reader.name(first, stop))
-        elif key == _NODE_OPERATOR:
+        elif key == NODE_OPERATOR:
             operator = reader.name(first, stop)
-        elif key == _NODE_DOMAIN:
+        elif key == NODE_DOMAIN:
             domain = reader.name(first, stop)
-        elif key == _NODE_ATTRIBUTE and _is_transposition(reader, first, stop):
+        elif key == NODE_ATTRIBUTE and _is_transposition(reader, first, stop):
             is_transposed = any(
                 signed64(value)
                 for field, value, _ in reader.fields(first, stop)
@@ -201,7 +203,7 @@ def _read_node(reader: WireReader, start: int, end: int) -> _Node:
 
 
 def _is_transposition(reader: WireReader, start: int, end: int) -> bool:
-    return _field(reader, start, end, _ATTRIBUTE_NAME) == b"transB"
+    return reader.name_in(start, end, _ATTRIBUTE_NAME) == b"transB"
 
 
 def _names_inside(
@@ -210,19 +212,11 @@ def _names_inside(
     """What the sub-graphs in a message say of values, which may be those of the graphs around."""
     for key, child, first, stop in read_children(reader, message, start, end, depth=depth):
         if message is Message.GRAPH and (key in _GRAPH_ENDS or key == _GRAPH_VALUE):
-            yield _field(reader, first, stop, _VALUE_NAME)
+            yield reader.name_in(first, stop, VALUE_NAME)
         if child is Message.NODE:
             yield from _read_node(reader, first, stop).inputs
         if child in (Message.NODE, Message.ATTRIBUTE, Message.GRAPH):
             yield from _names_inside(reader, child, first, stop, depth=depth + 1)
-
-
-def _field(reader: WireReader, start: int, end: int, wanted: int) -> bytes:
-    content = b""
-    for key, first, stop in reader.fields(start, end):
-        if key == wanted:
-            content = reader.name(first, stop)
-    return content
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -244,7 +238,7 @@ def _with_attribute(reader: WireReader, start: int, end: int) -> bytes:
     parts: list[bytes] = []
     position = start
     for key, first, stop in reader.fields(start, end):
-        if key != _NODE_ATTRIBUTE or not _is_transposition(reader, first, stop):
+        if key != NODE_ATTRIBUTE or not _is_transposition(reader, first, stop):
             parts.append(reader.copy(position, stop))
         position = stop
     return b"".join((*parts, _TRANSPOSED))

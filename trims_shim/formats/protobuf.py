@@ -170,6 +170,17 @@ class WireReader:
             raise UnsupportedFormat(f"a name of {end - start} bytes at {start}")
         return bytes(self.view[start:end])
 
+    def name_in(self, start: int, end: int, wanted: int) -> bytes:
+        """The name that is the field of this key in a message: the last, as protobuf has it.
+
+        Empty without one. Raises as :meth:`fields` and :meth:`name`.
+        """
+        found = b""
+        for key, first, stop in self.fields(start, end):
+            if key == wanted:
+                found = self.name(first, stop)
+        return found
+
     def text(self, start: int, end: int) -> str:
         """A name as text. Raises UnsupportedFormat also where it is not UTF-8."""
         try:
