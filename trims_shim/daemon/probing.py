@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from trims_shim.daemon import probe_inputs
@@ -123,12 +122,7 @@ class _Runner:
         self._watch.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._watch.stop()
 
     def runs(self, feeds: dict[str, Any]) -> tuple[tuple[str, ...], ...]:

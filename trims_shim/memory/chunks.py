@@ -15,7 +15,6 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 from trims_shim.errors import ReadFailed, TrimsError
@@ -118,12 +117,7 @@ class Chunks:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._close()
 
     def next(self) -> memoryview | None:

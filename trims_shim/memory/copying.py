@@ -21,7 +21,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol
 
 from blake3 import blake3
@@ -66,12 +65,7 @@ class Transfer(Protocol):
 
     def __enter__(self) -> Transfer: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
     def next(self) -> memoryview | None:
         """The next bytes of the file, in order; None after the last. Blocks until they are there.

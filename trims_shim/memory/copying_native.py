@@ -11,7 +11,6 @@ import contextlib
 import enum
 import os
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from trims_shim.errors import DriverFailure, MemoryFailure, ReadFailed, TrimsError
@@ -95,12 +94,7 @@ class _Transfer:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._native.close()
 
     def next(self) -> memoryview | None:

@@ -19,7 +19,6 @@ import ctypes
 import fcntl
 import os
 import struct
-from types import TracebackType
 
 from trims_shim.memory.mapping import PAGE_BYTES, round_up
 
@@ -75,12 +74,7 @@ class PageScanner:
     def __enter__(self) -> PageScanner:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
