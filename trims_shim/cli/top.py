@@ -1,7 +1,7 @@
 """``trims top``: the cache, live. Drawn with rich (extra ``cli``); starts nothing.
 
-Asking does not count as use of an image, but it is a request: a daemon that is watched does not
-become idle.
+Asking counts neither as use of an image nor of the daemon: one that is watched becomes idle all the
+same, and ends.
 """
 
 from __future__ import annotations
