@@ -84,7 +84,7 @@ def test_a_file_that_is_small(on_disk: int) -> None:
         assert direct is None
 
 
-@pytest.mark.parametrize("flags", [os.O_WRONLY, uncached._O_PATH])
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_PATH])
 def test_a_descriptor_that_cannot_be_read(on_disk: int, flags: int) -> None:
     """It proves no right to the content; a second one with our rights would show it."""
     unreadable = os.open(f"/proc/self/fd/{on_disk}", flags)

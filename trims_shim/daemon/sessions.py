@@ -13,6 +13,7 @@ import resource
 import secrets
 import socket
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
@@ -21,7 +22,6 @@ from trims_shim.wire.messages import FileOffer
 
 __all__ = ["Limits", "Session", "Sessions", "check_readable_file", "descriptors_are_scarce"]
 
-_O_PATH = 0o10000000
 _DESCRIPTORS_RESERVED = 256
 
 
@@ -67,7 +67,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_number)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_number.values()))
 
     def accept(self, connection: socket.socket, now_ns: int) -> Session | None:
@@ -167,7 +167,7 @@ def check_readable_file(descriptor: int) -> os.stat_result:
     A write-only or O_PATH descriptor can be had without the right to read.
     """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if flags & os.O_ACCMODE == os.O_WRONLY or flags & _O_PATH:
+    if flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_PATH:
         raise AccessDenied("the offered descriptor is not open for reading")
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):

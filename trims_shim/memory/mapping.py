@@ -19,6 +19,7 @@ HUGE_PAGE_BYTES = 2 << 20
 """x86-64 and arm64 (4 KiB granule) PMD size; only an alignment, so a wrong value costs speed."""
 PAGE_BYTES = _mmap.PAGESIZE
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = getattr(_mmap, "MAP_NORESERVE", 0x4000)  # Python 3.11 has no name for it
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -54,7 +55,7 @@ def map_private(descriptor: int, size_bytes: int) -> int:
             address,
             length,
             _mmap.PROT_READ | _mmap.PROT_WRITE,
-            _mmap.MAP_PRIVATE | _MAP_FIXED | getattr(_mmap, "MAP_NORESERVE", 0x4000),
+            _mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE,
             descriptor,
         )
     except MemoryFailure:
@@ -74,7 +75,7 @@ def unmap(address: int, size_bytes: int) -> None:
 
 def _reserve(length: int) -> tuple[int, int]:
     reserved = length + HUGE_PAGE_BYTES
-    flags = _mmap.MAP_PRIVATE | _mmap.MAP_ANONYMOUS | getattr(_mmap, "MAP_NORESERVE", 0x4000)
+    flags = _mmap.MAP_PRIVATE | _mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return _mmap_call(None, reserved, 0, flags, -1), reserved
 
 

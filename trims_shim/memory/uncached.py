@@ -25,7 +25,6 @@ _CACHED_AT_MOST = 0.25
 """Above, reading the rest through the page cache is faster (by the rates in native/DESIGN.md)."""
 _SYS_CACHESTAT = 451
 """Since Linux 6.5, the same on every architecture (asm-generic/unistd.h)."""
-_O_PATH = getattr(os, "O_PATH", 0x200000)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -83,7 +82,7 @@ def _open(descriptor: int) -> int | None:
     # Opening asks for this process's rights. A descriptor that cannot be read was no proof of the
     # client's, and must not become one here.
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if flags & os.O_ACCMODE == os.O_WRONLY or flags & _O_PATH:
+    if flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_PATH:
         return None
     try:
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
