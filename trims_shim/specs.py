@@ -15,7 +15,6 @@ __all__ = [
     "DeviceId",
     "Digest",
     "Identity",
-    "ImageState",
     "Record",
     "SegmentKind",
     "Span",
@@ -78,13 +77,6 @@ class Record:
     span: Span
     dtype: str
     shape: tuple[int, ...]
-
-
-class ImageState(enum.Enum):
-    """Life of an image in the store."""
-
-    LOADING = "loading"
-    RESIDENT = "resident"
 
 
 class SegmentKind(enum.Enum):

@@ -390,9 +390,7 @@ class _Server:
             # The handlers ask no more of a server than this class has.
             reply = handle(cast(Any, self), session, message)
         if isinstance(reply, Later):
-            later = reply
-            reply = later.work()
-            later.finish()
+            reply = reply.work()
         if reply is not None:
             self._answer(session.number, request, reply)
 

@@ -150,7 +150,3 @@ def test_short_reads_are_continued(make_file: MakeFile, monkeypatch: pytest.Monk
         digest = ingest.fill(file.descriptor, file.view, threads=2, meter=Meter(1))
         assert bytes(file.view) == content
     assert digest == blake3(content).hexdigest()
-
-
-def test_default_threads() -> None:
-    assert 1 <= ingest.default_threads() <= 4

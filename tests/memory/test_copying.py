@@ -589,3 +589,7 @@ def test_a_file_behind_zeros(make_file: MakeFile, lead: int) -> None:
         )
     assert memory == bytes(lead) + content
     assert digest == blake3(memory).hexdigest()
+
+
+def test_default_threads() -> None:
+    assert 1 <= copying.default_threads() <= 4

@@ -19,6 +19,11 @@ _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432
 _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 6
 
 
+def is_pristine(address: int, size_bytes: int) -> bool:
+    with PageScanner() as scanner:
+        return scanner.is_pristine(address, size_bytes)
+
+
 def _memfd() -> int:
     return os.memfd_create("pages")
 
@@ -156,9 +161,9 @@ def test_a_forked_child_gets_no_from_the_parents_scanner(
     child = os.fork()
     if child == 0:
         stale = scanner.is_pristine(arena.address, SIZE_BYTES)
-        fresh = pages.is_pristine(arena.address, SIZE_BYTES)
+        fresh = is_pristine(arena.address, SIZE_BYTES)
         arena.buffer[0] = b"b"
-        written = pages.is_pristine(arena.address, SIZE_BYTES)
+        written = is_pristine(arena.address, SIZE_BYTES)
         os._exit(0 if (stale, fresh, written) == (False, True, False) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert scanner.is_pristine(arena.address, SIZE_BYTES)
@@ -172,14 +177,14 @@ def test_a_closed_scanner_says_no(arena: Arena) -> None:
 
 def test_no_pagemap_means_no(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_PAGEMAP", "/proc/self/there-is-no-such-file")
-    assert not pages.is_pristine(arena.address, SIZE_BYTES)
+    assert not is_pristine(arena.address, SIZE_BYTES)
 
 
 def test_a_pagemap_that_shows_nothing_is_not_believed(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "_PAGEMAP", "/dev/zero")  # no ioctl, and every entry is zero
-    assert not pages.is_pristine(arena.address, SIZE_BYTES)
+    assert not is_pristine(arena.address, SIZE_BYTES)
 
 
 def test_without_the_ioctl_the_entries_are_read(
@@ -189,9 +194,9 @@ def test_without_the_ioctl_the_entries_are_read(
         raise OSError("no such ioctl")
 
     monkeypatch.setattr(pages.fcntl, "ioctl", no_ioctl)
-    assert pages.is_pristine(arena.address, SIZE_BYTES)
+    assert is_pristine(arena.address, SIZE_BYTES)
     arena.buffer[0] = b"b"
-    assert not pages.is_pristine(arena.address, SIZE_BYTES)
+    assert not is_pristine(arena.address, SIZE_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -213,5 +218,5 @@ def test_meaning_of_an_entry(bits: tuple[int, ...], pristine: bool) -> None:
 def test_no_descriptor_is_left_open(arena: Arena) -> None:
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
-        pages.is_pristine(arena.address, SIZE_BYTES)
+        is_pristine(arena.address, SIZE_BYTES)
     assert os.listdir("/proc/self/fd") == before

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from trims_shim.memory import copying
-from trims_shim.memory.copying import default_threads
 from trims_shim.memory.copying_python import read_fully
 
-__all__ = ["Meter", "default_threads", "fill", "hash_file", "hash_segment"]
+__all__ = ["Meter", "fill", "hash_file", "hash_segment"]
 
 
 @dataclass(slots=True)

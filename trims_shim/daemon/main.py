@@ -21,12 +21,10 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from trims_shim import config as configuration
 from trims_shim.config import Config
 from trims_shim.daemon.eviction import policy_named
-from trims_shim.daemon.ingest import default_threads
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.prepared import Prepared
 from trims_shim.daemon.prepared_clients import Front
@@ -38,6 +36,7 @@ from trims_shim.daemon.store import Store
 from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tiers
 from trims_shim.errors import ConfigError, DaemonStartFailed, TrimsError
 from trims_shim.memory import host
+from trims_shim.memory.copying import default_threads
 from trims_shim.specs import SegmentKind
 from trims_shim.wire import endpoint as endpoints
 from trims_shim.wire import handover
@@ -280,14 +279,11 @@ def _give_to_group(endpoint: Endpoint, instance: str, gid: int) -> None:
         raise DaemonStartFailed(f"sockets cannot be given to the group: {error}") from error
 
 
-class _umask(contextlib.AbstractContextManager[None]):
+@contextlib.contextmanager
+def _umask(mask: int) -> Iterator[None]:
     """Create sockets with the right mode from their first moment."""
-
-    def __init__(self, mask: int) -> None:
-        self._mask = mask
-
-    def __enter__(self) -> None:
-        self._old = os.umask(self._mask)
-
-    def __exit__(self, *_: Any) -> None:
-        os.umask(self._old)
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)

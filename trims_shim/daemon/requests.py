@@ -49,14 +49,10 @@ messages.CONTROL_MESSAGE_LIMIT_BYTES."""
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A reply that a worker thread of a tier computes, so that the loop goes on meanwhile.
-
-    ``finish`` is called by the server's thread when it is there.
-    """
+    """A reply that a worker thread of a tier computes, so that the loop goes on meanwhile."""
 
     tier: Tier
     work: Callable[[], Any]
-    finish: Callable[[], None] = lambda: None
 
 
 def handle(server: Server, session: Session, message: Any) -> Any:

@@ -354,7 +354,6 @@ class Server:
 
     def _run_later(self, routing: bytes, request: int, later: Later) -> None:
         def done(result: Any) -> None:
-            later.finish()
             if isinstance(result, Exception):
                 result = messages.ErrorReply("ReadFailed", str(result)[:1000])
             self._jobs_open -= 1

@@ -22,7 +22,7 @@ import struct
 
 from trims_shim.memory.mapping import PAGE_BYTES, round_up
 
-__all__ = ["PageScanner", "is_pristine"]
+__all__ = ["PageScanner"]
 
 _PAGEMAP = "/proc/self/pagemap"
 
@@ -124,12 +124,6 @@ class PageScanner:
         found: int = fcntl.ioctl(self._descriptor, _SCAN_REQUEST, self._argument, True)
         walked_to = _SCAN_ARGUMENT.unpack(self._argument)[_WALK_END_FIELD]
         return found == 0 and walked_to == end
-
-
-def is_pristine(address: int, size_bytes: int) -> bool:
-    """:meth:`PageScanner.is_pristine` for a single question."""
-    with PageScanner() as scanner:
-        return scanner.is_pristine(address, size_bytes)
 
 
 def _read_entries(start: int, end: int) -> bool:
