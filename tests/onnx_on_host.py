@@ -17,6 +17,7 @@ from trims_shim.daemon.installation import installation
 from trims_shim.daemon.preparer_cuda import CudaSessions
 from trims_shim.memory import dlpack
 from trims_shim.patches import onnxruntime_cuda
+from trims_shim.specs import PREPARED_MODEL
 from trims_shim.wire.messages import SessionRecipe
 
 __all__ = ["CPU", "HostRuntime", "HostSessions", "prepare", "recipe"]
@@ -72,4 +73,4 @@ def prepare(sample: Sample, directory: str | os.PathLike[str], **fields: Any) ->
     sessions.save(source, directory, is_packed=True)
     optimising.place(directory)
     sessions.prepared(directory)
-    return os.path.join(directory, optimising.MODEL_NAME)
+    return os.path.join(directory, PREPARED_MODEL)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 __all__ = [
     "HOST_TIER",
+    "PREPARED_MODEL",
+    "PREPARED_WEIGHTS",
     "DeviceId",
     "Digest",
     "Identity",
@@ -29,6 +31,11 @@ DeviceId = str
 
 HOST_TIER = "host"
 """Name of the host tier; a device's tier is named by its :data:`DeviceId`."""
+
+PREPARED_MODEL = "model.onnx"
+PREPARED_WEIGHTS = "weights.bin"
+"""The files of a prepared ONNX model: the preparer writes them, the daemon publishes the directory
+that they are in, and onnxruntime finds the second one beside the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,19 +27,16 @@ from trims_shim.formats.onnx_metadata import with_metadata_order
 from trims_shim.formats.onnx_order import in_running_order
 from trims_shim.formats.onnx_relayout import Relayout, relayout
 from trims_shim.formats.onnx_transposition import Transposition, with_transposed_weights
+from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS
 from trims_shim.wire.messages import SessionRecipe
 
 __all__ = [
-    "MODEL_NAME",
-    "WEIGHTS_NAME",
     "Refusal",
     "Sessions",
     "disk_full",
     "place",
 ]
 
-MODEL_NAME = "model.onnx"
-WEIGHTS_NAME = "weights.bin"
 _SAVED_MODEL = "saved.onnx"
 _SAVED_WEIGHTS = "saved.bin"
 _EXTERNAL_FROM_BYTES = 1024
@@ -97,7 +94,7 @@ class Sessions:
 
     def prepared(self, directory: str) -> Any:
         """A session as a hit creates it. Raises Refusal (``does_not_reload``), MemoryError."""
-        path = os.path.join(directory, MODEL_NAME)
+        path = os.path.join(directory, PREPARED_MODEL)
         with _refused("does_not_reload"):
             return self._create(path, self._options("ORT_DISABLE_ALL"))
 
@@ -189,15 +186,15 @@ def place(directory: str, *, source: str = "") -> None:
     saved, weights = (os.path.join(directory, name) for name in (_SAVED_MODEL, _SAVED_WEIGHTS))
     try:
         with _mapped(saved) as model, _mapped(weights) as data:
-            result = relayout(model, data_size_bytes=len(data), location=WEIGHTS_NAME)
+            result = relayout(model, data_size_bytes=len(data), location=PREPARED_WEIGHTS)
             content, transposed = _transposable(result.model)
             with _mapped(source) as original:
                 content = with_metadata_order(content, original)
                 content = without_lost_inputs(content, original)
             content = in_running_order(content)
-            with _created(os.path.join(directory, MODEL_NAME)) as target:
+            with _created(os.path.join(directory, PREPARED_MODEL)) as target:
                 _write(target, memoryview(content), 0)
-            with _created(os.path.join(directory, WEIGHTS_NAME)) as target:
+            with _created(os.path.join(directory, PREPARED_WEIGHTS)) as target:
                 _write_weights(target, result, data, transposed)
     except FormatError as error:
         if _is_full(directory):

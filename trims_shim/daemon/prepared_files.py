@@ -47,14 +47,12 @@ from trims_shim.daemon.prepared_manifest import (
     with_source,
 )
 from trims_shim.errors import CorruptFile, NotServed, TrimsError
-from trims_shim.specs import Identity
+from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS, Identity
 
 __all__ = ["PreparedFiles", "Published", "Scan"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
-MODEL = "model.onnx"
-WEIGHTS = "weights.bin"
 _MANIFEST = "entry.json"
 _REFUSED = ".refused"
 _MAKING = ".making-"
@@ -310,8 +308,8 @@ class PreparedFiles:
         manifest = parse(Manifest, _read(os.path.join(path, _MANIFEST)))
         if (manifest.layout, manifest.key) != (LAYOUT_VERSION, key):
             raise CorruptFile(f"it is of layout {manifest.layout}, not {LAYOUT_VERSION}")
-        model = os.path.join(path, MODEL)
-        weights = os.path.join(path, WEIGHTS) if manifest.weights is not None else ""
+        model = os.path.join(path, PREPARED_MODEL)
+        weights = os.path.join(path, PREPARED_WEIGHTS) if manifest.weights is not None else ""
         return Published(
             manifest,
             model,
@@ -377,15 +375,15 @@ def _as_stamped(path: str, stamp: FileStamp) -> Identity:
 def _seal(making: str) -> tuple[FileStamp, FileStamp | None]:
     """Make what a preparer wrote durable and read-only. Raises CorruptFile, OSError."""
     for name in os.listdir(making):
-        if name not in (MODEL, WEIGHTS):
+        if name not in (PREPARED_MODEL, PREPARED_WEIGHTS):
             os.unlink(os.path.join(making, name))
     try:
-        model = _seal_file(os.path.join(making, MODEL))
+        model = _seal_file(os.path.join(making, PREPARED_MODEL))
     except FileNotFoundError as error:
-        raise CorruptFile(f"the preparer left no {MODEL}") from error
+        raise CorruptFile(f"the preparer left no {PREPARED_MODEL}") from error
     weights = None
     with contextlib.suppress(FileNotFoundError):
-        weights = _seal_file(os.path.join(making, WEIGHTS))
+        weights = _seal_file(os.path.join(making, PREPARED_WEIGHTS))
     return model, weights
 
 

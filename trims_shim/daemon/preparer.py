@@ -26,8 +26,9 @@ from collections.abc import Callable, Sequence
 from trims_shim.daemon import background, optimising, preparer_cuda, verifying
 from trims_shim.daemon.installation import installation
 from trims_shim.daemon.model_files import ModelFiles
-from trims_shim.daemon.optimising import WEIGHTS_NAME, Refusal, Sessions
+from trims_shim.daemon.optimising import Refusal, Sessions
 from trims_shim.errors import MessageTooLarge, TrimsError, WireError
+from trims_shim.specs import PREPARED_WEIGHTS
 from trims_shim.wire import duties, frames, messages
 from trims_shim.wire.duties import PrepareReply, PrepareRequest, SourceHashed
 from trims_shim.wire.handover import clipped
@@ -201,7 +202,7 @@ def _attempt(
     directory = request.directory
     sessions.save(path, directory, is_packed=is_packed)
     optimising.place(directory, source=path)
-    weights_bytes = os.stat(os.path.join(directory, WEIGHTS_NAME)).st_size
+    weights_bytes = os.stat(os.path.join(directory, PREPARED_WEIGHTS)).st_size
     note = verifying.verify(
         reference, lambda: sessions.prepared(directory), weights_bytes=weights_bytes
     )

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trims_shim.daemon.optimising import MODEL_NAME, WEIGHTS_NAME, Refusal, Sessions
+from trims_shim.daemon.optimising import Refusal, Sessions
 from trims_shim.errors import TrimsError
 from trims_shim.formats.onnx import OnnxModel, read_model
 from trims_shim.formats.onnx_directory import (
@@ -34,7 +34,7 @@ from trims_shim.formats.onnx_directory import (
     read_directory,
 )
 from trims_shim.memory import dlpack
-from trims_shim.specs import Record
+from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS, Record
 from trims_shim.wire.messages import SessionRecipe
 
 __all__ = ["MIN_SHARED_BYTES", "CudaSessions", "candidates", "sessions_of"]
@@ -80,7 +80,7 @@ class CudaSessions(Sessions):
 
     def prepared(self, directory: str) -> Any:
         """As of Sessions; the first time it finds out and lists what a hit will be given."""
-        weights = os.path.join(directory, WEIGHTS_NAME)
+        weights = os.path.join(directory, PREPARED_WEIGHTS)
         with _mapped(weights) as data:
             is_listed = has_directory(data)
             listed = read_directory(data) if is_listed else ()
@@ -134,8 +134,8 @@ class CudaSessions(Sessions):
         # Before onnxruntime 1.21 there was none.
         if not hasattr(self._binding.OrtValue, "from_dlpack"):
             return []
-        with _mapped(os.path.join(directory, MODEL_NAME)) as model:
-            return candidates(read_model(model), WEIGHTS_NAME)
+        with _mapped(os.path.join(directory, PREPARED_MODEL)) as model:
+            return candidates(read_model(model), PREPARED_WEIGHTS)
 
     def _in_place(self, directory: str, records: Iterable[Record]) -> list[Record]:
         """Those that a session uses where they are given to it."""
@@ -149,7 +149,7 @@ class CudaSessions(Sessions):
     ) -> tuple[Any, list[tuple[Record, weakref.ref[_Hold]]]]:
         """A session that is given these, and what it may hold of each."""
         lent = []
-        with _mapped(os.path.join(directory, WEIGHTS_NAME)) as data:
+        with _mapped(os.path.join(directory, PREPARED_WEIGHTS)) as data:
             for record in records:
                 with data[record.span.offset_bytes : record.span.end_bytes] as part:
                     hold = _Hold(*self.put(part))

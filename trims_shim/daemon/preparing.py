@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trims_shim.errors import WireError
+from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS
 from trims_shim.wire import duties, frames, messages
 from trims_shim.wire.duties import PrepareReply, SourceHashed
 from trims_shim.wire.handover import clipped
@@ -40,7 +41,6 @@ _FILE_SHARE = 0.45
 """Of what is free on the disk: there are two large files at a time, and some should stay free."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_FILES = ("model.onnx", "weights.bin")
 # This very package, whatever the client's interpreter would find under its name; everything else
 # as the client finds it.
 _BOOT = (
@@ -225,7 +225,7 @@ def _checked_reply(message: object, directory: str) -> PrepareReply:
     if not isinstance(message, PrepareReply):
         return _failed("preparer_confused", f"it said {type(message).__name__}")
     if not message.reason:
-        for name in _FILES:
+        for name in (PREPARED_MODEL, PREPARED_WEIGHTS):
             if not _is_file(os.path.join(directory, name)):
                 return _failed("preparer_confused", f"it did not write {name}")
     elif not _REASON.fullmatch(message.reason):

@@ -32,7 +32,7 @@ from trims_shim.formats.onnx_directory import read_directory
 from trims_shim.late_imports import ensure_imported
 from trims_shim.memory import dlpack
 from trims_shim.patches.device_skips import Skips
-from trims_shim.specs import DeviceId, Record
+from trims_shim.specs import PREPARED_WEIGHTS, DeviceId, Record
 
 if TYPE_CHECKING:
     from trims_shim.client.device_arenas import DeviceArena
@@ -52,7 +52,6 @@ _OF_PROCESS = frozenset(
     }
 )
 """Options that are addresses in the client: where a session works, not what it computes."""
-_WEIGHTS = "weights.bin"
 _skip = Skips("device_off")
 """Count a session that gets private device memory; warn once if that is a fault."""
 
@@ -141,7 +140,7 @@ class _Hold:
 
 def _lend(options: Any, model: str, device: DeviceId) -> tuple[list[Any], list[weakref.ref[_Hold]]]:
     """Values over device memory for ``options``, which has pointers to them, and their holds."""
-    weights = os.path.join(os.path.dirname(model), _WEIGHTS)
+    weights = os.path.join(os.path.dirname(model), PREPARED_WEIGHTS)
     values: list[Any] = []
     holds: list[weakref.ref[_Hold]] = []
     try:

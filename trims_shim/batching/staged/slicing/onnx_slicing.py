@@ -38,6 +38,7 @@ from trims_shim.batching.staged.slicing.onnx_observing import (
 from trims_shim.client.cache import cache
 from trims_shim.errors import NotServed, StagingError, TrimsError
 from trims_shim.memory import heap
+from trims_shim.specs import PREPARED_MODEL
 
 __all__ = ["TracedOnnx", "slice_onnx"]
 
@@ -172,7 +173,7 @@ def _own_source(path: str) -> _Source:
         optimising.place(directory, source=path)
     except NotServed as error:
         raise StagingError(f"{path} cannot be optimised: {error}") from error
-    return _Source(os.path.join(directory, optimising.MODEL_NAME), owner)
+    return _Source(os.path.join(directory, PREPARED_MODEL), owner)
 
 
 def _session(content: bytes, *, folder: str, threads: int, profile: str = "") -> Any:
