@@ -107,7 +107,7 @@ class TestImmutable:
 
     def test_seals_cannot_be_lifted(self, segment: host.SealedSegment) -> None:
         with pytest.raises(OSError, match="Errno"):
-            fcntl.fcntl(segment.descriptor, host._F_ADD_SEALS, 0)
+            fcntl.fcntl(segment.descriptor, fcntl.F_ADD_SEALS, 0)
 
     def test_the_descriptor_is_closed_on_exec(self, segment: host.SealedSegment) -> None:
         assert not os.get_inheritable(segment.descriptor)

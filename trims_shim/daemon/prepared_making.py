@@ -11,7 +11,6 @@ for so long that every change would show in its identity.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import queue
@@ -32,6 +31,7 @@ from trims_shim.daemon.prepared_manifest import FileStamp, Manifest
 from trims_shim.daemon.preparing import Preparation
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.memory.host import available_bytes
+from trims_shim.memory.memfd import is_sealed
 from trims_shim.specs import Identity
 from trims_shim.wire import duties, messages
 
@@ -209,7 +209,7 @@ class Preparations:
     def _is_settled(self, making: Making) -> bool:
         if self._trusts_young_files or is_settled(making.identity, time.time_ns()):
             return True
-        return making.is_memory and _is_sealed(making.descriptor)
+        return making.is_memory and is_sealed(making.descriptor)
 
     def _decide(self, making: Making, hashed: duties.SourceHashed, started_ns: int) -> bool:
         try:
@@ -266,15 +266,6 @@ def external_identities(directory: str, locations: Iterable[str]) -> tuple[Ident
         return tuple(Identity.from_stat(os.stat(path)) for path in paths)
     except (OSError, ValueError):  # ValueError: a location with a NUL
         return None
-
-
-def _is_sealed(descriptor: int) -> bool:
-    """Whether nobody can change these bytes any more."""
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError:
-        return False
-    return bool(seals & fcntl.F_SEAL_WRITE and seals & fcntl.F_SEAL_SHRINK)
 
 
 def _preparation(making: Making, directory: str) -> Preparation:

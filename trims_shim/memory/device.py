@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 
 from trims_shim.errors import DriverFailure, MemoryFailure, NoSpace
 from trims_shim.memory.driver import OUT_OF_MEMORY, RESERVATION_ALIGNMENT_BYTES, driver
-from trims_shim.memory.host import new_memfd, seal_memfd
 from trims_shim.memory.mapping import round_up
+from trims_shim.memory.memfd import new_memfd, seal_memfd
 from trims_shim.specs import DeviceId
 
 __all__ = [

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import signal
@@ -28,6 +27,7 @@ from typing import Protocol
 
 from trims_shim.errors import MemoryFailure
 from trims_shim.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
+from trims_shim.memory.memfd import new_memfd, seal_memfd
 from trims_shim.specs import SegmentKind
 
 __all__ = [
@@ -38,17 +38,12 @@ __all__ = [
     "TmpfsMemory",
     "WritableSegment",
     "available_bytes",
-    "new_memfd",
     "open_best",
     "open_memory",
     "probe",
-    "seal_memfd",
 ]
 
 _SHMEM_HUGE = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-_F_ADD_SEALS = 1033
-_SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008  # SEAL, SHRINK, GROW, WRITE (linux/fcntl.h)
-_MFD_NOEXEC_SEAL = 0x0008  # since Linux 6.3
 # System call numbers are the same on every architecture since Linux 5.1 (asm-generic/unistd.h).
 _SYS_OPEN_TREE, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428, 430, 431, 432
 _SYS_MOUNT_SETATTR = 442
@@ -241,20 +236,6 @@ class TmpfsMemory:
         """See :class:`HostMemory`."""
         os.close(self._mount)
         os.close(self._sealed)
-
-
-def new_memfd(name: str) -> int:
-    """An empty memfd that can be sealed, and not executed where the kernel knows how."""
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
-    except OSError:
-        return os.memfd_create(name, flags)
-
-
-def seal_memfd(descriptor: int) -> None:
-    """Freeze its content and size for everybody. Raises OSError while it is mapped writable."""
-    fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
 
 
 def available_bytes() -> int:

@@ -8,7 +8,6 @@ pipe, not a device.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import stat
@@ -19,6 +18,7 @@ from typing import Any
 from trims_shim.config import Config
 from trims_shim.errors import MemoryFailure, NotServed
 from trims_shim.late_imports import ensure_imported
+from trims_shim.memory.memfd import new_memfd, seal_memfd
 
 __all__ = ["Model", "absolute", "digest_of", "least_bytes", "model_of", "offered", "opened"]
 
@@ -31,8 +31,6 @@ _THREADS_WORTH_BYTES = 4 << 20
 _LOOK_LIMIT_BYTES = 16 << 20
 _LOCATION = re.compile(rb"\x0a\x08location\x12([\x01-\x7f])")
 """StringStringEntryProto {key: "location", value: of up to 127 bytes} in a serialised model."""
-_F_ADD_SEALS = 1033
-_SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008  # SEAL, SHRINK, GROW, WRITE (linux/fcntl.h)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +161,13 @@ def digest_of(data: bytes) -> str:
 def offered(data: bytes) -> Iterator[int]:
     """A sealed memfd with a copy of these bytes, closed after the block. Raises MemoryFailure."""
     try:
-        descriptor = os.memfd_create("trims-model", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = new_memfd("trims-model")
     except OSError as error:
         raise MemoryFailure(f"no memfd for a model of {len(data)} bytes: {error}") from error
     try:
         try:
             _write(descriptor, data)
-            fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
+            seal_memfd(descriptor)
         except OSError as error:
             raise MemoryFailure(f"a model of {len(data)} bytes: {error}") from error
         yield descriptor
