@@ -34,6 +34,7 @@ __all__ = [
     "Refusal",
     "Sessions",
     "disk_full",
+    "mapped",
     "place",
 ]
 
@@ -185,10 +186,10 @@ def place(directory: str, *, source: str = "") -> None:
     """
     saved, weights = (os.path.join(directory, name) for name in (_SAVED_MODEL, _SAVED_WEIGHTS))
     try:
-        with _mapped(saved) as model, _mapped(weights) as data:
+        with mapped(saved) as model, mapped(weights) as data:
             result = relayout(model, data_size_bytes=len(data), location=PREPARED_WEIGHTS)
             content, transposed = _transposable(result.model)
-            with _mapped(source) as original:
+            with mapped(source) as original:
                 content = with_metadata_order(content, original)
                 content = without_lost_inputs(content, original)
             content = in_running_order(content)
@@ -263,7 +264,7 @@ def _created(path: str) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _mapped(path: str) -> Iterator[memoryview]:
+def mapped(path: str) -> Iterator[memoryview]:
     """The content of a file of ours; nothing where there is none."""
     try:
         size = os.stat(path).st_size

@@ -16,14 +16,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import mmap
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from trims_shim.daemon.optimising import Refusal, Sessions
+from trims_shim.daemon.optimising import Refusal, Sessions, mapped
 from trims_shim.errors import TrimsError
 from trims_shim.formats.onnx import OnnxModel, read_model
 from trims_shim.formats.onnx_directory import (
@@ -81,7 +80,7 @@ class CudaSessions(Sessions):
     def prepared(self, directory: str) -> Any:
         """As of Sessions; the first time it finds out and lists what a hit will be given."""
         weights = os.path.join(directory, PREPARED_WEIGHTS)
-        with _mapped(weights) as data:
+        with mapped(weights) as data:
             is_listed = has_directory(data)
             listed = read_directory(data) if is_listed else ()
         if not is_listed:
@@ -134,7 +133,7 @@ class CudaSessions(Sessions):
         # Before onnxruntime 1.21 there was none.
         if not hasattr(self._binding.OrtValue, "from_dlpack"):
             return []
-        with _mapped(os.path.join(directory, PREPARED_MODEL)) as model:
+        with mapped(os.path.join(directory, PREPARED_MODEL)) as model:
             return candidates(read_model(model), PREPARED_WEIGHTS)
 
     def _in_place(self, directory: str, records: Iterable[Record]) -> list[Record]:
@@ -149,7 +148,7 @@ class CudaSessions(Sessions):
     ) -> tuple[Any, list[tuple[Record, weakref.ref[_Hold]]]]:
         """A session that is given these, and what it may hold of each."""
         lent = []
-        with _mapped(os.path.join(directory, PREPARED_WEIGHTS)) as data:
+        with mapped(os.path.join(directory, PREPARED_WEIGHTS)) as data:
             for record in records:
                 with data[record.span.offset_bytes : record.span.end_bytes] as part:
                     hold = _Hold(*self.put(part))
@@ -224,17 +223,3 @@ def _append(path: str, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.chmod(path, mode)
-
-
-@contextlib.contextmanager
-def _mapped(path: str) -> Iterator[memoryview]:
-    """A file of ours. Of no bytes: nothing."""
-    with open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            yield memoryview(b"")
-            return
-        with (
-            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping,
-            memoryview(mapping) as view,
-        ):
-            yield view
