@@ -14,14 +14,13 @@ lease.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import weakref
 from collections.abc import Callable
 
 from trims_shim.client.addresses import AddressIndex
-from trims_shim.client.descriptors import stamp
+from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.errors import MemoryFailure
 from trims_shim.memory.mapping import map_private, unmap
 
@@ -31,7 +30,7 @@ __all__ = ["Arena", "Image", "find"]
 class Image:
     """One leased image. When the last reference goes, it closes its descriptor and its lease."""
 
-    __slots__ = ("__weakref__", "_descriptor", "_stamp", "digest", "name", "size_bytes")
+    __slots__ = ("__weakref__", "_segment", "digest", "name", "size_bytes")
 
     def __init__(
         self,
@@ -47,28 +46,25 @@ class Image:
         ``name``: what people call the file.
         """
         self.name = name
-        self._descriptor = descriptor
-        self._stamp = stamp(descriptor)
+        self._segment = OwnDescriptor(descriptor)
         self.size_bytes = size_bytes
         self.digest = digest
         # Not __del__: it runs before weak references are cleared, so that another thread could get
         # a dying image from a weak dictionary and map whatever has its descriptor's number by then.
-        finalizer = weakref.finalize(
-            self, _release_image, descriptor, self._stamp, release, os.getpid()
-        )
+        finalizer = weakref.finalize(self, _release_image, self._segment, release, os.getpid())
         finalizer.atexit = False
 
     @property
     def is_open(self) -> bool:
         """Whether the program has left our descriptor open."""
-        return stamp(self._descriptor) == self._stamp
+        return self._segment.is_open()
 
     @property
     def descriptor(self) -> int:
         """The open segment. Raises MemoryFailure where the program has closed it."""
         if not self.is_open:
             raise MemoryFailure(f"{self.name}: the program has closed the segment's descriptor")
-        return self._descriptor
+        return self._segment.number
 
     def map(self) -> Arena:
         """A fresh private mapping: what is written to another arena is not seen in it.
@@ -110,15 +106,8 @@ def find(address: int, size_bytes: int) -> tuple[Image, int] | None:
     return _index.find(address, size_bytes)
 
 
-def _release_image(
-    descriptor: int,
-    opened: tuple[int, int] | None,
-    release: Callable[[], None] | None,
-    pid: int,
-) -> None:
-    if stamp(descriptor) == opened:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+def _release_image(segment: OwnDescriptor, release: Callable[[], None] | None, pid: int) -> None:
+    segment.close()
     if release is not None and pid == os.getpid():
         release()
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trims_shim._version import __version__
-from trims_shim.client.descriptors import stamp
+from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.client.session import Conversation, error_from
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
 from trims_shim.late_imports import ensure_imported
@@ -86,7 +86,7 @@ class Connection:
         self.pid = os.getpid()
         self.endpoint = endpoint
         self._handover = _connect(endpoint)
-        self._stamp = stamp(self._handover.fileno())
+        self._own = OwnDescriptor(self._handover.fileno())
         self._check = check
         self._welcome: messages.Welcome | None = None
         self._conversation: Conversation | None = None
@@ -251,13 +251,13 @@ class Connection:
 
     def report(self, counters: dict[str, int]) -> None:
         """Hand counters to the daemon's totals; best effort, for the end of a process."""
-        if counters and self.pid == os.getpid() and self._is_ours():
+        if counters and self.pid == os.getpid() and self._own.is_open():
             with contextlib.suppress(OSError):
                 handover.send(self._handover, messages.StatsReport(counters))
 
     def release(self, lease: int) -> None:
         """Give a lease up. Never blocks, raises or locks; safe in a finalizer."""
-        if self.pid != os.getpid() or not self._is_ours():
+        if self.pid != os.getpid() or not self._own.is_open():
             return
         try:
             handover.send(self._handover, messages.LeaseRelease(lease))
@@ -274,7 +274,7 @@ class Connection:
 
     def is_alive(self) -> bool:
         """False once the daemon has closed its end, or the program ours."""
-        if not self._is_ours():
+        if not self._own.is_open():
             return False
         try:
             data = self._handover.recv(1, socket.MSG_PEEK)
@@ -291,13 +291,9 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection; the daemon releases the leases."""
-        if not self._is_ours():
+        if not self._own.is_open():
             self._handover.detach()
         self._handover.close()
-
-    def _is_ours(self) -> bool:
-        """Whether the program has left our descriptor open; else its number means another file."""
-        return stamp(self._handover.fileno()) == self._stamp
 
     # --- inside -----------------------------------------------------------------------------------
 
