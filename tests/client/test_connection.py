@@ -401,6 +401,41 @@ def test_an_offer_that_is_not_answered(daemon: Daemon) -> None:
         assert daemon.open_parts() == []
 
 
+def test_a_program_that_has_no_poll(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """eventlet's ``monkey_patch`` takes it away."""
+    monkeypatch.delattr(select, "poll")
+
+    def turn(ticket: int) -> None:
+        daemon.grant(ticket)
+        daemon.answer(reply())
+
+    daemon.is_resident = True
+    with Opening(daemon, turn, lambda ticket: None, stall=0.3) as opening:
+        os.close(opening.open("host").descriptor)
+        with pytest.raises(DaemonTimeout, match="does not answer"):
+            opening.open("host")
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("has_poll", [True, False])
+def test_a_daemon_that_reads_nothing(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, has_poll: bool
+) -> None:
+    if not has_poll:
+        monkeypatch.delattr(select, "poll")
+    thread = daemon.talk()
+    connection = connect(daemon)
+
+    def fill() -> None:
+        for _ in range(10_000):
+            connection.drain()
+
+    with pytest.raises(DaemonTimeout, match="does not read"):
+        fill()
+    thread.join(10)
+    connection.close()
+
+
 def test_an_aligned_image_is_leased_where_it_is(daemon: Daemon) -> None:
     def turn(ticket: int) -> None:
         assert (daemon.offer.tier, daemon.offer.lead_bytes) == ("host", 8)

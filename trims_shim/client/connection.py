@@ -340,32 +340,32 @@ class Connection:
 
     def _send_handover(self, message: Any, descriptor: int | None) -> None:
         try:
-            if not _wait(self._handover, select.POLLOUT):
-                raise self._timeout("does not read")
-            handover.send(self._handover, message, descriptor=descriptor)
+            try:
+                handover.send(self._handover, message, descriptor=descriptor)
+            except BlockingIOError:  # Hardly ever: there is room for hundreds of packets.
+                if not _wait(self._handover, is_for_room=True):
+                    raise self._timeout("does not read") from None
+                handover.send(self._handover, message, descriptor=descriptor)
         except OSError as error:
             if isinstance(error, ConnectionError) and self._welcome is None:
                 self._receive_welcome()  # It says why, where the daemon has closed because of it.
             raise DaemonUnavailable(f"the daemon has closed the connection: {error}") from error
 
     def _receive_handover(self, *, timeout_s: float | None = None) -> None:
-        packet = self._receive_packet(timeout_s)
-        message = packet.message
+        if self._welcome is None:
+            self._receive_welcome()
+        packet = self._next_packet(timeout_s)
+        message, parts = packet.message, self._parts
         if isinstance(message, messages.SegmentGrant) and self._takes(message, packet.descriptor):
             return
-        if isinstance(message, messages.OfferReply):
-            self._take_answer(message)
+        if isinstance(message, messages.OfferReply) and parts and message.ticket == parts.ticket:
+            parts.answers.append(message)
         if isinstance(message, messages.OpenPreparedReply | messages.ErrorReply):
             self._replies.append(message)
         if packet.descriptor is not None:
             os.close(packet.descriptor)
         if isinstance(message, messages.Goodbye):
             raise DaemonUnavailable(f"the daemon closes the connection: {message.reason}")
-
-    def _take_answer(self, answer: messages.OfferReply) -> None:
-        parts = self._parts
-        if parts is not None and answer.ticket == parts.ticket:
-            parts.answers.append(answer)
 
     def _takes(self, grant: messages.SegmentGrant, descriptor: int | None) -> bool:
         """Whether the descriptor is a part that the request under way still lacks."""
@@ -380,14 +380,9 @@ class Connection:
         parts.descriptors[grant.part] = descriptor
         return True
 
-    def _receive_packet(self, timeout_s: float | None = None) -> handover.Packet:
-        if self._welcome is None:
-            self._receive_welcome()
-        return self._next_packet(timeout_s)
-
     def _next_packet(self, timeout_s: float | None) -> handover.Packet:
         try:
-            if not _wait(self._handover, select.POLLIN, timeout_s):
+            if not _wait(self._handover, timeout_s):
                 raise self._timeout("does not answer")
             packet = _receive(self._handover)
         except OSError as error:
@@ -487,7 +482,14 @@ def _check_descriptors() -> None:
         handover.close_all(held)
 
 
-def _wait(connection: socket.socket, event: int, timeout_s: float | None = None) -> bool:
+def _wait(
+    connection: socket.socket, timeout_s: float | None = None, *, is_for_room: bool = False
+) -> bool:
+    """Whether there is a packet, or room for one, in time."""
+    timeout_s = _ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
+    if not hasattr(select, "poll"):  # eventlet takes away what would stop all its threads
+        readers, writers = ([], [connection]) if is_for_room else ([connection], [])
+        return any(select.select(readers, writers, [], timeout_s))
     poll = select.poll()
-    poll.register(connection, event)
-    return bool(poll.poll(1000 * (_ANSWER_TIMEOUT_S if timeout_s is None else timeout_s)))
+    poll.register(connection, select.POLLOUT if is_for_room else select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
