@@ -43,7 +43,7 @@ from trims_shim.patches.torch_device import MIN_SHARED_BYTES, Place
 if TYPE_CHECKING:
     from trims_shim.client.device_arenas import DeviceArena
 
-__all__ = ["POINTS", "Sources", "device_tensor", "is_movable"]
+__all__ = ["POINTS", "Sources", "cuda_device", "device_tensor", "is_movable"]
 
 _TO = torch.Tensor.to
 _CUDA = torch.Tensor.cuda
@@ -206,10 +206,14 @@ def _target(
         return None
     if call.get("dtype") not in (None, tensor.dtype):
         return None
-    return _cuda_device(call.get("device"), is_default=func is _CUDA)
+    return cuda_device(call.get("device"), is_default=func is _CUDA)
 
 
-def _cuda_device(device: Any, *, is_default: bool = False) -> torch.device | None:
+def cuda_device(device: Any, *, is_default: bool = False) -> torch.device | None:
+    """The CUDA device that torch is told; None: another one, or nothing that torch takes.
+
+    ``is_default``: no device means the current one.
+    """
     if type(device) is int or (device is None and is_default):
         return torch.device("cuda") if device is None else torch.device("cuda", device)
     if type(device) is str:

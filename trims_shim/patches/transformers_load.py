@@ -23,7 +23,7 @@ from trims_shim.patches import torch_device, torch_unshare
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.safetensors_device import DeferredSlice, destination
 from trims_shim.patches.torch_device import Place
-from trims_shim.patches.torch_module_move import Sources, device_tensor, is_movable
+from trims_shim.patches.torch_module_move import Sources, cuda_device, device_tensor, is_movable
 
 __all__ = ["POINTS"]
 
@@ -39,15 +39,8 @@ def _wrap_materialize(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _place(device: Any) -> Place | None:
-    if type(device) is int:
-        device = torch.device("cuda", device)
-    try:
-        device = torch.device(device) if type(device) is str else device
-    except RuntimeError:
-        return None
-    if type(device) is not torch.device or device.type != "cuda":
-        return None
-    return torch_device.place_of(device)
+    found = cuda_device(device)
+    return None if found is None else torch_device.place_of(found)
 
 
 def _on_device(source: Any, dtype: Any, place: Place) -> torch.Tensor | None:
