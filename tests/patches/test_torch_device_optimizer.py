@@ -405,7 +405,7 @@ def test_a_captured_graph_keeps_its_memory(
     graph = Graph()
     begin(graph, pool=3)
     end(graph)
-    torch_unshare._has_warned = False
+    torch_unshare._warn_of_graphs.cache_clear()
     torch.optim.SGD(sharing.parameters(), lr=0.1)
     gc.collect()
     device_arenas.reap()

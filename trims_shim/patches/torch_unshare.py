@@ -52,7 +52,6 @@ __all__ = [
 _ELIDING = "trims_shim.patches.torch_module"
 _logger = logging.getLogger("trims_shim")
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-_has_warned = False
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
@@ -73,7 +72,8 @@ def unshare(tensors: Iterable[Any], why: str) -> None:
     if left:
         diagnostics.count("alias_left", why, left)
         _warn_of_aliases()
-    _warn_of_graphs()
+    if torch_device.are_addresses_kept():
+        _warn_of_graphs()
 
 
 @functools.lru_cache(maxsize=1)
@@ -85,14 +85,12 @@ def _warn_of_aliases() -> None:
     )
 
 
+@functools.lru_cache(maxsize=1)
 def _warn_of_graphs() -> None:
-    global _has_warned
-    if torch_device.are_addresses_kept() and not _has_warned:
-        _has_warned = True
-        _logger.warning(
-            "a parameter became private after a CUDA graph was captured; the graph goes on reading "
-            "the shared weights. Set TRIMS_DEVICE_ACCESS=private to update weights under graphs."
-        )
+    _logger.warning(
+        "a parameter became private after a CUDA graph was captured; the graph goes on reading "
+        "the shared weights. Set TRIMS_DEVICE_ACCESS=private to update weights under graphs."
+    )
 
 
 def unshare_module(module: torch.nn.Module, why: str) -> None:
