@@ -22,7 +22,7 @@ def test_sessions_are_left_alone_after_it(
     path = tmp_path / "model.onnx"
     save(sample("perceptron"))(path)
     # Sessions of later tests are not to know of it.
-    monkeypatch.setattr(onnxruntime_seed, "_calls", [])
+    monkeypatch.setattr(onnxruntime_seed, "_is_set", False)
     original = binding.set_seed
     [point] = onnxruntime_seed.POINTS
     patch = apply(point)

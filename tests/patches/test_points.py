@@ -59,7 +59,7 @@ def point(
     has_holders: bool = False,
 ) -> PatchPoint:
     full = tuple(f"fake_library:{each}" for each in targets)
-    return PatchPoint("test", "fake_library", full, ">=1", probe, wrap, has_holders)
+    return PatchPoint("test", "fake_library", full, ">=1", wrap, probe, has_holders)
 
 
 class TestResolve:
@@ -166,7 +166,7 @@ class TestApply:
         assert library.load is original
 
     def test_what_cannot_be_set_is_skipped(self) -> None:
-        patch = apply(PatchPoint("t", "l", ("builtins:int.bit_length",), "", lambda: None, wrapped))
+        patch = apply(PatchPoint("t", "l", ("builtins:int.bit_length",), "", wrapped))
         assert patch.state is PatchState.SKIPPED
         assert "TypeError" in patch.reason
 

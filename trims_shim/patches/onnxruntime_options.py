@@ -17,17 +17,12 @@ from trims_shim.patches.points import PatchPoint
 __all__ = ["POINTS"]
 
 
-def _present() -> None:
-    """A method that is there can be wrapped."""
-
-
 _KNOWN: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="onnxruntime.SessionOptions.__init__",
         library="onnxruntime",
         targets=("onnxruntime.capi._pybind_state:SessionOptions.__init__",),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_new,
     ),
     PatchPoint(
@@ -35,7 +30,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
         library="onnxruntime",
         targets=("onnxruntime.capi._pybind_state:SessionOptions.add_session_config_entry",),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_entry,
     ),
     PatchPoint(
@@ -45,7 +39,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
             "onnxruntime.capi._pybind_state:SessionOptions.add_free_dimension_override_by_name",
         ),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_dimension("name"),
     ),
     PatchPoint(
@@ -55,7 +48,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
             "onnxruntime.capi._pybind_state:SessionOptions.add_free_dimension_override_by_denotation",
         ),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_dimension("denotation"),
     ),
     PatchPoint(
@@ -63,7 +55,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
         library="onnxruntime",
         targets=("onnxruntime.capi._pybind_state:SessionOptions.add_external_initializers",),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_other,
     ),
     PatchPoint(
@@ -73,7 +64,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
             "onnxruntime.capi._pybind_state:SessionOptions.add_external_initializers_from_files_in_memory",
         ),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_other,
     ),
     PatchPoint(
@@ -81,7 +71,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
         library="onnxruntime",
         targets=("onnxruntime.capi._pybind_state:SessionOptions.add_initializer",),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_other,
     ),
     PatchPoint(
@@ -89,7 +78,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
         library="onnxruntime",
         targets=("onnxruntime.capi._pybind_state:SessionOptions.add_provider",),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_other,
     ),
     PatchPoint(
@@ -97,7 +85,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
         library="onnxruntime",
         targets=("onnxruntime.capi._pybind_state:SessionOptions.add_provider_for_devices",),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_other,
     ),
     PatchPoint(
@@ -105,7 +92,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
         library="onnxruntime",
         targets=("onnxruntime.capi._pybind_state:SessionOptions.clear_ep_context_data_read_func",),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_other,
     ),
     PatchPoint(
@@ -113,7 +99,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
         library="onnxruntime",
         targets=("onnxruntime.capi._pybind_state:SessionOptions.register_custom_ops_library",),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_other,
     ),
     PatchPoint(
@@ -121,7 +106,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
         library="onnxruntime",
         targets=("onnxruntime.capi._pybind_state:SessionOptions.set_ep_context_data_read_func",),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_other,
     ),
     PatchPoint(
@@ -129,7 +113,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
         library="onnxruntime",
         targets=("onnxruntime.capi._pybind_state:SessionOptions.set_load_cancellation_flag",),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_other,
     ),
     PatchPoint(
@@ -137,7 +120,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
         library="onnxruntime",
         targets=("onnxruntime.capi._pybind_state:SessionOptions.set_provider_selection_policy",),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_other,
     ),
     PatchPoint(
@@ -147,7 +129,6 @@ _KNOWN: tuple[PatchPoint, ...] = (
             "onnxruntime.capi._pybind_state:SessionOptions.set_provider_selection_policy_delegate",
         ),
         supported="1.19 and newer",
-        probe=_present,
         wrap=records.recording_other,
     ),
 )

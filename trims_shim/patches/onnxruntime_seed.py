@@ -15,29 +15,26 @@ from trims_shim.patches.points import PatchPoint
 
 __all__ = ["POINTS", "is_set"]
 
-_calls: list[bool] = []
+_is_set = False
 
 
 def is_set() -> bool:
     """Whether the program has set a seed since the patches were applied."""
-    return bool(_calls)
+    return _is_set
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    _calls.clear()
+    global _is_set
+    _is_set = False
 
     @functools.wraps(original)
     def set_seed(*args: Any, **kwargs: Any) -> Any:
+        global _is_set
         result = original(*args, **kwargs)
-        if not _calls:
-            _calls.append(True)
+        _is_set = True
         return result
 
     return set_seed
-
-
-def _probe() -> str | None:
-    return None
 
 
 POINTS: tuple[PatchPoint, ...] = (
@@ -46,7 +43,6 @@ POINTS: tuple[PatchPoint, ...] = (
         library="onnxruntime",
         targets=("onnxruntime.capi.onnxruntime_pybind11_state:set_seed",),
         supported="1.19 and newer",
-        probe=_probe,
         wrap=_wrap,
         has_holders=True,
     ),

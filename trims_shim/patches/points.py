@@ -37,18 +37,18 @@ class PatchPoint:
 
     ``targets`` are candidates, first match wins, each ``"package.module:Class.attribute"``.
     ``supported`` is the version range it was tested with, for people; ``probe`` decides: it returns
-    None where the library can do what the replacement needs, else why not. ``wrap`` makes the
-    replacement from the original attribute (a function, a class, or the raw ``__dict__`` entry such
-    as a ``staticmethod``). ``has_holders``: the name itself is what callers hold, so modules that
-    imported it before are rebound.
+    None where the library can do what the replacement needs, else why not; without one it is enough
+    that there is a target. ``wrap`` makes the replacement from the original attribute (a function,
+    a class, or the raw ``__dict__`` entry such as a ``staticmethod``). ``has_holders``: the name
+    itself is what callers hold, so modules that imported it before are rebound.
     """
 
     name: str
     library: str
     targets: tuple[str, ...]
     supported: str
-    probe: Callable[[], str | None]
     wrap: Callable[[Any], Any]
+    probe: Callable[[], str | None] = lambda: None
     has_holders: bool = False
 
 

@@ -36,7 +36,6 @@ POINTS: tuple[PatchPoint, ...] = (
         library="safetensors",
         targets=("safetensors.torch:load_model",),
         supported="0.4 and newer",
-        probe=lambda: None,
         wrap=_wrap,
         has_holders=True,
     ),

@@ -89,7 +89,6 @@ POINTS: tuple[PatchPoint, ...] = (
         library="safetensors",
         targets=("safetensors.numpy:load_file",),
         supported="0.4 and newer",
-        probe=lambda: None,
         wrap=_wrap,
         has_holders=True,
     ),

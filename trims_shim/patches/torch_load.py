@@ -468,7 +468,6 @@ POINTS: tuple[PatchPoint, ...] = (
         library="torch",
         targets=("torch.serialization:_legacy_load",),
         supported="2.4 and newer",
-        probe=lambda: None,
         wrap=_wrap_legacy,
     ),
 )
