@@ -15,6 +15,7 @@ from trims_shim.cli import devices, images, info, status, top
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.client import device_arenas
+from trims_shim.client.cache import Cache
 from trims_shim.errors import DaemonUnavailable, DriverFailure, NoSpace, UnknownDevice
 from trims_shim.inspection import Description, DeviceFound, DeviceSupport
 from trims_shim.wire.admin import (
@@ -256,13 +257,13 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the commands ask of the daemon."""
     asked: list[Any] = []
 
-    def request(message: Any) -> Any:
+    def request(_: Cache, message: Any) -> Any:
         if isinstance(message, EvictPreparedRequest):
             return EvictPreparedReply((), 0)
         asked.append(message)
         return EvictImageReply(("a" * 64,), GIB)
 
-    monkeypatch.setattr(images, "_request", request)
+    monkeypatch.setattr(Cache, "request", request)
     return asked
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trims_shim.cli import images
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
+from trims_shim.client.cache import Cache
 from trims_shim.daemon import loader
 from trims_shim.wire.admin import TierCheck, VerifyImageReply
 
@@ -139,7 +139,7 @@ def test_verify_of_damaged_memory(
     """Sealed memory cannot be damaged from here, so the daemon's answer is made up."""
     found = (("host", "a" * 64), ("GPU-1", "b" * 64), ("GPU-2", "", "no"))
     reply = VerifyImageReply("a" * 64, "b" * 64, tuple(TierCheck(*each) for each in found))
-    monkeypatch.setattr(images, "_request", lambda message: reply)
+    monkeypatch.setattr(Cache, "request", lambda *_: reply)
     assert main(["verify", "aaaaaaaa"]) == Exit.FAILED
     host, first, second = capsys.readouterr().out.splitlines()
     assert host == "a" * 12 + " sound on host"

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from trims_shim import api
 from trims_shim.cli.devices import device_named, tier_named
@@ -155,7 +154,7 @@ def unpin(arguments: argparse.Namespace) -> Exit:
 
 def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
     request = admin.PinImageRequest(_name_of(arguments.image), is_pinned=is_pinned)
-    reply = _request(request)
+    reply = cache().request(request)
     if arguments.json:
         print_json({"digest": reply.digest, "is_pinned": is_pinned})
     else:
@@ -187,12 +186,12 @@ def _evict(name: str, tier: str) -> tuple[admin.EvictImageReply, admin.EvictPrep
     )
     unknown = []
     try:
-        images = _request(admin.EvictImageRequest(name, tier))
+        images = cache().request(admin.EvictImageRequest(name, tier))
     except UnknownImage as error:
         unknown.append(error)
     if not tier:
         try:
-            prepared = _request(admin.EvictPreparedRequest(name))
+            prepared = cache().request(admin.EvictPreparedRequest(name))
         except UnknownImage as error:
             unknown.append(error)
     if len(unknown) == (1 if tier else 2):
@@ -211,7 +210,7 @@ def verify(arguments: argparse.Namespace) -> Exit:
     checked = []
     for image in images:
         try:
-            checked.append(_request(admin.VerifyImageRequest(image, tier)))
+            checked.append(cache().request(admin.VerifyImageRequest(image, tier)))
         except UnknownImage:
             if not arguments.all:
                 raise  # Under --all it was evicted meanwhile.
@@ -256,7 +255,3 @@ def _devices() -> Iterator[str]:
         yield from (device.device for device in ask().devices)
     except DaemonUnavailable:
         return
-
-
-def _request(message: Any) -> Any:
-    return cache().request(message, may_start=False)

@@ -31,7 +31,7 @@ _IMAGES_SHOWN = 20
 
 def ask() -> GetStatusReply:
     """The daemon's status. Raises DaemonUnavailable when none runs."""
-    reply: GetStatusReply = cache().request(GetStatusRequest(), may_start=False)
+    reply: GetStatusReply = cache().request(GetStatusRequest())
     return reply
 
 
