@@ -23,7 +23,12 @@ def test_the_demonstration_succeeds_without_extras_and_fits_a_narrow_terminal(
     )
     assert done.returncode == Exit.OK, done.stdout + done.stderr
     table, _, conclusion = done.stdout.partition("\n\n#1 fills the cache.")
-    assert [line.split()[0] for line in table.splitlines()[2:]] == ["TRIMS", "without", "#1", "#2"]
+    assert [line.split()[0] for line in table.splitlines()[2:]] == [
+        "PROCESS",
+        "without",
+        "#1",
+        "#2",
+    ]
     assert table.count("the same") == 3
     assert max(map(len, table.splitlines())) < 80
     assert "Once the model is in the cache" in conclusion

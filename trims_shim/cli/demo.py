@@ -8,8 +8,9 @@ the proof of sharing come from the kernel (/proc), not from this package.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import json as _json
+import json
 import os
 import re
 import select
@@ -23,9 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trims_shim.cli.text import table
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.text import print_json, table
 
-__all__ = ["run_demo"]
+__all__ = ["demo"]
 
 _MEGA = 1e6
 _ANSWER_DEADLINE_S = 180.0
@@ -168,31 +170,30 @@ class _Place:
         return os.environ | own | {"TRIMS_ENABLED": "1" if with_shim else "0"}
 
 
-def run_demo(*, size_mb: int = 400, processes: int = 4, json: bool = False) -> int:
-    """Run the demonstration; 0 only if all results are equal and the cache served later processes.
+def demo(arguments: argparse.Namespace) -> Exit:
+    """Run it; OK only if all results are equal and the cache served later processes.
 
-    ``size_mb`` is the size of the model made for it, ``processes`` (at least 2) how many use it
-    through trims at the same time. Prints a table, or with ``json`` one JSON object. Blocks for
-    some ten seconds and starts child processes; needs torch, and ``size_mb`` of disk.
+    Prints a table, or one JSON object. Blocks for some ten seconds and starts child processes;
+    needs torch, and as much disk as the model has.
     """
-    note = _Notes(is_quiet=json)
+    note = _Notes(is_quiet=arguments.json)
     try:
-        with _place(size_mb) as place:
-            runs = _measure(place, processes, note)
+        with _place(arguments.size_mb) as place:
+            runs = _measure(place, arguments.processes, note)
             size_bytes = place.checkpoint.stat().st_size
     except KeyboardInterrupt:
         note("interrupted; everything was removed")
-        return 130
+        return Exit.INTERRUPTED
     except _DemoFailed as error:
         print(f"trims demo: {error}", file=sys.stderr)
-        return 1
+        return Exit.FAILED
     is_good, sentences = _conclude(runs)
-    if json:
+    if arguments.json:
         described = {"size_bytes": size_bytes, "ok": is_good, "conclusion": " ".join(sentences)}
-        print(_json.dumps(described | {"runs": [asdict(run) for run in runs]}, indent=1))
+        print_json(described | {"runs": [asdict(run) for run in runs]})
     else:
         _show(runs, size_bytes, sentences)
-    return 0 if is_good else 1
+    return Exit.OK if is_good else Exit.FAILED
 
 
 class _Notes:
@@ -251,8 +252,7 @@ def _measure(place: _Place, processes: int, note: Callable[[str], None]) -> list
         alive = [stack.enter_context(_program(place, "without trims", False))]
         for number in range(1, processes + 1):
             note(f"process {number} of {processes} with trims")
-            label = f"with trims #{number}"
-            alive.append(stack.enter_context(_program(place, label, True)))
+            alive.append(stack.enter_context(_program(place, f"#{number}", True)))
         # All at once: libraries that several processes map are then nobody's private memory.
         return _observe(alive, place)
 
@@ -288,8 +288,8 @@ def _program(place: _Place, label: str, with_shim: bool) -> Iterator[_Run]:
     try:
         line = _first_line(process)
         if not line:
-            raise _DemoFailed(f"process '{label}' failed:\n{_tail(complaints.read_text())}")
-        yield _Run(label=label, with_shim=with_shim, **_json.loads(line))
+            raise _DemoFailed(f"process {label} failed:\n{_tail(complaints.read_text())}")
+        yield _Run(label=label, with_shim=with_shim, **json.loads(line))
     finally:
         _end(process)
 
@@ -431,11 +431,11 @@ def _show(runs: Sequence[_Run], size_bytes: int, sentences: list[str]) -> None:
 
 
 def _table(runs: Sequence[_Run]) -> str:
-    titles = ("TRIMS", "torch.load", "load_state_dict", "ANSWER", "OWN", "SHARED", "RESULT")
+    titles = ("PROCESS", "torch.load", "load_state_dict", "ANSWER", "OWN", "SHARED", "RESULT")
     expected = runs[0].checksum
     rows = [
         (
-            run.label.removeprefix("with trims ") if run.with_shim else "without",
+            run.label,
             _time(run.load_s),
             _time(run.load_state_dict_s),
             _time(run.first_answer_s),

@@ -240,7 +240,7 @@ def _add_programs(commands: Commands[argparse.ArgumentParser]) -> None:
     demo = add_command(
         commands,
         "demo",
-        "demonstration:demo",
+        "demo:demo",
         "measure what the cache does for a program that does not know it; leaves nothing behind",
         "trims demo --size-mb 1000 --processes 8",
     )
