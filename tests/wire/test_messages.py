@@ -30,6 +30,11 @@ def encoded() -> dict[str, str]:
     return {kind.__name__: codec.encode(sample(kind)).hex() for kind in KINDS}
 
 
+def test_the_page_is_about_this_version() -> None:
+    page = Path(__file__).parents[2] / "docs" / "protocol.md"
+    assert f"\nVersion {messages.PROTOCOL_VERSION}. " in page.read_text()
+
+
 def test_there_is_a_golden_file_for_this_version() -> None:
     assert sorted(golden()) == sorted(encoded()), f"messages came or went; {ADVICE}"
 
