@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from harness import World, content, process_state, raw_connection, wait_until
 
-from trims_shim.errors import IncompatibleDaemon, TrimsError
+from trims_shim.errors import DaemonUnavailable, IncompatibleDaemon, TrimsError
 from trims_shim.wire import admin, codec, messages
 
 CROWD = """
@@ -181,6 +182,19 @@ def test_an_idle_client_does_not_keep_it(make_world: Any) -> None:
     assert begin == content(2)[:8].hex()
 
 
+def test_watching_does_not_keep_it(make_world: Any) -> None:
+    """As a monitor does with ``trims status --json``: each time with a connection of its own."""
+    world = make_world(idle_exit="1")
+    pid = world.start()
+
+    def has_gone() -> bool:
+        with contextlib.suppress(DaemonUnavailable), contextlib.closing(world.connection()) as line:
+            line.request(admin.GetStatusRequest())
+        return process_state(pid) == ""
+
+    wait_until(has_gone, "idle exit", interval_s=0.1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_load_in_flight(make_world: Any, number: int) -> None:
     world = make_world(host_bytes="1G")
@@ -275,12 +289,11 @@ def test_a_newer_client_replaces_an_older_daemon(make_world: Any, protocol: int)
 
 
 _TOLD = """
-import select
 import trims_shim.client.connection as connections
 _wait = connections._wait
-def told(connection, event, timeout_s=None):
-    if event == select.POLLIN: say()
-    return _wait(connection, event, timeout_s)
+def told(*arguments):
+    say()
+    return _wait(*arguments)
 connections._wait = told
 recipe = messages.SessionRecipe("1", "b", (("CPUExecutionProvider",),), "ORT_ENABLE_ALL")
 def open_prepared(path):

@@ -296,10 +296,12 @@ class Server:
             with contextlib.suppress(OSError):
                 handover.send(session.connection, messages.Goodbye(reason[:500]))
         self.sessions.close(session)
-        self.tiers.close_session(session.number, time.time_ns())
-        self.openings.close_session(session.number)
-        self.prepared.close_session(session.number)
-        self._last_active = time.monotonic()
+        number = session.number
+        if self.tiers.lease_count(number) or self.prepared.lease_count(number):
+            self._last_active = time.monotonic()  # Else it has only watched, or ended long ago.
+        self.tiers.close_session(number, time.time_ns())
+        self.openings.close_session(number)
+        self.prepared.close_session(number)
 
     # --- control ----------------------------------------------------------------------------------
 
