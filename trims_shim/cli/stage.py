@@ -261,7 +261,8 @@ def _cells(latencies_ns: Mapping[int, float], sizes: Sequence[int]) -> list[str]
 
 def _findings(saved: SavedStages, tries: Sequence[StagesTry]) -> list[str]:
     diversity, profile = saved.diversity, saved.profile
-    prefers = f"{min(profile.preferred)} to {max(profile.preferred)}"
+    smallest, largest = min(profile.preferred), max(profile.preferred)
+    prefers = f"{smallest} to {largest}" if smallest < largest else str(largest)
     gain = stretch_gain(profile)
     tried = ", ".join(str(len(each.model)) for each in tries)
     inputs = {
