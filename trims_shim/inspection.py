@@ -55,6 +55,8 @@ __all__ = [
 _DISTRIBUTIONS = (
     "torch",
     "safetensors",
+    "transformers",
+    "onnxruntime",
     "numpy",
     "pyzmq",
     "msgpack",

@@ -448,7 +448,10 @@ def _connect(endpoint: Endpoint) -> socket.socket:
         peer = handover.peer_of(connection)
     except OSError as error:
         connection.close()
-        raise DaemonUnavailable(f"no daemon answers at {endpoint.handover}: {error}") from error
+        raise DaemonUnavailable(
+            f"no daemon answers at {endpoint.handover}: {error}; a load starts one, or "
+            "`trims daemon`"
+        ) from error
     if peer.uid not in (os.geteuid(), 0):
         connection.close()
         raise DaemonUnavailable(

@@ -71,7 +71,8 @@ class Endpoint:
             status = os.lstat(self.directory)
         except FileNotFoundError:
             raise DaemonUnavailable(
-                f"no socket directory {self.directory}; no daemon has run"
+                f"no socket directory {self.directory}, so no daemon has run; a load starts one, "
+                "or `trims daemon`"
             ) from None
         except OSError as error:
             raise UnusableSocketDir(f"socket directory {self.directory}: {error}") from error
