@@ -147,12 +147,17 @@ class _FileToMemory:
         """Nothing is ours."""
 
 
-class _Ring:
-    """Pinned memory, two streams, and the device's context; opened and closed by one thread."""
+class _DeviceStep:
+    """A step to or from a device: pinned memory, two streams, and the device's context.
 
-    def __init__(self, device_index: int, sizes: Sizes) -> None:
-        self._device_index = device_index
-        self._size_bytes = sizes.slots * sizes.chunk_bytes
+    Opened and closed by one thread.
+    """
+
+    def __init__(self, route: Route) -> None:
+        self.parts = _Parts(route.layout, route.address)
+        self.name = route.name
+        self._device_index = route.device_index
+        self._size_bytes = route.sizes.slots * route.sizes.chunk_bytes
         self._cleanup = contextlib.ExitStack()
         self._streams: list[int] = []
         self._is_lost = False
@@ -254,49 +259,41 @@ class _Parts:
         return _Part(position, min(end, record.source.end_bytes) - position, address)
 
 
-class _FileToDevice:
+class _FileToDevice(_DeviceStep):
     def __init__(self, route: Route, source: _Source, outline: int | None) -> None:
-        self._ring = ring = _Ring(route.device_index, route.sizes)
-        self._parts = _Parts(route.layout, route.address)
+        super().__init__(route)
         self._source = source
         self._outline = outline
-        self._name = route.name
-        self.open, self.in_thread = ring.open, ring.in_thread
-        self.drain, self.close = ring.drain, ring.close
 
     def process(self, chunk: Chunk) -> None:
-        self._ring.wait(chunk.slot)
+        self.wait(chunk.slot)
         self._source.read(chunk.part, chunk.offset)
-        stream = self._ring.stream(chunk.slot)
-        for part in self._parts.between(chunk.offset, chunk.offset + len(chunk.part)):
+        stream = self.stream(chunk.slot)
+        for part in self.parts.between(chunk.offset, chunk.offset + len(chunk.part)):
             begin = part.offset - chunk.offset
             if part.address is not None:
-                address = self._ring.address + chunk.position + begin
-                self._ring.driver.copy_to_device(part.address, address, part.size, stream)
+                address = self.address + chunk.position + begin
+                self.driver.copy_to_device(part.address, address, part.size, stream)
             elif self._outline is not None:
                 with chunk.part[begin : begin + part.size] as rest:
-                    write_fully(self._outline, rest, part.offset, self._name)
+                    write_fully(self._outline, rest, part.offset, self.name)
 
 
-class _DeviceToFile:
+class _DeviceToFile(_DeviceStep):
     def __init__(self, route: Route, outline: int, target: int) -> None:
-        self._ring = ring = _Ring(route.device_index, route.sizes)
-        self._parts = _Parts(route.layout, route.address)
+        super().__init__(route)
         self._outline = outline
         self._target = target
-        self._name = route.name
-        self.open, self.in_thread = ring.open, ring.in_thread
-        self.drain, self.close = ring.drain, ring.close
 
     def process(self, chunk: Chunk) -> None:
-        stream = self._ring.stream(chunk.slot)
-        for part in self._parts.between(chunk.offset, chunk.offset + len(chunk.part)):
+        stream = self.stream(chunk.slot)
+        for part in self.parts.between(chunk.offset, chunk.offset + len(chunk.part)):
             begin = part.offset - chunk.offset
             if part.address is not None:
-                address = self._ring.address + chunk.position + begin
-                self._ring.driver.copy_to_host(address, part.address, part.size, stream)
+                address = self.address + chunk.position + begin
+                self.driver.copy_to_host(address, part.address, part.size, stream)
             else:
                 with chunk.part[begin : begin + part.size] as rest:
-                    read_fully(self._outline, rest, part.offset, self._name)
-        self._ring.wait(chunk.slot)
-        write_fully(self._target, chunk.part, chunk.offset, self._name)
+                    read_fully(self._outline, rest, part.offset, self.name)
+        self.wait(chunk.slot)
+        write_fully(self._target, chunk.part, chunk.offset, self.name)
