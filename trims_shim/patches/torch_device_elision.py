@@ -81,7 +81,7 @@ class Adopter:
 
     def close(self) -> None:
         """Forget what was looked at."""
-        self._sources.__exit__()
+        self._sources.close()
 
     def adopt(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """Give ``dst`` the bytes of ``src`` as ``dst.copy_(src)`` would; False: nothing is done."""

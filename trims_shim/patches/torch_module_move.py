@@ -64,6 +64,10 @@ class Sources:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forget what was looked at."""
         if self._scanner is not None:
             self._scanner.close()
         self._arenas.clear()
