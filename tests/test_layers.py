@@ -47,6 +47,7 @@ LAYERS = (
     ("client.device_arenas",),
     ("daemon.control", "daemon.sessions", "daemon.loader"),
     ("daemon.prepared_directory",),
+    ("daemon.front",),
     ("daemon.prepared_key", "daemon.prepared_files", "daemon.prepared_clients"),
     ("daemon.prepared_early",),
     ("daemon.uploader", "daemon.uploading", "daemon.peer_copying"),

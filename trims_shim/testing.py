@@ -236,7 +236,7 @@ class _Server:
     """The daemon's half: what :class:`trims_shim.daemon.server.Server` does with its sockets.
 
     One lock stands for the server's single thread. Public names are those that the request handlers
-    and :class:`trims_shim.daemon.openings.Front` use.
+    and :class:`trims_shim.daemon.front.Front` use.
     """
 
     memory_reason = "a fake daemon for tests"

@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator
 from trims_shim import config as configuration
 from trims_shim.config import Config
 from trims_shim.daemon.eviction import policy_named
+from trims_shim.daemon.front import Front
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.prepared import Prepared
-from trims_shim.daemon.prepared_clients import Front
 from trims_shim.daemon.prepared_directory import PreparedSettings
 from trims_shim.daemon.preparing import Preparer
 from trims_shim.daemon.server import Server

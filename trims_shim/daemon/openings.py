@@ -19,13 +19,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from trims_shim.daemon.front import Front
 from trims_shim.daemon.loader import Finished
 from trims_shim.daemon.peer_copying import PeerImage
-from trims_shim.daemon.sessions import Session, Sessions, check_readable_file
+from trims_shim.daemon.sessions import Session, check_readable_file
 from trims_shim.daemon.store import (
     Action,
     Announce,
@@ -51,7 +52,7 @@ from trims_shim.memory.device import DeviceSegment
 from trims_shim.specs import HOST_TIER, Digest, Identity
 from trims_shim.wire import messages
 
-__all__ = ["Front", "Openings"]
+__all__ = ["Openings"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
@@ -60,35 +61,6 @@ _MESSAGE_LIMIT = 1000
 _ASKED_LIMIT = 256
 _ALLOCATIONS_IN_A_PACKET = 32
 """With 80 bytes each: below messages.HANDOVER_PACKET_LIMIT_BYTES."""
-
-
-class Front(Protocol):
-    """Who talks with the clients."""
-
-    sessions: Sessions
-    counters: Counter[str]
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether no new opening is let in."""
-
-    def take_offer(self, session: Session, ticket: int) -> int:
-        """The descriptor that was offered under a ticket, owned by the caller.
-
-        Raises AccessDenied.
-        """
-
-    def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
-        """Send a packet with a descriptor, or without one. Raises OSError."""
-
-    def reply(self, routing: bytes, request: int, message: Any) -> None:
-        """Answer a request."""
-
-    def end_session(self, session: Session, reason: str) -> None:
-        """Close a connection."""
-
-    def publish(self, event: Announce) -> None:
-        """Tell who listens."""
 
 
 @dataclass(frozen=True, slots=True)

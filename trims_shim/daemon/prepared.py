@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trims_shim._version import __version__
+from trims_shim.daemon.front import Front
 from trims_shim.daemon.interpreters import cpu_identity, interpreter_of, namespace_problem
 from trims_shim.daemon.loader import started_pool
 from trims_shim.daemon.prepared_clients import (
-    Front,
     Offer,
     flight_of,
     hit_reply,

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from trims_shim.daemon.front import Front
 from trims_shim.daemon.prepared_events import Flight, Grant
 from trims_shim.daemon.prepared_files import Published
-from trims_shim.daemon.sessions import Session, Sessions, check_readable_file
+from trims_shim.daemon.sessions import Session, check_readable_file
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.specs import Identity
 from trims_shim.wire import messages
 from trims_shim.wire.handover import clipped
 
 __all__ = [
-    "Front",
     "Offer",
     "flight_of",
     "hand_over_answer",
@@ -31,20 +30,6 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("trims_shim.daemon")
-
-
-class Front(Protocol):
-    """Who talks with the clients; see :class:`trims_shim.daemon.openings.Front`."""
-
-    sessions: Sessions
-    counters: Counter[str]
-
-    @property
-    def is_stopping(self) -> bool: ...
-    def take_offer(self, session: Session, ticket: int) -> int: ...
-    def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None: ...
-    def reply(self, routing: bytes, request: int, message: Any) -> None: ...
-    def end_session(self, session: Session, reason: str) -> None: ...
 
 
 def reply_or_error(front: Front, answer: Callable[[], Any]) -> Any:

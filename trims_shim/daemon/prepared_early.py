@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trims_shim.daemon.prepared_clients import Front, hand_over_answer, reply_or_error
+from trims_shim.daemon.front import Front
+from trims_shim.daemon.prepared_clients import hand_over_answer, reply_or_error
 from trims_shim.daemon.sessions import Session
 from trims_shim.errors import TooManyRequests
 

@@ -27,9 +27,10 @@ import zmq
 
 from trims_shim._version import __version__
 from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
+from trims_shim.daemon.front import Front
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared import Prepared
-from trims_shim.daemon.prepared_clients import Front, hand_over_answer, reply_or_error
+from trims_shim.daemon.prepared_clients import hand_over_answer, reply_or_error
 from trims_shim.daemon.requests import Later, add_counters, handle
 from trims_shim.daemon.sessions import Session, Sessions, descriptors_are_scarce
 from trims_shim.daemon.store import Announce
@@ -364,7 +365,7 @@ class Server:
         self._jobs_open += 1
         later.tier.loader.run(later.work, done)
 
-    # --- what openings need (openings.Front) ------------------------------------------------------
+    # --- what openings and preparations need ------------------------------------------------------
 
     def take_offer(self, session: Session, ticket: int) -> int:
         """See :class:`Front`."""
