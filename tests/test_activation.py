@@ -1,7 +1,7 @@
 """What ``import trims_shim`` does to a process, in every order and with every switch.
 
 Each case is a program of its own in a fresh interpreter: what is imported, and when, is the point.
-Only three of them import torch; the others use safetensors.numpy.
+Only four of them import torch; the others use safetensors.numpy.
 """
 
 from __future__ import annotations
@@ -82,11 +82,13 @@ def test_import_is_light(run: Run) -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_what_devices_need_is_not_imported_without_one(run: Run) -> None:
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_what_devices_need_is_imported_with_a_torch_for_them(run: Run, cuda: str | None) -> None:
     run(
-        "import sys, torch, safetensors.torch, trims_shim\n"
+        f"import sys, torch, safetensors.torch; torch.version.cuda = {cuda!r}; import trims_shim\n"
         "for name in ('client.device_arenas', 'memory.device', 'memory.driver'):\n"
-        "    assert f'trims_shim.{name}' not in sys.modules, name\n"
+        "    is_imported = f'trims_shim.{name}' in sys.modules\n"
+        "    assert is_imported == bool(torch.version.cuda), name\n"
         "assert 'trims_shim.patches.torch_elision' in sys.modules\n"
     )
 

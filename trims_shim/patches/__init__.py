@@ -146,3 +146,6 @@ def _preload() -> None:
     if "torch" in sys.modules or "safetensors" in sys.modules:
         importlib.import_module("trims_shim.formats")
         importlib.import_module("zmq")
+    devices = sys.modules.get("trims_shim.patches.torch_device")
+    if devices is not None and devices.runtime.is_built():
+        importlib.import_module("trims_shim.client.device_arenas")
