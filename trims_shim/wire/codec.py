@@ -103,6 +103,8 @@ def _to_map(message: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in _PLAIN_TYPES:
+        return value
     if dataclasses.is_dataclass(value):
         return {name: _plain(getattr(value, name)) for name, _ in _fields(type(value))}
     if isinstance(value, tuple):
@@ -148,6 +150,10 @@ def _build(kind: Any, body: dict[str, Any]) -> Any:
 
 
 def _checked(hint: Any, value: Any, where: str) -> Any:
+    if type(value) is hint and hint in _PLAIN_TYPES:  # first, as most are
+        if hint is int and not -(1 << 63) <= value < 1 << 64:
+            raise MalformedMessage(f"{where}: {value} does not fit 64 bits")
+        return value
     origin = typing.get_origin(hint)
     if origin is types.UnionType:  # of something and None
         return None if value is None else _checked(typing.get_args(hint)[0], value, where)
@@ -161,10 +167,6 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
         return {_checked(key, k, where): _checked(item, v, where) for k, v in value.items()}
     if hint is float and type(value) is int:
         return float(value)
-    if hint in _PLAIN_TYPES and type(value) is hint:
-        if hint is int and not -(1 << 63) <= value < 1 << 64:
-            raise MalformedMessage(f"{where}: {value} does not fit 64 bits")
-        return value
     raise MalformedMessage(f"{where}: {type(value).__name__} where {hint} is expected")
 
 
