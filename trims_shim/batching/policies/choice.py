@@ -69,7 +69,7 @@ def by_size(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> tup
 def by_need(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> tuple[Offer, float]:
     """The batch that can wait least, as long as everything that is queued can be in time.
 
-    When it cannot, the batch that is worth most for the time it takes: its size, and ``URGENCY`` for
+    When it cannot, the batch that is worth most for its time: its size counts, and ``URGENCY`` for
     each request of it that would be lost by waiting for the next device.
     """
     if len(offers) == 1:
