@@ -110,6 +110,42 @@ def test_the_daemon_does_not_inherit_what_its_starter_had(world: World) -> None:
     wait_until(lambda: process_state(pid) == "", "SIGTERM ends it")
 
 
+def test_limits_of_its_starter_are_not_the_daemon_s(world: World) -> None:
+    """Those that a program may lift; it serves others, too, and makes files of any size."""
+    said = world.run(
+        "import resource\n"
+        "limits = [resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_DATA]\n"
+        "limits += [resource.RLIMIT_FSIZE]\n"
+        "hard = [resource.getrlimit(limit)[1] for limit in limits]\n"
+        "for limit, soft, most in zip(limits, (8 << 30, 1000, 4 << 30, 1 << 16), hard):\n"
+        "  resource.setrlimit(limit, (soft, most))\n"
+        f"open_file({world.file(1)!r})\n"
+        "pid = cache().welcome().pid\n"
+        "say([hard, [resource.prlimit(pid, limit)[0] for limit in limits]])\n"
+    )
+    assert said[0] == said[1]
+
+
+def test_a_fork_during_the_start_holds_nobody_up(world: World) -> None:
+    """The child has the starter's lock open for as long as it lives."""
+    child = world.spawn(
+        "from trims_shim.client import spawn\n"
+        "start, children = spawn._spawn, []\n"
+        "def start_and_fork(*arguments):\n"
+        "  start(*arguments)\n"
+        "  children.append(os.fork())\n"
+        "  if not children[0]: time.sleep(60); os._exit(0)\n"
+        "spawn._spawn = start_and_fork\n"
+        "cache().welcome(may_start=True)\nsay()\nhear()\n"
+        "os.kill(children[0], signal.SIGKILL)\nos.wait()\n"
+    )
+    child.hear()
+    world.kill_daemon()
+    world.start(start_timeout="5")
+    child.say()
+    assert child.wait() == 0
+
+
 def test_a_daemon_that_cannot_start_says_why(make_world: Any) -> None:
     world = make_world(group="no-such-group-of-trims")
     path = world.file(1)

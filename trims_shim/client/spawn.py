@@ -79,6 +79,8 @@ def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[tuple[int, bool
             time.sleep(_POLL_S)
         yield descriptor, has_waited
     finally:
+        # To close it is not enough: a child that another thread has forked meanwhile has it open.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

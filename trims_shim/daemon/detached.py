@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 
 __all__ = ["main"]
+
+_LIMITS = (
+    resource.RLIMIT_AS,
+    resource.RLIMIT_CPU,
+    resource.RLIMIT_DATA,
+    resource.RLIMIT_FSIZE,
+    resource.RLIMIT_NPROC,
+)
 
 
 def main(report_descriptor: int) -> None:
@@ -16,12 +26,21 @@ def main(report_descriptor: int) -> None:
     _see_all_devices()
     # A program may start us from a thread that blocks signals, and exec keeps the mask.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _lift_limits()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s"
     )
     from trims_shim.daemon.main import run
 
     sys.exit(run(report_descriptor=report_descriptor))
+
+
+def _lift_limits() -> None:
+    """What the program allowed itself (`ulimit -S`, a judge's seconds) is not meant for us."""
+    for limit in _LIMITS:
+        _, hard = resource.getrlimit(limit)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(limit, (hard, hard))
 
 
 def _see_all_devices() -> None:
