@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
+import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from trims_shim.client import cache as caches
 from trims_shim.client.cache import Cache, exchange
 from trims_shim.client.connection import Granted, check_protocol
 from trims_shim.errors import (
+    DaemonStartFailed,
     DaemonTimeout,
     DaemonUnavailable,
     IncompatibleDaemon,
@@ -143,6 +147,49 @@ def test_lines_are_limited() -> None:
         each.join(10)
     assert dialled.cache.request(100) == 100
     assert len(dialled.lines) == 16
+
+
+@pytest.mark.timeout(20)
+def test_a_signal_handler_may_load_in_the_midst_of_a_load() -> None:
+    dialled = Dialled(lambda message: message)
+    nested: list[int] = []
+
+    def trace(frame: types.FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename != caches.__file__:
+            return None
+        nested.append(dialled.cache.request(1))
+        return trace
+
+    sys.settrace(trace)
+    try:
+        dialled.cache.request(2)
+        dialled.cache.close()
+    finally:
+        sys.settrace(None)
+    assert len(nested) > 20
+    assert dialled.cache.request(3) == 3
+
+
+def test_a_start_that_fails_is_not_tried_for_each_file(
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[object] = []
+
+    def start(endpoint: object, *, timeout_s: float) -> None:
+        starts.append(endpoint)
+        raise DaemonStartFailed("no /proc")
+
+    monkeypatch.setattr(caches.spawn, "start", start)
+    cache = Cache(config.load({}, socket_dir=str(socket_directory)))
+    for _ in range(3):
+        with pytest.raises(DaemonStartFailed, match="no /proc"):
+            cache.welcome(may_start=True)
+    assert len(starts) == 1
+    later = time.monotonic() + caches._START_AGAIN_AFTER_S
+    monkeypatch.setattr(caches.time, "monotonic", lambda: later)
+    with pytest.raises(DaemonStartFailed):
+        cache.welcome(may_start=True)
+    assert len(starts) == 2
 
 
 def test_at_exit_counters_are_reported() -> None:

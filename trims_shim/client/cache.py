@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import os
 import stat
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,6 +25,9 @@ from trims_shim.client.connection import Connection, Granted, check_protocol
 from trims_shim.client.prepared import PreparedModel, prepared_model
 from trims_shim.config import Config
 from trims_shim.errors import (
+    DaemonError,
+    DaemonStartFailed,
+    DaemonTimeout,
     DaemonUnavailable,
     FormatError,
     IncompatibleDaemon,
@@ -48,6 +50,8 @@ __all__ = ["Cache", "Line", "cache", "configure", "exchange"]
 _CONNECTIONS_LIMIT = 16
 _IDENTITIES_LIMIT = 4096
 _DRAIN_PATIENCE_S = 5.0
+_START_AGAIN_AFTER_S = 30.0
+"""A start that fails takes some 0.2 s, one that hangs TRIMS_START_TIMEOUT: not for each file."""
 _REAP_PATIENCE_S = 1.0
 """For what this process has just let go of, when a device is full; the device may be busy."""
 _Result = TypeVar("_Result")
@@ -79,9 +83,10 @@ class Cache:
         self.config = config
         self.dial = dial
         self.endpoint = endpoints.choose(config.socket_dir, runtime_dir=config.runtime_dir)
-        self._lock = threading.Lock()
+        # No lock: a signal handler of the program may load in the midst of anything here.
         self._idle: list[Line] = []
-        self._in_use = 0
+        self._under_way: set[object] = set()
+        self._no_start: tuple[float, type[DaemonError], str] | None = None
         self._images: weakref.WeakValueDictionary[str, Image] = weakref.WeakValueDictionary()
         self._digests: dict[Identity, str] = {}
         self._aligned: weakref.WeakValueDictionary[tuple[str, int], Image] = (
@@ -256,8 +261,7 @@ class Cache:
 
     def close(self) -> None:
         """At exit: report the counters and close idle connections."""
-        with self._lock:
-            idle, self._idle = self._idle, []
+        idle, self._idle = self._idle, []
         for connection in idle:
             connection.report(diagnostics.take_unreported())
             connection.close()
@@ -290,13 +294,13 @@ class Cache:
 
     @contextlib.contextmanager
     def _connection(self, may_start: bool, *, is_new: bool) -> Iterator[Line]:
-        with self._lock:
-            if self._in_use >= _CONNECTIONS_LIMIT:
-                raise TooManyRequests(f"{_CONNECTIONS_LIMIT} loads are under way in this process")
-            self._in_use += 1
+        if len(self._under_way) >= _CONNECTIONS_LIMIT:
+            raise TooManyRequests(f"{_CONNECTIONS_LIMIT} loads are under way in this process")
+        ours = object()
         connection = None
         is_usable = False
         try:
+            self._under_way.add(ours)
             idle = None if is_new else self._take_idle()
             connection = idle or self._connect(may_start, is_heard=is_new)
             yield connection
@@ -305,26 +309,21 @@ class Cache:
             is_usable = True
             raise
         finally:
-            self._give_back(connection, is_usable)
+            self._under_way.discard(ours)
+            if connection is not None and is_usable:
+                self._idle.append(connection)
+            elif connection is not None:
+                # An answer may still come for it, and its descriptors with it: start afresh.
+                connection.close()
 
     def _take_idle(self) -> Line | None:
         while True:
-            with self._lock:
-                if not self._idle:
-                    return None
+            try:
                 connection = self._idle.pop()
+            except IndexError:
+                return None
             if connection.is_alive():
                 return connection
-            connection.close()
-
-    def _give_back(self, connection: Line | None, is_usable: bool) -> None:
-        with self._lock:
-            self._in_use -= 1
-            if connection is not None and is_usable:
-                self._idle.append(connection)
-                return
-        if connection is not None:
-            # An answer may still come for it, and its descriptors with it: start afresh.
             connection.close()
 
     def _connect(self, may_start: bool, *, is_heard: bool = False) -> Line:
@@ -339,9 +338,21 @@ class Cache:
         except DaemonUnavailable:
             if not may_start:
                 raise
-        spawn.start(self.endpoint, timeout_s=self.config.start_timeout)
-        diagnostics.count("daemon", "started")
+        self._start()
         return self._dial(check_protocol)
+
+    def _start(self) -> None:
+        """Start a daemon; where that has just failed, it fails again for the same reason."""
+        if self._no_start is not None:
+            until, kind, reason = self._no_start
+            if time.monotonic() < until:
+                raise kind(reason)
+        try:
+            spawn.start(self.endpoint, timeout_s=self.config.start_timeout)
+        except (DaemonStartFailed, DaemonTimeout) as error:
+            self._no_start = (time.monotonic() + _START_AGAIN_AFTER_S, type(error), str(error))
+            raise
+        diagnostics.count("daemon", "started")
 
     def _dial(self, check: Callable[[messages.Welcome], None] | None) -> Connection:
         return Connection(

@@ -136,7 +136,7 @@ class _Process:
     """What this process has mapped."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler may load, too
         self.arenas: weakref.WeakValueDictionary[tuple[Digest, DeviceId], DeviceArena]
         self.arenas = weakref.WeakValueDictionary()
         self.index: AddressIndex[DeviceArena] = AddressIndex()

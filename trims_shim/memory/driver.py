@@ -92,7 +92,7 @@ class Driver:
         """Load and initialise it."""
         self._library = libcuda.Library()
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._contexts: dict[int, int] = {}
         self._granularities: dict[int, int] = {}
         self._devices: tuple[DeviceInfo, ...] | None = None
@@ -401,7 +401,7 @@ class _Process:
     """What this process knows of its driver."""
 
     def __init__(self, *, is_forked: bool) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler may load, too
         self.driver: Driver | None = None
         self.is_used = False
         self.is_forked = is_forked
