@@ -467,6 +467,15 @@ class TestTrust:
         assert world.outcome(model) == "refused unsettled_file"
         assert world.preparer.preparations == []
 
+    def test_a_file_without_a_change_time_is_not_prepared(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(prepared_making, "has_change_time", lambda *_: False)
+        world = make_world()
+        world.make(model)
+        assert world.outcome(model) == "refused unsettled_file"
+        assert world.preparer.preparations == []
+
     def test_sealed_memory_cannot_change(
         self, make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
     ) -> None:

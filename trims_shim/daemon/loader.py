@@ -9,6 +9,7 @@ same at every tier is :class:`Loads`; the host tier's loads are :class:`Loader`,
 from __future__ import annotations
 
 import abc
+import ctypes
 import os
 import queue
 import threading
@@ -39,6 +40,7 @@ __all__ = [
     "Loads",
     "Segment",
     "check_unchanged",
+    "has_change_time",
     "is_settled",
     "started_pool",
 ]
@@ -50,6 +52,11 @@ _SETTLED_AFTER_REMOTE_NS = 2_000_000_000
 """FAT has 2 s stamps, network file systems the server's; used for all that are not known local."""
 _LOCAL_DEVICE_MAJORS = frozenset({8, 65, 66, 67, 68, 69, 70, 71, 202, 252, 253, 254, 259})
 """SCSI, Xen, virtio, device mapper and NVMe disks (Documentation/admin-guide/devices.txt)."""
+_SECOND_NS = 1_000_000_000
+_CHANGE_TIMES_IN_SECONDS = frozenset({0xEF53, 0x0BD00BD0})
+"""ext2 to ext4 with small inodes, and Lustre (linux/magic.h, lustre_user.h)."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Segment(Protocol):
@@ -350,11 +357,29 @@ def check_unchanged(descriptor: int, identity: Identity, started_ns: int, name: 
     """Whether the identity may be trusted. Raises FileChanged when it is not the same now."""
     if Identity.from_stat(os.fstat(descriptor)) != identity:
         raise FileChanged(f"{name} changed while it was being read; load it again")
-    return is_settled(identity, started_ns)
+    return is_settled(identity, started_ns) and has_change_time(descriptor, identity)
 
 
 def is_settled(identity: Identity, at_ns: int) -> bool:
     """Whether whatever changes the file from ``at_ns`` on also changes its identity."""
+    is_fine = identity.ctime_ns % _SECOND_NS != 0
     is_local = os.major(identity.device) in _LOCAL_DEVICE_MAJORS
-    quiet_ns = _SETTLED_AFTER_NS if is_local else _SETTLED_AFTER_REMOTE_NS
+    quiet_ns = _SETTLED_AFTER_NS if is_local and is_fine else _SETTLED_AFTER_REMOTE_NS
     return at_ns - max(identity.mtime_ns, identity.ctime_ns) > quiet_ns
+
+
+def has_change_time(descriptor: int, identity: Identity) -> bool:
+    """Whether the ctime is one. False in doubt: the file is read again each time.
+
+    FAT, squashfs and other images have none, and show the mtime, which whoever writes or builds
+    sets as he likes. An image in the place of another one has its device and inode numbers, too.
+    """
+    if identity.ctime_ns != identity.mtime_ns or identity.ctime_ns % _SECOND_NS:
+        return True
+    return _file_system(descriptor) in _CHANGE_TIMES_IN_SECONDS
+
+
+def _file_system(descriptor: int) -> int:
+    """``f_type`` of statfs(2), the first field; 0 where it cannot be had."""
+    status = (ctypes.c_long * 64)()
+    return int(status[0]) if _libc.fstatfs(descriptor, status) == 0 else 0

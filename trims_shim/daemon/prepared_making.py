@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from trims_shim._version import __version__
-from trims_shim.daemon.loader import is_settled, started_pool
+from trims_shim.daemon.loader import has_change_time, is_settled, started_pool
 from trims_shim.daemon.prepared_directory import space_of
 from trims_shim.daemon.prepared_events import Content, Failure, Known
 from trims_shim.daemon.prepared_files import PreparedFiles, Published
@@ -201,6 +201,10 @@ class Preparations:
             self._files.delete(directory)
 
     def _wait_until_settled(self, making: Making) -> None:
+        if not (making.is_memory or has_change_time(making.descriptor, making.identity)):
+            raise NotServed(
+                "unsettled_file", f"{making.name} is on a file system without times of changes"
+            )
         deadline_s = time.monotonic() + _SETTLE_PATIENCE_S
         while not self._is_settled(making):
             if time.monotonic() > deadline_s or self._closing.wait(_POLL_S):
