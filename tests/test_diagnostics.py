@@ -91,3 +91,19 @@ def test_a_warning_is_seen_without_logging_set_up(capfd: pytest.CaptureFixture[s
     assert written.out == ""
     assert written.err.startswith("/m: the framework's own loader is used (wire): ?.")
     assert written.err.count("\n") == 1
+
+
+class _Blocked(RuntimeError):
+    """As pytest-socket raises it, whoever wants to have a socket."""
+
+
+def test_an_error_that_something_raises_is_none_of_another_thread() -> None:
+    """The load falls back: the program itself would not have had a socket."""
+
+    def block() -> None:
+        raise _Blocked
+
+    try:
+        block()
+    except _Blocked as error:
+        assert diagnostics.signalled(error) is None

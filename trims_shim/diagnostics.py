@@ -1,7 +1,8 @@
 """What the shim did in this process: counters by event and reason, and one WARNING per cause.
 
 Recording raises nothing into a load but what is not ours: the exception of a signal handler of the
-program, which came while we were waiting, goes on to the program. Counters are plain dictionary
+program, or one that another thread put into this one, which came while we were waiting, goes on to
+the program. Counters are plain dictionary
 increments under the interpreter lock, so no lock is taken that a fork or a finalizer could find
 held.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +32,12 @@ __all__ = [
 
 _logger = logging.getLogger("trims_shim")
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
+_WAITING = frozenset({"trims_shim", "zmq"})
+"""Packages in whose Python code a load waits."""
+_RAISING = frozenset(
+    {"blake3", "msgpack", "numpy", "onnxruntime", "safetensors_rust", "torch", "trims_shim", "zmq"}
+)
+"""Packages, beside Python's own, whose errors that code may meet."""
 
 _totals: Counter[str] = Counter()
 _reported: Counter[str] = Counter()
@@ -120,7 +128,7 @@ def count(event: str, reason: str = "", amount: int = 1) -> None:
 def fallback(reason: str, error: BaseException | None = None, *, what: str = "") -> None:
     """Count a load that goes to the framework's own loader; warn once per unexpected reason.
 
-    Raises what a signal handler raised.
+    Raises what a signal handler or another thread raised here.
     """
     pass_on(error)
     count("fallback", reason)
@@ -139,17 +147,20 @@ def fallback(reason: str, error: BaseException | None = None, *, what: str = "")
 
 
 def pass_on(error: BaseException | None) -> None:
-    """Raise what a signal handler raised, where that is what this error is, or comes from."""
+    """Raise what a signal handler or another thread raised here, where this error comes from it."""
     raised = None if error is None else signalled(error)
     if raised is not None:
         raise raised
 
 
 def signalled(error: BaseException) -> BaseException | None:
-    """The exception of a signal handler that this error is, or was made from with ``from``.
+    """What a signal handler or another thread raised, if this is it, or was made from it (``from``).
 
     The context of an error is not looked at: that may be what the program was handling before.
     """
+    thrown = next((cause for cause in _causes(error) if _is_thrown_in(cause)), None)
+    if thrown is not None:
+        return thrown
     foreign = [(cause, code) for cause in _causes(error) for code in _foreign_codes(cause)]
     if not foreign:
         return None
@@ -157,6 +168,20 @@ def signalled(error: BaseException) -> BaseException | None:
         getattr(signal.getsignal(number), "__code__", None) for number in range(1, signal.NSIG)
     }
     return next((cause for cause, code in foreign if code in handlers), None)
+
+
+def _is_thrown_in(error: BaseException) -> bool:
+    """Whether another thread put it here (PyThreadState_SetAsyncExc, by which stopit and others
+    end threads): an error of a class that nothing knows in the place where it was raised.
+    """
+    package = type(error).__module__.partition(".")[0]
+    if package in _RAISING or package in sys.stdlib_module_names or error.__traceback__ is None:
+        return False
+    place = error.__traceback__
+    while place.tb_next is not None:
+        place = place.tb_next
+    module = str(place.tb_frame.f_globals.get("__name__"))
+    return module.partition(".")[0] in _WAITING
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -339,6 +339,38 @@ def test_what_a_signal_handler_raises_ends_the_load(make_world: Any, kind: str) 
     assert child.hear() is True
 
 
+def test_what_another_thread_raises_ends_the_load(make_world: Any) -> None:
+    """How stopit and others end threads; there is no line that raises it."""
+    world = make_world(stall_timeout="30")
+    pid = world.start()
+    path = world.file(1, name="model.pt")
+    child = world.spawn(
+        "import ctypes, threading, torch\n"
+        "class Late(Exception): pass\n"
+        f"torch.save(torch.zeros(1000), {path!r})\n"
+        "def load():\n"
+        f"  try: torch.load({path!r}); say('loaded')\n"
+        "  except Late: say('late')\n"
+        "thread = threading.Thread(target=load)\n"
+        "say('ready'); hear()\n"
+        "thread.start(); time.sleep(0.5)\n"
+        "thread_id = ctypes.c_ulong(thread.ident)\n"
+        "ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(Late))\n"
+        "say('raised'); thread.join()\n"
+        f"say(torch.load({path!r}).tolist() == [0] * 1000)\n",
+        min_bytes="1",
+    )
+    assert child.hear() == "ready"
+    world.signal(pid, signal.SIGSTOP)
+    child.say()
+    try:
+        assert child.hear() == "raised"
+    finally:
+        world.signal(pid, signal.SIGCONT)
+    assert child.hear() == "late"
+    assert child.hear() is True
+
+
 def test_a_signal_that_only_interrupts_the_wait(running: World) -> None:
     """EINTR from a handler that returns is not an error."""
     path = running.file(4)
