@@ -103,7 +103,6 @@ def test_an_error_that_something_raises_is_none_of_another_thread() -> None:
     def block() -> None:
         raise _Blocked
 
-    try:
+    with pytest.raises(_Blocked) as caught:
         block()
-    except _Blocked as error:
-        assert diagnostics.signalled(error) is None
+    assert diagnostics.signalled(caught.value) is None

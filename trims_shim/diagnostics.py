@@ -154,7 +154,7 @@ def pass_on(error: BaseException | None) -> None:
 
 
 def signalled(error: BaseException) -> BaseException | None:
-    """What a signal handler or another thread raised, if this is it, or was made from it (``from``).
+    """What a signal handler or another thread raised, if this error is, or was made ``from``, it.
 
     The context of an error is not looked at: that may be what the program was handling before.
     """
