@@ -237,6 +237,29 @@ def test_the_daemon_is_out_of_descriptors(make_world: Any, kind: str) -> None:
     assert world.log().count("WARNING") < 60, world.log()
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_more_images_than_the_daemon_has_descriptors(running: World, is_held: bool) -> None:
+    """Found: ZeroMQ aborted the daemon, which had none left to accept clients with."""
+    pid = running.pid()
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (64, 64))
+    paths = [running.file(seed, 4096) for seed in range(1, 80)]
+    said = running.run(
+        "held, refused = [], 0\n"
+        f"for path in {paths!r}:\n"
+        "  try: arena = open_file(path)\n"
+        "  except errors.NoSpace: refused += 1\n"
+        "  else:\n"
+        "    assert data(arena) == open(path, 'rb').read()\n"
+        f"    if {is_held}: held.append(arena)\n"
+        "say(refused)\n"
+    )
+    assert (said > 0) is is_held
+    assert running.pid() == pid, running.log()
+    for _ in range(3):
+        assert bytes_of(open_path(running.cache(), paths[0])) == content(1, 4096)
+    running.assert_account()
+
+
 @pytest.mark.parametrize("spare", [0, 2, 4, 6, 8, 12, 16, 18, 20, 24])
 def test_the_client_is_out_of_descriptors(running: World, spare: int) -> None:
     """Our error, never an abort, and it works again afterwards."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -180,6 +181,8 @@ class Openings:
                 if len(self._asked_once) > _ASKED_LIMIT:
                     self._asked_once.popitem(last=False)
                 return False
+            if not self._has_descriptors(host):
+                return False
             withheld = host.withheld_bytes()
             for action in host.store.load(opening, time.time_ns(), withheld_bytes=withheld):
                 if isinstance(action, StartIngest):
@@ -283,7 +286,12 @@ class Openings:
             if isinstance(tier, TrimsError):
                 self._refuse(opening, tier)
                 return
-            withheld = 0 if tier.store.is_hit(opening) else tier.withheld_bytes()
+            is_hit = tier.store.is_hit(opening)
+            if not (is_hit or self._has_descriptors(tier)):
+                reason = "images hold half of the daemon's file descriptors (see `ulimit -n`)"
+                self._refuse(opening, NoSpace(f"{opening.name}: {reason}"))
+                return
+            withheld = 0 if is_hit else tier.withheld_bytes()
             for action in tier.store.open(opening, time.time_ns(), withheld_bytes=withheld):
                 if isinstance(action, StartIngest):
                     self._start(tier, action, descriptor)
@@ -298,6 +306,18 @@ class Openings:
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
+
+    def _has_descriptors(self, tier: Tier) -> bool:
+        """Whether one more image may hold some: half of them are for clients.
+
+        An image that nobody uses is given up for it.
+        """
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if tier.store.image_count() < soft // 2:
+            return True
+        actions = tier.store.relieve(1, time.time_ns())
+        self.execute(tier, actions, may_demote=False)
+        return bool(actions)
 
     def _start(self, tier: Tier, action: StartIngest, descriptor: int) -> None:
         """Begin a load; on a device it takes the image of another tier where there is one."""

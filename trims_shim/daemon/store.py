@@ -468,6 +468,10 @@ class Store:
             return len(self._leases)
         return len(self._by_session.get(session, ()))
 
+    def image_count(self) -> int:
+        """Images, those under way included."""
+        return len(self._images) + len(self._ingests)
+
     def ingest_count(self) -> int:
         """Loads under way."""
         return len(self._ingests)
