@@ -132,6 +132,8 @@ class TestLimits:
         monkeypatch.setattr(optimising, "_is_full", lambda directory: True)
         reply = prepare(model, directory)
         assert (reply.reason, reply.is_lasting) == ("disk_full", False)
+        assert f"{directory.parent} has no room" in reply.message
+        assert "ONNXRuntimeError" not in reply.message
 
     def test_a_file_that_is_as_long_as_it_may_be(
         self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch

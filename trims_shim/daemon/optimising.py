@@ -74,9 +74,12 @@ class Refusal(NotServed):
         self.is_lasting = is_lasting
 
 
-def disk_full(message: object) -> Refusal:
-    """The refusal of a model that there is no room for at the moment."""
-    return Refusal("disk_full", str(message), is_lasting=False)
+def disk_full(directory: str) -> Refusal:
+    """The refusal of a model that there is no room for at the moment, in its directory."""
+    # What failed for want of room (onnxruntime's, of many lines) would say nothing more.
+    store = os.path.dirname(directory)
+    message = f"the disk of {store} has no room for it; free some, or run `trims evict`"
+    return Refusal("disk_full", message, is_lasting=False)
 
 
 class Sessions:
@@ -157,7 +160,7 @@ def _refused(reason: str, directory: str = "") -> Iterator[None]:
         if any(sign in text for sign in _OUT_OF_MEMORY):
             raise MemoryError(text) from error
         if directory and _is_full(directory):
-            raise disk_full(text) from error
+            raise disk_full(directory) from error
         is_lasting = not any(sign in text for sign in _PASSING)
         raise Refusal(reason, text, is_lasting=is_lasting) from error
 
@@ -199,11 +202,11 @@ def place(directory: str, *, source: str = "") -> None:
                 _write_weights(target, result, data, transposed)
     except FormatError as error:
         if _is_full(directory):
-            raise disk_full(error) from error
+            raise disk_full(directory) from error
         raise Refusal("not_relaid", f"onnxruntime saved it in an unknown form: {error}") from error
     except OSError as error:
         if error.errno in _NO_DISK:
-            raise disk_full(error) from error
+            raise disk_full(directory) from error
         raise
     finally:
         for path in (saved, weights):

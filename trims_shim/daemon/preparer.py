@@ -213,7 +213,7 @@ def _check_room(directory: str, size_bytes: int) -> None:
     status = os.statvfs(directory)
     free_bytes = status.f_bavail * status.f_frsize
     if free_bytes < _DISK_FACTOR * size_bytes:
-        raise optimising.disk_full(f"{directory}: {free_bytes} bytes are free")
+        raise optimising.disk_full(directory)
 
 
 def _check_runtime(request: PrepareRequest) -> None:
