@@ -118,7 +118,11 @@ def test_map_with_errors_in_place() -> None:
     ("options", "error"),
     [
         ({"max_batch_size": 0}, ValueError),
+        ({"max_batch_size": 1.5}, TypeError),
+        ({"max_batch_size": 10**9}, ValueError),
         ({"queue_size": 0}, ValueError),
+        ({"queue_size": float("inf")}, TypeError),
+        ({"queue_size": 10**9}, ValueError),
         ({"devices": 0}, ValueError),
         ({"when_full": "explode"}, ValueError),
         ({"when_late": "never"}, ValueError),
@@ -136,6 +140,15 @@ def test_impossible_options_are_refused_at_once(
 ) -> None:
     with pytest.raises(error):
         Batcher(double, **options)
+
+
+def test_an_impossible_update_is_refused_and_changes_nothing() -> None:
+    with greedy(double) as batcher:
+        for size, error in ((0, ValueError), (1.5, TypeError), (10**9, ValueError)):
+            with pytest.raises(error, match="max_batch_size"):
+                batcher.update(max_batch_size=size)  # type: ignore[arg-type]
+        assert batcher(2) == 4
+        assert batcher.max_batch_size == 32
 
 
 def test_not_a_function_and_no_item() -> None:

@@ -317,6 +317,8 @@ def test_an_unknown_model_is_named() -> None:
     ("options", "message"),
     [
         ({"slo_ms": {"other": 5}}, "slo_ms is given for other; the models are m"),
+        ({"slo_ms": {"m": 0}}, "slo_ms is 0"),
+        ({"slo_ms": -1}, "slo_ms is -1"),
         ({"max_batch_size": 0}, "max_batch_size is 0"),
         ({"queue_size": 0}, "queue_size is 0"),
         ({"devices": 0}, "devices is 0"),

@@ -25,11 +25,14 @@ __all__ = [
     "open_store",
     "prior_of",
     "span_ns",
+    "whole",
 ]
 
 _NS_PER_MS = 1_000_000
 _LONGEST_NS = NEVER_NS // 4
 """73 years: there is no deadline beyond, and a time may be added to it."""
+_MOST = 1 << 20
+"""Each size of a batch has its latency in a profile, each place in a queue its token."""
 
 
 def objective_ns(slo_ms: float) -> int:
@@ -45,6 +48,19 @@ def span_ns(name: str, limit_ms: float) -> int:
     if limit_ns > _LONGEST_NS:
         return NEVER_NS
     return round(max(limit_ns, -_LONGEST_NS))
+
+
+def whole(name: str, value: Any) -> int:
+    """How many there may be of something."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it has to be a whole number") from None
+    if found < 1:
+        raise ValueError(f"{name} is {value}; it has to be 1 or more")
+    if found > _MOST:
+        raise ValueError(f"{name} is {value}; it has to be {_MOST} or less")
+    return found
 
 
 def number(name: str, value: Any) -> Any:

@@ -26,6 +26,7 @@ from trims_shim.batching.arguments import (
     open_store,
     prior_of,
     span_ns,
+    whole,
 )
 from trims_shim.batching.collate import Collate, CollateSpec
 from trims_shim.batching.dispatch import Dispatch, Options
@@ -119,9 +120,8 @@ class Batcher:
             raise TypeError(f"{function!r} is not callable")
         if max_batch_size is None:
             max_batch_size = _MAX_BATCH_SIZE if batch_sizes is None else max(batch_sizes, default=0)
-        for option, value in (("max_batch_size", max_batch_size), ("queue_size", queue_size)):
-            if value < 1:
-                raise ValueError(f"{option} is {value}; it has to be 1 or more")
+        max_batch_size = whole("max_batch_size", max_batch_size)
+        queue_size = whole("queue_size", queue_size)
         if batch_sizes is not None and max(batch_sizes, default=0) < max_batch_size:
             raise ValueError(
                 f"max_batch_size is {max_batch_size}, and no size in batch_sizes is as large"
@@ -350,7 +350,7 @@ class Batcher:
         if slo_ms is not None:
             self._engine.slo_ns = objective_ns(slo_ms)
         if max_batch_size is not None:
-            self._engine.resize(max_batch_size)
+            self._engine.resize(whole("max_batch_size", max_batch_size))
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Wait until all that was requested until now is answered. Raises TimeoutError.

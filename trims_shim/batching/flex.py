@@ -14,7 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trims_shim.batching.arguments import choice, number, open_store, prior_of, span_ns
+from trims_shim.batching.arguments import (
+    choice,
+    number,
+    objective_ns,
+    open_store,
+    prior_of,
+    span_ns,
+    whole,
+)
 from trims_shim.batching.batcher import Batcher
 from trims_shim.batching.collate import CollateSpec
 from trims_shim.batching.dispatch import Options
@@ -90,15 +98,14 @@ class FlexBatcher(Batcher):
         name: str | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        for option, value in (("max_batch_size", max_batch_size), ("queue_size", queue_size)):
-            if value < 1:
-                raise ValueError(f"{option} is {value}; it has to be 1 or more")
+        max_batch_size = whole("max_batch_size", max_batch_size)
+        queue_size = whole("queue_size", queue_size)
         names = ["cpu"] * devices if isinstance(devices, int) else list(devices)
         self.name = name or "flex"
         of_models = slo_ms if isinstance(slo_ms, Mapping) else {}
         self._slos_ns = _slos_ns(of_models, models)
         single_ms = None if isinstance(slo_ms, Mapping) else slo_ms
-        slo_ns = NEVER_NS if single_ms is None else span_ns("slo_ms", single_ms)
+        slo_ns = NEVER_NS if single_ms is None else objective_ns(single_ms)
         self._clock_ns = clock_ns
         self._owner: object = None
         self._weight = None
@@ -190,4 +197,4 @@ def _slos_ns(of_models: Mapping[str, float], models: Mapping[str, Stages]) -> di
         raise ValueError(
             f"slo_ms is given for {', '.join(of_models)}; the models are {', '.join(models)}"
         )
-    return {name: span_ns("slo_ms", each) for name, each in of_models.items()}
+    return {name: objective_ns(each) for name, each in of_models.items()}
