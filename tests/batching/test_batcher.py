@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import abc
+import asyncio
 import concurrent.futures
+import copy
 import dataclasses
 import functools
 import gc
+import pickle
 import threading
 import time
 import weakref
@@ -731,6 +735,11 @@ class Model:
     def scale(self, items: list[int]) -> list[int]:
         return [self.factor * item for item in items]
 
+    @batched(policy="immediate")
+    @classmethod
+    def named(cls, items: list[int]) -> list[str]:
+        return [f"{cls.__name__} {item}" for item in items]
+
 
 def test_methods_have_a_batcher_for_each_instance() -> None:
     one, two = Model(3), Model(3)
@@ -741,6 +750,55 @@ def test_methods_have_a_batcher_for_each_instance() -> None:
     assert one.scale.stats().submitted == 2
     assert two.scale.stats().submitted == 1
     assert Model.scale.stats().submitted == 0
+
+
+def test_a_method_of_the_class_gets_the_instance_first() -> None:
+    model = Model(3)
+    assert Model.scale(model, 2) == 6
+    assert Model.scale.submit(model, 2).result(LONG_S) == 6
+    assert list(Model.scale.map([model, model], [2, 3])) == [6, 9]
+    assert list(Model.scale.stream(model, 2)) == [6]
+    assert asyncio.run(Model.scale.aio(model, 2)) == 6
+    assert model.scale.stats().submitted == 6
+    assert Model.scale.stats().submitted == 0
+
+
+def test_class_methods_have_a_batcher_for_each_class() -> None:
+    class Sub(Model):
+        pass
+
+    assert Model(3).named(1) == Model.named(1) == "Model 1"
+    assert Sub.named(1) == "Sub 1"
+    assert Model.named.stats().submitted == 2
+
+
+def test_methods_are_copied_and_pickled_with_their_instance() -> None:
+    model = Model(3)
+    assert copy.copy(model.scale)(2) == 6
+    for scale in (copy.deepcopy(model.scale), pickle.loads(pickle.dumps(model.scale))):
+        assert scale(2) == 6
+    assert model.scale.stats().submitted == 1
+    assert pickle.loads(pickle.dumps(Model.scale)) is Model.scale
+    assert pickle.loads(pickle.dumps(Model.named))(2) == "Model 2"
+
+
+def test_an_instance_without_weak_references_is_told_what_to_do() -> None:
+    class Slotted:
+        __slots__ = ()
+        scale = batched(Model.scale.function)
+
+    with pytest.raises(TypeError, match="'__weakref__' to its __slots__"):
+        Slotted().scale(2)
+
+
+def test_an_abstract_method_stays_abstract() -> None:
+    class Abstract(abc.ABC):
+        @batched
+        @abc.abstractmethod
+        def scale(self, items: list[int]) -> list[int]: ...
+
+    with pytest.raises(TypeError, match="abstract"):
+        Abstract()  # type: ignore[abstract]
 
 
 def test_an_instance_lives_while_it_is_asked_and_no_longer() -> None:

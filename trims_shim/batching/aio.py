@@ -15,7 +15,7 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.dispatch import Dispatch, Options
@@ -316,7 +316,7 @@ async def call(engine: Engine, make: Callable[[Reply], Request]) -> Any:
         raise
 
 
-async def stream(engine: Engine, make: Callable[[Reply], Request]) -> AsyncIterator[Any]:
+async def stream(engine: Engine, make: Callable[[Reply], Request]) -> AsyncGenerator[Any, None]:
     """Make a request on the running loop and iterate over the pieces of its answer."""
     loop = asyncio.get_running_loop()
     dispatch: Dispatch

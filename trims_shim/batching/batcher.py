@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, Literal, overload
 
@@ -91,10 +91,14 @@ class Batcher:
     _model: StagedModel | None = None
     _model_of: Callable[[Any], StagedModel] | None = None
     """Of a method: that of an instance."""
+    _is_of_class = False
+    """It is a class method."""
+    _classes: tuple[type, ...] = ()
+    """Whose method it is."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | classmethod[Any, Any, Any],
         *,
         model: StagedModel | str | Callable[[Any], StagedModel] | None = None,
         slo_ms: float | None = None,
@@ -116,6 +120,8 @@ class Batcher:
         name: str | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        if isinstance(function, classmethod):
+            function, self._is_of_class = function.__func__, True
         if not callable(function):
             raise TypeError(f"{function!r} is not callable")
         if max_batch_size is None:
@@ -136,6 +142,7 @@ class Batcher:
             model, has_function = function, False
             given_name = name or function.name or None
         functools.update_wrapper(self, function, updated=())
+        self.__isabstractmethod__ = getattr(function, "__isabstractmethod__", False)
         self.name = given_name or name_of(function)
         self._function = function
         slo_ns = NEVER_NS if slo_ms is None else objective_ns(slo_ms)
@@ -209,6 +216,7 @@ class Batcher:
 
         ``deadline_ms`` from now, instead of ``slo_ms``; higher ``priority`` goes first.
         """
+        self, args = self._bound(args)
         engine = self._engine
         if engine.function.is_async:
             return self._call_async(args, deadline_ms, priority)
@@ -227,6 +235,7 @@ class Batcher:
         Blocks only while the queue is full. Raises QueueFull and BatcherClosed; the rest is the
         future's.
         """
+        self, args = self._bound(args)
         engine = self._engine
         dispatch = engine.own_loop() if engine.function.is_async else engine.threads()
         future = BatchFuture()
@@ -237,19 +246,21 @@ class Batcher:
 
     async def aio(self, *args: Any, deadline_ms: float | None = None, priority: int = 0) -> Any:
         """The answer for one item; awaits. As calling it, but for event loops."""
+        self, args = self._bound(args)
         return await _aio().call(self._engine, self._maker(args, deadline_ms, priority))
 
     # --- answers in pieces ------------------------------------------------------------------------
 
     def stream(
         self, *args: Any, deadline_ms: float | None = None, priority: int = 0
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         """The pieces of the answer for one item as they come; blocks between them.
 
         For batch functions that are generators: each list they yield has a piece for every item;
         and for models whose last stage is a Loop. Of others the whole answer is the only piece.
         Closing the iterator gives the rest up.
         """
+        self, args = self._bound(args)
         engine = self._engine
         dispatch = engine.own_loop() if engine.function.is_async else engine.threads()
         reply = StreamReply()
@@ -260,9 +271,10 @@ class Batcher:
 
     def astream(
         self, *args: Any, deadline_ms: float | None = None, priority: int = 0
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncGenerator[Any, None]:
         """As :meth:`stream`, for event loops."""
-        pieces: AsyncIterator[Any] = _aio().stream(
+        self, args = self._bound(args)
+        pieces: AsyncGenerator[Any, None] = _aio().stream(
             self._engine, self._maker(args, deadline_ms, priority)
         )
         return pieces
@@ -389,8 +401,10 @@ class Batcher:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose(cancel=exc_info[0] is not None)
 
-    def __reduce__(self) -> str:
-        # Of a decorated function of a module: another process has its own under the same name.
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # As methods are: another process has its own of the same instance, or of the same name.
+        if self._owner is not None:
+            return getattr, (self._owner, self._function.__name__)
         return str(self.__dict__.get("__qualname__", self.name))
 
     def __repr__(self) -> str:
@@ -403,14 +417,27 @@ class Batcher:
         running: call it before the first request. Kept for the next process unless a profile was
         given. Raises what the function raises.
         """
+        self, args = self._bound(args)
         return self._engine.warm(
             self._request(args, BlockedCall(), None, 0), repeats=repeats, limit_s=limit_s
         )
 
     # --- methods ----------------------------------------------------------------------------------
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        if inspect.isfunction(self._function):
+            self._classes += (owner,)
+
+    def _bound(self, args: tuple[Any, ...]) -> tuple[Batcher, tuple[Any, ...]]:
+        """Called as ``Class.method(instance, item)``: the instance's own, and the item."""
+        if self._owner is None and len(args) > 1 and isinstance(args[0], self._classes):
+            return self.__get__(args[0]), args[1:]
+        return self, args
+
     def __get__(self, instance: object, owner: type | None = None) -> Batcher:
         """Of a class: the batcher of this instance, which is gone when the instance is."""
+        if self._is_of_class:
+            instance = type(instance) if owner is None else owner
         if instance is None or not inspect.isfunction(self._function):
             return self
         if self._model is not None:
@@ -534,7 +561,7 @@ def _outcome(future: BatchFuture) -> Any:
     return future.result() if error is None else error
 
 
-def _pieces(reply: StreamReply, dispatch: Dispatch, request: Request) -> Iterator[Any]:
+def _pieces(reply: StreamReply, dispatch: Dispatch, request: Request) -> Generator[Any, None, None]:
     try:
         while (piece := reply.get()) is not END:
             yield piece

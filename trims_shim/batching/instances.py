@@ -26,7 +26,7 @@ class InstanceEngines(Protocol):
 
 class Beside:
     """By what instances are, as they need not be hashable. Raises TypeError for instances that
-    cannot be referred to weakly."""
+    cannot be referred to weakly, and says what to do."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[weakref.ref[object], Engine]] = {}
@@ -42,7 +42,14 @@ class Beside:
         found = kept.get(number)
         if found is not None and found[0]() is not instance:
             _remove(kept, number, found[0])
-        reference = weakref.ref(instance, lambda ref: _remove(kept, number, ref))
+        try:
+            reference = weakref.ref(instance, lambda ref: _remove(kept, number, ref))
+        except TypeError:
+            raise TypeError(
+                f"a batched method needs weak references to its instance, and a "
+                f"{type(instance).__name__} has none: add '__weakref__' to its __slots__ "
+                "(of a dataclass: weakref_slot=True)"
+            ) from None
         return kept.setdefault(number, (reference, engine))[1]
 
 
