@@ -342,6 +342,12 @@ def test_a_tuple_is_several_outputs_whatever_its_length() -> None:
         split(("a", "b"), 2)
 
 
+def test_torchs_own_tuples_keep_their_names() -> None:
+    results = split(torch.tensor([[1.0, 3.0, 2.0], [6.0, 4.0, 5.0], [7.0, 8.0, 9.0]]).topk(2))
+    assert results[0].indices.tolist() == [1, 2]
+    assert results[2].values.tolist() == [9.0, 8.0]
+
+
 def test_models_outputs_keep_their_type() -> None:
     outputs = pytest.importorskip("transformers.modeling_outputs")
     hidden = (torch.zeros(3, 4, 2), torch.ones(3, 4, 2))

@@ -26,7 +26,12 @@ from itertools import islice
 from typing import Any
 
 from trims_shim.batching.arrays import library_of
-from trims_shim.batching.structures import parts_of, rebuilt_dataclass, rebuilt_mapping
+from trims_shim.batching.structures import (
+    parts_of,
+    rebuilt_dataclass,
+    rebuilt_mapping,
+    rebuilt_tuple,
+)
 from trims_shim.errors import BadBatch
 
 __all__ = ["split"]
@@ -104,13 +109,12 @@ def _split_mapping(
 def _split_tuple(
     results: tuple[Any, ...], count: int, sizes: Sequence[int] | None, where: str
 ) -> list[Any]:
-    names = getattr(results, "_fields", None)
     columns = [
         split(part, count, sizes=sizes, where=f"{where or ' at '}[{index}]")
         for index, part in enumerate(results)
     ]
     rows = zip(*columns, strict=True) if columns else ((),) * count
-    return [type(results)(*row) if names else tuple(row) for row in rows]
+    return [rebuilt_tuple(results, row) for row in rows]
 
 
 def _split_dataclass(

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["part_of", "parts_of", "rebuilt_dataclass", "rebuilt_mapping", "with_parts"]
+__all__ = [
+    "part_of",
+    "parts_of",
+    "rebuilt_dataclass",
+    "rebuilt_mapping",
+    "rebuilt_tuple",
+    "with_parts",
+]
 
 
 def parts_of(item: Any) -> Mapping[Any, Any] | None:
@@ -32,8 +39,22 @@ def with_parts(like: Any, parts: dict[Any, Any]) -> Any:
     if isinstance(like, Mapping):
         return rebuilt_mapping(like, parts)
     if isinstance(like, tuple):
-        return type(like)(*parts.values()) if hasattr(like, "_fields") else tuple(parts.values())
+        return rebuilt_tuple(like, parts.values())
     return rebuilt_dataclass(like, parts)
+
+
+def rebuilt_tuple(like: tuple[Any, ...], values: Iterable[Any]) -> Any:
+    """``values`` as a tuple of the type of ``like``; a plain one where that cannot be."""
+    kind: Any = type(like)
+    if kind is tuple:
+        return tuple(values)
+    if hasattr(like, "_fields"):
+        return kind(*values)
+    values = tuple(values)
+    try:
+        return kind(values)  # as torch's own, of `max` and `topk`
+    except TypeError:
+        return values
 
 
 def rebuilt_mapping(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
