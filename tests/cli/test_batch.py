@@ -141,6 +141,14 @@ def test_profile_of_what_is_not_there(
     assert complaint in capsys.readouterr().err
 
 
+def test_profile_on_a_device_that_is_not_there(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "batch_app:double", "--shape", "3", "--device", "nosuch"]
+    assert main(["batch", *words]) == Exit.USAGE
+    assert "trims: --device nosuch: " in capsys.readouterr().err
+
+
 def test_profile_of_a_function_that_loses_results(
     app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -268,6 +268,7 @@ def test_no_batch_is_begun_after_the_limit(
         (["stage_app:adding", "--shape", "N"], "say with --lengths"),
         (["stage_app:adding", "--shape", "3", "--lengths", "2"], "write N where the length is"),
         (["stage_app:leaving", *STAGED[2:]], "is finished before stage 1"),
+        ([*STAGED[1:], "--device", "nosuch"], "--device nosuch: device 'nosuch'"),
     ],
 )
 def test_what_cannot_be_measured(

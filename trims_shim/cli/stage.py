@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trims_shim.batching.lanes import lane_of
+from trims_shim.batching.lanes import Lane, lane_of
 from trims_shim.batching.profile_store import machine_text
 from trims_shim.batching.profiling import measure, sizes_to_measure
 from trims_shim.batching.staged.diversity import stretch_gain
@@ -30,7 +30,7 @@ from trims_shim.batching.staged.stage_profile import WIDE
 from trims_shim.batching.staged.width import measure_width
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.stage_target import StageTarget
-from trims_shim.cli.targets import import_from_here
+from trims_shim.cli.targets import import_from_here, on_device
 from trims_shim.cli.text import print_json, table
 from trims_shim.errors import ConfigError, StagingError
 
@@ -98,10 +98,15 @@ def _cut(
         clock=time.perf_counter_ns,
         limit_ns=round(_SHARE_OF_TRIES * (end_ns - time.perf_counter_ns())),
         repeats=_REPEATS_OF_TRIES,
-        lane=lane_of(arguments.device),
+        lane=_lane(arguments),
         on_try=tell.tried,
     )
     return best_try(tries).model, tries
+
+
+def _lane(arguments: argparse.Namespace) -> Lane:
+    with on_device(arguments.device):
+        return lane_of(arguments.device)
 
 
 def _some(sizes: Sequence[int]) -> list[int]:
@@ -129,7 +134,7 @@ def _measured(
             model,
             target.make_batch(length),
             clock=time.perf_counter_ns,
-            lane=lane_of(arguments.device),
+            lane=_lane(arguments),
         )
         measure(
             tell.runs(passes.run, length, sizes),
@@ -164,7 +169,7 @@ def _width(
         model,
         target.make_batch(target.lengths[-1]),
         sizes,
-        lanes=[lane_of(arguments.device) for _ in range(2)],
+        lanes=[_lane(arguments) for _ in range(2)],
         clock=time.perf_counter_ns,
         repeats=arguments.repeats,
         limit_ns=max(0, end_ns - time.perf_counter_ns()),

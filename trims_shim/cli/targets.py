@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trims_shim.errors import ConfigError
 
-__all__ = ["import_from_here", "items_of", "named", "random_tensor"]
+__all__ = ["import_from_here", "items_of", "named", "on_device", "random_tensor"]
 
 
 def import_from_here() -> None:
@@ -59,7 +60,10 @@ def items_of(arguments: argparse.Namespace, *, length: int | None = None) -> lis
 
 
 def random_tensor(shape: Sequence[Any], dtype_name: str, device: str) -> Any:
-    """A tensor of torch, the same each time. Raises ConfigError for an unknown data type."""
+    """A tensor of torch, the same each time.
+
+    Raises ConfigError for an unknown data type, or a device that is not there.
+    """
     import torch
 
     dtype = getattr(torch, dtype_name, None)
@@ -67,6 +71,18 @@ def random_tensor(shape: Sequence[Any], dtype_name: str, device: str) -> Any:
         raise ConfigError(f"--dtype {dtype_name} is not a data type of torch")
     generator = torch.Generator().manual_seed(0)
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-    # Two values that are valid as tokens, labels and flags alike.
-    return torch.randint(0, 2, shape, generator=generator).to(device, dtype)
+        values = torch.randn(*shape, generator=generator)
+    else:
+        # Two values that are valid as tokens, labels and flags alike.
+        values = torch.randint(0, 2, shape, generator=generator)
+    with on_device(device):
+        return values.to(device, dtype)
+
+
+@contextlib.contextmanager
+def on_device(device: str) -> Iterator[None]:
+    """Raises ConfigError for what is raised where there is no such device."""
+    try:
+        yield
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {device}: {error}") from None
