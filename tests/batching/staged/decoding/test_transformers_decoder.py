@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.batching.staged.decoding.test_generating import Arrivals, prompt
+from trims_shim.batching import Batcher
 from trims_shim.batching.staged.decoding.generating import generation
 from trims_shim.errors import StagingError
 
@@ -110,6 +111,34 @@ def test_ends_are_those_of_the_generation_config() -> None:
         model.generation_config.eos_token_id = None
     assert answer.tolist() == first[: first.index(first[2]) + 1]
     assert without.tolist() == first
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+    ],
+)
+def test_rotary_embeddings_that_suit_the_longest_row_limit_the_length(rope: dict[str, Any]) -> None:
+    sizes = {**SIZES, "max_position_embeddings": 16 if rope["rope_type"] == "dynamic" else 64}
+    config = transformers.LlamaConfig(
+        **sizes, **NO_ENDS, rope_parameters={"rope_theta": 10000.0, **rope}
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    items = [torch.arange(length) for length in (3, 9, 10)]
+    with Batcher(generation(model, max_new_tokens=MOST), collate="list") as complete:
+        short, fitting, long = [complete.submit(each) for each in items]
+        assert short.result().tolist() == generated(model, items[0])
+        assert fitting.result().tolist() == generated(model, items[1])
+        with pytest.raises(ValueError, match="more than 16 together"):
+            long.result()
+        assert len(complete({"input_ids": items[2], "max_new_tokens": 7})) == 7
 
 
 def test_weights_are_the_models_own() -> None:

@@ -166,6 +166,14 @@ class _Generator:
             device=getattr(self.decoder, "device", None),
             sampling=self.sampling,
         )
+        longest = getattr(self.decoder, "longest", None)
+        # The last token is not read.
+        if longest and bool((prompts.lengths + prompts.budgets - 1 > longest).any()):
+            raise ValueError(
+                f"a prompt and its new tokens are more than {longest} together, and beyond that "
+                "the rotary embeddings of this model depend on the longest in the batch; ask for "
+                "fewer max_new_tokens, or call model.generate for it"
+            )
         return read(_Prompts(*prompts, NOTHING_SEEN))
 
     def _read(self, prompts: _Prompts, *, part: int, parts: int) -> Any:

@@ -39,6 +39,8 @@ class TransformersDecoder:
         accepted = inspect.signature(model.forward).parameters
         if "past_key_values" not in accepted:
             raise StagingError(f"{name} takes no `past_key_values`; it cannot go on from a cache")
+        self.longest = _longest(model.config.get_text_config())
+        """How many tokens a row may have; None for no limit of ours."""
         self._model = model
         self._takes_positions = "position_ids" in accepted
         self._keeps = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
@@ -68,6 +70,26 @@ class TransformersDecoder:
             **self._keeps,
         )
         return outputs.logits[:, -1]
+
+
+def _longest(config: Any) -> int | None:
+    """The length from which on rotary embeddings change, to what suits the longest of a batch.
+
+    In place, as a buffer of the model (transformers.modeling_rope_utils.dynamic_rope_update): the
+    answer for a row would depend on who else is in its batch, or runs at the same time.
+    """
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # One for all layers, or one for each type of them.
+    kinds = [each for each in given.values() if isinstance(each, dict)] or [given]
+    limits: list[int] = []
+    for each in kinds:
+        kind = each.get("rope_type") or each.get("type") or ""
+        if kind == "longrope":
+            own = each.get("original_max_position_embeddings")
+            limits.append(own or config.original_max_position_embeddings)
+        elif "dynamic" in kind:
+            limits.append(config.max_position_embeddings)
+    return min(limits, default=None)
 
 
 def refuse_training(model: Any) -> None:
