@@ -179,6 +179,16 @@ class TestWhatCrosses:
 
 
 class TestWhatCannotBeCut:
+    def test_an_axis_that_cannot_vary(self) -> None:
+        class OverAxis1(nn.Module):
+            def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+                return (x.transpose(1, 2) @ torch.eye(7)).sum(1) + other.sum(1, keepdim=True)
+
+        model, x = OverAxis1().eval(), torch.rand(2, 7, 4)
+        with pytest.raises(StagingError, match=r"varying=\(1,\): size 7 of axis 1 is built in"):
+            TracedModel(model, (x, torch.rand(2, 7)), varying=(1,))
+        TracedModel(model, (x, torch.rand(2, 5)), varying=(1,))  # another kind of axis
+
     @pytest.mark.parametrize(
         ("forward", "message"),
         [

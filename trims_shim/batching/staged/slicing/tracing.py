@@ -47,6 +47,7 @@ class TracedModel:
         self.example = given if given.rows >= _LEAST_ROWS else given.with_rows(_LEAST_ROWS)
         check_evaluates(model)
         program = _exported(model, self.example, varying)
+        _check_varying(program, varying, self.name)
         module = program.module()
         for node in module.graph.nodes:
             _check_operation(node, module, self.name)
@@ -183,6 +184,31 @@ def _exported(model: Any, example: Example, varying: Collection[int]) -> Any:
             "be free, and no branch may depend on data; cut it at its blocks (slice_blocks), or "
             "write its stages as functions"
         ) from error
+
+
+def _check_varying(program: Any, varying: Collection[int], name: str) -> None:
+    """Raises StagingError for an axis that is to vary, and is of one size in the trace.
+
+    Of several inputs one may have another kind of axis there, of another size.
+    """
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int
+
+    inputs = set(program.graph_signature.user_inputs)
+    shapes = [
+        node.meta["val"].shape
+        for node in program.graph.nodes
+        if node.name in inputs and hasattr(node.meta.get("val"), "shape")
+    ]
+    for axis in varying:
+        sizes = [shape[axis] for shape in shapes if axis < len(shape)]
+        fixed = {int(size) for size in sizes if is_concrete_int(size)}
+        free = {size.node.hint for size in sizes if not is_concrete_int(size)}
+        if fixed and (not free or fixed & free):
+            raise StagingError(
+                f"{name} cannot be cut into stages with varying={tuple(varying)}: size "
+                f"{min(fixed & free or fixed)} of axis {axis} is built into its trace; cut it at "
+                "its blocks (slice_blocks)"
+            )
 
 
 def _by_name(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
