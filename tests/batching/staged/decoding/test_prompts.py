@@ -42,6 +42,21 @@ def test_padded_in_front(given: Any) -> None:
     assert found.tokens.dtype == torch.int64
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ([torch.tensor([[5, 6]])], ValueError, r"a tensor \[1, 2\].*give the row"),
+        ([{"input_ids": [[5, 6]]}], ValueError, "give the row"),
+        (Pad().join([torch.tensor([[5, 6]])]), ValueError, "give the row"),
+        ([5], ValueError, "a row of token ids"),
+        ([[5.0, 6.5]], TypeError, "whole numbers"),
+    ],
+)
+def test_what_is_no_row_of_tokens(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        batch_of(given)
+
+
 def test_without_padding() -> None:
     found = batch_of(torch.tensor([[1, 2], [3, 4]]))
     assert (found.tokens.tolist(), found.lengths.tolist()) == ([[1, 2], [3, 4]], [2, 2])

@@ -37,7 +37,8 @@ def prompts_of(
     """What a collate has made of prompts: a list of them, or padded, a mapping, or a tensor.
 
     ``sampling`` is of those that do not ask for another one. Raises ValueError for a prompt without
-    tokens, or that asks for none, and for sampling that cannot be.
+    tokens, of more axes than one, or that asks for none, and for sampling that cannot be; TypeError
+    for tokens that are no whole numbers.
     """
     import torch
 
@@ -77,9 +78,9 @@ def _listed(batch: list[Any], pad_token_id: int, device: Any) -> tuple[Any, Any,
 
 def _row(prompt: Any, device: Any) -> tuple[Any, int | None]:
     if not isinstance(prompt, Mapping):
-        return _tensor(prompt, device), None
+        return _tokens(prompt, device, axes=1), None
     tokens, mask, asked = _parts(prompt)
-    tokens = _tensor(tokens, device)
+    tokens = _tokens(tokens, device, axes=1)
     if mask is not None:
         tokens = tokens[_tensor(mask, device) != 0]
     return tokens, None if asked is None else int(asked)
@@ -90,7 +91,7 @@ def _padded(batch: Any, device: Any) -> tuple[Any, Any, Any]:
     import torch
 
     tokens, mask, asked = _parts(batch)
-    tokens = _tensor(tokens, device)
+    tokens = _tokens(tokens, device, axes=2)
     if mask is None:
         lengths = torch.full((len(tokens),), tokens.shape[1], device=device)
     else:
@@ -134,3 +135,17 @@ def _tensor(values: Any, device: Any) -> Any:
     import torch
 
     return torch.as_tensor(values, dtype=torch.int64, device=device)
+
+
+def _tokens(values: Any, device: Any, *, axes: int) -> Any:
+    import torch
+
+    found = torch.as_tensor(values, device=device)
+    if found.dim() != axes:
+        raise ValueError(
+            f"a prompt is a row of token ids, and here is a tensor {list(found.shape)}; of what a "
+            "tokenizer returns as [1, tokens], give the row"
+        )
+    if found.is_floating_point() and found.numel():  # nothing at all is of no type
+        raise TypeError(f"token ids are whole numbers, and here are some of {found.dtype}")
+    return found.to(torch.int64)
