@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -144,6 +145,15 @@ def test_impossible_options_are_refused_at_once(
 ) -> None:
     with pytest.raises(error):
         Batcher(double, **options)
+
+
+def test_partials_have_the_name_of_their_function_and_mocks_are_functions() -> None:
+    partial = functools.partial(functools.partial(lambda less, items: [items[0] - less]), 1)
+    with greedy(partial) as batcher:
+        assert "<lambda>" in batcher.name
+        assert batcher(3) == 2
+    with greedy(mock.Mock(return_value=[5])) as batcher:  # it has any attribute
+        assert batcher(3) == 5
 
 
 def test_an_impossible_update_is_refused_and_changes_nothing() -> None:

@@ -368,6 +368,11 @@ def test_encodings_are_joined_as_encodings() -> None:
     assert batch["input_ids"].shape == (2, 4)
 
 
+class Soon:
+    def __await__(self) -> Any:
+        yield
+
+
 @pytest.mark.parametrize(
     ("results", "message"),
     [
@@ -387,6 +392,7 @@ def test_encodings_are_joined_as_encodings() -> None:
         (7, r"type int"),
         (object(), r"type object"),
         ({1, 2, 3}, r"type set"),
+        (Soon(), r"returned a Soon; a function that is awaited is an `async def`"),
     ],
 )
 def test_anything_else_is_a_bad_batch(results: Any, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import operator
@@ -84,6 +85,8 @@ def choice(name: str, value: str, yes: str, no: str) -> bool:
 
 
 def name_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{module}.{name}" if module else name

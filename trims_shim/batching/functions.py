@@ -11,6 +11,7 @@ A generator that has yielded is not run again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -151,7 +152,7 @@ def _failed(entries: Sequence[Entry], error: Exception, streaming: Streaming | N
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """What tells whether it is asynchronous: a function, or the ``__call__`` of an object."""
-    while hasattr(function, "func") and hasattr(function, "keywords"):  # functools.partial
+    while isinstance(function, functools.partial):
         function = function.func
     if inspect.isroutine(function) or inspect.isclass(function):
         return function

@@ -21,7 +21,7 @@ Anything else, and every wrong number, is a BadBatch. It says what was found and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -75,6 +75,8 @@ def _split_sequence(results: Any, count: int, sizes: Sequence[int] | None, where
     if isinstance(results, Iterator):
         # One more than expected is enough to know: it may be endless.
         results = list(islice(results, expected + 1))
+    elif isinstance(results, Awaitable):
+        raise BadBatch(f"returned a {kind}{where}; a function that is awaited is an `async def`")
     elif not isinstance(results, Sequence) or isinstance(results, str | bytes | bytearray):
         raise BadBatch(
             f"returned an object of type {kind}{where}, which is not a result for each of "
