@@ -202,6 +202,63 @@ def test_a_policy_that_is_interrupted_gets_its_requests_back() -> None:
         assert batcher(3) == 3
 
 
+class TimeLimit(Exception):
+    """As Celery's."""
+
+
+@pytest.fixture
+def _time_limit() -> Any:
+    def limit(number: int, frame: Any) -> None:
+        raise TimeLimit
+
+    old = signal.signal(signal.SIGINT, limit)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
+@pytest.mark.usefixtures("_time_limit")
+def test_a_time_limit_ends_its_caller_and_is_no_failure_of_a_batch() -> None:
+    def function(items: list[int]) -> list[int]:
+        if len(items) > 1 and threading.current_thread() is threading.main_thread():
+            interrupt_main()
+            time.sleep(LONG_S)
+        return items
+
+    policy = functools.partial(Window, wait_ms=200)
+    with Batcher(function, policy=policy, max_batch_size=2) as batcher:
+        futures: list[Any] = []
+
+        def submit() -> None:
+            wait_until(lambda: batcher.stats().queued == 1)
+            futures.append(batcher.submit(1))
+
+        other = start(submit)
+        with pytest.raises(TimeLimit):
+            batcher(0)
+        join(other)
+        assert futures[0].result(LONG_S) == 1
+
+
+@pytest.mark.usefixtures("_time_limit")
+def test_a_time_limit_within_a_policy_is_no_failure_of_it() -> None:
+    class Limited(Window):
+        count = 0
+
+        def choose(self, now_ns: int) -> int:
+            Limited.count += 1
+            if Limited.count == 2:
+                interrupt_main()
+                time.sleep(LONG_S)
+            return super().choose(now_ns)
+
+    with Batcher(lambda items: items, policy=functools.partial(Limited, wait_ms=100)) as batcher:
+        first = batcher.submit(1)
+        with pytest.raises(TimeLimit):
+            batcher.submit(2)
+        assert first.result(LONG_S) == 1
+        assert batcher(3) == 3
+
+
 def test_a_failed_policy_never_oversubscribes_a_device() -> None:
     class Broken(Window):
         def choose(self, now_ns: int) -> int:

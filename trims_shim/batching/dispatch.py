@@ -41,6 +41,7 @@ from trims_shim.batching.protocol import (
 )
 from trims_shim.batching.replies import BatchFuture, Failure, Seat
 from trims_shim.batching.statistics import BatcherStats, Record
+from trims_shim.diagnostics import signalled
 from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
 
 __all__ = ["Dispatch", "Options"]
@@ -99,9 +100,9 @@ class Dispatch(ABC):
         try:
             self._take_room(request)
             self.post(request, me)
-        except Exception:
+        except QueueFull:
             raise
-        except BaseException:
+        except BaseException:  # of a signal handler
             self.recover()
             raise
 
@@ -212,13 +213,13 @@ class Dispatch(ABC):
         while inbox:
             try:
                 self._take(inbox[0])
-            except Exception as error:
-                self._start_over(error)
             except BaseException as error:
-                # The event stays: somebody else goes on with it.
+                if not isinstance(error, Exception) or signalled(error) is not None:
+                    # The event stays: somebody else goes on with it.
+                    self._start_over(None)
+                    self._rescue()
+                    raise
                 self._start_over(error)
-                self._rescue()
-                raise
             inbox.popleft()
         self._keep_time(self._policy.next_deadline_ns())
 
@@ -370,17 +371,17 @@ class Dispatch(ABC):
             if not isinstance(result, _FAILURES):
                 record.add_answer(request.arrival_ns, request.payload.deadline_ns, job.ended_ns)
 
-    def _start_over(self, error: BaseException) -> None:
+    def _start_over(self, error: Exception | None) -> None:
         """The policy has failed, or was interrupted: a new one, which knows nothing of devices.
 
         A policy that raises would raise again: its requests fail with the error. One that was
-        interrupted, by KeyboardInterrupt, gets its requests back.
+        interrupted (None), as by KeyboardInterrupt, gets its requests back.
         """
         self._era += 1
         self._policy = self.options.learning.make_policy()
         self._late.clear()
         waiting = list(self._waiting.values())
-        if isinstance(error, Exception):
+        if error is not None:
             _logger.error("the batching policy of %s failed", self.function.name, exc_info=error)
             self._fail(waiting, error)
             self._leave(waiting)

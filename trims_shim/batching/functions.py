@@ -19,6 +19,7 @@ from typing import Any
 from trims_shim.batching.collate import Collate, CollateSpec, answers, collate_of, columns
 from trims_shim.batching.replies import Entry, Failure
 from trims_shim.batching.streams import Streaming
+from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BadBatch
 
 __all__ = ["BatchFunction", "item_of"]
@@ -72,6 +73,7 @@ class BatchFunction:
             collate, items, batch = self.joined(entries)
             return answers(collate, self.function(*batch), items, function=self.name)
         except Exception as error:
+            pass_on(error)  # a time limit of the thread is no fault of an item
             if not self._may_halve(entries, error, streaming):
                 return _failed(entries, error, streaming)
         middle = len(entries) // 2

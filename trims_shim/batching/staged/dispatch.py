@@ -219,7 +219,7 @@ class StagedDispatch(ThreadDispatch):
 
     # --- under the lock: once more ----------------------------------------------------------------
 
-    def _start_over(self, error: BaseException) -> None:
+    def _start_over(self, error: Exception | None) -> None:
         """Those that are on their way, and not in a job, begin again: their policy is gone."""
         running = {
             each.number
