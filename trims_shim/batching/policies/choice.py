@@ -21,12 +21,11 @@ URGENCY = 3.0
 Of 0 to 10, under light and heavy load, with 1 and 8 devices, equal and mixed deadlines: more helps
 where nearly everything can be answered, and harms where it cannot.
 """
+_HALF = 0.5
+"""Of an objective: who comes in a batch that takes longer is not answered in time after it.
 
-_TIME_COUNTS = 2 / 3
-"""To what power of its time a batch is worth less.
-
-0 is the larger batch, 1 the higher rate. Of 0 to .85: 0 runs heavy models while several batches of
-light ones are lost, and from .75 on models whose deadlines are alike lose their large batches.
+1 and a quarter are worse, and so is to divide every batch by its time: models whose deadlines are
+alike lose their large batches then.
 """
 
 
@@ -42,6 +41,11 @@ class Offer:
     """How large its batch could be at a later time."""
     given_up: Sequence[Request] = ()
     """Who could not be answered in time with it."""
+
+    @property
+    def objective_ns(self) -> int:
+        """How long its first request may take."""
+        return self.batch[0].deadline_ns - self.batch[0].arrival_ns
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -69,8 +73,9 @@ def by_size(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> tup
 def by_need(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> tuple[Offer, float]:
     """The batch that can wait least, as long as everything that is queued can be in time.
 
-    When it cannot, the batch that is worth most for its time: its size counts, and ``URGENCY`` for
-    each request of it that would be lost by waiting for the next device.
+    When it cannot, the batch that is worth most: its size, and ``URGENCY`` for each request of it
+    that would be lost by waiting for the next device. The longer it runs beyond half of the
+    shortest objective of the others, the less that counts, in proportion.
     """
     if len(offers) == 1:
         return offers[0], float(len(offers[0].batch))
@@ -78,10 +83,10 @@ def by_need(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> tup
         first = min(offers, key=lambda each: (each.due_ns[0], each.rank))
         return first, float(len(first.batch))
     worths = list(_worths(now_ns, offers, ends_ns))
-    rates = [
-        worth / each.latency_ns**_TIME_COUNTS for worth, each in zip(worths, offers, strict=True)
-    ]
-    index = min(range(len(offers)), key=lambda each: (-rates[each], offers[each].rank))
+    shares = _shares(offers)
+    index = min(
+        range(len(offers)), key=lambda each: (-worths[each] * shares[each], offers[each].rank)
+    )
     return offers[index], worths[index]
 
 
@@ -105,3 +110,13 @@ def _worths(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> Ite
             next_ns = max(now_ns, min(next_ns, soonest_ns))
         size = len(offer.batch)
         yield size + URGENCY * (size - offer.size_at(next_ns))
+
+
+def _shares(offers: Sequence[Offer]) -> list[float]:
+    """What to count of the worth of each: all, if it is done in time for who comes meanwhile."""
+    shortest_ns, second_ns = sorted(each.objective_ns for each in offers)[:2]
+    found = []
+    for offer in offers:
+        others_ns = second_ns if offer.objective_ns == shortest_ns else shortest_ns
+        found.append(min(1.0, _HALF * others_ns / offer.latency_ns))
+    return found
