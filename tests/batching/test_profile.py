@@ -87,3 +87,8 @@ def test_sizes_start_at_one(wrong: dict[int, float]) -> None:
 def test_profiles_are_not_keys() -> None:
     with pytest.raises(TypeError, match="unhashable"):
         hash(LatencyProfile([1]))
+
+
+def test_no_batch_takes_no_time() -> None:
+    profile = LatencyProfile([1e-3, 0.4, 2])
+    assert [profile.latency_ns(size) for size in (1, 2, 3)] == [1, 1, 2]

@@ -288,6 +288,8 @@ def test_a_file_that_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--policy", "window:wait_ms"], "is not OPTION=VALUE"),
         (["--slo-ms", "21"], "every answer would be late"),
         (["--arrivals", "uniform", "--cv", "2"], "--cv is of gamma arrivals"),
+        (["--rate", "1e-12"], "give a higher rate"),
+        (["--max-batch-size", "100000000"], "--max-batch-size 100000000"),
     ],
 )
 def test_what_cannot_be_simulated(

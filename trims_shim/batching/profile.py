@@ -30,7 +30,7 @@ class LatencyProfile:
         for latency_ns in latencies_ns:
             if not latency_ns > 0:
                 raise ValueError(f"a batch of {len(table)} takes {latency_ns} ns: not positive")
-            table.append(max(table[-1], round(latency_ns)))
+            table.append(max(table[-1], round(latency_ns), 1))
         if len(table) == 1:
             raise ValueError("a profile needs the latency of at least one batch size")
         self._table = table

@@ -36,6 +36,7 @@ _NS_PER_S = 1_000_000_000
 _DEFAULT_SLO_MS = 100.0
 _DEFAULT_MAX_BATCH_SIZE = 32
 _DEFAULT_REQUESTS = 20_000
+_MOST_BATCH_SIZE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class Setup:
 def profile_of(arguments: argparse.Namespace) -> LatencyProfile:
     """That of a file, or a line; up to ``--max-batch-size``."""
     limit = arguments.max_batch_size
+    if limit is not None and limit > _MOST_BATCH_SIZE:
+        raise ConfigError(f"--max-batch-size {limit}: no more than {_MOST_BATCH_SIZE} are simulated")
     if arguments.line:
         alpha_ms, beta_ms = arguments.line
         return LatencyProfile.linear(
@@ -160,7 +163,10 @@ def made_up(arguments: argparse.Namespace, rate_qps: float) -> list[Request]:
     """Requests of the process that was asked for."""
     times_ns = _times_ns(arguments, rate_qps)
     count = arguments.requests or _DEFAULT_REQUESTS
-    return list(requests(times_ns, slo_ms=arguments.slo_ms or _DEFAULT_SLO_MS, count=count))
+    found = list(requests(times_ns, slo_ms=arguments.slo_ms or _DEFAULT_SLO_MS, count=count))
+    if not found:
+        raise ConfigError(f"at {rate_qps:g} requests per second not one comes: give a higher rate")
+    return found
 
 
 def _times_ns(arguments: argparse.Namespace, rate_qps: float) -> Iterator[int]:
