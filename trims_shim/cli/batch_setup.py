@@ -99,7 +99,7 @@ def profile_of(arguments: argparse.Namespace) -> LatencyProfile:
     """That of a file, or a line; up to ``--max-batch-size``."""
     limit = arguments.max_batch_size
     if limit is not None and limit > _MOST_BATCH_SIZE:
-        raise ConfigError(f"--max-batch-size {limit}: no more than {_MOST_BATCH_SIZE} are simulated")
+        raise ConfigError(f"--max-batch-size {limit} is more than {_MOST_BATCH_SIZE}")
     if arguments.line:
         alpha_ms, beta_ms = arguments.line
         return LatencyProfile.linear(
