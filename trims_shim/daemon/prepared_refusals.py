@@ -20,7 +20,7 @@ __all__ = ["Refusals"]
 
 _FIRST_PAUSE_NS = 60 * 10**9
 _PAUSE_GROWTH = 4
-_LONGEST_PAUSE_NS = 24 * 3600 * 10**9
+_LONGEST_PAUSE_NS = 3600 * 10**9
 _DEATH = "preparer_died"
 _DEATHS_ALLOWED = 1
 _REFUSALS_LIMIT = 4096
