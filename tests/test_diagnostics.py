@@ -106,3 +106,12 @@ def test_an_error_that_something_raises_is_none_of_another_thread() -> None:
     with pytest.raises(_Blocked) as caught:
         block()
     assert diagnostics.signalled(caught.value) is None
+
+
+@pytest.mark.parametrize(("arguments", "is_thrown"), [("", True), ("'out of memory'", False)])
+def test_an_error_with_arguments_is_that_of_a_library(arguments: str, is_thrown: bool) -> None:
+    """One in C has no frame of its own: it seems to be raised where we called it."""
+    here = {"__name__": "trims_shim.client.cache", "Late": type("Late", (Exception,), {})}
+    with pytest.raises(here["Late"]) as caught:  # type: ignore[call-overload]
+        exec(f"raise Late({arguments})", here)
+    assert diagnostics.signalled(caught.value) is (caught.value if is_thrown else None)

@@ -2,9 +2,8 @@
 
 Recording raises nothing into a load but what is not ours: the exception of a signal handler of the
 program, or one that another thread put into this one, which came while we were waiting, goes on to
-the program. Counters are plain dictionary
-increments under the interpreter lock, so no lock is taken that a fork or a finalizer could find
-held.
+the program. Counters are plain dictionary increments under the interpreter lock, so no lock is
+taken that a fork or a finalizer could find held.
 """
 
 from __future__ import annotations
@@ -172,10 +171,13 @@ def signalled(error: BaseException) -> BaseException | None:
 
 def _is_thrown_in(error: BaseException) -> bool:
     """Whether another thread put it here (PyThreadState_SetAsyncExc, by which stopit and others
-    end threads): an error of a class that nothing knows in the place where it was raised.
+    end threads): an error of a class that nothing knows in the place where it was raised. It has no
+    arguments, as the interpreter makes it of a class alone; what a library raises says why.
     """
     package = type(error).__module__.partition(".")[0]
-    if package in _RAISING or package in sys.stdlib_module_names or error.__traceback__ is None:
+    if package in _RAISING or package in sys.stdlib_module_names:
+        return False
+    if error.args or error.__traceback__ is None:
         return False
     place = error.__traceback__
     while place.tb_next is not None:
