@@ -348,6 +348,15 @@ class World:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
+    @contextlib.contextmanager
+    def stopped(self, pid: int) -> Iterator[None]:
+        """A process that does nothing within the block, and goes on after it."""
+        self.signal(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(pid, signal.SIGCONT)
+
     def processes(self) -> list[int]:
         """Every live process whose environment names this socket directory."""
         needle = f"TRIMS_SOCKET_DIR={self.sockets}\0".encode()

@@ -191,13 +191,9 @@ def test_a_daemon_that_hangs_is_given_up(running: World) -> None:
     assert bytes(memoryview(open_path(cache, path).buffer)) == content(5)
     pid = world.pid()
     other = world.file(6)
-    world.signal(pid, signal.SIGSTOP)
     began = time.monotonic()
-    try:
-        with pytest.raises(TrimsError) as caught:
-            open_path(cache, other)
-    finally:
-        world.signal(pid, signal.SIGCONT)
+    with world.stopped(pid), pytest.raises(TrimsError) as caught:
+        open_path(cache, other)
     assert caught.value.reason == "daemon_timeout"
     assert time.monotonic() - began < 8
     assert bytes(memoryview(open_path(cache, other).buffer)) == content(6)

@@ -252,17 +252,14 @@ def test_the_end_while_a_daemon_thread_loads(make_world: Any) -> None:
     path = world.file(1)
     pid = world.start()
     for _ in range(3):
-        world.signal(pid, signal.SIGSTOP)
-        child = world.spawn(
-            "import threading\n"
-            f"threading.Thread(target=lambda: open_file({path!r}), daemon=True).start()\n"
-            "time.sleep(0.3)\nsay('bye')\nsys.exit(5)\n"
-        )
-        try:
+        with world.stopped(pid):
+            child = world.spawn(
+                "import threading\n"
+                f"threading.Thread(target=lambda: open_file({path!r}), daemon=True).start()\n"
+                "time.sleep(0.3)\nsay('bye')\nsys.exit(5)\n"
+            )
             assert child.hear() == "bye"
             assert child.wait(8) == 5
-        finally:
-            world.signal(pid, signal.SIGCONT)
     world.assert_quiet(1000)
 
 
@@ -289,16 +286,13 @@ def test_interrupted_while_it_waits(make_world: Any, number: int) -> None:
     )
     for _ in range(3):
         assert child.hear() == "ready"
-        world.signal(pid, signal.SIGSTOP)
-        child.say()
-        assert child.hear() == "go"
-        wait_until(lambda: process_state(child.pid) == "S", "the client waits")
-        time.sleep(0.2)
-        world.signal(child.pid, number)
-        try:
+        with world.stopped(pid):
+            child.say()
+            assert child.hear() == "go"
+            wait_until(lambda: process_state(child.pid) == "S", "the client waits")
+            time.sleep(0.2)
+            world.signal(child.pid, number)
             said = child.hear()
-        finally:
-            world.signal(pid, signal.SIGCONT)
         assert said == "interrupted"
         assert child.hear() == [True, True]
     assert child.hear() <= 1
@@ -326,16 +320,13 @@ def test_what_a_signal_handler_raises_ends_the_load(make_world: Any, kind: str) 
         min_bytes="1",
     )
     assert child.hear() == "ready"
-    world.signal(pid, signal.SIGSTOP)
-    child.say()
-    try:
+    with world.stopped(pid):
+        child.say()
         assert child.hear() == "go"
         wait_until(lambda: process_state(child.pid) == "S", "the client waits")
         time.sleep(0.5)
         world.signal(child.pid, signal.SIGUSR1)
         assert child.hear() == "late"
-    finally:
-        world.signal(pid, signal.SIGCONT)
     assert child.hear() is True
 
 
@@ -361,12 +352,9 @@ def test_what_another_thread_raises_ends_the_load(make_world: Any) -> None:
         min_bytes="1",
     )
     assert child.hear() == "ready"
-    world.signal(pid, signal.SIGSTOP)
-    child.say()
-    try:
+    with world.stopped(pid):
+        child.say()
         assert child.hear() == "raised"
-    finally:
-        world.signal(pid, signal.SIGCONT)
     assert child.hear() == "late"
     assert child.hear() is True
 
@@ -379,14 +367,11 @@ def test_a_signal_that_only_interrupts_the_wait(running: World) -> None:
         "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'true\\n'))\nsay()\n"
         f"arena = open_file({path!r})\nsay(data(arena)[:8].hex())\n"
     )
-    running.signal(pid, signal.SIGSTOP)
-    try:
+    with running.stopped(pid):
         child.hear()
         for _ in range(10):
             running.signal(child.pid, signal.SIGUSR1)
             assert child.hear() is True
-    finally:
-        running.signal(pid, signal.SIGCONT)
     assert child.hear() == content(4)[:8].hex()
 
 
