@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import operator
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trims_shim import config
+from trims_shim.batching.functions import without_partial
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profile_store import ProfileStore, load_profile
 from trims_shim.batching.protocol import NEVER_NS
@@ -85,8 +85,7 @@ def choice(name: str, value: str, yes: str, no: str) -> bool:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = without_partial(function)
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{module}.{name}" if module else name

@@ -22,7 +22,7 @@ from trims_shim.batching.streams import Streaming
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BadBatch
 
-__all__ = ["BatchFunction", "item_of"]
+__all__ = ["BatchFunction", "item_of", "without_partial"]
 
 
 class BatchFunction:
@@ -152,10 +152,16 @@ def _failed(entries: Sequence[Entry], error: Exception, streaming: Streaming | N
     return [Failure(error)] * len(entries)
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What tells whether it is asynchronous: a function, or the ``__call__`` of an object."""
+def without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a ``functools.partial`` calls in the end; another function as it is."""
     while isinstance(function, functools.partial):
         function = function.func
+    return function
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What tells whether it is asynchronous: a function, or the ``__call__`` of an object."""
+    function = without_partial(function)
     if inspect.isroutine(function) or inspect.isclass(function):
         return function
     return getattr(function, "__call__", function)  # noqa: B004  (it is looked at, not called)

@@ -16,10 +16,10 @@ from typing import Any
 
 from trims_shim.errors import CorruptFile, TruncatedFile, UnsupportedFormat
 
-__all__ = ["JsonFormat", "largest_of", "latencies_of"]
+__all__ = ["LARGEST_SIZE", "JsonFormat", "largest_of", "latencies_of"]
 
 _LIMIT_BYTES = 4 << 20
-_LARGEST_SIZE = 1 << 16
+LARGEST_SIZE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _replace(path: str, text: str) -> None:
 def largest_of(name: str, fields: Mapping[str, Any]) -> int:
     """The ``max_batch_size`` of the file ``name``."""
     largest = fields.get("max_batch_size")
-    if type(largest) is not int or not 1 <= largest <= _LARGEST_SIZE:
+    if type(largest) is not int or not 1 <= largest <= LARGEST_SIZE:
         raise CorruptFile(f"{name} has a max_batch_size of {largest!r}")
     return largest
 
@@ -95,7 +95,7 @@ def latencies_of(name: str, fields: Mapping[str, Any]) -> dict[int, float]:
 
 def _size(name: str, text: str) -> int:
     is_number = text.isascii() and text.isdigit() and len(text) <= 5
-    if not is_number or not 1 <= int(text) <= _LARGEST_SIZE:
+    if not is_number or not 1 <= int(text) <= LARGEST_SIZE:
         raise CorruptFile(f"{name} has the latency of a batch of {text[:40]!r}")
     return int(text)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from trims_shim.batching.policies import POLICIES, rule_maker
 from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile_json import LARGEST_SIZE
 from trims_shim.batching.profile_store import load_profile
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.rules import RuleMaker
@@ -36,7 +37,6 @@ _NS_PER_S = 1_000_000_000
 _DEFAULT_SLO_MS = 100.0
 _DEFAULT_MAX_BATCH_SIZE = 32
 _DEFAULT_REQUESTS = 20_000
-_MOST_BATCH_SIZE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class Setup:
 def profile_of(arguments: argparse.Namespace) -> LatencyProfile:
     """That of a file, or a line; up to ``--max-batch-size``."""
     limit = arguments.max_batch_size
-    if limit is not None and limit > _MOST_BATCH_SIZE:
-        raise ConfigError(f"--max-batch-size {limit} is more than {_MOST_BATCH_SIZE}")
+    if limit is not None and limit > LARGEST_SIZE:
+        raise ConfigError(f"--max-batch-size {limit} is more than {LARGEST_SIZE}")
     if arguments.line:
         alpha_ms, beta_ms = arguments.line
         return LatencyProfile.linear(

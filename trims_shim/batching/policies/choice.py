@@ -21,8 +21,8 @@ URGENCY = 3.0
 Of 0 to 10, under light and heavy load, with 1 and 8 devices, equal and mixed deadlines: more helps
 where nearly everything can be answered, and harms where it cannot.
 """
-_HALF = 0.5
-"""Of an objective: who comes in a batch that takes longer is not answered in time after it.
+_OBJECTIVE_SHARE = 0.5
+"""Of the shortest objective: who comes in a batch that takes longer is not in time after it.
 
 1 and a quarter are worse, and so is to divide every batch by its time: models whose deadlines are
 alike lose their large batches then.
@@ -118,5 +118,5 @@ def _shares(offers: Sequence[Offer]) -> list[float]:
     found = []
     for offer in offers:
         others_ns = second_ns if offer.objective_ns == shortest_ns else shortest_ns
-        found.append(min(1.0, _HALF * others_ns / offer.latency_ns))
+        found.append(min(1.0, _OBJECTIVE_SHARE * others_ns / offer.latency_ns))
     return found

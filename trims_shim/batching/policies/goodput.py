@@ -31,7 +31,7 @@ from trims_shim.batching.rules import Rule
 
 __all__ = ["Goodput"]
 
-# H, in distances from a request's arrival to its deadline. From 8 to 24, violations differ by 1 %
+# H, in distances from a request's arrival to its deadline. From 8 to 40, violations differ by 1 %
 # of themselves (docs/decisions/0009): fewer are better where a fixed cost is small, more where it
 # is large.
 _BACKLOG_LASTS = 18
