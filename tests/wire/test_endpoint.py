@@ -45,10 +45,22 @@ class TestChoice:
     def test_then_the_temporary_directory(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr(os.path, "isdir", lambda path: False)
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        expected = tmp_path / f"trims-{os.geteuid()}"
-        assert endpoint.choose("", runtime_dir="/gone").directory == str(expected)
+        user = f"trims-{os.geteuid()}"
+        monkeypatch.setattr(os.path, "isdir", lambda path: path in ("/tmp", str(tmp_path)))
+        monkeypatch.setenv("TMPDIR", "/gone")
+        monkeypatch.setenv("TEMP", str(tmp_path))
+        assert endpoint.choose("", runtime_dir="/gone").directory == str(tmp_path / user)
+        monkeypatch.delenv("TEMP")
+        assert endpoint.choose("", runtime_dir="/gone").directory == f"/tmp/{user}"
+
+    def test_a_program_may_still_choose_its_own_temporary_directory(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setattr(endpoint, "_is_writable", lambda directory: directory == "/tmp")
+        endpoint.choose("", runtime_dir="/gone")
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        assert tempfile.gettempdir() == str(tmp_path)
 
 
 class TestLength:

@@ -3,14 +3,14 @@
 The directory belongs to one user and is closed to others (0700), or to root and a group for a
 machine-wide daemon; a directory that somebody else could have made is refused, because who owns the
 socket decides which bytes become weights. Search order: ``TRIMS_SOCKET_DIR``,
-``$XDG_RUNTIME_DIR/trims``, ``/run/user/UID/trims``, ``<temp dir>/trims-UID``.
+``$XDG_RUNTIME_DIR/trims``, ``/run/user/UID/trims``, ``trims-UID`` in ``$TMPDIR``, ``/tmp`` or
+``/var/tmp``.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-import tempfile
 from dataclasses import dataclass
 
 from trims_shim.errors import ConfigError, DaemonUnavailable, UnusableSocketDir
@@ -99,9 +99,17 @@ def choose(configured: str, *, runtime_dir: str) -> Endpoint:
         return Endpoint(os.path.abspath(os.path.expanduser(configured)))
     uid = os.geteuid()
     for base in (runtime_dir, f"/run/user/{uid}"):
-        if base and os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK):
+        if _is_writable(base):
             return Endpoint(os.path.join(base, "trims"))
-    return Endpoint(os.path.join(tempfile.gettempdir(), f"trims-{uid}"))
+    # Not tempfile.gettempdir(): it writes a file, and fixes for good what the program's own calls
+    # of it return, even if the program sets TMPDIR after this.
+    bases = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    base = next(filter(_is_writable, [*bases, "/tmp", "/var/tmp"]), "/tmp")
+    return Endpoint(os.path.join(os.path.abspath(base), f"trims-{uid}"))
+
+
+def _is_writable(directory: str) -> bool:
+    return os.path.isdir(directory) and os.access(directory, os.W_OK | os.X_OK)
 
 
 def _check_status(directory: str, status: os.stat_result) -> None:
