@@ -462,7 +462,7 @@ class InProcessDaemon:
         from trims_shim.wire import endpoint
 
         settings_of_daemon = world.config(**settings)
-        directory = endpoint.choose(world.sockets, runtime_dir="")
+        directory = endpoint.choose(settings_of_daemon)
         directory.create()
         self.server = daemon_main._build(directory, settings_of_daemon)
         self.thread = threading.Thread(target=self.server.run, daemon=True)

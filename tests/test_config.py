@@ -55,6 +55,7 @@ class TestSources:
 
     def test_the_runtime_directory_is_remembered(self) -> None:
         assert load({"XDG_RUNTIME_DIR": "/run/x"}).runtime_dir == "/run/x"
+        assert load({"TMPDIR": "/scratch"}).temp_dir == "/scratch"
         assert load({}).runtime_dir == ""
 
     def test_the_file_is_below_the_home_of_the_same_environment(self, tmp_path: Path) -> None:

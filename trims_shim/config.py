@@ -401,7 +401,7 @@ _BY_NAME = {setting.name: setting for setting in SETTINGS}
 class Config:
     """Values of all settings with their sources; read-only. ``config.min_bytes``, and so on."""
 
-    __slots__ = ("_sources", "_texts", "_values", "cache_home", "runtime_dir")
+    __slots__ = ("_sources", "_texts", "_values", "cache_home", "runtime_dir", "temp_dir")
 
     def __init__(
         self,
@@ -409,14 +409,16 @@ class Config:
         sources: Mapping[str, str],
         *,
         runtime_dir: str = "",
+        temp_dir: str = "",
         cache_home: str = "",
     ) -> None:
         """Parse ``texts`` (by setting name); what is missing has its default.
 
-        ``runtime_dir`` is ``$XDG_RUNTIME_DIR``, where sockets belong; ``cache_home`` is the user's
-        cache directory.
+        ``runtime_dir`` is ``$XDG_RUNTIME_DIR``, where sockets belong, ``temp_dir`` is ``$TMPDIR``;
+        ``cache_home`` is the user's cache directory.
         """
         self.runtime_dir = runtime_dir
+        self.temp_dir = temp_dir
         self.cache_home = cache_home
         self._texts = dict(texts)
         self._sources = dict(sources)
@@ -492,6 +494,7 @@ def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Conf
         texts,
         sources,
         runtime_dir=env.get("XDG_RUNTIME_DIR", ""),
+        temp_dir=env.get("TMPDIR", ""),
         cache_home=env.get("XDG_CACHE_HOME") or os.path.join(_home(env), ".cache"),
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from trims_shim.config import Config
 from trims_shim.errors import ConfigError, DaemonUnavailable, UnusableSocketDir
 from trims_shim.wire import endpoint
 from trims_shim.wire.endpoint import Endpoint
@@ -21,44 +22,47 @@ def absent() -> Iterator[Endpoint]:
         yield Endpoint(os.path.join(directory, "trims"))
 
 
+def _choose(socket_dir: str, *, runtime_dir: str, temp_dir: str = "") -> Endpoint:
+    texts = {"socket_dir": socket_dir}
+    return endpoint.choose(Config(texts, {}, runtime_dir=runtime_dir, temp_dir=temp_dir))
+
+
 class TestChoice:
     def test_the_setting_wins(self, tmp_path: Path) -> None:
-        chosen = endpoint.choose(str(tmp_path / "mine"), runtime_dir=str(tmp_path))
+        chosen = _choose(str(tmp_path / "mine"), runtime_dir=str(tmp_path))
         assert chosen.directory == str(tmp_path / "mine")
 
     def test_the_setting_is_made_absolute(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir("/tmp")
         monkeypatch.setenv("HOME", "/home/somebody")
-        assert endpoint.choose("here", runtime_dir="").directory == "/tmp/here"
-        assert endpoint.choose("~/x", runtime_dir="").directory == "/home/somebody/x"
+        assert _choose("here", runtime_dir="").directory == "/tmp/here"
+        assert _choose("~/x", runtime_dir="").directory == "/home/somebody/x"
 
     def test_then_the_runtime_directory(self, tmp_path: Path) -> None:
-        chosen = endpoint.choose("", runtime_dir=str(tmp_path))
+        chosen = _choose("", runtime_dir=str(tmp_path))
         assert chosen.directory == str(tmp_path / "trims")
 
     def test_then_run_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
         run_user = f"/run/user/{os.geteuid()}"
         monkeypatch.setattr(os.path, "isdir", lambda path: path == run_user)
         monkeypatch.setattr(os, "access", lambda path, mode: True)
-        assert endpoint.choose("", runtime_dir="/gone").directory == f"{run_user}/trims"
+        assert _choose("", runtime_dir="/gone").directory == f"{run_user}/trims"
 
     def test_then_the_temporary_directory(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         user = f"trims-{os.geteuid()}"
         monkeypatch.setattr(os.path, "isdir", lambda path: path in ("/tmp", str(tmp_path)))
-        monkeypatch.setenv("TMPDIR", "/gone")
-        monkeypatch.setenv("TEMP", str(tmp_path))
-        assert endpoint.choose("", runtime_dir="/gone").directory == str(tmp_path / user)
-        monkeypatch.delenv("TEMP")
-        assert endpoint.choose("", runtime_dir="/gone").directory == f"/tmp/{user}"
+        for temp_dir, expected in (str(tmp_path), tmp_path / user), ("/gone", f"/tmp/{user}"):
+            chosen = _choose("", runtime_dir="/gone", temp_dir=temp_dir)
+            assert chosen.directory == str(expected)
 
     def test_a_program_may_still_choose_its_own_temporary_directory(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setattr(endpoint, "_is_writable", lambda directory: directory == "/tmp")
-        endpoint.choose("", runtime_dir="/gone")
+        _choose("", runtime_dir="/gone")
         monkeypatch.setenv("TMPDIR", str(tmp_path))
         assert tempfile.gettempdir() == str(tmp_path)
 

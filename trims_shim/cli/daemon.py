@@ -87,8 +87,7 @@ def stop_daemon(endpoint: Endpoint, *, timeout_s: float) -> Stopped:
 
 
 def _endpoint() -> Endpoint:
-    settings = configuration.load()
-    return endpoints.choose(settings.socket_dir, runtime_dir=settings.runtime_dir)
+    return endpoints.choose(configuration.load())
 
 
 def _pid(endpoint: Endpoint) -> int | None:

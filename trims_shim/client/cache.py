@@ -82,7 +82,7 @@ class Cache:
         """``dial`` connects to something else than the daemon; no daemon is started then."""
         self.config = config
         self.dial = dial
-        self.endpoint = endpoints.choose(config.socket_dir, runtime_dir=config.runtime_dir)
+        self.endpoint = endpoints.choose(config)
         # No lock: a signal handler of the program may load in the midst of anything here.
         self._idle: list[Line] = []
         self._under_way: set[object] = set()

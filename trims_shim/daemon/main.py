@@ -64,7 +64,7 @@ def run(*, report_descriptor: int | None = None, settings: Config | None = None)
     report = _Report(report_descriptor)
     try:
         config = settings or configuration.load()
-        endpoint = endpoints.choose(config.socket_dir, runtime_dir=config.runtime_dir)
+        endpoint = endpoints.choose(config)
         endpoint.create(mode=0o750 if config.group else 0o700)
         lock = _claim(endpoint)
         if lock is None:

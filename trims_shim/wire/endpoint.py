@@ -13,6 +13,7 @@ import os
 import stat
 from dataclasses import dataclass
 
+from trims_shim.config import Config
 from trims_shim.errors import ConfigError, DaemonUnavailable, UnusableSocketDir
 
 __all__ = ["Endpoint", "choose"]
@@ -93,18 +94,17 @@ class Endpoint:
         self.check_owner()
 
 
-def choose(configured: str, *, runtime_dir: str) -> Endpoint:
+def choose(config: Config) -> Endpoint:
     """The endpoint of this user: the setting ``socket_dir``, else below ``$XDG_RUNTIME_DIR``..."""
-    if configured:
-        return Endpoint(os.path.abspath(os.path.expanduser(configured)))
+    if config.socket_dir:
+        return Endpoint(os.path.abspath(os.path.expanduser(config.socket_dir)))
     uid = os.geteuid()
-    for base in (runtime_dir, f"/run/user/{uid}"):
+    for base in (config.runtime_dir, f"/run/user/{uid}"):
         if _is_writable(base):
             return Endpoint(os.path.join(base, "trims"))
     # Not tempfile.gettempdir(): it writes a file, and fixes for good what the program's own calls
     # of it return, even if the program sets TMPDIR after this.
-    bases = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
-    base = next(filter(_is_writable, [*bases, "/tmp", "/var/tmp"]), "/tmp")
+    base = next(filter(_is_writable, (config.temp_dir, "/tmp", "/var/tmp")), "/tmp")
     return Endpoint(os.path.join(os.path.abspath(base), f"trims-{uid}"))
 
 
