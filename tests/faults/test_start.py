@@ -102,8 +102,10 @@ def test_the_daemon_does_not_inherit_what_its_starter_had(world: World) -> None:
         "os.set_inheritable(os.open('/etc/hostname', os.O_RDONLY), True)\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
         "say(cache().welcome(may_start=True).pid)\n"
     )
+    assert not _ignores(pid, signal.SIGCHLD)
     assert "/etc/hostname" not in world.descriptors(pid).values()
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
     world.signal(pid, signal.SIGTERM)
@@ -124,6 +126,21 @@ def test_limits_of_its_starter_are_not_the_daemon_s(world: World) -> None:
         "say([hard, [resource.prlimit(pid, limit)[0] for limit in limits]])\n"
     )
     assert said[0] == said[1]
+
+
+def test_processors_and_niceness_of_its_starter_are_not_the_daemon_s(world: World) -> None:
+    """It serves those that run elsewhere and those in a hurry, too."""
+    ours = os.sched_getaffinity(0)
+    pid, nicest, nice = world.run(
+        f"os.sched_setaffinity(0, {{{min(ours)}}})\n"
+        "os.nice(5)\n"
+        "pid = cache().welcome(may_start=True).pid\n"
+        "try:\n os.setpriority(os.PRIO_PROCESS, 0, 0); nicest = 0\n"
+        "except OSError:\n nicest = os.nice(0)\n"
+        "say([pid, nicest, os.getpriority(os.PRIO_PROCESS, pid)])\n"
+    )
+    assert os.sched_getaffinity(pid) >= ours & os.sched_getaffinity(1)
+    assert nice == nicest
 
 
 def test_a_fork_during_the_start_holds_nobody_up(world: World) -> None:
@@ -411,6 +428,12 @@ def test_a_newer_client_that_may_not_start_does_not_drain(world: World) -> None:
     old = start_version(world, "0.0.1", messages.PROTOCOL_VERSION)
     world.run(f"open_file({path!r})\n", autostart="0")
     assert world.pid() == old
+
+
+def _ignores(pid: int, number: int) -> bool:
+    with open(f"/proc/{pid}/status") as status:
+        ignored = next(line for line in status if line.startswith("SigIgn:"))
+    return bool(int(ignored.split()[1], 16) >> (number - 1) & 1)
 
 
 def _answers(world: World) -> bool:

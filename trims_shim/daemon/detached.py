@@ -24,8 +24,10 @@ def main(report_descriptor: int) -> None:
     """Run the daemon and exit with its status."""
     os.set_inheritable(report_descriptor, False)
     _see_all_devices()
-    # A program may start us from a thread that blocks signals, and exec keeps the mask.
+    # A program may start us from a thread that blocks signals, and exec keeps the mask. It also
+    # keeps what is ignored; with SIGCHLD, the status of a process of ours would be lost.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _lift_limits()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s"
@@ -36,11 +38,16 @@ def main(report_descriptor: int) -> None:
 
 
 def _lift_limits() -> None:
-    """What the program allowed itself (`ulimit -S`, a judge's seconds) is not meant for us."""
+    """What the program allowed itself (`ulimit -S`, `taskset`, `nice`) is not meant for us."""
     for limit in _LIMITS:
         _, hard = resource.getrlimit(limit)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (hard, hard))
+    with contextlib.suppress(OSError):
+        # Not all processors: some may be kept free for others (isolcpus).
+        os.sched_setaffinity(0, os.sched_getaffinity(0) | os.sched_getaffinity(1))
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _see_all_devices() -> None:
