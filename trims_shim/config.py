@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 
 from trims_shim.errors import ConfigError
 
@@ -451,8 +452,6 @@ class Config:
 
     def daemon_hash(self) -> str:
         """Changes when a setting that is read only when a daemon starts has changed."""
-        import zlib
-
         parts = [f"{each.name}={self.text(each.name)}" for each in SETTINGS if each.is_daemons]
         return f"{zlib.crc32(os.fsencode(';'.join(parts))):08x}"
 

@@ -185,11 +185,37 @@ def test_a_start_that_fails_is_not_tried_for_each_file(
         with pytest.raises(DaemonStartFailed, match="no /proc"):
             cache.welcome(may_start=True)
     assert len(starts) == 1
-    later = time.monotonic() + caches._START_AGAIN_AFTER_S
+    later = time.monotonic() + caches._LEAST_PAUSE_S
     monkeypatch.setattr(caches.time, "monotonic", lambda: later)
     with pytest.raises(DaemonStartFailed):
         cache.welcome(may_start=True)
     assert len(starts) == 2
+
+
+def test_a_daemon_that_hangs_is_asked_less_and_less(
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(config.load({}, socket_dir=str(socket_directory)))
+    asked: list[int] = []
+    now_s = 0
+
+    def hang(line: object) -> None:
+        asked.append(now_s)
+        raise DaemonTimeout("it hangs")
+
+    monkeypatch.setattr(cache, "_ask_twice", lambda ask, may_start: ask(None))
+    monkeypatch.setattr(caches.time, "monotonic", lambda: now_s)
+    while now_s < 200:
+        with pytest.raises(DaemonTimeout, match="it hangs"):
+            cache._with_connection(hang)
+        now_s += 1
+    assert asked == [0, 5, 15, 35, 75, 135, 195]
+    Path(cache.endpoint.handover).touch()  # another one
+    assert cache._with_connection(lambda line: "answer") == "answer"
+    with pytest.raises(DaemonTimeout):
+        cache._with_connection(hang)
+    assert cache._pause is not None
+    assert cache._pause.length_s == caches._LEAST_PAUSE_S, "it had answered"
 
 
 def test_at_exit_counters_are_reported() -> None:

@@ -154,7 +154,7 @@ def test_a_daemon_that_hangs_is_given_up(make_prepared_world: MakeWorld) -> None
         os.kill(pid, signal.SIGCONT)
     assert is_served
     assert client.fallbacks().get("daemon_timeout") == 1
-    assert client.create(path) == (right, True)
+    wait_until(lambda: client.create(path) == (right, True), "a session after the pause")
 
 
 def test_without_a_daemon_sessions_are_made_all_the_same(prepared_world: World) -> None:

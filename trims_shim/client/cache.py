@@ -14,6 +14,7 @@ import stat
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from trims_shim import config as configuration
@@ -50,8 +51,7 @@ __all__ = ["Cache", "Line", "cache", "configure", "exchange"]
 _CONNECTIONS_LIMIT = 16
 _IDENTITIES_LIMIT = 4096
 _DRAIN_PATIENCE_S = 5.0
-_START_AGAIN_AFTER_S = 30.0
-"""A start that fails takes some 0.2 s, one that hangs TRIMS_START_TIMEOUT: not for each file."""
+_LEAST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0
 _REAP_PATIENCE_S = 1.0
 """For what this process has just let go of, when a device is full; the device may be busy."""
 _Result = TypeVar("_Result")
@@ -75,6 +75,18 @@ class Line(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """Nobody is asked until then: a daemon that does not start or hangs costs seconds each time."""
+
+    until_s: float
+    length_s: float
+    socket: tuple[int, int] | None
+    """Of the daemon in question, see :func:`_socket_stamp`; another one is asked at once."""
+    kind: type[DaemonError]
+    reason: str
+
+
 class Cache:
     """See the module docstring. Thread-safe."""
 
@@ -86,7 +98,7 @@ class Cache:
         # No lock: a signal handler of the program may load in the midst of anything here.
         self._idle: list[Line] = []
         self._under_way: set[object] = set()
-        self._no_start: tuple[float, type[DaemonError], str] | None = None
+        self._pause: _Pause | None = None
         self._images: weakref.WeakValueDictionary[str, Image] = weakref.WeakValueDictionary()
         self._digests: dict[Identity, str] = {}
         self._aligned: weakref.WeakValueDictionary[tuple[str, int], Image] = (
@@ -271,8 +283,33 @@ class Cache:
     def _with_connection(
         self, ask: Callable[[Line], _Result], *, may_start: bool | None = None
     ) -> _Result:
-        """Run ``ask`` on a connection; once more on a new one when the daemon went away."""
+        """Run ``ask`` on a connection; fails as the last time where that was a moment ago."""
         may_start = self.config.autostart if may_start is None else may_start
+        before = self._pause
+        if before is not None and self._is_paused(before):
+            raise before.kind(before.reason)
+        try:
+            result = self._ask_twice(ask, may_start)
+        except (DaemonStartFailed, DaemonTimeout) as error:
+            self._pause_after(error, before)
+            raise
+        self._pause = None
+        return result
+
+    def _is_paused(self, pause: _Pause) -> bool:
+        is_same = _socket_stamp(self.endpoint.handover) == pause.socket
+        return is_same and time.monotonic() < pause.until_s
+
+    def _pause_after(self, error: DaemonError, before: _Pause | None) -> None:
+        if self.dial is not None or diagnostics.signalled(error):
+            return
+        length_s = min(2 * before.length_s, _LONGEST_PAUSE_S) if before else _LEAST_PAUSE_S
+        socket = _socket_stamp(self.endpoint.handover)
+        until_s = time.monotonic() + length_s
+        self._pause = _Pause(until_s, length_s, socket, type(error), str(error))
+
+    def _ask_twice(self, ask: Callable[[Line], _Result], may_start: bool) -> _Result:
+        """Run ``ask`` on a connection; once more on a new one when the daemon went away."""
         try:
             return self._ask_current(ask, may_start)
         except DaemonUnavailable as error:
@@ -338,21 +375,9 @@ class Cache:
         except DaemonUnavailable:
             if not may_start:
                 raise
-        self._start()
-        return self._dial(check_protocol)
-
-    def _start(self) -> None:
-        """Start a daemon; where that has just failed, it fails again for the same reason."""
-        if self._no_start is not None:
-            until, kind, reason = self._no_start
-            if time.monotonic() < until:
-                raise kind(reason)
-        try:
-            spawn.start(self.endpoint, timeout_s=self.config.start_timeout)
-        except (DaemonStartFailed, DaemonTimeout) as error:
-            self._no_start = (time.monotonic() + _START_AGAIN_AFTER_S, type(error), str(error))
-            raise
+        spawn.start(self.endpoint, timeout_s=self.config.start_timeout)
         diagnostics.count("daemon", "started")
+        return self._dial(check_protocol)
 
     def _dial(self, check: Callable[[messages.Welcome], None] | None) -> Connection:
         return Connection(
