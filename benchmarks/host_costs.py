@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness import (
@@ -112,6 +112,7 @@ def _same_files_pss(daemon_pid: int, holder: dict[str, Any], path: str) -> int:
 
 _IMPORT = """
 import sys, time
+{before}
 start = time.perf_counter()
 import trims_shim
 elapsed = time.perf_counter() - start
@@ -120,32 +121,46 @@ print(elapsed, *(name for name in {forbidden!r} if name in sys.modules))
 
 
 def measure_import(plan: Plan, findings: Findings) -> None:
-    """The price of ``import trims_shim`` in a fresh interpreter, and what it drags in."""
-    if not plan.with_shim:
-        return
-    _interpreter(_IMPORT.format(forbidden=FORBIDDEN_IMPORTS))  # writes the byte code once
-    sides: dict[str, Callable[[], dict[str, Any]]] = {
-        "nothing": lambda: _interpreter("pass"),
-        "import": lambda: _interpreter(_IMPORT.format(forbidden=FORBIDDEN_IMPORTS)),
-    }
+    """The price of ``import trims_shim``: of the import, and of patching torch once that is there.
+
+    In the whole it costs the same, whichever of the two is imported first.
+    """
+    if plan.with_shim:
+        limit = Target(at_most=IMPORT_LIMIT_S * 1e3)
+        _measure_import("fresh interpreter", "pass", findings, plan, FORBIDDEN_IMPORTS, limit)
+        _measure_import("after import torch", "import torch", findings, plan)
+
+
+def _measure_import(
+    subject: str,
+    before: str,
+    findings: Findings,
+    plan: Plan,
+    forbidden: Sequence[str] = (),
+    target: Target | None = None,
+) -> None:
+    code = _IMPORT.format(before=before, forbidden=forbidden)
+    _interpreter(code)  # writes the byte code once
+    sides = {"before": lambda: _interpreter(before), "import": lambda: _interpreter(code)}
     results = alternate(sides, max(plan.rounds, 5) * 2)
-    findings.samples["import"] = results
+    findings.samples[f"import, {subject}"] = results
     dragged = {name for run in results["import"] for name in run["output"].split()[1:]}
+    note = "figure: inside the process"
     if dragged:
         findings.faults.append(f"import trims_shim imports {', '.join(sorted(dragged))}")
-    inside = Summary.of([float(run["output"].split()[0]) * 1e3 for run in results["import"]])
+        note = f"[red]imports {', '.join(sorted(dragged))}[/]"
+    elif forbidden:
+        note += "; imports neither " + ", ".join(forbidden)
     findings.rows.append(
         Row(
             "import trims_shim",
-            "fresh interpreter",
-            Summary.of([run["wall_s"] for run in results["nothing"]]),
+            subject,
+            Summary.of([run["wall_s"] for run in results["before"]]),
             Summary.of([run["wall_s"] for run in results["import"]]),
-            inside,
+            Summary.of([float(run["output"].split()[0]) * 1e3 for run in results["import"]]),
             "ms",
-            Target(at_most=IMPORT_LIMIT_S * 1e3),
-            "figure: inside the process; imports neither " + ", ".join(FORBIDDEN_IMPORTS)
-            if not dragged
-            else f"[red]imports {', '.join(sorted(dragged))}[/]",
+            target,
+            note,
         )
     )
 
