@@ -15,6 +15,7 @@
     │   │   └── UnusableSocketDir        the directory of the sockets cannot be made, or be trusted
     │   ├── DaemonStartFailed        it was started and reported a failure
     │   ├── DaemonTimeout            it stopped answering
+    │   │   └── LoadStalled          one load makes no progress, whatever the daemon does
     │   └── IncompatibleDaemon       it speaks another protocol version and cannot be replaced
     ├── RequestRefused           the daemon answered with a refusal
     │   ├── AccessDenied             the descriptor does not prove that the client may read the file
@@ -56,6 +57,7 @@ __all__ = [
     "FileChanged",
     "FormatError",
     "IncompatibleDaemon",
+    "LoadStalled",
     "MalformedMessage",
     "MemoryFailure",
     "MessageTooLarge",
@@ -167,6 +169,12 @@ class DaemonTimeout(DaemonError):
     """The daemon stopped answering."""
 
     reason = "daemon_timeout"
+
+
+class LoadStalled(DaemonTimeout):
+    """A load makes no progress, perhaps because of its file; the daemon may be well."""
+
+    reason = "load_stalled"
 
 
 class IncompatibleDaemon(DaemonError):

@@ -23,6 +23,7 @@ from trims_shim.errors import (
     DaemonTimeout,
     DaemonUnavailable,
     IncompatibleDaemon,
+    LoadStalled,
     NotServed,
     TooManyRequests,
     UnknownImage,
@@ -216,6 +217,16 @@ def test_a_daemon_that_hangs_is_asked_less_and_less(
         cache._with_connection(hang)
     assert cache._pause is not None
     assert cache._pause.length_s == caches._LEAST_PAUSE_S, "it had answered"
+
+
+def test_a_load_that_stalls_is_no_reason_to_ask_for_no_other(socket_directory: Path) -> None:
+    cache = Cache(config.load({}, socket_dir=str(socket_directory)))
+    line = StubLine(fail(LoadStalled("a dead disk")))
+    cache._idle = [line]
+    with pytest.raises(LoadStalled):
+        cache.request("slow")
+    cache._idle = [StubLine(lambda message: message)]
+    assert cache.request("quick") == "quick"
 
 
 def test_at_exit_counters_are_reported() -> None:

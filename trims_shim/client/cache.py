@@ -32,6 +32,7 @@ from trims_shim.errors import (
     DaemonUnavailable,
     FormatError,
     IncompatibleDaemon,
+    LoadStalled,
     NoSpace,
     NotServed,
     RequestRefused,
@@ -301,7 +302,7 @@ class Cache:
         return is_same and time.monotonic() < pause.until_s
 
     def _pause_after(self, error: DaemonError, before: _Pause | None) -> None:
-        if self.dial is not None or diagnostics.signalled(error):
+        if isinstance(error, LoadStalled) or self.dial is not None or diagnostics.signalled(error):
             return
         length_s = min(2 * before.length_s, _LONGEST_PAUSE_S) if before else _LEAST_PAUSE_S
         socket = _socket_stamp(self.endpoint.handover)

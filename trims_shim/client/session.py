@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trims_shim import errors
-from trims_shim.errors import DaemonError, DaemonTimeout, TrimsError
+from trims_shim.errors import DaemonError, LoadStalled, TrimsError
 from trims_shim.wire import messages
 from trims_shim.wire.codec import Envelope
 
@@ -61,13 +61,13 @@ class Conversation:
         return envelope.message
 
     def check_stall(self, now_s: float) -> float:
-        """Seconds until the request will be given up. Raises DaemonTimeout when it is time."""
+        """Seconds until the request will be given up. Raises LoadStalled when it is time."""
         if self._pending is None:
             return self._stall_timeout_s
         left = self._pending.deadline_s - now_s
         if left <= 0:
             self._pending = None
-            raise DaemonTimeout(
+            raise LoadStalled(
                 f"the daemon made no progress for {self._stall_timeout_s:g} s; see `trims status`"
             )
         return left
