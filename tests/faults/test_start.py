@@ -96,16 +96,18 @@ def test_the_daemon_is_nobodys_child_and_the_starter_has_no_zombie(world: World)
 
 
 def test_the_daemon_does_not_inherit_what_its_starter_had(world: World) -> None:
-    """Descriptors, blocked and ignored signals, working directory."""
+    """Descriptors, blocked and ignored signals, working directory, umask."""
     pid = world.run(
         f"os.chdir({world.root!r})\n"
         "os.set_inheritable(os.open('/etc/hostname', os.O_RDONLY), True)\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "os.umask(0)\n"
         "say(cache().welcome(may_start=True).pid)\n"
     )
-    assert not _ignores(pid, signal.SIGCHLD)
+    assert int(_status_of(pid, "SigIgn"), 16) & 1 << signal.SIGCHLD - 1 == 0
+    assert _status_of(pid, "Umask") == "0022"
     assert "/etc/hostname" not in world.descriptors(pid).values()
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
     world.signal(pid, signal.SIGTERM)
@@ -430,10 +432,9 @@ def test_a_newer_client_that_may_not_start_does_not_drain(world: World) -> None:
     assert world.pid() == old
 
 
-def _ignores(pid: int, number: int) -> bool:
+def _status_of(pid: int, field: str) -> str:
     with open(f"/proc/{pid}/status") as status:
-        ignored = next(line for line in status if line.startswith("SigIgn:"))
-    return bool(int(ignored.split()[1], 16) >> (number - 1) & 1)
+        return next(line.split()[1] for line in status if line.startswith(f"{field}:"))
 
 
 def _answers(world: World) -> bool:

@@ -28,6 +28,7 @@ def main(report_descriptor: int) -> None:
     # keeps what is ignored; with SIGCHLD, the status of a process of ours would be lost.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.umask(0o022)
     _lift_limits()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s"
