@@ -140,12 +140,14 @@ def _apply(patch_file: str) -> None:
 
 
 def _preload() -> None:
-    """Import what a load needs, while the program is importing anyway and not loading a model."""
+    """Import what a load needs, while the program is importing anyway and not loading a model.
+
+    But not ZeroMQ, which only the process needs that is the first to load a file.
+    """
     importlib.import_module("trims_shim.client.cache")
     importlib.import_module("trims_shim.wire.codec").prepare()
     if "torch" in sys.modules or "safetensors" in sys.modules:
         importlib.import_module("trims_shim.formats")
-        importlib.import_module("zmq")
     devices = sys.modules.get("trims_shim.patches.torch_device")
     if devices is not None and devices.runtime.is_built():
         importlib.import_module("trims_shim.client.device_arenas")
