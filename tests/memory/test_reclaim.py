@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -87,6 +89,46 @@ def test_without_a_thread_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) ->
     owner = Owner()
     reclaim.retire([reclaim.RetiredBlock(object(), owner.address, SIZE_BYTES)])
     assert owner.memory[:] == bytes(SIZE_BYTES)
+
+
+def test_one_thread_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaim, "GRACE_S", 0.1)
+    starts = []
+    start = reclaim._thread.start_new_thread
+
+    def counted(function: Callable[..., object], arguments: tuple[object, ...]) -> int:
+        starts.append(function)
+        return start(function, arguments)
+
+    monkeypatch.setattr(reclaim._thread, "start_new_thread", counted)
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait, args=(TIMEOUT_S,))
+    other.start()
+    try:
+        starts.clear()
+        owners = [Owner() for _ in range(50)]
+        for owner in owners:
+            reclaim.retire([reclaim.RetiredBlock(object(), owner.address, SIZE_BYTES)])
+        wait_until(lambda: all(owner.memory[0] == 0 for owner in owners))
+        assert len(starts) <= 2, "a program that replaces models all the time piles up threads"
+    finally:
+        stop.set()
+        other.join(TIMEOUT_S)
+
+
+def test_its_own_thread_is_no_reason_to_wait() -> None:
+    """Else a program without threads that loads in a loop keeps a second's worth of memory."""
+    code = (
+        "import time\n"
+        "from trims_shim.memory import reclaim\n"
+        "reclaim.GRACE_S = 30.0\n"
+        "reclaim._discard = lambda *_: time.sleep(0.1)\n"
+        "reclaim.retire([reclaim.RetiredBlock(object(), 0, 0)])\n"
+        "time.sleep(0.05)\n"
+        "reclaim.retire([reclaim.RetiredBlock(object(), 0, 0)])\n"
+        "while reclaim._batches: time.sleep(0.001)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)
 
 
 def test_a_forked_child_drops_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 
 Unmapping memory that has been written costs 70 us for each MiB of 4 KiB pages: for the parameters
 of a large module that is more than what replacing them saved. So the pages are discarded on a
-short-lived thread, with the interpreter lock released and in steps, and the owner is dropped after
-that, when there is nothing left to unmap. Discarding also gives back what an allocator would keep
-in its free lists.
+thread, with the interpreter lock released and in steps, and the owner is dropped after that, when
+there is nothing left to unmap. Discarding also gives back what an allocator would keep in its free
+lists. There is one such thread at most, and it ends when nothing is left to do.
 
 Owns blocks from :func:`retire` until they are gone. Must be called only with memory whose content
 nobody may read again. Fork: the thread is hurried to its end before; a child that has blocks all
@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 
 from trims_shim.memory.mapping import PAGE_BYTES, round_up
@@ -49,33 +50,64 @@ class RetiredBlock:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What was retired together, and from when on it may be discarded."""
+
+    blocks: list[RetiredBlock]
+    due_s: float
+
+
 _hurry = threading.Event()
-_batches: dict[int, list[RetiredBlock]] = {}
+_batches: deque[_Batch] = deque()
+_is_running = threading.Lock()
+_runner = 0
+"""The thread that has the lock; 0 for none."""
 
 
 def retire(blocks: list[RetiredBlock]) -> None:
     """Take over ``blocks`` (the list is emptied) and free them soon. Does not block."""
     if not blocks:
         return
-    batch = blocks[:]
+    # Threads of any kind count, hence not threading.active_count(); ours reads nothing.
+    others = sys._current_frames().keys() - {threading.get_ident(), _runner}
+    _batches.append(_Batch(blocks[:], time.monotonic() + (GRACE_S if others else 0.0)))
     blocks.clear()
-    _batches[id(batch)] = batch
-    # Threads of any kind count, hence not threading.active_count().
-    grace_s = GRACE_S if len(sys._current_frames()) > 1 else 0.0
     _hurry.clear()
+    _start()
+
+
+def _start() -> None:
+    if not _batches or not _is_running.acquire(blocking=False):
+        return
     try:
-        _thread.start_new_thread(_release, (batch, grace_s))
+        _thread.start_new_thread(_run, ())
     except RuntimeError:  # no thread to be had: pay for it here
-        _release(batch, 0.0)
+        _hurry.set()
+        _run()
 
 
-def _release(batch: list[RetiredBlock], grace_s: float) -> None:
-    _hurry.wait(grace_s)
-    while batch:
-        block = batch.pop()
+def _run() -> None:
+    global _runner
+    _runner = threading.get_ident()
+    try:
+        while _batches:
+            batch = _batches[0]
+            _hurry.wait(max(0.0, batch.due_s - time.monotonic()))
+            _release(batch.blocks)
+            _batches.popleft()  # a fork waits for this
+    finally:
+        _runner = 0
+        _is_running.release()
+    # Whoever retired after the last look and before the release started no thread.
+    _start()
+
+
+def _release(blocks: list[RetiredBlock]) -> None:
+    while blocks:
+        block = blocks.pop()
         _discard(block.address, block.size_bytes)
         del block  # the owner goes here
-    _batches.pop(id(batch), None)
 
 
 def _discard(address: int, size_bytes: int) -> None:
@@ -95,10 +127,11 @@ def _finish_before_fork() -> None:
 
 
 def _forget_in_child() -> None:
-    global _hurry
-    _hurry = threading.Event()  # The old one's lock may have been held at the moment of the fork.
-    for batch in list(_batches.values()):
-        batch.clear()
+    global _hurry, _is_running, _runner
+    # The old ones' locks may have been held at the moment of the fork.
+    _hurry, _is_running, _runner = threading.Event(), threading.Lock(), 0
+    for batch in _batches:
+        batch.blocks.clear()
     _batches.clear()
 
 
