@@ -7,6 +7,7 @@ what the pickle names.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
@@ -405,6 +406,19 @@ def test_tensors_that_torch_would_refuse_or_treat_differently(fields: dict[str, 
 def test_odd_pickles(code: bytes, error: type[FormatError]) -> None:
     with pytest.raises(error):
         read_recipe(b"\x80\x02" + code)
+
+
+def test_a_refused_pickle_is_not_kept() -> None:
+    """A program may have the collector off, and a pickle with arrays in it is large."""
+    data = pickle.dumps({"a": "x" * 1000, "b": {1, 2}}, protocol=2)
+    gc.disable()
+    try:
+        before = sys.getrefcount(data)
+        with pytest.raises(UnsupportedFormat):
+            read_recipe(data)
+        assert sys.getrefcount(data) == before
+    finally:
+        gc.enable()
 
 
 def test_one_storage_described_in_two_ways(tools: Any) -> None:

@@ -202,13 +202,16 @@ class _Reader:
         if data[:2] != b"\x80\x02":
             raise UnsupportedFormat(f"pickle begins with {data[:2]!r}: not protocol 2")
         actions = _ACTIONS
-        while (opcode := data[self.position]) != _STOP:
-            self.position += 1
-            actions[opcode](self)
-        self._finish()
-        # It refers to this reader, which will hold the tensors: without this the cycle would keep
-        # a model, its mapping and its lease until the garbage collector comes by.
-        del self._runs
+        try:
+            while (opcode := data[self.position]) != _STOP:
+                self.position += 1
+                actions[opcode](self)
+            self._finish()
+        finally:
+            # It refers to this reader, which will hold the tensors: without this the cycle would
+            # keep a model, its mapping and its lease until the garbage collector comes by; the
+            # pickle alone where it is refused, which may be large, too.
+            del self._runs
 
     def assemble(self, values: Sequence[Any]) -> Any:
         """The result, with ``values`` (parameters last and reversed: theirs are negative)."""
