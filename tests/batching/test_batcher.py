@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import itertools
 import pickle
 import threading
 import time
@@ -721,6 +722,132 @@ def test_a_batcher_that_nobody_uses_is_gone_with_its_threads() -> None:
     del batcher
     assert gone() is None  # without the collector
     wait_until(lambda: not has_thread("forgotten"), "the end of its thread")
+
+
+class Tracked:
+    """An item, or an answer, whose end can be seen."""
+
+
+class TrackedError(Exception):
+    """Another one."""
+
+
+def answers(items: list[Any]) -> list[Any]:
+    return [Tracked() for _ in items]
+
+
+async def answers_later(items: list[Any]) -> list[Any]:
+    await asyncio.sleep(0)
+    return [Tracked() for _ in items]
+
+
+def fails(items: list[Any]) -> list[Any]:
+    raise TrackedError
+
+
+async def fails_later(items: list[Any]) -> list[Any]:
+    raise TrackedError
+
+
+def streams(items: list[Any]) -> Iterator[list[Any]]:
+    yield answers(items)
+    raise TrackedError
+
+
+def called(batcher: Batcher, item: Any) -> Any:
+    return batcher(item)
+
+
+def submitted(batcher: Batcher, item: Any) -> Any:
+    return batcher.submit(item).result(LONG_S)
+
+
+def awaited(batcher: Batcher, item: Any) -> Any:
+    async def main() -> Any:
+        try:
+            return await batcher.aio(item)
+        except TrackedError as error:
+            return error  # asyncio.run leaves what it raises to the collector
+
+    return asyncio.run(main())
+
+
+def streamed(batcher: Batcher, item: Any) -> Any:
+    return list(batcher.stream(item))
+
+
+def in_a_batch(batcher: Batcher, item: Any) -> Any:
+    outer = greedy(lambda items: [batcher(each) for each in items])
+    return outer(item)
+
+
+def given_up(batcher: Batcher, item: Any) -> Any:
+    gate = Gate()
+    with Batcher(gate, slo_ms=20, max_batch_size=1) as busy:
+        first = busy.submit(0)
+        gate.wait_entered()
+        late = [busy.submit(item, deadline_ms=0.001)]
+        gate.open(2)
+        first.result(LONG_S)
+        return late.pop().result(LONG_S)
+
+
+@pytest.mark.parametrize(
+    ("use", "function"),
+    [
+        *itertools.product(
+            [called, submitted, awaited, streamed, in_a_batch],
+            [answers, answers_later, fails, fails_later, streams],
+        ),
+        (given_up, answers),
+    ],
+)
+def test_nothing_of_a_request_is_left_to_the_collector(use: Any, function: Any) -> None:
+    """Items and answers may be tensors of a GPU, and a program may have the collector off."""
+    batcher = greedy(function, isolate_failures=False)
+    kept: list[weakref.ref[Any]] = []
+
+    def request() -> None:
+        item = Tracked()
+        kept.append(weakref.ref(item))
+        try:
+            answer = use(batcher, item)
+        except (TrackedError, RequestDropped) as error:
+            kept.append(weakref.ref(error))
+        else:
+            kept.append(weakref.ref(answer[0] if isinstance(answer, list) else answer))
+
+    gc.collect()
+    gc.disable()
+    try:
+        request()
+        assert len(kept) == 2
+        wait_until(lambda: not any(each() for each in kept), "the end of all of it")
+    finally:
+        gc.enable()
+
+
+def test_what_a_batch_leaves_behind_does_not_keep_it() -> None:
+    """A task, a timer or a connection has the context in which it was made."""
+    left: list[asyncio.Task[bool]] = []
+    kept: list[weakref.ref[Any]] = []
+
+    async def leaving(items: list[Any]) -> list[Any]:
+        left.append(asyncio.create_task(asyncio.Event().wait()))
+        return await answers_later(items)
+
+    async def run(batcher: Batcher) -> None:
+        kept.append(weakref.ref(await batcher.aio(1)))
+        await batcher.adrain()
+        assert kept[0]() is None
+        left[0].cancel()
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(run(greedy(leaving)))
+    finally:
+        gc.enable()
 
 
 def test_answers_come_although_the_batcher_is_forgotten() -> None:

@@ -40,9 +40,10 @@ __all__ = [
     "stream",
 ]
 
-_running: contextvars.ContextVar[Job | None] = contextvars.ContextVar(
+_running: contextvars.ContextVar[weakref.ref[Job] | None] = contextvars.ContextVar(
     "trims_shim_batch", default=None
 )
+"""Weak, since whatever a batch leaves behind (tasks, timers, connections) has its context, too."""
 
 
 class Mailbox:
@@ -193,7 +194,7 @@ class LoopDispatch(Dispatch):
             self.record.failed += len(requests)
         for request in requests:
             request.payload.open_gate()
-            request.payload.reply.fail(error)
+            request.payload.lose(error)
         for watch in watches:
             watch.on_done()
 
@@ -216,11 +217,15 @@ class LoopDispatch(Dispatch):
         (result,) = await self.function.arun([entry])
         future: asyncio.Future[Any] = self.loop.create_future()
         deliver(AwaitedReply(future, None), result)
-        return await future
+        try:
+            return await future
+        finally:
+            del future, result  # they may have the error, whose traceback has this frame
 
     def is_running_here(self) -> bool:
         """See :class:`Dispatch`. Tasks that a batch leaves behind are not inside it any more."""
-        job = _running.get()
+        running = _running.get()
+        job = None if running is None else running()
         return job is not None and job in self._jobs
 
     def check_may_wait(self) -> None:
@@ -250,7 +255,7 @@ class LoopDispatch(Dispatch):
         return BatchingError(f"{self.function.name}: the task of this batch was cancelled")
 
     async def _run(self, job: Job) -> None:
-        _running.set(job)
+        _running.set(weakref.ref(job))
         clock_ns = self.options.clock_ns
         entries = job.begin(clock_ns())
         try:
@@ -314,6 +319,8 @@ async def call(engine: Engine, make: Callable[[Reply], Request]) -> Any:
     except (asyncio.CancelledError, GeneratorExit):
         dispatch.cancel(request)
         raise
+    finally:
+        del future  # it may have an error, whose traceback has this frame
 
 
 async def stream(engine: Engine, make: Callable[[Reply], Request]) -> AsyncGenerator[Any, None]:

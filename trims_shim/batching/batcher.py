@@ -507,6 +507,8 @@ class Batcher:
         except BaseException:
             future.cancel()
             raise
+        finally:
+            del future  # it may have an error, whose traceback has this frame
 
 
 @overload

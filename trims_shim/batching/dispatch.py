@@ -283,6 +283,7 @@ class Dispatch(ABC):
         if job.era == self._era:
             is_typical = self.options.learning.ran(self._policy, job)
             self._tell(now_ns, Finished(job.device, job.requests, job.started_ns, is_typical))
+        job.let_go()
 
     def _withdraw(self, now_ns: int, request: Request) -> None:
         if request.number in self._waiting:
@@ -352,7 +353,7 @@ class Dispatch(ABC):
 
     def _lose(self, request: Request, error: BaseException) -> None:
         request.payload.open_gate()
-        self._outside.append(lambda: request.payload.reply.fail(error))
+        self._outside.append(lambda: request.payload.lose(error))
         self._settled([request])
 
     def _settled(self, requests: Sequence[Request]) -> None:

@@ -22,6 +22,7 @@ class Job:
     """One :class:`~trims_shim.batching.protocol.Run`."""
 
     __slots__ = (
+        "__weakref__",
         "delivered",
         "device",
         "ended_ns",
@@ -86,6 +87,15 @@ class Job:
             # Counted afterwards: to hand a result out twice is harmless, not to do it is not.
             self.failed += not is_answer
             self.delivered = index + 1
+
+    def let_go(self) -> None:
+        """It was counted, and is of no use any more; see :meth:`Entry.let_go`."""
+        for result in self.results or ():
+            if type(result) is Failure:
+                result.let_go()
+        self.results = []
+        for request in self.live or ():
+            request.payload.let_go()
 
     def deliver_surely(self) -> None:
         """As :meth:`deliver`, past what callbacks raise; for threads that nobody would miss."""

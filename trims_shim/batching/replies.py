@@ -9,6 +9,7 @@ batcher's lock.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -45,6 +46,22 @@ class Reply(Protocol):
         """Hand the error over."""
 
 
+class _Nobody:
+    """In place of a reply that has got its answer."""
+
+    def begin(self) -> bool:
+        return False
+
+    def answer(self, result: Any) -> None:
+        """Nobody waits for it."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody waits for it."""
+
+
+_NOBODY = _Nobody()
+
+
 class Entry:
     """What a driver keeps of a request while it waits: its arguments and where the answer goes."""
 
@@ -77,6 +94,20 @@ class Entry:
         self.pieces: list[Any] | None = None
         """What a loop has added to its answer; None before the first step."""
 
+    def lose(self, error: BaseException) -> None:
+        """It will not run."""
+        reply = self.reply
+        self.let_go()
+        reply.fail(error)
+
+    def let_go(self) -> None:
+        """It was answered, and its reply is its caller's alone.
+
+        An error has in its traceback the frames that had this entry; a reply that kept the error
+        and was reached from there would be kept, with all the frames had, until it is collected.
+        """
+        self.reply = _NOBODY
+
     def open_gate(self) -> None:
         """Nobody needs to wait for its place any more."""
         gate, self.gate = self.gate, None
@@ -91,6 +122,11 @@ class Failure:
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
+
+    def let_go(self) -> None:
+        """It was handed out; see :meth:`Entry.let_go`. Nobody may ask for the error any more."""
+        with contextlib.suppress(AttributeError):  # one for several items
+            del self.error
 
 
 def deliver(reply: Reply, result: Any) -> bool:
@@ -205,7 +241,10 @@ class BatchFuture(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         """See :class:`concurrent.futures.Future`; an error where waiting would never end."""
         self._check_may_wait()
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            del self  # else an error would keep itself, by this frame in its traceback
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See :class:`concurrent.futures.Future`; an error where waiting would never end."""

@@ -51,9 +51,12 @@ class StreamReply:
     def get(self) -> Any:
         """The next piece, or END. Blocks; raises the error."""
         piece = self._pieces.get()
-        if type(piece) is Failure:
+        if type(piece) is not Failure:
+            return piece
+        try:
             raise piece.error
-        return piece
+        finally:
+            del piece  # else the error would keep itself, by this frame in its traceback
 
     def _put(self, piece: Any) -> None:
         self._pieces.put(piece)

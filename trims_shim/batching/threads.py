@@ -99,6 +99,7 @@ class ThreadDispatch(Dispatch):
             self._exit(ident)
         reply = BlockedCall()
         deliver(reply, result)
+        del result  # it may have the error, whose traceback will have this frame
         return reply.take()
 
     def is_running_here(self) -> bool:

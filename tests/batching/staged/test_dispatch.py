@@ -736,6 +736,36 @@ def test_nothing_is_kept_of_an_answer(stages: int) -> None:
         wait_until(lambda: not list(Tracked.alive))
 
 
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_nothing_is_kept_of_an_error(failing: int) -> None:
+    """Without the collector: its traceback has frames of ours."""
+
+    class Bad(Exception):
+        pass
+
+    def fails(items: list[Any]) -> list[Any]:
+        raise Bad
+
+    def error_of(ask: Callable[[Any], Any]) -> weakref.ref[Bad]:
+        try:
+            ask(1)
+        except Bad as error:
+            return weakref.ref(error)
+        raise AssertionError("it did not fail")
+
+    stages: list[Any] = [adding(1)] * 3
+    stages[failing] = fails
+    gc.collect()
+    gc.disable()
+    try:
+        with plain(StagedModel(stages)) as batcher:
+            called = error_of(batcher)
+            submitted = error_of(lambda item: batcher.submit(item).result(LONG_S))
+            wait_until(lambda: called() is None and submitted() is None)
+    finally:
+        gc.enable()
+
+
 # --- all of it at once ----------------------------------------------------------------------------
 
 

@@ -150,6 +150,7 @@ class StagedDispatch(ThreadDispatch):
         left, gone = job.settle_part()
         self._count_stage(job, gone)
         self._settled([each for each in left if self._active.pop(each.number, None)])
+        job.let_go()
         if self._held:
             self._launch(self._held.popleft())
         if job.era != self._era:
