@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterable
 
 import pytest
 
+from trims_shim.daemon import store as stores
 from trims_shim.daemon.eviction import Candidate, LeastRecentlyUsed
 from trims_shim.daemon.store import (
     AdoptSegment,
@@ -119,6 +121,41 @@ class TestIdentity:
         store.release(1, lease, 2)
         store.evict(A)
         assert not started(store.open(opening(), 3)).is_likely_known
+
+    def test_the_identities_that_were_used_last_are_known(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(stores, "_IDENTITIES_LIMIT", 2)
+        store = new_store(1000)
+        for inode in (1, 2):
+            load(store, opening(inode=inode), loaded(f"{inode:064x}"))
+        store.open(opening(2, inode=1), 3)
+        load(store, opening(inode=3), loaded(f"{3:064x}"))
+        known = [inode for inode in (1, 2, 3) if store.is_hit(opening(3, inode=inode))]
+        assert known == [1, 3]
+        for inode in (1, 2, 3):
+            store.forget(f"{inode:064x}")
+        assert not any(store.is_hit(opening(3, inode=inode)) for inode in (1, 2, 3))
+
+    def test_an_identity_means_what_was_read_last(self) -> None:
+        store = new_store(1000)
+        first = started(store.open(opening(), 1))
+        second = started(store.open(opening(user=1001), 1))
+        store.ingest_done(first.ingest, loaded(A, is_settled=False), 2)
+        store.ingest_done(second.ingest, loaded(B, is_settled=False), 2)
+        store.forget(A)
+        assert started(store.open(opening(2), 3)).is_likely_known
+        store.forget(B)
+        assert not started(store.open(opening(3, user=1002), 3)).is_likely_known
+
+    def test_to_forget_an_image_does_not_take_the_longer_the_more_there_are(self) -> None:
+        """Nobody is served meanwhile; of 5000 each took milliseconds."""
+        store = new_store(1_000_000)
+        for inode in range(5000):
+            store.release(1, load(store, opening(inode=inode), loaded(f"{inode:064x}")), 2)
+        begun_s = time.process_time()
+        assert len(store.relieve(1_000_000, 3)) == 2 * 5000
+        assert time.process_time() - begun_s < 2.0
 
 
 class TestSingleFlight:

@@ -166,7 +166,7 @@ class TestMaking:
         (error,) = answers
         assert isinstance(error, UnknownDevice)
         assert GPU2 in str(error)
-        assert harness.ask(GPU2) == [error]
+        assert [str(each) for each in harness.ask(GPU2)] == [str(error)]
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 31)
         assert harness.ask(GPU2) == []
@@ -174,13 +174,17 @@ class TestMaking:
         assert [record.levelname for record in caplog.records] == ["WARNING"], "one per cause"
 
     def test_reasons_do_not_pile_up(
-        self, make: Callable[..., Harness], emulated_cuda: Emulated
+        self,
+        make: Callable[..., Harness],
+        emulated_cuda: Emulated,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         harness = make()
         for number in range(70):
             harness.ask(f"GPU-00000000-0000-4000-8000-{number:012x}")
             harness.turn()
         assert len(harness.tiers._unavailable) == 64
+        assert len(caplog.records) == 64, "the log would grow as long as somebody asks"
 
 
 class TestRoom:

@@ -25,7 +25,7 @@ from trims_shim.batching.rules import Rule
 __all__ = ["Batching", "urgency"]
 
 # What a rule has learned is worth keeping while its key may come again. Where keys never repeat
-# (inputs of any length, not bucketed), it must not add up: about 2 KiB each.
+# (inputs of any length, not bucketed), it must not add up: about 15 KiB each.
 _MOST_IDLE_RULES = 1024
 
 

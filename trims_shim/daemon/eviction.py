@@ -17,9 +17,9 @@ from trims_shim.specs import Digest
 __all__ = ["Candidate", "EvictionPolicy", "LeastRecentlyUsed", "policy_named"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
-    """An image that may be evicted, with what policies weigh."""
+    """An image that may be evicted, with what policies weigh; they change nothing of it."""
 
     digest: Digest
     resident_bytes: int

@@ -312,9 +312,10 @@ class PreparedStore:
         free = [each for each in self._entries.values() if not each.leases]
         chosen: list[_Entry] = []
         for entry in sorted(free, key=lambda each: (each.used_ns, each.key)):
-            if sum(each.size_bytes for each in chosen) >= missing_bytes:
+            if missing_bytes <= 0:
                 break
             chosen.append(entry)
+            missing_bytes -= entry.size_bytes
         return chosen
 
     def _drop(self, entry: _Entry) -> DropEntry:

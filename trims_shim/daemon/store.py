@@ -28,9 +28,9 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from trims_shim.daemon.eviction import Candidate, EvictionPolicy
 from trims_shim.errors import NoSpace, TrimsError, UnknownImage
@@ -168,14 +168,8 @@ Action: TypeAlias = (
 
 
 @dataclass(slots=True)
-class _Image:
-    digest: Digest
+class _Image(Candidate):
     size_bytes: int
-    resident_bytes: int
-    loaded_ns: int
-    used_ns: int
-    load_ns: int
-    opens: int = 0
     is_pinned: bool = False
     holds: int = 0
     leases: set[int] = field(default_factory=set)
@@ -192,6 +186,51 @@ class _Ingest:
     reserved_bytes: int
     first: Opening | None = None
     waiters: list[Opening] = field(default_factory=list)
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class _Pointers(Generic[_Key]):
+    """Which image a key means; of a limited number of keys, those that were used last.
+
+    By image, too: to forget one must not take the longer the more others there are, since many go
+    at once, and nobody is served meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[_Key, Digest] = OrderedDict()
+        self._keys: dict[Digest, dict[_Key, None]] = {}
+
+    def get(self, key: _Key) -> Digest | None:
+        """None for a key that is not known."""
+        return self._digests.get(key)
+
+    def point(self, key: _Key, digest: Digest) -> None:
+        """It means this image, and was used now."""
+        if self._digests.get(key) != digest:
+            self._remove(key)
+            self._digests[key] = digest
+            self._keys.setdefault(digest, {})[key] = None
+            if len(self._digests) > _IDENTITIES_LIMIT:
+                self._remove(next(iter(self._digests)))
+        self._digests.move_to_end(key)
+
+    def forget(self, digest: Digest) -> tuple[_Key, ...]:
+        """The keys of an image, which mean nothing any more."""
+        keys = tuple(self._keys.pop(digest, ()))
+        for key in keys:
+            del self._digests[key]
+        return keys
+
+    def _remove(self, key: _Key) -> None:
+        digest = self._digests.pop(key, None)
+        if digest is None:
+            return
+        keys = self._keys[digest]
+        del keys[key]
+        if not keys:
+            del self._keys[digest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +283,8 @@ class Store:
         self._policy = policy
         self._footprint_bytes = footprint_bytes
         self._images: dict[Digest, _Image] = {}
-        self._identities: OrderedDict[IdentityKey, Digest] = OrderedDict()
-        self._hints: OrderedDict[tuple[Identity, int], Digest] = OrderedDict()
+        self._identities: _Pointers[IdentityKey] = _Pointers()
+        self._hints: _Pointers[tuple[Identity, int]] = _Pointers()
         self._ingests: dict[int, _Ingest] = {}
         self._loading: dict[IdentityKey, int] = {}
         self._leases: dict[int, tuple[int, Digest]] = {}
@@ -260,7 +299,7 @@ class Store:
         """
         digest = self._identities.get(opening.key)
         if digest is not None:
-            self._identities.move_to_end(opening.key)
+            self._identities.point(opening.key, digest)
             return [self._grant(opening, digest, "hit", now_ns, is_settled=True)]
         ingest = self._loading.get(opening.key)
         if ingest is not None:
@@ -301,11 +340,12 @@ class Store:
         if image is None:
             image = _Image(
                 result.digest,
-                load.size_bytes,
                 result.resident_bytes,
                 loaded_ns=now_ns,
                 used_ns=now_ns,
+                opens=0,
                 load_ns=result.load_ns,
+                size_bytes=load.size_bytes,
             )
             self._images[result.digest] = image
             actions.append(AdoptSegment(ingest, result.digest))
@@ -418,7 +458,7 @@ class Store:
 
     def is_hit(self, opening: Opening) -> bool:
         """Whether :meth:`open` would need no room: the image is there, or being loaded."""
-        return opening.key in self._identities or opening.key in self._loading
+        return self._identities.get(opening.key) is not None or opening.key in self._loading
 
     def trusted_digest(
         self, user: int, identity: Identity, *, lead_bytes: int = 0
@@ -432,8 +472,9 @@ class Store:
 
     def is_needed(self) -> bool:
         """Whether anybody leases, waits for or has pinned anything."""
-        is_pinned = any(image.is_pinned for image in self._images.values())
-        return bool(self._leases or self._ingests or is_pinned)
+        # Asked after every event: images, of which there may be many, last.
+        is_used = bool(self._leases or self._ingests)
+        return is_used or any(image.is_pinned for image in self._images.values())
 
     def totals(self) -> Totals:
         """The account of the tier."""
@@ -521,23 +562,13 @@ class Store:
         """Free images in the policy's order, as many as are needed or there are."""
         if missing_bytes <= 0:
             return []
-        candidates = [
-            Candidate(
-                each.digest,
-                each.resident_bytes,
-                each.loaded_ns,
-                each.used_ns,
-                each.opens,
-                each.load_ns,
-            )
-            for each in self._images.values()
-            if self._is_free(each)
-        ]
+        candidates = [each for each in self._images.values() if self._is_free(each)]
         chosen: list[_Image] = []
         for digest in self._policy.rank(candidates, now_ns):
-            if sum(image.resident_bytes for image in chosen) >= missing_bytes:
+            if missing_bytes <= 0:
                 break
             chosen.append(self._images[digest])
+            missing_bytes -= chosen[-1].resident_bytes
         return chosen
 
     def _no_space(self, name: str, needed: int, withheld_bytes: int) -> NoSpace:
@@ -570,12 +601,9 @@ class Store:
 
     def _remember(self, keys: tuple[IdentityKey, ...], result: Ingested) -> None:
         for key in keys:
-            self._hints[key[1:]] = result.digest
+            self._hints.point(key[1:], result.digest)
             if result.is_settled:
-                self._identities[key] = result.digest
-        for table in (self._hints, self._identities):
-            while len(table) > _IDENTITIES_LIMIT:
-                table.popitem(last=False)
+                self._identities.point(key, result.digest)
 
     def _end(self, ingest: int) -> _Ingest:
         load = self._ingests.pop(ingest)
@@ -591,11 +619,8 @@ class Store:
 
     def _drop(self, image: _Image) -> list[Action]:
         del self._images[image.digest]
-        keys = tuple(key for key, digest in self._identities.items() if digest == image.digest)
-        for key in keys:
-            del self._identities[key]
-        for hint in [each for each, digest in self._hints.items() if digest == image.digest]:
-            del self._hints[hint]
+        keys = self._identities.forget(image.digest)
+        self._hints.forget(image.digest)
         return [
             DropImage(image.digest, image.size_bytes, keys, tuple(image.names)),
             Announce("evicted", image.digest, image.size_bytes),

@@ -235,7 +235,7 @@ class Tiers:
         self._trusts_young_files = trusts_young_files
         self._devices: dict[DeviceId, DeviceTier] = {}
         self._making: dict[DeviceId, list[Ready]] = {}
-        self._unavailable: dict[DeviceId, tuple[float, UnknownDevice]] = {}
+        self._unavailable: dict[DeviceId, tuple[float, str]] = {}
         host.outline_bytes = lambda: sum(each.loader.outline_bytes() for each in self.devices)
 
     def __iter__(self) -> Iterator[Tier]:
@@ -353,8 +353,9 @@ class Tiers:
             return UnknownDevice("device memory is not shared here: TRIMS_DEVICE_BACKEND=off")
         if not _DEVICE_ID.fullmatch(name):
             return UnknownDevice(f"{name[:80]!r} is not the id of a device (GPU-... or MIG-...)")
-        moment, error = self._unavailable.get(name, (0.0, None))
-        return error if time.monotonic() < moment + _TRY_AGAIN_S else None
+        moment, reason = self._unavailable.get(name, (0.0, ""))
+        is_fresh = reason and time.monotonic() < moment + _TRY_AGAIN_S
+        return UnknownDevice(reason) if is_fresh else None
 
     def _make(self, device: DeviceId) -> DeviceTier:
         """In a worker thread. Raises UnknownDevice."""
@@ -425,13 +426,15 @@ class Tiers:
             _logger.info("device tier %s (%s)", device, made.label)
         else:
             answer = made if isinstance(made, UnknownDevice) else UnknownDevice(f"{device}: {made}")
-            self._note_refusal(device, answer)
+            self._note_refusal(device, str(answer))
         for ready in self._making.pop(device):
             ready(answer)
 
-    def _note_refusal(self, device: DeviceId, error: UnknownDevice) -> None:
+    def _note_refusal(self, device: DeviceId, reason: str) -> None:
+        is_full = len(self._unavailable) >= _UNAVAILABLE_LIMIT
         if device not in self._unavailable:
-            _logger.warning("%s", error)
-        while len(self._unavailable) >= _UNAVAILABLE_LIMIT:
-            del self._unavailable[next(iter(self._unavailable))]
-        self._unavailable[device] = (time.monotonic(), error)
+            if not is_full:  # no machine has so many; somebody makes them up
+                _logger.warning("%s", reason)
+            else:
+                del self._unavailable[next(iter(self._unavailable))]
+        self._unavailable[device] = (time.monotonic(), reason)
