@@ -59,7 +59,7 @@ LAYERS = (
     ("daemon.preparer", "daemon.preparing"),
     ("client.cache", "daemon.openings"),
     ("daemon.prepared_making",),
-    ("daemon.prepared", "daemon.requests", "daemon.server"),
+    ("daemon.events", "daemon.prepared", "daemon.requests", "daemon.server"),
     ("daemon.main", "daemon.detached"),
     ("batching",),
     ("patches", "testing"),
@@ -119,6 +119,7 @@ HEAVY_MODULES = {
 MAY_IMPORT_HEAVY = {
     "wire.codec": {"msgpack"},
     "daemon.control": {"zmq"},
+    "daemon.events": {"zmq"},
     "daemon.server": {"zmq"},
     "daemon.ingest": {"blake3"},
     "daemon.prepared_key": {"blake3"},

@@ -9,6 +9,8 @@ import os
 import random
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -526,3 +528,36 @@ def test_hundreds_of_control_connections(watch: Watch) -> None:
     finally:
         for connection in connections:
             connection.close()
+
+
+def subscribe(world: World, topics: str) -> subprocess.Popen[bytes]:
+    """In a process of its own: ZeroMQ walks through topics with one call for each byte."""
+    name = next(n for n in os.listdir(world.sockets) if n.startswith("events-"))
+    code = (
+        "import os, sys, time, zmq\n"
+        "listening = zmq.Context().socket(zmq.SUB)\n"
+        "listening.setsockopt(zmq.SNDHWM, 0)\n"
+        "listening.connect('ipc://' + sys.argv[1])\n"
+        f"for topic in {topics}: listening.subscribe(topic)\n"
+        "time.sleep(60)\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, os.path.join(world.sockets, name)])
+
+
+@pytest.mark.parametrize(
+    "topics",
+    ["[b'x' * (4 << 20)]", "(os.urandom(50) for _ in range(300_000))"],
+    ids=["a long one", "many"],
+)
+def test_subscriptions_without_end(watch: Watch, topics: str) -> None:
+    """ZeroMQ keeps a table of them, 60 times as large, and takes them in when there is an event."""
+    listening = subscribe(watch.world, topics)
+    try:
+        for is_pinned in (True, False, True, False):
+            time.sleep(1)
+            with contextlib.closing(watch.world.connection()) as connection:
+                connection.request(admin.PinImageRequest(watch.path, is_pinned))  # an event
+            watch.honest()
+    finally:
+        listening.kill()
+        listening.wait()

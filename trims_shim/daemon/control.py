@@ -15,14 +15,14 @@ import selectors
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import zmq
 
 from trims_shim.wire import codec
 
-__all__ = ["REQUEST_LIMIT_BYTES", "ControlSocket"]
+__all__ = ["REQUEST_LIMIT_BYTES", "ControlSocket", "rebound"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
@@ -30,7 +30,7 @@ REQUEST_LIMIT_BYTES = 64 << 10
 """Longest request; replies may be longer (messages.CONTROL_MESSAGE_LIMIT_BYTES)."""
 _BLOAT_LIMIT_BYTES = 256 << 20
 _MESSAGES_PER_TURN = 256
-_REBIND_PATIENCE_S = 2.0
+_REBIND_PATIENCE_MS = 2000
 _LAST_WORDS_S = 0.1
 _CONDEMNED_LIMIT = 64
 
@@ -110,17 +110,13 @@ class ControlSocket:
 
     def reset(self) -> None:
         """Close the socket with everything in it, and open it again under its name."""
-        before = os.stat(self._path)
         self._selector.unregister(int(self._router.getsockopt(zmq.FD)))
-        self._router.close(linger=0)
-        # ZeroMQ closes in a thread of its own and unlinks the name then: not the new one's, please.
-        deadline = time.monotonic() + _REBIND_PATIENCE_S
-        while os.path.exists(self._path) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        self._router = self._bind()
-        os.chown(self._path, -1, before.st_gid)
-        os.chmod(self._path, stat.S_IMODE(before.st_mode))
+        self._router = rebound(self._path, self._router, self._bind)
+        deadline_s = time.monotonic() + _REBIND_PATIENCE_MS / 1000
         _trim_heap()
+        while self.is_bloated() and time.monotonic() < deadline_s:
+            time.sleep(0.01)  # what was in it is freed by a thread of ZeroMQ
+            _trim_heap()
         self._baseline = max(self._baseline, self._statm.private_bytes())
 
     def close(self, *, linger_ms: int) -> None:
@@ -142,6 +138,24 @@ class ControlSocket:
         router.bind(f"ipc://{self._path}")
         self._selector.register(int(router.getsockopt(zmq.FD)), selectors.EVENT_READ, _noop)
         return router
+
+
+def rebound(
+    path: str, old: zmq.Socket[bytes], bind: Callable[[], zmq.Socket[bytes]]
+) -> zmq.Socket[bytes]:
+    """Close the socket at ``path``, and bind another one there, of the same group and mode."""
+    before = os.stat(path)
+    with old.get_monitor_socket(zmq.EVENT_CLOSED) as monitor:
+        old.unbind(f"ipc://{path}")
+        # ZeroMQ does it in a thread of its own, and some versions unlink the name then: not the new
+        # one's, please.
+        monitor.poll(_REBIND_PATIENCE_MS)
+        old.disable_monitor()
+    old.close(linger=0)
+    fresh = bind()
+    os.chown(path, -1, before.st_gid)
+    os.chmod(path, stat.S_IMODE(before.st_mode))
+    return fresh
 
 
 class _Statm:

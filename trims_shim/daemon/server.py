@@ -27,6 +27,7 @@ import zmq
 
 from trims_shim._version import __version__
 from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
+from trims_shim.daemon.events import EventSocket
 from trims_shim.daemon.front import Front
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared import Prepared
@@ -87,9 +88,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._context = zmq.Context(io_threads=1)
         self._control = ControlSocket(self._context, endpoint.control(instance), self._selector)
-        self._events = self._context.socket(zmq.PUB)
-        self._events.setsockopt(zmq.LINGER, 0)
-        self._events.bind(f"ipc://{endpoint.events(instance)}")
+        self._events = EventSocket(self._context, endpoint.events(instance))
         self.openings = Openings(self, tiers)
         self.prepared = prepared(self)
         self.on_stop: Callable[[], None] = lambda: None
@@ -149,6 +148,7 @@ class Server:
             self._control.reap()
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + _HOUSEKEEPING_INTERVAL_S
+            self._events.tend()
             self._guard_against_bloat()
             self.tiers.tend()
             self.openings.relieve_pressure()
@@ -388,10 +388,7 @@ class Server:
 
     def publish(self, event: Announce) -> None:
         """See :class:`Front`."""
-        body = admin.ImageEvent(event.event, event.digest, event.size_bytes, time.time_ns())
-        with contextlib.suppress(zmq.ZMQError):
-            topic = f"image.{event.event}".encode()
-            self._events.send_multipart([topic, codec.encode(body)], zmq.NOBLOCK)
+        self._events.publish(event)
 
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -404,8 +401,9 @@ class Server:
     def _guard_against_bloat(self) -> None:
         if not self._control.is_bloated():
             return
-        _logger.warning("control messages pile up without end; all control connections are closed")
+        _logger.warning("messages pile up without end; all connections of ZeroMQ are closed")
         self.counters["control_resets"] += 1
         for session in self.sessions:
             self.end_session(session, "the control socket was reset; connect again")
+        self._events.reset()
         self._control.reset()
