@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 from onnx_models import BOOL, FLOAT, INT64, SAMPLES, STRING, Graph, Sample, images, weights
 from onnx_unusual import BROKEN
 
-__all__ = ["BROKEN", "sample"]
+__all__ = ["BROKEN", "NOT_RELOADED", "sample"]
+
+RUNTIME = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+NOT_RELOADED = frozenset({"branches", "loop", "scan", "optional"} if RUNTIME < (1, 31) else ())
+"""With weights in sub-graphs: versions before 1.31 save these twice, and do not load them again."""
 
 
 def sample(name: str, seed: int = 1) -> Sample:

@@ -13,6 +13,7 @@ import pathlib
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -396,9 +397,13 @@ class TestLeases:
         assert not preparations.leases
 
     def test_a_binding_keeps_it(self, preparations: Preparations, path: str) -> None:
-        binding = hit(path).io_binding()
+        session = hit(path)
+        native = weakref.ref(session._sess)
+        binding = session.io_binding()
+        del session
         gc.collect()
-        assert len(preparations.leases) == 1
+        # onnxruntime before 1.30 lets the session go all the same.
+        assert len(preparations.leases) == (native() is not None)
         del binding
         gc.collect()
         assert not preparations.leases
