@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 from torch.serialization import LoadEndianness
-from torch.utils.serialization import config
 
 from .payloads import net, saved, state, with_bulk
 from .registry import Work, attempt, case, cases
+
+
+def _config() -> Any:
+    from torch.utils.serialization import config  # torch 2.7 and newer
+
+    return config
 
 
 @cases({"private": mmap.MAP_PRIVATE, "shared": mmap.MAP_SHARED})
@@ -39,7 +44,7 @@ def default_mmap_options_refused(work: Work) -> object:
 @case(served=True)
 def configured_mmap(work: Work) -> object:
     path = work.file("model.pt", saved(state()))
-    with config.patch("load.mmap", True):
+    with _config().patch({"load.mmap": True}):
         return [torch.load(path), torch.load(path, mmap=False), torch.load(path, mmap=None)]
 
 
@@ -58,7 +63,7 @@ def default_endianness(work: Work, order: LoadEndianness) -> object:
 @cases({"default": False, "calculated": True})
 def storage_offsets(work: Work, calculate: bool) -> object:
     path = work.file("model.pt", saved(state()))
-    with config.patch("load.calculate_storage_offsets", calculate):
+    with _config().patch({"load.calculate_storage_offsets": calculate}):
         return [torch.load(path), torch.load(path, mmap=True)]
 
 
@@ -67,7 +72,7 @@ def storage_offsets(work: Work, calculate: bool) -> object:
 )
 def saved_with_settings(work: Work, changes: dict[str, Any]) -> object:
     def write(path: Path) -> None:
-        with config.patch(changes):
+        with _config().patch(changes):
             torch.save(state(), path)
 
     return torch.load(work.file("model.pt", write))
@@ -320,8 +325,8 @@ def replaced_load_function(work: Work) -> object:
 def config_is_not_changed(work: Work) -> object:
     torch.load(work.file("model.pt", saved(state())))
     return [
-        repr(config.load.mmap),
-        repr(config.load.endianness),
+        repr(_config().load.mmap),
+        repr(_config().load.endianness),
         torch.serialization.get_default_mmap_options(),
         str(torch.serialization.get_default_load_endianness()),
         len(torch.serialization._package_registry),
