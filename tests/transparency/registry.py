@@ -103,7 +103,9 @@ def _write_in_child(write: Callable[[Path], object], path: Path) -> None:
     """Write in a forked process: warnings, random numbers and caches of the first run's writing
     must not make it observe something else than the second run, which writes nothing.
     """
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a fork beside threads, from Python 3.12 on
+        pid = os.fork()
     if pid == 0:
         status = 1
         try:
