@@ -255,3 +255,37 @@ def test_usable_settings_are_told_from_the_others(tmp_path: Path) -> None:
     assert settings.strict
     assert "hosts" in problems[0]
     assert len(problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("platform", "missing"),
+    [
+        ("darwin", ["memfd_create", "sched_getaffinity", "eventfd"]),
+        ("win32", ["memfd_create", "sched_getaffinity", "register_at_fork", "fork", "sysconf"]),
+    ],
+)
+def test_other_systems_stay_without_the_cache(run: Run, platform: str, missing: list[str]) -> None:
+    """One reason for everything, and batching works."""
+    done = run(
+        "import os, sys, numpy, safetensors.numpy\n"
+        f"sys.platform, missing = {platform!r}, {missing!r}\n"
+        "for name in missing: hasattr(os, name) and delattr(os, name)\n"
+        f"if {platform!r} == 'win32': sys.modules.update(fcntl=None, resource=None, ctypes=None)\n"
+        "import trims_shim\n"
+        "assert not trims_shim.enabled()\n"
+        "with trims_shim.disabled(): safetensors.numpy.load_file(sys.argv[1])\n"
+        "assert trims_shim.stats().events == {}\n"
+        "for call in (trims_shim.enable, trims_shim.info, lambda: trims_shim.open(sys.argv[1])):\n"
+        "    try: call()\n"
+        "    except trims_shim.TrimsError as error: print(error)\n"
+        "from trims_shim.batching import batched\n"
+        "assert batched(slo_ms=1000)(lambda rows: rows + 1)(numpy.zeros(2)).sum() == 2\n"
+        "from trims_shim.cli.main import main\n"
+        "assert main(['status']) == 3\n"
+    )
+    reason = f"the cache needs Linux, and this is {platform!r}"
+    assert done.stdout.splitlines() == [reason] * 3
+    assert done.stderr.splitlines() == [
+        f"trims_shim stays inactive: {reason}",
+        f"trims: {reason}",
+    ]

@@ -26,15 +26,23 @@ def activate() -> None:
         settings = configuration.load()
     except ConfigError as error:
         config_problem = str(error)
-        import logging
-
-        logging.getLogger("trims_shim").warning("trims_shim stays inactive: %s", error)
+        _stay_inactive(config_problem)
         return
     _set_up_logging(settings)
-    if settings.enabled and settings.patches:
+    if not (settings.enabled and settings.patches):
+        return
+    if configuration.platform_problem:
+        _stay_inactive(configuration.platform_problem)
+    else:
         from trims_shim import patches
 
         patches.enable(settings.patches, elide_copies=settings.elide_copies)
+
+
+def _stay_inactive(reason: str) -> None:
+    import logging
+
+    logging.getLogger("trims_shim").warning("trims_shim stays inactive: %s", reason)
 
 
 def _set_up_logging(settings: Config) -> None:

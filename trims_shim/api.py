@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from trims_shim import diagnostics, patches
-from trims_shim.client.cache import cache
+from trims_shim.config import platform_problem
 from trims_shim.diagnostics import Stats
-from trims_shim.errors import UnsupportedFormat
+from trims_shim.errors import DaemonUnavailable, UnsupportedFormat
 from trims_shim.formats import read_archive, read_header
 from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import DeviceId, Record, Span
+
+if not platform_problem:
+    from trims_shim.client.cache import cache
 
 if TYPE_CHECKING:
     import numpy
@@ -49,6 +52,7 @@ _ONNX_SUFFIX = ".onnx"
 
 def enable() -> None:
     """Patch the configured libraries in this process, now or when they are imported."""
+    _check_platform()
     config = cache().config
     patches.enable(config.patches, elide_copies=config.elide_copies)
 
@@ -80,6 +84,7 @@ def stats() -> Stats:
 
 def info() -> dict[str, Any]:
     """What ``trims info --json`` prints, for this process. Starts nothing."""
+    _check_platform()
     ensure_imported("trims_shim.inspection")
     from trims_shim.inspection import describe
 
@@ -102,6 +107,7 @@ def warm(
     onnxruntime in this interpreter, knows neither ``pin`` nor ``device``, and returns the key.
     ``waiting`` is called now and then while it is prepared, to show that something goes on.
     """
+    _check_platform()
     ensure_imported("trims_shim.wire.admin")
     from trims_shim.wire.admin import PinImageRequest
 
@@ -157,6 +163,7 @@ def open(
     Raises OSError for the file, ValueError for a device or access that is none, TrimsError when the
     cache cannot take it. No fallback: this is the cache itself.
     """
+    _check_platform()
     if access not in ("shared", "private"):
         raise ValueError(f"access is 'shared' or 'private', not {access!r}")
     target = None if device is None else _device_id(device)
@@ -171,6 +178,11 @@ def open(
         return DeviceHandle(arena, name, is_private=access == "private")
     finally:
         os.close(descriptor)
+
+
+def _check_platform() -> None:
+    if platform_problem:
+        raise DaemonUnavailable(platform_problem)
 
 
 class Handle:

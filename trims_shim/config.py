@@ -29,6 +29,7 @@ __all__ = [
     "load_usable",
     "memory_limit_bytes",
     "parse_size",
+    "platform_problem",
 ]
 
 PATCHABLE_LIBRARIES = ("torch", "safetensors", "onnxruntime")
@@ -39,6 +40,10 @@ DEVICE_ACCESSES = ("shared", "private")
 ORT_PREPACKS = ("share", "off")
 PREPARE_PRIORITIES = ("low", "normal")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+platform_problem = (
+    "" if sys.platform == "linux" else f"the cache needs Linux, and this is {sys.platform!r}"
+)
+"""Why there is no cache on this system; batching needs none."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")

@@ -307,5 +307,6 @@ def _at_exit() -> None:
     join_workers(_JOIN_S)
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 atexit.register(_at_exit)

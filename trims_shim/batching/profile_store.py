@@ -12,6 +12,7 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
@@ -174,4 +175,6 @@ def machine_text() -> str:
     model = ""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         model = next((line.partition(":")[2].strip() for line in file if "model name" in line), "")
-    return f"{os.uname().machine} {model} x{len(os.sched_getaffinity(0))}"
+    is_linux = hasattr(os, "sched_getaffinity")
+    processors = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count()
+    return f"{platform.machine()} {model} x{processors}"

@@ -62,7 +62,8 @@ def _forget_lock() -> None:
 
 _lock = threading.Lock()
 # Another thread may hold it when this process forks, and is not there in the child.
-os.register_at_fork(after_in_child=_forget_lock)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_lock)
 _collectors: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDictionary()
 
 

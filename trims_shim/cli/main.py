@@ -20,6 +20,7 @@ from trims_shim.cli.batch_arguments import add_batch
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.stage_arguments import add_stage
 from trims_shim.cli.values import count, positive
+from trims_shim.config import platform_problem
 from trims_shim.errors import ConfigError, DaemonUnavailable, TrimsError
 
 __all__ = ["main"]
@@ -63,6 +64,8 @@ def _dispatch(words: list[str]) -> int:
         return _run(words[1:])
     arguments = _parser().parse_args(words)
     module, _, function = arguments.command.partition(":")
+    if platform_problem and not module.startswith(("batch", "stage")):
+        raise DaemonUnavailable(platform_problem)
     command: Callable[[argparse.Namespace], Exit]
     command = getattr(importlib.import_module(f"trims_shim.cli.{module}"), function)
     code = command(arguments)
