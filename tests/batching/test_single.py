@@ -297,5 +297,5 @@ def test_what_it_does_not_do() -> None:
         policy.on_event(1, Preempted(run.device, run.batch, 0))
     with pytest.raises(ValueError, match="at least one is needed"):
         Batching(greedy, devices=0)
-    with pytest.raises(ValueError, match="max_weight is 0"):
+    with pytest.raises(ValueError, match="max_batch_weight is 0"):
         Batching(greedy, max_weight=0)

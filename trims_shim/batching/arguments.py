@@ -7,7 +7,7 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from trims_shim import config
@@ -18,13 +18,16 @@ from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.errors import ConfigError
 
 __all__ = [
+    "check_path",
     "choice",
+    "devices_of",
     "lasting_name",
     "name_of",
     "number",
     "objective_ns",
     "open_store",
     "prior_of",
+    "sizes",
     "span_ns",
     "whole",
 ]
@@ -37,13 +40,18 @@ _MOST = 1 << 20
 
 
 def objective_ns(slo_ms: float) -> int:
+    limit_ns = span_ns("slo_ms", slo_ms)
     if slo_ms <= 0:
         raise ValueError(f"slo_ms is {slo_ms}; nothing could be answered in time")
-    return span_ns("slo_ms", slo_ms)
+    return limit_ns
 
 
 def span_ns(name: str, limit_ms: float) -> int:
-    if math.isnan(limit_ms):
+    try:
+        is_number = not math.isnan(limit_ms)
+    except TypeError:
+        raise TypeError(f"{name} is {limit_ms!r}; it has to be a number of milliseconds") from None
+    if not is_number:
         raise ValueError(f"{name} is not a number")
     limit_ns = limit_ms * _NS_PER_MS
     if limit_ns > _LONGEST_NS:
@@ -62,6 +70,25 @@ def whole(name: str, value: Any) -> int:
     if found > _MOST:
         raise ValueError(f"{name} is {value}; it has to be {_MOST} or less")
     return found
+
+
+def sizes(name: str, values: Any) -> list[int]:
+    """How many there may be, one of several."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} is {values!r}; it has to be a list of whole numbers")
+    found = [whole(name, each) for each in values]
+    if not found:
+        raise ValueError(f"{name} is empty")
+    return found
+
+
+def devices_of(value: Any) -> int | list[str]:
+    """How many devices, or their names."""
+    if isinstance(value, str):
+        raise TypeError(f"devices is {value!r}; it has to be a number or a list of names")
+    if isinstance(value, Sequence) and value:
+        return list(value)
+    return whole("devices", len(value) if isinstance(value, Sequence) else value)
 
 
 def number(name: str, value: Any) -> Any:
@@ -109,7 +136,13 @@ def prior_of(
 ) -> LatencyProfile | None:
     if profile is None or isinstance(profile, LatencyProfile):
         return profile
+    check_path(profile, "a LatencyProfile")
     return load_profile(profile)
+
+
+def check_path(profile: object, other: str) -> None:
+    if not isinstance(profile, str | bytes | os.PathLike):
+        raise TypeError(f"profile is {profile!r}; it has to be {other}, or the path of one")
 
 
 def open_store() -> ProfileStore | None:

@@ -19,12 +19,14 @@ from typing import Any, Literal, overload
 
 from trims_shim.batching.arguments import (
     choice,
+    devices_of,
     lasting_name,
     name_of,
     number,
     objective_ns,
     open_store,
     prior_of,
+    sizes,
     span_ns,
     whole,
 )
@@ -124,16 +126,24 @@ class Batcher:
             function, self._is_of_class = function.__func__, True
         if not callable(function):
             raise TypeError(f"{function!r} is not callable")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name is {name!r}; it has to be text")
+        if batch_sizes is not None:
+            batch_sizes = sizes("batch_sizes", batch_sizes)
         if max_batch_size is None:
-            max_batch_size = _MAX_BATCH_SIZE if batch_sizes is None else max(batch_sizes, default=0)
+            max_batch_size = _MAX_BATCH_SIZE if batch_sizes is None else max(batch_sizes)
         max_batch_size = whole("max_batch_size", max_batch_size)
         queue_size = whole("queue_size", queue_size)
-        if batch_sizes is not None and max(batch_sizes, default=0) < max_batch_size:
+        if batch_sizes is not None and max(batch_sizes) < max_batch_size:
             raise ValueError(
                 f"max_batch_size is {max_batch_size}, and no size in batch_sizes is as large"
             )
         if (weight is None) != (max_batch_weight is None):
             raise TypeError("weight and max_batch_weight limit batches together: give both")
+        if weight is not None and not callable(weight):
+            raise TypeError(f"weight is {weight!r}; it has to be a function of an item")
+        if max_batch_weight is not None:
+            max_batch_weight = number("max_batch_weight", max_batch_weight)
         given_name = name
         has_function = True
         if isinstance(function, StagedModel):
@@ -529,14 +539,15 @@ def _plain_kind(
     max_active: int | None,
 ) -> EngineKind:
     """Of a function without stages."""
-    if not isinstance(devices, int | None) or max_active is not None:
+    count = 1 if devices is None else devices_of(devices)
+    if isinstance(count, list) or max_active is not None:
         raise TypeError(
             "names of devices and max_active are for models in stages: give one with model="
         )
     if isinstance(policy, str) and policy not in POLICIES and _staged().is_policy(policy):
         raise ValueError(f"policy {policy!r} is for models in stages: give one with model=")
     return EngineKind(
-        devices=1 if devices is None else devices,
+        devices=count,
         maker=rule_maker("auto" if policy is None else policy),
         prior=prior_of(profile),
     )

@@ -114,10 +114,9 @@ class Columns:
 
     def key(self, item: Any) -> Hashable:
         """See :class:`Collate`. Raises ValueError for another number of positions."""
-        if len(item) != len(self.collates):
-            raise ValueError(
-                f"{len(item)} arguments were given, and {len(self.collates)} are needed"
-            )
+        given = len(item) if isinstance(item, tuple | list) else 1
+        if given != len(self.collates):
+            raise ValueError(f"{given} arguments were given, and {len(self.collates)} are needed")
         return tuple(each.key(part) for each, part in zip(self.collates, item, strict=True))
 
     def join(self, items: Sequence[Any]) -> tuple[Any, ...]:
@@ -146,7 +145,11 @@ class Fields:
         return self._collates.get(name, self._default)
 
     def key(self, item: Any) -> Hashable:
-        """See :class:`Collate`. Raises ValueError for a field that is not there."""
+        """See :class:`Collate`. Raises TypeError for no mapping, ValueError for a field that is not
+        there.
+        """
+        if not isinstance(item, Mapping):
+            raise TypeError(f"the item is of type {type(item).__name__}, not a mapping of fields")
         missing = [name for name in self._collates if name not in item]
         if missing:
             raise ValueError(f"the item has no {', '.join(map(repr, missing))}")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from trims_shim.batching.arguments import (
     choice,
+    devices_of,
     number,
     objective_ns,
     open_store,
@@ -34,6 +35,7 @@ from trims_shim.batching.policies.flex import PREEMPTION_FACTOR, Flex
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.replies import Entry, Reply
+from trims_shim.batching.rules import duration_ns
 
 __all__ = ["FlexBatcher", "PreemptionStats"]
 
@@ -100,7 +102,10 @@ class FlexBatcher(Batcher):
     ) -> None:
         max_batch_size = whole("max_batch_size", max_batch_size)
         queue_size = whole("queue_size", queue_size)
-        names = ["cpu"] * devices if isinstance(devices, int) else list(devices)
+        found = devices_of(devices)
+        names = ["cpu"] * found if isinstance(found, int) else found
+        if preemption_factor is not None:
+            preemption_factor = number("preemption_factor", preemption_factor)
         self.name = name or "flex"
         of_models = slo_ms if isinstance(slo_ms, Mapping) else {}
         self._slos_ns = _slos_ns(of_models, models)
@@ -119,7 +124,7 @@ class FlexBatcher(Batcher):
         )
         self._functions = functions
         self._function = functions.run
-        margin_ns = round(margin_ms * _NS_PER_MS)
+        margin_ns = duration_ns("margin_ms", margin_ms)
 
         def make_flex() -> Flex:
             return Flex(

@@ -104,6 +104,8 @@ class StagedFunctions:
         isolate_failures: bool,
         name: str,
     ) -> None:
+        if not isinstance(models, Mapping):
+            raise TypeError(f"models is {models!r}; it has to be a mapping of models by name")
         if not models:
             raise ValueError("a batcher needs at least one model")
         self.name = name

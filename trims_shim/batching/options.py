@@ -33,6 +33,8 @@ class Options:
         caller_runs: bool,
         clock_ns: Callable[[], int],
     ) -> None:
+        if not isinstance(clock_ns(), int):
+            raise TypeError("clock_ns has to return whole nanoseconds, as time.monotonic_ns does")
         self.learning = learning
         self.devices = devices
         self.queue_size = queue_size

@@ -6,6 +6,7 @@ pay for long ones, and the model sees only so many shapes (compiled models, capt
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,14 @@ class Pad:
     def __post_init__(self) -> None:
         if self.axis < 0:
             raise ValueError(f"axis is {self.axis}; count it from the front of an item, from 0")
-        if self.multiple < 1 or (self.buckets is not None and min(self.buckets, default=0) < 1):
+        try:
+            lengths = [*map(operator.index, (self.multiple, *(self.buckets or ())))]
+        except TypeError:
+            raise TypeError(
+                f"buckets is {self.buckets!r} and multiple {self.multiple!r}; they are lengths, "
+                "whole numbers"
+            ) from None
+        if min(lengths) < 1 or (self.buckets is not None and len(lengths) == 1):
             raise ValueError("buckets and multiple are lengths, from 1 on")
         if self.buckets is not None:
             object.__setattr__(self, "buckets", tuple(sorted(self.buckets)))

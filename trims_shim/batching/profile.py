@@ -7,6 +7,7 @@ executor's, saving and loading is :mod:`trims_shim.batching.profiling`'s.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 
@@ -28,8 +29,10 @@ class LatencyProfile:
         """Of sizes 1, 2, 3, ... Raises ValueError for none, or for one that is not positive."""
         table = [0]
         for latency_ns in latencies_ns:
-            if not latency_ns > 0:
-                raise ValueError(f"a batch of {len(table)} takes {latency_ns} ns: not positive")
+            if not 0 < latency_ns < math.inf:
+                raise ValueError(
+                    f"a batch of {len(table)} takes {latency_ns} ns: not positive and finite"
+                )
             table.append(max(table[-1], round(latency_ns), 1))
         if len(table) == 1:
             raise ValueError("a profile needs the latency of at least one batch size")

@@ -7,6 +7,7 @@ time.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
@@ -112,7 +113,15 @@ class RuleMaker(Protocol):
 
 
 def duration_ns(option: str, duration_ms: float) -> int:
-    """An option of a policy, given in milliseconds. Raises ValueError for a negative one."""
-    if not duration_ms >= 0:
-        raise ValueError(f"{option} is {duration_ms}; it has to be 0 or more")
+    """An option of a policy, given in milliseconds. Raises TypeError for what is no number,
+    ValueError for a negative or an infinite one.
+    """
+    try:
+        is_duration = 0 <= duration_ms < math.inf
+    except TypeError:
+        raise TypeError(
+            f"{option} is {duration_ms!r}; it has to be a number of milliseconds"
+        ) from None
+    if not is_duration:
+        raise ValueError(f"{option} is {duration_ms}; it has to be 0 or more, and finite")
     return round(duration_ms * _NS_PER_MS)

@@ -47,7 +47,7 @@ class Batching:
         if devices < 1:
             raise ValueError(f"devices is {devices}; at least one is needed")
         if max_weight is not None and max_weight < 1:
-            raise ValueError(f"max_weight is {max_weight}; it has to be 1 or more")
+            raise ValueError(f"max_batch_weight is {max_weight}; it has to be 1 or more")
         self._make_rule = make_rule
         self._max_weight = max_weight
         self._rules: dict[Hashable, Rule] = {}

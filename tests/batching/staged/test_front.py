@@ -185,7 +185,7 @@ def test_names() -> None:
         ({"policy": "nothing"}, "no policy 'nothing'"),
         ({"devices": 0}, "devices is 0"),
         ({"devices": ["tpu"]}, "device 'tpu'"),
-        ({"buffer_pairs": 0}, "buffer pairs"),
+        ({"buffer_pairs": 0}, "buffer_pairs is 0"),
         ({"max_active": 0}, "max_active is 0"),
         ({"collate": "concatenate"}, "is a batch itself"),
     ],

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from trims_shim.batching.arguments import check_path, devices_of, whole
 from trims_shim.batching.engine import EngineKind
 from trims_shim.batching.lanes import CpuLane, Lane, lane_of
 from trims_shim.batching.learning import Prior
@@ -45,8 +46,9 @@ def staged_kind(
     """
     if not isinstance(model, StagedModel):
         raise TypeError(f"model is {model!r}; give a StagedModel, which takes stages")
-    if max_active is not None and max_active < 1:
-        raise ValueError(f"max_active is {max_active}; it has to be 1 or more")
+    if max_active is not None:
+        max_active = whole("max_active", max_active)
+    pairs = whole("buffer_pairs", pairs)
     lanes = _lanes(model, devices)
     # Between the stages of one stage nothing can happen, and batches of it may run side by side.
     is_whole = len(model) == 1 and model.loop is None and max_active is None
@@ -94,15 +96,12 @@ def is_policy(name: str) -> bool:
 
 def _lanes(model: StagedModel, devices: int | Sequence[str] | None) -> list[Lane]:
     """One for each stage that may run at once."""
-    if devices is None or isinstance(devices, int):
+    names = None if devices is None else devices_of(devices)
+    if not isinstance(names, list):
         name = _device_of(model)
         # On a CPU a stage uses all cores.
-        count = devices if devices is not None else 1 if name == "cpu" else _STREAMS
-        names: Sequence[str] = [name] * count
-    else:
-        names = devices
-    if not names:
-        raise ValueError(f"devices is {devices!r}; at least one is needed")
+        count = names or (1 if name == "cpu" else _STREAMS)
+        names = [name] * count
     return [lane_of(name) for name in names]
 
 
@@ -124,6 +123,7 @@ def _prior_of(
     if isinstance(profile, LatencyProfile):
         _check_stages(profile, model)
         return profile
+    check_path(profile, "a StagedProfile")
     saved = load_saved_stages(profile)
     _check_stages(saved.profile, model)
     return functools.partial(_of_bucket, saved) if saved.lengths else saved.profile

@@ -311,7 +311,7 @@ def test_answers_belong_to_the_callers() -> None:
 
 @pytest.mark.parametrize(("tokens", "stages"), [(0, 1), (1, 0)])
 def test_numbers_start_at_one(tokens: int, stages: int) -> None:
-    with pytest.raises(ValueError, match="from 1 on"):
+    with pytest.raises(ValueError, match="has to be 1 or more"):
         generation(decoder(), max_new_tokens=tokens, prefill_stages=stages)
 
 

@@ -97,7 +97,7 @@ def test_operator_times(traced: TracedModel) -> None:
 
 
 def test_no_stages() -> None:
-    with pytest.raises(ValueError, match="0 stages"):
+    with pytest.raises(ValueError, match="n_stages is 0"):
         slice_model(UNet().eval(), IMAGE, 0)
 
 

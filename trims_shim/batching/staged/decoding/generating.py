@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from trims_shim.batching.arguments import whole
 from trims_shim.batching.staged.decoding.key_values import (
     NOTHING_SEEN,
     GrowingCache,
@@ -119,8 +120,8 @@ def generation(
     that cannot be run so: encoder-decoders, those without a cache of keys and values, and modules
     in training mode.
     """
-    if max_new_tokens < 1 or prefill_stages < 1:
-        raise ValueError("max_new_tokens and prefill_stages are numbers from 1 on")
+    whole("max_new_tokens", max_new_tokens)
+    whole("prefill_stages", prefill_stages)
     decoder, ends = _decoder_of(model)
     if eos_token_id is not None:
         ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)

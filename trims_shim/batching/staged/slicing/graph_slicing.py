@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from trims_shim.batching.arguments import whole
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.staged.diversity import preferred_size
 from trims_shim.batching.staged.model import StagedModel
@@ -67,8 +68,8 @@ def slice_model(
     batch size built in, or has fewer places to be cut at; ValueError for less than one stage.
     Blocks: tracing takes seconds, and the model runs some times.
     """
-    if n_stages is not None and n_stages < 1:
-        raise ValueError(f"a model cannot be cut into {n_stages} stages")
+    if n_stages is not None:
+        n_stages = whole("n_stages", n_stages)
     traced = TracedModel(model, example, varying=varying)
     if n_stages is None:
         positions = _where_preferred_changes(traced, profile or operator_times(traced))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trims_shim import diagnostics
+from trims_shim.batching.arguments import whole
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.cutting import even_cuts
@@ -72,8 +73,7 @@ def slice_onnx(
     less than one stage or another example, and StagingError for a model that onnxruntime does not
     optimise or run, or whose batches have a fixed size.
     """
-    if n_stages < 1:
-        raise ValueError(f"{n_stages} stages; at least one is needed")
+    n_stages = whole("n_stages", n_stages)
     traced = TracedOnnx(
         path, example=example, intra_op_num_threads=intra_op_num_threads, is_shared=is_shared
     )

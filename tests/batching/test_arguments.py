@@ -1,0 +1,93 @@
+"""A wrong option is refused where it is given, by its name; none of them hangs or fails a call."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trims_shim.batching import Batcher, FlexBatcher, LatencyProfile, Pad
+from trims_shim.batching.policies import POLICIES
+from trims_shim.batching.staged import StagedModel, generation
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def same(items: Any) -> Any:
+    return items
+
+
+def batcher(**options: Any) -> Batcher:
+    return Batcher(same, collate="list", **options)
+
+
+def staged(**options: Any) -> Batcher:
+    return Batcher(StagedModel([same, same]), collate="list", **options)
+
+
+def flex(**options: Any) -> FlexBatcher:
+    return FlexBatcher({"a": same}, **options)
+
+
+def window(wait_ms: Any) -> Any:
+    profile = LatencyProfile.linear(1, 1, max_batch_size=2)
+    return POLICIES["window"](profile, max_batch_size=2, wait_ms=wait_ms)
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "values"),
+    [
+        (batcher, "slo_ms", ["5", [], b"x", NAN, 0]),
+        (batcher, "batch_sizes", [4, "4", [], [1.5], None.__class__]),
+        (batcher, "weight", ["len", 3]),
+        (batcher, "max_batch_weight", ["5", NAN, 0]),
+        (batcher, "devices", [1.5, 0, 1 << 80]),
+        (batcher, "name", [5, b"x"]),
+        (batcher, "profile", [5, [1.0]]),
+        (batcher, "clock_ns", [time.monotonic, object]),
+        (staged, "devices", ["cuda:0", 1.5, []]),
+        (staged, "buffer_pairs", ["2", 1.5, 0, None]),
+        (staged, "max_active", ["2", 1.5, NAN, 0]),
+        (staged, "profile", [5, []]),
+        (flex, "devices", ["cuda:0", 1.5, [], -1]),
+        (flex, "preemption_factor", ["3", NAN]),
+        (flex, "margin_ms", ["3", NAN, INFINITY, -1, None]),
+        (Pad, "buckets", [4, "ab", [1.5], [], [0]]),
+        (Pad, "multiple", [1.5, NAN, "2", 0]),
+        (window, "wait_ms", ["3", NAN, INFINITY, -1, None]),
+        (functools.partial(generation, same), "max_new_tokens", ["3", 1.5, INFINITY, 0]),
+    ],
+)
+def test_a_wrong_option_is_named(make: Callable[..., Any], option: str, values: list[Any]) -> None:
+    more = {"weight": {"max_batch_weight": 5}, "max_batch_weight": {"weight": len}}
+    for value in values:
+        with pytest.raises((TypeError, ValueError), match=option):
+            make(**{option: value}, **more.get(option, {}))
+
+
+@pytest.mark.parametrize("value", ["5", [], NAN])
+def test_a_wrong_deadline_is_named(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="deadline_ms"):
+        batcher()(1, deadline_ms=value)
+
+
+def test_models_have_names() -> None:
+    with pytest.raises(TypeError, match="mapping of models by name"):
+        FlexBatcher([same])  # type: ignore[arg-type]
+
+
+def test_one_item_is_not_several_arguments() -> None:
+    import numpy
+
+    with pytest.raises(ValueError, match="1 arguments were given, and 2 are needed"):
+        Batcher(same, collate=["stack", "stack"])(numpy.zeros(2))
+    with pytest.raises(TypeError, match="type ndarray, not a mapping"):
+        Batcher(same, collate={"a": "stack"})(numpy.zeros(2))
+
+
+def test_profiles_are_finite() -> None:
+    with pytest.raises(ValueError, match="not positive and finite"):
+        LatencyProfile([INFINITY])
