@@ -112,6 +112,14 @@ def test_profile_of_random_tensors_for_each_argument(
     assert list(found["latency_ns"]) == ["1", "2", "4", "6"]
 
 
+def test_random_tensors_need_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["batch", "profile", "builtins:list", "--shape", "3"]) == Exit.USAGE
+    assert "make items with --item" in capsys.readouterr().err
+
+
 def test_profile_of_a_batcher_has_its_sizes(
     app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,9 +62,14 @@ def items_of(arguments: argparse.Namespace, *, length: int | None = None) -> lis
 def random_tensor(shape: Sequence[Any], dtype_name: str, device: str) -> Any:
     """A tensor of torch, the same each time.
 
-    Raises ConfigError for an unknown data type, or a device that is not there.
+    Raises ConfigError without torch, for an unknown data type, or a device that is not there.
     """
-    import torch
+    try:
+        import torch
+    except ImportError as error:
+        raise ConfigError(
+            f"--shape makes tensors of torch ({error}): install it, or make items with --item"
+        ) from error
 
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):

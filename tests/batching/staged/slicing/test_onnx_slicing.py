@@ -249,6 +249,13 @@ def test_without_the_package_it_says_what_to_install(
     assert re.search(r'^onnx = \[.*"onnx>=', project.read_text(), re.MULTILINE)
 
 
+@pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
+def test_it_needs_both_packages(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(StagingError, match=rf"pip install 'trims-shim\[onnx\]'.*{package}"):
+        slice_onnx(__file__, 2)
+
+
 def test_what_is_no_model_is_refused(path: str) -> None:
     with pytest.raises(FileNotFoundError):
         slice_onnx(path, 2)

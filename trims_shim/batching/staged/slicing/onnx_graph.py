@@ -20,12 +20,14 @@ _GRAPH, _GRAPHS = 5, 10
 
 
 def onnx_package() -> Any:
-    """The package ``onnx``. Raises StagingError where it is not installed."""
+    """The package ``onnx``. Raises StagingError where it, or onnxruntime, is not installed."""
     try:
         import onnx
+        import onnxruntime  # noqa: F401
     except ImportError as error:
         raise StagingError(
-            "slicing an ONNX model needs the package onnx: run `pip install 'trims-shim[onnx]'`"
+            "slicing an ONNX model needs the packages onnx and onnxruntime: run "
+            f"`pip install 'trims-shim[onnx]'` ({error})"
         ) from error
     return onnx
 
