@@ -63,6 +63,11 @@ class TestSources:
         (tmp_path / ".config" / "trims" / "trims.toml").write_text("min_bytes = 7")
         assert load({"HOME": str(tmp_path)}).min_bytes == 7
 
+    def test_a_user_without_a_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+        assert load({}).cache_home == "/.cache"
+        assert config.config_file({}) == "/.config/trims/trims.toml"
+
     def test_reserved_variables_are_not_settings(self) -> None:
         load({"TRIMS_TEST_ANYTHING": "1", "TRIMS_BENCH_DIR": "/x", "TRIMS_AUTOSTARTED": "1"})
         load({"OTHER_MIN_BYTES": "1", "trims_x": "1"})

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from trims_shim import errors
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -19,6 +21,38 @@ def test_links_resolve_and_the_configuration_table_is_current() -> None:
         check=False,
     )
     assert check.returncode == 0, check.stdout + check.stderr
+
+
+def test_every_patch_point_is_named() -> None:
+    page = (ROOT / "docs" / "transparency.md").read_text()
+    target = re.compile(r'targets=\(\s*"([\w.]+):([\w.]+)"')
+    sources = [path.read_text() for path in (ROOT / "trims_shim" / "patches").glob("*_*.py")]
+    found = {match for source in sources for match in target.findall(source)}
+    assert ("peft.tuners.tuners_utils", "BaseTuner.merge_adapter") in found
+    missing = [each for each in found if not any(f"{name}`" in page for name in _names(*each))]
+    assert sorted(missing) == []
+
+
+def _names(module: str, target: str) -> list[str]:
+    """By which a page may tell of a function: its own, that of its class or of its module."""
+    return [module, *target.split(".")]
+
+
+def test_every_reason_for_a_fallback_is_explained() -> None:
+    package = ROOT / "trims_shim"
+    sources = [*package.glob("patches/[!o]*.py"), *package.glob("client/[!p]*.py")]
+    said = re.compile(r'(?:NotServed|fallback|skip)\(\s*"([a-z_]+)"')
+    reasons = {reason for path in sources for reason in said.findall(path.read_text())}
+    kinds = (errors.DaemonError, errors.RequestRefused, errors.WireError, errors.FormatError)
+    told = [each for each in vars(errors).values() if isinstance(each, type)]
+    reasons |= {each.reason for each in told if issubclass(each, kinds) and each not in kinds}
+    reasons |= {errors.MemoryFailure.reason, errors.DriverFailure.reason, errors.ConfigError.reason}
+    # What only commands meet, and a device that is no CUDA device.
+    reasons -= {errors.UnknownImage.reason, "device"}
+    assert {"small_file", "daemon_timeout", "no_space", "internal_error"} <= reasons
+    pages = [ROOT / "docs" / f"{name}.md" for name in ("troubleshooting", "transparency")]
+    text = "".join(page.read_text() for page in pages)
+    assert sorted(each for each in reasons if f"`{each}`" not in text) == []
 
 
 def test_every_reason_not_to_serve_a_session_is_explained() -> None:

@@ -281,14 +281,19 @@ SETTINGS = (
         "ort_cuda",
         "0",
         _boolean,
-        "serve onnxruntime's CUDA provider from shared device memory (not tried on a GPU yet)",
+        "serve onnxruntime's CUDA provider from shared device memory (see docs/onnxruntime.md)",
     ),
     Setting("strict", "0", _boolean, "raise when the cache fails instead of falling back (tests)"),
     Setting("autostart", "1", _boolean, "start the daemon when none runs"),
     Setting("socket_dir", "", _any, "directory of the sockets; empty: see docs/daemon.md"),
     Setting("start_timeout", "10", _seconds, "seconds to wait for a starting daemon"),
     Setting("stall_timeout", "10", _seconds, "seconds without a sign of life before falling back"),
-    Setting("log", "warning", _choice(*LOG_LEVELS), "level of the logger trims_shim"),
+    Setting(
+        "log",
+        "warning",
+        _choice(*LOG_LEVELS),
+        "level of the logger trims_shim: debug, info, warning or error",
+    ),
     Setting("log_file", "", _any, "file that the log is appended to; empty: logging's own set-up"),
     Setting(
         "host_bytes", "50%", parse_size, "byte budget of the host tier (of RAM)", is_daemons=True
@@ -297,7 +302,7 @@ SETTINGS = (
         "memory_kind",
         "auto",
         _choice(*MEMORY_KINDS),
-        "memory of host segments; auto takes the best that works",
+        "memory of host segments (kinds: docs/daemon.md); auto takes the best that works",
         is_daemons=True,
     ),
     Setting(
@@ -468,7 +473,9 @@ def config_file(environment: Mapping[str, str]) -> str:
 
 
 def _home(environment: Mapping[str, str]) -> str:
-    return environment.get("HOME") or os.path.expanduser("~")
+    home = environment.get("HOME") or os.path.expanduser("~")
+    # A user without an entry in passwd has none; "~" would be a directory in the current one.
+    return os.sep if home == "~" else home
 
 
 def is_setting(variable: str) -> bool:

@@ -51,12 +51,9 @@ EXPECTED_REASONS = frozenset(
         "legacy_format",
         "unsupported_format",
         "shared_mapping",
-        "fake_mode",
-        "skip_data",
         "device",
         "device_off",
         "daemon_unavailable",
-        "write_only",
         "partial_file",
         # Sessions of onnxruntime: what the client leaves alone.
         "arguments",

@@ -2,7 +2,8 @@
 
 Each command is a function ``(arguments) -> Exit`` in a module of this package that is imported only
 when it runs, so that ``trims run`` adds next to nothing to the program's start. Data goes to
-stdout, problems to stderr. Only ``warm``, ``demo`` and a program under ``run`` may start a daemon.
+stdout, problems to stderr. Only ``warm``, ``demo``, a program under ``run``, and a module that is
+measured may start a daemon.
 """
 
 from __future__ import annotations

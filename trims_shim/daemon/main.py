@@ -208,7 +208,7 @@ def _serve(server: Server, lock: int, report: _Report) -> int:
         "daemon %d serves %s from %s",
         os.getpid(),
         endpoint.directory,
-        server.tiers.host.loader.memory.kind,
+        server.tiers.host.loader.memory.kind.value,
     )
     report.send(Outcome.READY, str(os.getpid()))
     try:
