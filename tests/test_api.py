@@ -116,13 +116,20 @@ class TestHandle:
             assert handle.numpy("data/0").tobytes() == values.numpy().tobytes()
             assert handle.torch("data/0").view(torch.int32).tolist() == values.tolist()
 
-    @pytest.mark.parametrize("content", [b"PK\x03\x04", b"\xff" * 100, b"x"])
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"PK\x03\x04", "zip"),
+            (b"\xff" * 100, "no zip archive of torch, and read as safetensors"),
+            (b"x", "no zip archive of torch, and read as safetensors"),
+        ],
+    )
     def test_a_file_of_neither_format(
-        self, daemon: FakeDaemon, make_file: Callable[..., str], content: bytes
+        self, daemon: FakeDaemon, make_file: Callable[..., str], content: bytes, message: str
     ) -> None:
         with trims_shim.open(make_file(content)) as handle:
             assert bytes(handle.buffer()) == content
-            with pytest.raises(FormatError):
+            with pytest.raises(FormatError, match=message):
                 _ = handle.records
 
     def test_paths_of_every_kind(self, daemon: FakeDaemon, tmp_path: Path) -> None:

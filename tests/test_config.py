@@ -49,6 +49,10 @@ class TestSources:
         assert (settings.log, settings.source("log")) == ("debug", "argument")
         assert settings.source("enabled") == "default"
 
+    def test_arguments_of_python(self) -> None:
+        settings = load({}, min_bytes=5, strict=True, patches=["torch"])  # type: ignore[arg-type]
+        assert (settings.min_bytes, settings.strict, settings.patches) == (5, True, ("torch",))
+
     def test_an_empty_variable_is_not_set(self, home: Path) -> None:
         environment = write(home, 'log = "info"') | {"TRIMS_LOG": ""}
         assert load(environment).log == "info"

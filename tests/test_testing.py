@@ -404,3 +404,8 @@ class TestSessions:
             directory = Path(daemon._server._directory)
             assert (directory / "prepared").is_dir()
         assert not directory.exists()
+
+
+def test_only_what_a_daemon_answers_can_be_refused_with() -> None:
+    with FakeDaemon() as daemon, pytest.raises(TypeError, match="'full' is no RequestRefused"):
+        daemon.refuse("full")  # type: ignore[arg-type]

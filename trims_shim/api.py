@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from trims_shim import diagnostics, patches
 from trims_shim.config import platform_problem
 from trims_shim.diagnostics import Stats
-from trims_shim.errors import DaemonUnavailable, UnsupportedFormat
+from trims_shim.errors import DaemonUnavailable, FormatError, UnsupportedFormat
 from trims_shim.formats import read_archive, read_header
 from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import DeviceId, Record, Span
@@ -204,7 +204,7 @@ class Handle:
     def records(self) -> Mapping[str, Record]:
         """Records by name. Raises FormatError for a file of neither format."""
         if self._records is None:
-            self._records = _read_records(self.buffer())
+            self._records = _read_records(self.buffer(), self.name)
         return self._records
 
     def buffer(self) -> memoryview:
@@ -284,7 +284,7 @@ class DeviceHandle:
         """Records that are in device memory, by name; their spans are those in the file."""
         if self._records is None:
             arena = self._open_arena()
-            found = _read_records(memoryview(arena.outline.buffer).cast("B"))
+            found = _read_records(memoryview(arena.outline.buffer).cast("B"), self.name)
             self._records = {
                 name: record
                 for name, record in found.items()
@@ -414,11 +414,16 @@ def _numpy_dtype(record: Record, library: str) -> numpy.dtype[Any]:
     return numpy.dtype(NUMPY_DTYPES[record.dtype])
 
 
-def _read_records(view: memoryview) -> dict[str, Record]:
+def _read_records(view: memoryview, file: str) -> dict[str, Record]:
     if bytes(view[:4]) == _ZIP_MAGIC:
         archive = read_archive(view)
         return {name: _bytes_record(name, span) for name, span in archive.records.items()}
-    return {record.name: record for record in read_header(view).records}
+    try:
+        return {record.name: record for record in read_header(view).records}
+    except FormatError as error:
+        raise type(error)(
+            f"{file} has no records: no zip archive of torch, and read as safetensors: {error}"
+        ) from error
 
 
 def _bytes_record(name: str, span: Span) -> Record:

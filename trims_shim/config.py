@@ -500,7 +500,7 @@ def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Conf
             texts[name], sources[name] = text, f"environment {variable}"
     for name, text in arguments.items():
         _check_known(name, f"argument {name}")
-        texts[name], sources[name] = text, "argument"
+        texts[name], sources[name] = _as_text(text), "argument"
     return Config(
         texts,
         sources,

@@ -145,7 +145,9 @@ class FakeDaemon:
     # --- faults -----------------------------------------------------------------------------------
 
     def refuse(self, error: RequestRefused, *, times: int = 1) -> None:
-        """Answer the next open requests with this error."""
+        """Answer the next open requests with this error. Raises TypeError for another one."""
+        if not isinstance(error, RequestRefused):
+            raise TypeError(f"{error!r} is no RequestRefused, which is what a daemon answers with")
         self._faults.refusals.extend([error] * times)
 
     def stall(self, *, times: int = 1) -> None:

@@ -112,6 +112,20 @@ def test_profile_of_random_tensors_for_each_argument(
     assert list(found["latency_ns"]) == ["1", "2", "4", "6"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["profile", "builtins:list", "--item", "batch_app:add"], "is called with 0 arguments"),
+        (["simulate", *SMALL, "--policy", "window:wait=5"], "no option 'wait'; there are wait_ms"),
+    ],
+)
+def test_what_a_name_lacks_is_said(
+    words: list[str], message: str, app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["batch", *words]) == Exit.USAGE
+    assert message in capsys.readouterr().err
+
+
 def test_random_tensors_need_torch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

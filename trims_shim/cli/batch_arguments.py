@@ -183,7 +183,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         "--trace",
         action="append",
         metavar="FILE",
-        help="lines of `arrival_ms` or `arrival_ms,class,slo_ms`; several files are merged",
+        help="lines of `arrival_ms` or `arrival_ms,level,slo_ms` (a level is ignored); several "
+        "files are merged",
     )
     arrivals.add_argument("--arrivals", choices=_ARRIVALS, help="default poisson")
     arrivals.add_argument(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -37,6 +38,8 @@ _NS_PER_S = 1_000_000_000
 _DEFAULT_SLO_MS = 100.0
 _DEFAULT_MAX_BATCH_SIZE = 32
 _DEFAULT_REQUESTS = 20_000
+_GIVEN = ("profile", "max_batch_size")
+"""What every rule is made with; the rest are its options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +131,21 @@ def _policy(word: str, profile: LatencyProfile) -> RuleMaker:
     name, _, rest = word.partition(":")
     options: dict[str, Any] = dict(_option(part, word) for part in rest.split(",")) if rest else {}
     try:
-        maker: RuleMaker = functools.partial(rule_maker(name), **options)
+        make = rule_maker(name)
+        _check_options(word, options, make)
+        maker: RuleMaker = functools.partial(make, **options)
         maker(profile, max_batch_size=profile.max_batch_size)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"--policy {word}: {error}") from None
     return maker
+
+
+def _check_options(word: str, options: Mapping[str, Any], make: RuleMaker) -> None:
+    known = [each for each in inspect.signature(make).parameters if each not in _GIVEN]
+    for name in options:
+        if name not in known:
+            has = ", ".join(known) or "none"
+            raise ConfigError(f"--policy {word}: there is no option {name!r}; there are {has}")
 
 
 def _option(text: str, word: str) -> tuple[str, float | int | str]:

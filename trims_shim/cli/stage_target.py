@@ -12,7 +12,7 @@ from trims_shim.batching import Batcher
 from trims_shim.batching.collate import Collate, collate_of, columns
 from trims_shim.batching.collates import Columns
 from trims_shim.batching.staged.model import StagedModel
-from trims_shim.cli.targets import items_of, named
+from trims_shim.cli.targets import items_of, made, named
 from trims_shim.errors import ConfigError, StagingError
 
 __all__ = ["StageTarget"]
@@ -176,13 +176,13 @@ def _found(name: str) -> Any:
     found = named(name)
     if _is_model(found):
         return found
-    made = found() if callable(found) else found
-    if not _is_model(made):
+    model = made(found, name)
+    if not _is_model(model):
         raise ConfigError(
-            f"{name} is {type(made).__name__}: not a StagedModel, a torch module, nor a function "
+            f"{name} is {type(model).__name__}: not a StagedModel, a torch module, nor a function "
             "that makes one"
         )
-    return made
+    return model
 
 
 def _is_model(found: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from trims_shim.errors import ConfigError
 
-__all__ = ["import_from_here", "items_of", "named", "on_device", "random_tensor"]
+__all__ = ["import_from_here", "items_of", "made", "named", "on_device", "random_tensor"]
 
 
 def import_from_here() -> None:
@@ -42,6 +43,20 @@ def named(name: str) -> Any:
     return found
 
 
+def made(found: Any, name: str, *how: Any) -> Any:
+    """What a function makes; anything else as it is. Raises ConfigError for other arguments."""
+    if not callable(found):
+        return found
+    try:
+        inspect.signature(found).bind(*how)
+    except TypeError as error:
+        takes = f"is called with {len(how)} arguments here"
+        raise ConfigError(f"{name} {takes}, to make what is measured: {error}") from None
+    except ValueError:
+        pass  # A compiled function does not say what it takes.
+    return found(*how)
+
+
 # --- an item --------------------------------------------------------------------------------------
 
 
@@ -52,9 +67,8 @@ def items_of(arguments: argparse.Namespace, *, length: int | None = None) -> lis
     a shape.
     """
     if arguments.item:
-        found = [named(name) for name in arguments.item]
         how = () if length is None else (length,)
-        return [each(*how) if callable(each) else each for each in found]
+        return [made(named(name), name, *how) for name in arguments.item]
     shapes = [[length if each is None else each for each in shape] for shape in arguments.shape]
     return [random_tensor(shape, arguments.dtype, arguments.device) for shape in shapes]
 
