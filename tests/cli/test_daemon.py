@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from trims_shim import config
 from trims_shim.cli.exits import Exit
+from trims_shim.daemon import main
+from trims_shim.errors import MemoryFailure
 
 from .conftest import Trims
 
@@ -89,3 +92,12 @@ def wait_for(condition: Callable[[], bool], limit_s: float = 20) -> None:
         if time.monotonic() > deadline:
             pytest.fail("waited in vain")
         time.sleep(0.1)
+
+
+def test_a_kind_of_memory_that_does_not_work_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryFailure("why")
+
+    monkeypatch.setattr(main.host, "open_memory", refuse)
+    with pytest.raises(MemoryFailure, match="TRIMS_MEMORY_KIND=memfd does not work here: why"):
+        main._memory(config.load({}, memory_kind="memfd"))

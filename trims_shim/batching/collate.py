@@ -57,10 +57,11 @@ def collate_of(spec: CollateSpec, *, batch_sizes: Sequence[int] | None = None) -
 
     ``"auto"``: tensors, arrays and numpy's numbers are stacked to ``[batch, ...]``; tuples,
     mappings and dataclasses are taken part by part; of anything else the function gets a list.
-    ``"list"``: a list of the items, whatever they are. ``"stack"``: as ``"auto"``, and numbers and
-    sequences of numbers become numpy arrays; what cannot be stacked is refused. ``"concatenate"``:
-    items have a batch axis of their own. A sequence of specs: one for each argument. A mapping: one
-    for each field of items that are mappings (``"auto"`` for fields it does not name).
+    ``"list"``: a list of the items, whatever they are. ``"stack"``: as ``"auto"``, and numbers,
+    text and sequences of them become numpy arrays; what cannot be stacked is refused.
+    ``"concatenate"``: items have a batch axis of their own. A sequence of specs: one for each
+    argument. A mapping: one for each field of items that are mappings (``"auto"`` for fields it
+    does not name).
 
     With ``batch_sizes`` the function sees batches of these sizes only: the last item is repeated up
     to the next of them, and the results of repetitions are thrown away.

@@ -34,7 +34,7 @@ from trims_shim.daemon.server import Server
 from trims_shim.daemon.sessions import Limits, Sessions
 from trims_shim.daemon.store import Store
 from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tiers
-from trims_shim.errors import ConfigError, DaemonStartFailed, TrimsError
+from trims_shim.errors import ConfigError, DaemonStartFailed, MemoryFailure, TrimsError
 from trims_shim.memory import host
 from trims_shim.memory.copying import default_threads
 from trims_shim.specs import SegmentKind
@@ -158,7 +158,13 @@ def _memory(config: Config) -> tuple[host.HostMemory, str]:
     if config.memory_kind == "auto":
         return host.open_best(config.host_bytes)
     kind = SegmentKind(config.memory_kind)
-    return host.open_memory(kind, budget_bytes=config.host_bytes), "chosen by TRIMS_MEMORY_KIND"
+    try:
+        memory = host.open_memory(kind, budget_bytes=config.host_bytes)
+    except MemoryFailure as error:
+        raise MemoryFailure(
+            f"TRIMS_MEMORY_KIND={kind.value} does not work here: {error}"
+        ) from error
+    return memory, "chosen by TRIMS_MEMORY_KIND"
 
 
 def _tiers(
