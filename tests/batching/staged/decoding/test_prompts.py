@@ -50,6 +50,8 @@ def test_padded_in_front(given: Any) -> None:
         (Pad().join([torch.tensor([[5, 6]])]), ValueError, "give the row"),
         ([5], ValueError, "a row of token ids"),
         ([[5.0, 6.5]], TypeError, "whole numbers"),
+        (["hello"], TypeError, "not text; a tokenizer"),
+        ([{"ids": [5]}], ValueError, r"has to have input_ids, and this one has \['ids'\]"),
     ],
 )
 def test_what_is_no_row_of_tokens(given: Any, error: type[Exception], message: str) -> None:

@@ -127,6 +127,8 @@ def _parts(batch: Any) -> tuple[Any, Any, Any]:
     if isinstance(batch, Padded):
         return batch.values, batch.mask, None
     if isinstance(batch, Mapping):
+        if "input_ids" not in batch:
+            raise ValueError(f"a prompt has to have input_ids, and this one has {list(batch)}")
         return batch["input_ids"], batch.get("attention_mask"), batch.get("max_new_tokens")
     return batch, None, None
 
@@ -140,6 +142,8 @@ def _tensor(values: Any, device: Any) -> Any:
 def _tokens(values: Any, device: Any, *, axes: int) -> Any:
     import torch
 
+    if isinstance(values, str):
+        raise TypeError("a prompt is the ids of tokens, not text; a tokenizer makes them")
     found = torch.as_tensor(values, device=device)
     if found.dim() != axes:
         raise ValueError(
