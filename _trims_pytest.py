@@ -104,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _switch_on(config: pytest.Config, wanted: bool | None) -> None:
-    if _run_key in config.stash:
+    if _run_key in config.stash or sys.platform != "linux":
         return
     source = _source(config, wanted)
     if not source:
@@ -247,7 +247,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     """``trims: on, socket /tmp/..., isolated (from ini)``."""
     run = config.stash.get(_run_key, None)
     if run is None:
-        return None
+        wanted = sys.platform != "linux" and _source(config, config.option.trims)
+        return f"trims: off, the cache needs Linux (from {wanted})" if wanted else None
     kind = "isolated" if run.is_isolated else "shared with this user's other processes"
     return f"trims: on, socket {_endpoint_directory()}, {kind} (from {run.source})"
 

@@ -205,3 +205,12 @@ def test_unusable_setting_is_a_usage_error(pytester: pytest.Pytester) -> None:
     result = run(pytester, "--trims")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*trims (--trims): TRIMS_HOST_BYTES*'plenty' is not a size*"])
+
+
+def test_elsewhere_than_on_linux_it_is_off_and_says_so(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        elsewhere="import sys, sysconfig\nsysconfig.get_config_vars()\nsys.platform = 'darwin'\n"
+    )
+    result = run(pytester, "-p", "elsewhere", "--trims")
+    result.assert_outcomes(skipped=6)
+    result.stdout.fnmatch_lines(["trims: off, the cache needs Linux (from --trims)"])
