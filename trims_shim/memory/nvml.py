@@ -3,7 +3,7 @@
 Owns NVML's initialisation in this process. Devices are found by their id, which is NVML's UUID text
 as well: indices differ between NVML and CUDA, and between processes. Every answer is None where
 NVML or the package nvidia-ml-py is absent or does not know: these are figures to show and defaults
-to start from, so nothing may depend on them.
+to start from, so nothing may depend on them. (The daemon asks for the package; not for answers.)
 
 A child forked from a process that has used NVML gets None: NVML's locks may be held in it for ever.
 Blocking: some ms for the first question, far below one for the others. Any thread may ask.
