@@ -26,6 +26,13 @@ def test_every_policy_is_explained() -> None:
     assert sorted(first_column("Policies")) == sorted(POLICIES)
 
 
+def test_every_option_of_a_policy_is_named() -> None:
+    for name, make in POLICIES.items():
+        options = set(inspect.signature(make).parameters) - {"profile", "max_batch_size"}
+        text = SECTIONS["Policies"].partition("Options:")[2]
+        assert sorted(each for each in options if f"`{each}`" not in text) == [], name
+
+
 def test_every_named_collate_is_explained() -> None:
     for name in first_column("Items"):
         collate_of(name)
