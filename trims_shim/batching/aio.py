@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from trims_shim.batching.dispatch import Dispatch, Options
 from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.jobs import Job
-from trims_shim.batching.protocol import TIMER, Request
+from trims_shim.batching.protocol import Request
 from trims_shim.batching.replies import Entry, Failure, Reply, Seat, deliver
 from trims_shim.batching.streams import END, StreamReply
 from trims_shim.errors import BatchingError
@@ -288,13 +288,7 @@ class LoopDispatch(Dispatch):
 
     def _on_time(self) -> None:
         self._timer = None
-        self.post(self._report_time)
-
-    def _report_time(self, now_ns: int) -> None:
-        due_ns = self._policy.next_deadline_ns()
-        if due_ns is not None and due_ns <= now_ns:
-            self.record.add_wake(now_ns - due_ns)
-            self._tell(now_ns, TIMER)
+        self.post(self._ask_if_due)
 
 
 async def call(engine: Engine, make: Callable[[Reply], Request]) -> Any:

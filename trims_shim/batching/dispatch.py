@@ -29,6 +29,7 @@ from trims_shim.batching.options import Options
 from trims_shim.batching.protocol import (
     FLUSH,
     NEVER_NS,
+    TIMER,
     Action,
     Cancelled,
     Drop,
@@ -355,6 +356,13 @@ class Dispatch(ABC):
         request.payload.open_gate()
         self._outside.append(lambda: request.payload.lose(error))
         self._settled([request])
+
+    def _ask_if_due(self, now_ns: int) -> None:
+        """A timer has come: maybe that of ``next_deadline_ns``, which may have changed since."""
+        due_ns = self._policy.next_deadline_ns()
+        if due_ns is not None and due_ns <= now_ns:
+            self.record.add_wake(now_ns - due_ns)
+            self._tell(now_ns, TIMER)
 
     def _settled(self, requests: Sequence[Request]) -> None:
         for watch in self._watches[:]:

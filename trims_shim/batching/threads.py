@@ -24,7 +24,7 @@ from typing import Any
 from trims_shim.batching.dispatch import Dispatch, Options
 from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.jobs import Job
-from trims_shim.batching.protocol import TIMER, Request
+from trims_shim.batching.protocol import Request
 from trims_shim.batching.replies import BatchFuture, BlockedCall, Entry, Seat, deliver
 from trims_shim.errors import BatcherClosed, QueueFull
 
@@ -137,7 +137,7 @@ class ThreadDispatch(Dispatch):
             seat.sleep(left_ns / 1e9)
         else:
             seat.wake_ns = None
-            self._report_time(seat, wake_ns)
+            self._report_time(seat)
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -326,14 +326,11 @@ class ThreadDispatch(Dispatch):
             self._idle.append(self._new_worker())
         return self._idle[-1]
 
-    def _report_time(self, seat: Seat, wake_ns: int) -> None:
+    def _report_time(self, seat: Seat) -> None:
         def report(now_ns: int) -> None:
             if self._keeper is seat:
                 self._keeper = None
-            due_ns = self._policy.next_deadline_ns()
-            if due_ns is not None and due_ns <= now_ns:
-                self.record.add_wake(now_ns - due_ns)
-                self._tell(now_ns, TIMER)
+            self._ask_if_due(now_ns)
 
         self.post(report, seat)
 
