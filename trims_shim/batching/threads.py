@@ -220,7 +220,9 @@ class ThreadDispatch(Dispatch):
     # --- who does what; under the lock ------------------------------------------------------------
 
     def _launch(self, job: Job) -> None:
-        seat = self._seat_for(job)
+        self._give(job, self._seat_for(job))
+
+    def _give(self, job: Job, seat: Seat) -> None:
         # Nothing can come between these two.
         seat.job = job
         job.runner = seat
@@ -242,6 +244,9 @@ class ThreadDispatch(Dispatch):
             ]
             if callers:
                 return me if me in callers else callers[0]
+        return self._free_worker()
+
+    def _free_worker(self) -> _Worker:
         return self._idle.pop() if self._idle else self._new_worker()
 
     def _may_be_callers(self, job: Job) -> bool:
@@ -282,20 +287,15 @@ class ThreadDispatch(Dispatch):
             self.post(lambda now_ns: self._give_up(now_ns, error))
 
     def _hand_over(self, job: Job) -> None:
-        def give(now_ns: int) -> None:
-            worker = self._idle.pop() if self._idle else self._new_worker()
-            worker.job = job
-            if worker is self._keeper:
-                self._keeper = None
-            worker.wake_ns = None
-            worker.wake()
-
-        self.post(give)
+        self.post(lambda now_ns: self._give(job, self._free_worker()))
 
     def _rescue(self) -> None:
+        self._idle_worker().wake()
+
+    def _idle_worker(self) -> _Worker:
         if not self._idle:
             self._idle.append(self._new_worker())
-        self._idle[-1].wake()
+        return self._idle[-1]
 
     # --- time; under the lock ---------------------------------------------------------------------
 
@@ -322,9 +322,7 @@ class ThreadDispatch(Dispatch):
             return me
         if self._keeper is not None:
             return self._keeper
-        if not self._idle:
-            self._idle.append(self._new_worker())
-        return self._idle[-1]
+        return self._idle_worker()
 
     def _report_time(self, seat: Seat) -> None:
         def report(now_ns: int) -> None:
