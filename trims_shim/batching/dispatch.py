@@ -307,17 +307,22 @@ class Dispatch(ABC):
     def _carry_out(self, action: Action) -> None:
         if type(action) is Run:
             self._check_queued(action.batch)
-            job = self._job_type(action.device, action.batch, self._era)
-            self._jobs.add(job)
-            if len(self._jobs) > self.options.devices:
-                self._held.append(job)
-            else:
-                self._launch(job)
+            self._begin(self._job_type(action.device, action.batch, self._era))
             self._leave(action.batch)
         elif type(action) is Drop:
             self._drop(action)
         else:
             raise ValueError(f"{action!r} cannot be carried out by this executor")
+
+    def _begin(self, job: Job) -> None:
+        self._jobs.add(job)
+        if len(self._jobs) > self.options.devices:
+            self._held.append(job)
+        else:
+            self._launch(job)
+
+    def _is_begun(self, job: Job) -> bool:
+        return job.runner is not None or job in self._held
 
     def _check_queued(self, requests: Sequence[Request]) -> None:
         # Before anything is done: a rule of the user's may be wrong.
@@ -403,7 +408,7 @@ class Dispatch(ABC):
     def _tidy_up(self) -> None:
         """After an interrupt: a job was handed out and its requests left the queue, or neither."""
         for job in list(self._jobs):
-            if job.runner is not None or job in self._held:
+            if self._is_begun(job):
                 self._leave([each for each in job.requests if each.number in self._waiting])
                 if isinstance(job.runner, Seat):
                     job.runner.wake()

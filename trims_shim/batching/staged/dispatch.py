@@ -100,11 +100,7 @@ class StagedDispatch(ThreadDispatch):
         for other in self._jobs:
             assert isinstance(other, StageJob)
             other.is_beside = job.is_beside = True
-        self._jobs.add(job)
-        if len(self._jobs) > self.options.devices:
-            self._held.append(job)
-        else:
-            self._launch(job)
+        self._begin(job)
         self._set_out(job)
 
     def _job_of(self, action: RunStage) -> StageJob:
@@ -155,7 +151,8 @@ class StagedDispatch(ThreadDispatch):
             self._launch(self._held.popleft())
         if job.era != self._era:
             for request in [each for each in job.requests if each.number in self._active]:
-                self._begin_again(now_ns, request)
+                if self._begin_again(request):
+                    self._tell(now_ns, request)
             return
         is_typical = self.options.learning.ran(self._policy, job)
         batch = job.part.batch
@@ -222,33 +219,26 @@ class StagedDispatch(ThreadDispatch):
 
     def _start_over(self, error: Exception | None) -> None:
         """Those that are on their way, and not in a job, begin again: their policy is gone."""
-        running = {
-            each.number
-            for job in self._jobs
-            if job.runner is not None or job in self._held
-            for each in job.requests
-        }
-        for number in [each for each in self._active if each not in running]:
-            request = self._active.pop(number)
-            if self._is_heard(request):
-                self._fail([request], self._interrupted())
-            else:
-                self._wait_again(request)
+        begun = filter(self._is_begun, self._jobs)
+        running = {each.number for job in begun for each in job.requests}
+        for request in [each for each in self._active.values() if each.number not in running]:
+            self._begin_again(request)
         super()._start_over(error)
 
     def _tidy_up(self) -> None:
         for job in self._jobs:
-            if job.runner is not None or job in self._held:
+            if self._is_begun(job):
                 self._set_out(job)
         super()._tidy_up()
 
-    def _begin_again(self, now_ns: int, request: Request) -> None:
+    def _begin_again(self, request: Request) -> bool:
+        """It is in the queue again; False where it had to fail."""
         del self._active[request.number]
         if self._is_heard(request):
             self._fail([request], self._interrupted())
-        else:
-            self._wait_again(request)
-            self._tell(now_ns, request)
+            return False
+        self._wait_again(request)
+        return True
 
     def _is_heard(self, request: Request) -> bool:
         """Whether its caller has got pieces already; forgets them if not."""

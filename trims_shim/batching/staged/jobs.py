@@ -158,7 +158,7 @@ class StageJob(Job):
     def end_with(self, now_ns: int, error: BaseException) -> None:
         """See :class:`Job`."""
         self.is_alone = False
-        self.end(now_ns, [Failure(error)] * len(self.live or ()))
+        super().end_with(now_ns, error)
 
     def deliver(self) -> None:
         """See :class:`Job`; first what a loop adds to answers."""
