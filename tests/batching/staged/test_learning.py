@@ -44,7 +44,7 @@ def ran_stage(
     job = StageJob(RunStage(0, requests, stage, part), 0, is_end=stage == 1, result=list)
     job.begin(0)
     job.pieces()
-    job.end_stage(round(latency_ms * MS), StageOutput(pieces, [], [], [], [], runs=runs))
+    job.end_stage(round(latency_ms * MS), StageOutput(pieces, runs=runs))
     return job
 
 

@@ -78,7 +78,7 @@ class StagedDispatch(ThreadDispatch):
             # Its thread was interrupted, and the stage may have written into its activations.
             return self._staged.instead(job.live or [])
         if not pieces:
-            return StageOutput([], [], [], [], [])
+            return StageOutput()
         output = self._staged.run_stage(job.stage, pieces, device=job.device)
         while job.may_run_on(output) and job.news == self._news and not self._inbox:
             is_end = self._is_end(job.through + 1)

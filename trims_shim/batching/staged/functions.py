@@ -117,7 +117,7 @@ class StagedFunction(BatchFunction):
     def instead(self, requests: Sequence[Request], error: Exception | None = None) -> StageOutput:
         """All of them answered by the whole; ``error``: why."""
         results = self._whole([request.payload for request in requests], error)
-        return StageOutput([], list(requests), results, [], [], runs=0)
+        return StageOutput(left=list(requests), results=results, runs=0)
 
     def arguments_of(self, entries: Sequence[Entry]) -> Sequence[Any]:
         """What the first stage is called with."""
@@ -176,7 +176,7 @@ class StagedFunction(BatchFunction):
                 piece if is_stream and isinstance(piece, Pieces) else result
                 for result, piece, is_stream in zip(results, found, streams, strict=True)
             ]
-        return StageOutput([], list(requests), results, [], [], runs=0)
+        return StageOutput(left=list(requests), results=results, runs=0)
 
     def _result_of(self, found: Any) -> Any:
         loop = self.model.loop

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trims_shim.batching.collate import answers, padded_size
@@ -33,14 +33,14 @@ __all__ = ["StageOutput", "StageRunner", "without_graph"]
 class StageOutput:
     """What became of the requests of a part in one stage."""
 
-    pieces: list[Piece]
+    pieces: list[Piece] = field(default_factory=list)
     """Of those that go on."""
-    left: list[Request]
-    results: list[Any]
+    left: list[Request] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
     """Of those that left; not of those that a loop has finished, whose pieces are their answers."""
-    steps: list[tuple[Request, Any]]
+    steps: list[tuple[Request, Any]] = field(default_factory=list)
     """What a loop adds to answers."""
-    finished: list[Request]
+    finished: list[Request] = field(default_factory=list)
     """Those that a loop has finished; none of ``left``."""
     runs: int = 1
     """How often the stage was called."""
@@ -71,7 +71,7 @@ class StageRunner:
     def run(self, stage: int, pieces: Sequence[Piece], *, device: int = 0) -> StageOutput:
         """Raises what the stage raises, and BadBatch for what it may not return."""
         outputs: list[tuple[list[Request], Any]] = []
-        total = StageOutput([], [], [], [], [], runs=0)
+        total = StageOutput(runs=0)
         with without_graph():
             lane = self.lanes[device]
             try:
@@ -108,10 +108,14 @@ class StageRunner:
             yield requests, (self._filled(value, len(requests), loop),)
 
     def _batch(self, requests: Sequence[Request]) -> Sequence[Any]:
-        entries = [request.payload for request in requests]
-        missing = self._size_of(len(entries)) - len(entries)
-        _, _, batch = self._function.joined([*entries, *[entries[-1]] * missing])
+        entries = [request.payload for request in self._filled_up(requests)]
+        _, _, batch = self._function.joined(entries)
         return batch
+
+    def _filled_up(self, requests: Sequence[Request]) -> list[Request]:
+        """As many as the stages see."""
+        missing = self._size_of(len(requests)) - len(requests)
+        return [*requests, *[requests[-1]] * missing]
 
     def _joined(
         self, groups: list[tuple[list[Request], Any]], loop: Loop | None
@@ -147,25 +151,23 @@ class StageRunner:
             total.left.extend(requests)
             total.results.extend(self._answers(output, requests))
         else:
-            self._go_on(stage, requests, list(range(len(requests))), output, total)
+            self._go_on(stage, requests, output, total)
 
-    def _go_on(
-        self, stage: int, requests: list[Request], rows: list[int], value: Any, total: StageOutput
-    ) -> None:
+    def _go_on(self, stage: int, requests: list[Request], value: Any, total: StageOutput) -> None:
         found, expected = rows_of(value), self._size_of(len(requests))
         if found != expected:
             raise BadBatch(
                 f"{self._named(stage)} returned {'no' if found is None else found} rows for a "
                 f"batch of {expected}"
             )
-        total.pieces.append(Piece(requests, rows, value))
+        total.pieces.append(Piece(requests, list(range(len(requests))), value))
 
     def _after_exit(
         self, stage: int, requests: list[Request], output: EarlyExit, total: StageOutput
     ) -> None:
         flags = self._flags(stage, output.finished, requests)
-        filled = [*requests, *[requests[-1]] * (len(flags) - len(requests))]
-        ended = [each for each, is_finished in zip(filled, flags, strict=True) if is_finished]
+        filled = zip(self._filled_up(requests), flags, strict=True)
+        ended = [each for each, is_finished in filled if is_finished]
         count = sum(flags[: len(requests)])
         if ended:
             items = self._items(ended)
@@ -198,8 +200,7 @@ class StageRunner:
             total.pieces.append(Piece([requests[row] for row in rows], rows, output.state))
 
     def _answers(self, output: Any, requests: Sequence[Request]) -> list[Any]:
-        missing = self._size_of(len(requests)) - len(requests)
-        filled = [*requests, *[requests[-1]] * missing]
+        filled = self._filled_up(requests)
         found = answers(
             self._collate(filled), output, self._items(filled), function=self._function.name
         )
