@@ -24,7 +24,6 @@ from trims_shim.batching.protocol import Request
 from trims_shim.batching.replies import Entry, Failure
 from trims_shim.batching.staged.batches import Piece
 from trims_shim.batching.staged.comparing import is_close
-from trims_shim.batching.staged.flow import take
 from trims_shim.batching.staged.jobs import Pieces
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.running import StageOutput, StageRunner, without_graph
@@ -212,7 +211,7 @@ def _in_pieces(model: StagedModel, *batch: Any) -> Any:
         return _without_graph(model, *batch)
 
     def last(state: Any) -> list[Pieces]:
-        found = run_steps(loop.step, state, take_rows=loop.take or take)
+        found = run_steps(loop.step, state, take_rows=loop.take)
         return [Pieces(each) for each in found]
 
     with without_graph():

@@ -16,8 +16,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from trims_shim.batching.staged import flow
 from trims_shim.batching.staged.activations import EarlyExit, Shared, Stepped
-from trims_shim.batching.staged.flow import take
 from trims_shim.batching.staged.stage_profile import StagedProfile
 from trims_shim.batching.staged.whole import run_steps, run_whole
 
@@ -45,8 +45,8 @@ class Loop:
         result: Callable[[list[Any]], Any] = list,
     ) -> None:
         self.step = step
-        self.join = join
-        self.take = take
+        self.join = join or flow.join
+        self.take = take or flow.take
         self.result = result
 
     def __call__(self, state: Any) -> Stepped:
@@ -55,7 +55,7 @@ class Loop:
 
     def run(self, state: Any) -> list[Any]:
         """All steps. Returns the answer of each row."""
-        pieces = run_steps(self.step, state, take_rows=self.take or take)
+        pieces = run_steps(self.step, state, take_rows=self.take)
         return [self.result(each) for each in pieces]
 
 

@@ -23,7 +23,7 @@ from trims_shim.batching.splitting import split
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.batches import Piece
 from trims_shim.batching.staged.flow import NotJoinable, join, rows_of, take
-from trims_shim.batching.staged.model import Loop, StagedModel
+from trims_shim.batching.staged.model import StagedModel
 from trims_shim.errors import BadBatch
 
 __all__ = ["StageOutput", "StageRunner", "without_graph"]
@@ -98,14 +98,17 @@ class StageRunner:
         if new and not begun:
             yield new, self._batch(new)
             return
-        loop = self._loop_at(stage)
-        take_rows = (loop and loop.take) or take
+        join_all, take_rows = self._ways_at(stage)
         groups = [(piece.requests, take_rows(piece.value, piece.rows)) for piece in begun]
         if new:  # to a loop without stages before it
             (state,) = self._batch(new)
             groups.append((new, state))
-        for requests, value in self._joined(groups, loop):
-            yield requests, (self._filled(value, len(requests), loop),)
+        for requests, value in _joined(groups, join_all, take_rows):
+            missing = self._size_of(len(requests)) - len(requests)
+            if missing:
+                last = take_rows(value, [len(requests) - 1])
+                value = join_all([value, *[last] * missing])
+            yield requests, (value,)
 
     def _batch(self, requests: Sequence[Request]) -> Sequence[Any]:
         entries = [request.payload for request in self._filled_up(requests)]
@@ -117,27 +120,12 @@ class StageRunner:
         missing = self._size_of(len(requests)) - len(requests)
         return [*requests, *[requests[-1]] * missing]
 
-    def _joined(
-        self, groups: list[tuple[list[Request], Any]], loop: Loop | None
-    ) -> list[tuple[list[Request], Any]]:
-        if len(groups) < 2:
-            return groups
-        join_all = (loop and loop.join) or join
-        try:
-            return [_merged(groups, join_all)]
-        except NotJoinable:
-            alike = _alike(groups, join_all, (loop and loop.take) or take)
-            return [_merged(each, join_all) for each in alike]
-
-    def _filled(self, value: Any, count: int, loop: Loop | None) -> Any:
-        missing = self._size_of(count) - count
-        if not missing:
-            return value
-        last = ((loop and loop.take) or take)(value, [count - 1])
-        return ((loop and loop.join) or join)([value, *[last] * missing])
-
-    def _loop_at(self, stage: int) -> Loop | None:
-        return self.model.loop if stage == len(self.model.stages) - 1 else None
+    def _ways_at(self, stage: int) -> tuple[_Join, _Take]:
+        """How rows are joined and taken before a stage; a loop may have ways of its own."""
+        loop = self.model.loop
+        if loop is None or stage < len(self.model.stages) - 1:
+            return join, take
+        return loop.join, loop.take
 
     # --- after the stage --------------------------------------------------------------------------
 
@@ -233,18 +221,25 @@ class StageRunner:
 
 
 _Group = tuple[list[Request], Any]
+_Join = Callable[[Sequence[Any]], Any]
+_Take = Callable[[Any, Sequence[int]], Any]
 
 
-def _merged(groups: Sequence[_Group], join_all: Callable[[Sequence[Any]], Any]) -> _Group:
+def _joined(groups: list[_Group], join_all: _Join, take_rows: _Take) -> list[_Group]:
+    if len(groups) < 2:
+        return groups
+    try:
+        return [_merged(groups, join_all)]
+    except NotJoinable:
+        return [_merged(each, join_all) for each in _alike(groups, join_all, take_rows)]
+
+
+def _merged(groups: Sequence[_Group], join_all: _Join) -> _Group:
     value = join_all([value for _, value in groups])
     return [each for requests, _ in groups for each in requests], value
 
 
-def _alike(
-    groups: Sequence[_Group],
-    join_all: Callable[[Sequence[Any]], Any],
-    take_rows: Callable[[Any, Sequence[int]], Any],
-) -> list[list[_Group]]:
+def _alike(groups: Sequence[_Group], join_all: _Join, take_rows: _Take) -> list[list[_Group]]:
     """Those that can be joined with each other; tried with one row of each."""
     found: list[tuple[Any, list[_Group]]] = []
     for group in groups:

@@ -10,7 +10,6 @@ from typing import Any
 
 from trims_shim.batching.splitting import split
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
-from trims_shim.batching.staged.flow import take
 
 __all__ = ["run_steps", "run_whole"]
 
@@ -43,9 +42,7 @@ def run_whole(stages: Sequence[Callable[..., Any]], batch: Sequence[Any]) -> Any
     return [results[row] for row in sorted(results)]
 
 
-def run_steps(
-    step: Callable[[Any], Stepped], state: Any, *, take_rows: Take = take
-) -> list[list[Any]]:
+def run_steps(step: Callable[[Any], Stepped], state: Any, *, take_rows: Take) -> list[list[Any]]:
     """Run a step until all rows are finished. Returns the pieces of each."""
     stepped = step(state)
     answers: list[list[Any]] = [[] for _ in stepped.finished]
