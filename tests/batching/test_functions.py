@@ -133,4 +133,4 @@ class Awaited:
 def test_kinds_of_functions(function: Any, is_async: bool, is_streaming: bool) -> None:
     each = make(function)
     assert each.is_async == is_async
-    assert each.is_streaming == is_streaming
+    assert (each.is_generator or each.is_async_generator) == is_streaming

@@ -113,7 +113,6 @@ class FlexBatcher(Batcher):
         slo_ns = NEVER_NS if single_ms is None else objective_ns(single_ms)
         self._clock_ns = clock_ns
         self._owner: object = None
-        self._weight = None
         functions = StagedFunctions(
             models,
             devices=names,

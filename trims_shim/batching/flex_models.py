@@ -92,7 +92,7 @@ class StagedFunctions:
     policy knows them by.
     """
 
-    is_async = is_generator = is_async_generator = is_streaming = False
+    is_async = is_generator = False
 
     def __init__(
         self,

@@ -52,11 +52,6 @@ class BatchFunction:
         self._isolates = isolate_failures
         self._takes_owner = takes_owner
 
-    @property
-    def is_streaming(self) -> bool:
-        """Whether it yields several lists of results."""
-        return self.is_generator or self.is_async_generator
-
     def key(self, arguments: tuple[Any, ...]) -> Hashable:
         """Which requests may share a batch. Raises what the collate raises for this item."""
         number = len(arguments)

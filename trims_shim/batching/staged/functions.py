@@ -82,7 +82,7 @@ class StagedFunction(BatchFunction):
             takes_owner=takes_owner,
             name=name,
         )
-        if self.is_async or self.is_streaming:
+        if self.is_async or self.is_generator:
             raise TypeError(
                 f"{name} is asynchronous or a generator; a function with model= is the whole in "
                 "one plain call (answers in pieces come from a model whose last stage is a Loop)"
