@@ -33,7 +33,7 @@ _NEWEST_WEIGHT = 0.2
 _EDGE = 1e-6
 """How far apart exit points are at least, as a share of a batch."""
 _LAST = 4096
-"""As many as :mod:`trims_shim.batching.statistics` takes percentiles of."""
+"""Preemptions over which percentiles are taken."""
 
 
 class StagedJob(Job):

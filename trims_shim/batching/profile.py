@@ -2,7 +2,8 @@
 
 A profile is a table of latencies by batch size, made from a line ``l(b) = alpha * b + beta``
 (Nexus, SOSP'19, Eq. 1), from measured sizes, or learned while batches run. Pure: measuring is the
-executor's, saving and loading is :mod:`trims_shim.batching.profiling`'s.
+executor's, learning :mod:`trims_shim.batching.profiling`'s, saving and loading
+:mod:`trims_shim.batching.profile_store`'s.
 """
 
 from __future__ import annotations
