@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-__all__ = ["ArrayLibrary", "library_of"]
+__all__ = ["ArrayLibrary", "library_of", "torch_in_this_thread"]
 
 _SMALL_ROW_BYTES = 64 << 10
 """Copied in some microseconds, less than it takes to hand a result over."""
@@ -119,15 +119,15 @@ class _Torch(ArrayLibrary):
         return array.dtype, array.device
 
     def stack(self, arrays: Sequence[Any]) -> Any:
-        torch = _torch_in_this_thread()
+        torch = torch_in_this_thread()
         return torch.stack([_without_graph(each) for each in arrays])
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:
-        torch = _torch_in_this_thread()
+        torch = torch_in_this_thread()
         return torch.cat([_without_graph(each) for each in arrays])
 
     def pad(self, arrays: Sequence[Any], axis: int, length: int, value: float) -> Any:
-        torch = _torch_in_this_thread()
+        torch = torch_in_this_thread()
         first = _without_graph(arrays[0])
         if not first.is_floating_point() and not first.is_complex():
             _check_fits(value, first.dtype, torch.iinfo if first.dtype != torch.bool else None)
@@ -165,7 +165,7 @@ class _Torch(ArrayLibrary):
                 for part in parts]  # fmt: skip
 
 
-def _torch_in_this_thread() -> Any:
+def torch_in_this_thread() -> Any:
     """torch, with its number of threads as it was set.
 
     The number belongs to each thread (OpenMP's is), and torch hands ``set_num_threads`` on to a new

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from trims_shim.batching.arguments import whole
+from trims_shim.batching.arrays import torch_in_this_thread
 from trims_shim.batching.staged.decoding.key_values import (
     NOTHING_SEEN,
     GrowingCache,
@@ -179,7 +180,7 @@ class _Generator:
 
     def _read(self, prompts: _Prompts, *, part: int, parts: int) -> Any:
         """One part of the columns; after the last, the first token."""
-        torch = _torch_in_this_thread()
+        torch = torch_in_this_thread()
         columns = prompts.tokens.shape[1]
         start, end = columns * part // parts, columns * (part + 1) // parts
         if start == end:
@@ -213,7 +214,7 @@ class _Generator:
 
     def step(self, state: _Decoding) -> Stepped:
         """One more token for each row."""
-        torch = _torch_in_this_thread()
+        torch = torch_in_this_thread()
         with torch.inference_mode():
             lengths = state.lengths + 1
             columns = state.past.length + 1
@@ -279,11 +280,3 @@ def _answer(pieces: list[Any]) -> Any:
     import torch
 
     return torch.cat(pieces)
-
-
-def _torch_in_this_thread() -> Any:
-    """torch, with its number of threads as it was set; see arrays."""
-    import torch
-
-    torch.get_num_threads()
-    return torch

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from trims_shim.batching.arrays import torch_in_this_thread
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.block_calls import BlockCalls, Prelude, Shell
@@ -200,10 +201,7 @@ class BlockStage:
 
     def __call__(self, *batch: Any) -> Any:
         """The batch for the first stage, else what the stage before returned."""
-        import torch
-
-        # The number of threads belongs to each thread, and products of matrices do not hand it on.
-        torch.get_num_threads()
+        torch = torch_in_this_thread()
         body = self._body
         with torch.no_grad():
             state = batch[0] if self._begin else body.begin(batch)

@@ -23,6 +23,7 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trims_shim.batching.arrays import torch_in_this_thread
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.slicing.cutting import Cut
 from trims_shim.batching.staged.slicing.examples import Example
@@ -278,10 +279,7 @@ class GraphStage:
 
     def __call__(self, *batch: Any) -> Any:
         """The batch for the first stage, else what the stage before returned."""
-        import torch
-
-        # The number of threads belongs to each thread, and products of matrices do not hand it on.
-        torch.get_num_threads()
+        torch = torch_in_this_thread()
         if self._takes is not None:
             inputs = self._takes(*batch)
         else:
