@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.dispatch import Dispatch, Options
+from trims_shim.batching.dispatch import Dispatch
 from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.learning import Learning
+from trims_shim.batching.options import Options
 from trims_shim.batching.policies.early_drop import EarlyDrop
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profile import LatencyProfile

@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any
 
-from trims_shim.batching.dispatch import Dispatch, Options
+from trims_shim.batching.dispatch import Dispatch
 from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.jobs import Job
+from trims_shim.batching.options import Options
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.replies import Entry, Failure, Reply, Seat, deliver
 from trims_shim.batching.streams import END, StreamReply

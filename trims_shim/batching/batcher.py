@@ -31,9 +31,10 @@ from trims_shim.batching.arguments import (
     whole,
 )
 from trims_shim.batching.collate import Collate, CollateSpec
-from trims_shim.batching.dispatch import Dispatch, Options
+from trims_shim.batching.dispatch import Dispatch
 from trims_shim.batching.engine import Engine, EngineKind
 from trims_shim.batching.instances import Beside, Inside, InstanceEngines
+from trims_shim.batching.options import Options
 from trims_shim.batching.policies.registry import POLICIES, rule_maker
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request

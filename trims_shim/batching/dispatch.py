@@ -45,7 +45,7 @@ from trims_shim.batching.statistics import BatcherStats, Record
 from trims_shim.diagnostics import signalled
 from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
 
-__all__ = ["Dispatch", "Options"]
+__all__ = ["Dispatch"]
 
 _logger = logging.getLogger(__name__)
 

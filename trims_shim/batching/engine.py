@@ -18,9 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trims_shim.batching.dispatch import Dispatch, Options
+from trims_shim.batching.dispatch import Dispatch
 from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.learning import Learning, Prior
+from trims_shim.batching.options import Options
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profiling import measure
 from trims_shim.batching.protocol import Request

@@ -26,11 +26,11 @@ from trims_shim.batching.arguments import (
 )
 from trims_shim.batching.batcher import Batcher
 from trims_shim.batching.collate import CollateSpec
-from trims_shim.batching.dispatch import Options
 from trims_shim.batching.engine import Engine
 from trims_shim.batching.flex_dispatch import FlexDispatch, FlexLearning
 from trims_shim.batching.flex_models import StagedFunctions, Stages
 from trims_shim.batching.lanes import lane_of
+from trims_shim.batching.options import Options
 from trims_shim.batching.policies.flex import PREEMPTION_FACTOR, Flex
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request

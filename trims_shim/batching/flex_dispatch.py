@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from trims_shim.batching.dispatch import Options
 from trims_shim.batching.exit_points import ExitPoints
 from trims_shim.batching.flex_models import StagedFunctions
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.learning import LateKey, Learning, plain_key
+from trims_shim.batching.options import Options
 from trims_shim.batching.policies.flex import Flex
 from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.policies.preemptible import PreemptibleModel, even_exits

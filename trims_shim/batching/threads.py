@@ -21,9 +21,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from trims_shim.batching.dispatch import Dispatch, Options
+from trims_shim.batching.dispatch import Dispatch
 from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.jobs import Job
+from trims_shim.batching.options import Options
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.replies import BatchFuture, BlockedCall, Entry, Seat, deliver
 from trims_shim.errors import BatcherClosed, QueueFull

@@ -16,8 +16,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from trims_shim.batching.dispatch import Options
 from trims_shim.batching.jobs import Job
+from trims_shim.batching.options import Options
 from trims_shim.batching.protocol import Action, Cancelled, Request
 from trims_shim.batching.replies import BlockedCall, Failure, Seat
 from trims_shim.batching.staged.functions import StagedFunction
