@@ -8,7 +8,6 @@ stage to stage is the stages' business.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from trims_shim.batching.exit_points import ExitPoints, GivenUp
 from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.lanes import Lane
 from trims_shim.batching.replies import Entry, Failure
-from trims_shim.batching.staged.model import Loop
+from trims_shim.batching.staged.model import Loop, check_stage
 from trims_shim.errors import BadBatch
 
 __all__ = ["StagedFunctions", "Stages", "stages_of"]
@@ -38,14 +37,11 @@ def stages_of(model: Stages, device: str) -> list[Stage]:
     # nn.Sequential is no Sequence, but iterates over its children; other modules do not.
     stages = list(model) if isinstance(model, Iterable) else [model]
     for stage in stages:
-        if not callable(stage):
-            raise TypeError(f"{stage!r} is no stage: it is not callable")
+        check_stage(stage)
         if isinstance(stage, Loop):
             raise TypeError(
                 "a model that ends in a Loop cannot start anew; serve it with a Batcher"
             )
-        if inspect.iscoroutinefunction(stage) or inspect.isasyncgenfunction(stage):
-            raise TypeError(f"{stage!r} is asynchronous; stages run in threads")
     if not stages:
         raise ValueError("a model needs at least one stage")
     return stages

@@ -21,7 +21,7 @@ from trims_shim.batching.staged.activations import EarlyExit, Shared, Stepped
 from trims_shim.batching.staged.stage_profile import StagedProfile
 from trims_shim.batching.staged.whole import run_steps, run_whole
 
-__all__ = ["EarlyExit", "Loop", "Shared", "Stage", "StagedModel", "Stepped"]
+__all__ = ["EarlyExit", "Loop", "Shared", "Stage", "StagedModel", "Stepped", "check_stage"]
 
 Stage = Callable[..., Any]
 
@@ -77,7 +77,7 @@ class StagedModel:
         if not self.stages:
             raise ValueError("a model needs at least one stage")
         for stage in self.stages:
-            _check_stage(stage)
+            check_stage(stage)
         if any(isinstance(stage, Loop) for stage in self.stages[:-1]):
             raise TypeError("a Loop has to be the last stage")
         if profile is not None and len(profile.stages) != len(self.stages):
@@ -111,7 +111,8 @@ class StagedModel:
         return f"<StagedModel {self.name or 'of'} {len(self)} stages>"
 
 
-def _check_stage(stage: Stage) -> None:
+def check_stage(stage: Stage) -> None:
+    """Raises TypeError for what is not callable, or asynchronous."""
     if not callable(stage):
         raise TypeError(f"{stage!r} is no stage: it is not callable")
     if inspect.iscoroutinefunction(stage) or inspect.isasyncgenfunction(stage):
