@@ -232,6 +232,13 @@ class Engine:
 
     def warm(self, request: Request, *, repeats: int, limit_s: float) -> LatencyProfile:
         """Measure with copies of this request. Raises what the function raises."""
+        learning = self.options.learning
+        profile = self._measured(request, repeats=repeats, limit_ns=round(limit_s * 1e9))
+        for dispatch in self.dispatches():
+            dispatch.change(lambda policy: learning.refresh(policy, request.key))
+        return profile
+
+    def _measured(self, request: Request, *, repeats: int, limit_ns: int) -> LatencyProfile:
         learning, entry = self.options.learning, request.payload
 
         def run(size: int) -> None:
@@ -244,12 +251,9 @@ class Engine:
             learning.sizes_to_measure(),
             repeats=repeats,
             clock=self.options.clock_ns,
-            limit_ns=round(limit_s * 1e9),
+            limit_ns=limit_ns,
         )
-        profile = learning.measured(request.key, durations_ns)
-        for dispatch in self.dispatches():
-            dispatch.change(lambda policy: learning.refresh(policy, request.key))
-        return profile
+        return learning.measured(request.key, durations_ns)
 
     def _run(self, entries: list[Entry]) -> list[Any]:
         if not self.function.is_async:

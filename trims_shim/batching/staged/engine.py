@@ -20,8 +20,6 @@ from trims_shim.batching.threads import ThreadDispatch
 
 __all__ = ["StagedEngine", "UnboundEngine"]
 
-_NS_PER_S = 1e9
-
 
 class StagedEngine(Engine):
     """Its threads run stages; or, with ``is_whole``, the model as any other function."""
@@ -52,10 +50,9 @@ class StagedEngine(Engine):
         stage = StageStats(stats.batch_sizes, stats.busy_total_s)
         return StagedStats(stats.batches, stretches=0, splits=0, failures=0, stages=(stage,))
 
-    def warm(self, request: Request, *, repeats: int, limit_s: float) -> LatencyProfile:
-        """See :class:`Engine`; measures each stage."""
+    def _measured(self, request: Request, *, repeats: int, limit_ns: int) -> LatencyProfile:
         staged, clock, entry = self._staged, self.options.clock_ns, request.payload
-        learning, limit_ns = self.options.learning, round(limit_s * _NS_PER_S)
+        learning = self.options.learning
         assert isinstance(learning, StagedLearning)
         sizes = learning.sizes_to_measure()
 
@@ -82,10 +79,7 @@ class StagedEngine(Engine):
                 limit_ns=limit_ns,
                 lanes=staged.lanes,
             )
-        profile = learning.measured_stages(request.key, durations_ns, width=width)
-        for dispatch in self.dispatches():
-            dispatch.change(lambda policy: learning.refresh(policy, request.key))
-        return profile
+        return learning.measured_stages(request.key, durations_ns, width=width)
 
 
 class UnboundEngine(StagedEngine):
