@@ -73,6 +73,14 @@ class LatencyProfile:
         """The largest size up to ``limit`` that takes at most ``budget_ns``; 0 if none does."""
         return bisect_right(self._table, budget_ns, 1, min(limit + 1, len(self._table))) - 1
 
+    def check_knows(self, max_batch_size: int) -> None:
+        """Raises ValueError for a size of batches that is none, or beyond its own."""
+        if not 1 <= max_batch_size <= self.max_batch_size:
+            raise ValueError(
+                f"max_batch_size is {max_batch_size}, and the profile knows sizes from 1 to "
+                f"{self.max_batch_size}"
+            )
+
     def line_ns(self) -> tuple[float, float]:
         """``(alpha, beta)`` of the line of least squares through the table; beta is at least 0."""
         count = self.max_batch_size

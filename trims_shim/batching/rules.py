@@ -39,11 +39,7 @@ class Rule(ABC):
     def __init__(
         self, profile: LatencyProfile, *, max_batch_size: int, margin_ms: float = 0.0
     ) -> None:
-        if not 1 <= max_batch_size <= profile.max_batch_size:
-            raise ValueError(
-                f"max_batch_size is {max_batch_size}, and the profile knows sizes from 1 to "
-                f"{profile.max_batch_size}"
-            )
+        profile.check_knows(max_batch_size)
         self.profile = profile
         self.max_batch_size = max_batch_size
         self.margin_ns = duration_ns("margin_ms", margin_ms)

@@ -33,11 +33,7 @@ class PreemptibleModel:
     exits: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_batch_size <= self.profile.max_batch_size:
-            raise ValueError(
-                f"max_batch_size is {self.max_batch_size}, and the profile knows sizes from 1 to "
-                f"{self.profile.max_batch_size}"
-            )
+        self.profile.check_knows(self.max_batch_size)
         edges = (0.0, *self.exits, 1.0)
         if any(later <= earlier for earlier, later in pairwise(edges)):
             raise ValueError(f"exits {self.exits} do not ascend between 0 and 1")
