@@ -47,6 +47,8 @@ def split(
     """
     if results is None:
         return [None] * count
+    if type(results) is list:
+        return _split_sequence(results, count, sizes, where)
     library = library_of(results)
     if library is not None:
         expected = count if sizes is None else sum(sizes)
