@@ -288,13 +288,13 @@ class EngineKind:
 
 class _Countdown:
     def __init__(self, number: int, on_zero: Callable[[], None]) -> None:
-        self._left = [None] * number
+        self._left = number
         self._on_zero = on_zero
         self._lock = threading.Lock()
 
     def count(self) -> None:
         with self._lock:
-            self._left.pop()
+            self._left -= 1
             is_zero = not self._left
         if is_zero:
             self._on_zero()
