@@ -31,7 +31,7 @@ from trims_shim.batching.simulator import (
 from trims_shim.batching.single import Batching
 from trims_shim.errors import ConfigError
 
-__all__ = ["Setup", "made_up", "policies", "profile_of", "rate_of", "slo_ns_of", "trace"]
+__all__ = ["Setup", "made_up", "policies", "rate_of", "slo_ns_of", "trace"]
 
 _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
@@ -58,7 +58,7 @@ class Setup:
     def of(cls, arguments: argparse.Namespace) -> Setup:
         """From the command line. Raises ConfigError, or FormatError for a file of another kind."""
         return cls(
-            profile=profile_of(arguments),
+            profile=_profile_of(arguments),
             devices=arguments.devices,
             jitter_ns=arguments.jitter_ms * _NS_PER_MS,
             spread=arguments.spread,
@@ -98,7 +98,7 @@ class Setup:
         return self.devices * _NS_PER_S * max(rates)
 
 
-def profile_of(arguments: argparse.Namespace) -> LatencyProfile:
+def _profile_of(arguments: argparse.Namespace) -> LatencyProfile:
     """That of a file, or a line; up to ``--max-batch-size``."""
     limit = arguments.max_batch_size
     if limit is not None and limit > LARGEST_SIZE:

@@ -15,7 +15,7 @@ from trims_shim.batching.protocol import Request
 
 __all__ = ["Choice", "Offer", "by_need", "by_size"]
 
-URGENCY = 3.0
+_URGENCY = 3.0
 """How much more a request counts that will be lost unless it goes now.
 
 Of 0 to 10, under light and heavy load, with 1 and 8 devices, equal and mixed deadlines: more helps
@@ -73,7 +73,7 @@ def by_size(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> tup
 def by_need(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> tuple[Offer, float]:
     """The batch that can wait least, as long as everything that is queued can be in time.
 
-    When it cannot, the batch that is worth most: its size, and ``URGENCY`` for each request of it
+    When it cannot, the batch that is worth most: its size, and ``_URGENCY`` for each request of it
     that would be lost by waiting for the next device. The longer it runs beyond half of the
     shortest objective of the others, the less that counts, in proportion.
     """
@@ -109,7 +109,7 @@ def _worths(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> Ite
         if soonest_ns is not None:
             next_ns = max(now_ns, min(next_ns, soonest_ns))
         size = len(offer.batch)
-        yield size + URGENCY * (size - offer.size_at(next_ns))
+        yield size + _URGENCY * (size - offer.size_at(next_ns))
 
 
 def _shares(offers: Sequence[Offer]) -> list[float]:

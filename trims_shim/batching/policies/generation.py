@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from trims_shim.batching.profile import LatencyProfile
@@ -23,7 +23,7 @@ class Candidate:
     """A batch that could run now, whose members would all be in time."""
 
     batch: Sequence[Request]
-    given_up: Sequence[Request] = field(default=())
+    given_up: Sequence[Request] = ()
     """Requests ahead of some of the batch that would not be answered in time with it."""
 
 
