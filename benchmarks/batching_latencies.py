@@ -13,18 +13,17 @@ import itertools
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
 
+from benchmarks.batching_policies import JITTERS, simulated
 from benchmarks.harness import ROOT, write_json
 from trims_shim.batching.policies import POLICIES
 from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.protocol import Request
-from trims_shim.batching.simulator import Report, gamma, requests, simulate
-from trims_shim.batching.single import Batching
+from trims_shim.batching.simulator import Report, gamma, requests
 
 __all__ = ["main"]
 
@@ -38,8 +37,6 @@ SETTINGS = {
 """Latencies in ms, and an objective."""
 CVS = (1, 3)
 LOADS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.2)
-JITTERS = ("none", "1 ms", "log-normal")
-_LOG_NORMAL_SIGMA = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +57,13 @@ class Cell:
 Place = tuple[str, str, int, float, str]
 
 
-def _exponential_ns(random: Random) -> int:
-    return int(random.expovariate(1) * _NS_PER_MS)
-
-
-def _service_ns(
-    profile: LatencyProfile, jitter: str, random: Random
-) -> Callable[[int, Sequence[Request]], int]:
-    if jitter == "none":
-        return lambda device, batch: profile.latency_ns(len(batch))
-    if jitter == "1 ms":
-        return lambda device, batch: profile.latency_ns(len(batch)) + _exponential_ns(random)
-    return lambda device, batch: int(
-        profile.latency_ns(len(batch)) * random.lognormvariate(0, _LOG_NORMAL_SIGMA)
-    )
-
-
 def _run(place: Place, count: int, seed: int) -> tuple[float, float, float, float]:
     setting, jitter, cv, load, policy = place
     profile, slo_ms = SETTINGS[setting]
     size = profile.largest_within(slo_ms * _NS_PER_MS / 2, _LARGEST)
     rate_qps = load * size / profile.latency_ns(size) * 1e9
-    timers = Random(seed + 2)
-    outcome = simulate(
-        Batching(lambda key: POLICIES[policy](profile, max_batch_size=_LARGEST)),
-        requests(gamma(rate_qps, cv, Random(seed)), slo_ms=slo_ms, count=count),
-        service_ns=_service_ns(profile, jitter, Random(seed + 1)),
-        lateness_ns=None if jitter == "none" else lambda: _exponential_ns(timers),
-    )
+    stream = requests(gamma(rate_qps, cv, Random(seed)), slo_ms=slo_ms, count=count)
+    outcome = simulated(POLICIES[policy], profile, stream, jitter=jitter, seed=seed)
     report = Report.of(outcome)
     mean_ns = statistics.fmean(end_ns - each.arrival_ns for each, end_ns in outcome.answered)
     return report.violation_ratio, mean_ns / _NS_PER_MS, report.p99_ms, report.busy_share

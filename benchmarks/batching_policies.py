@@ -24,7 +24,7 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -35,11 +35,19 @@ from trims_shim.batching.policies.goodput import Goodput
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.rules import RuleMaker
-from trims_shim.batching.simulator import Report, bursty, gamma, poisson, simulate, uniform
-from trims_shim.batching.simulator.arrivals import requests
+from trims_shim.batching.simulator import (
+    Outcome,
+    Report,
+    bursty,
+    gamma,
+    poisson,
+    requests,
+    simulate,
+    uniform,
+)
 from trims_shim.batching.single import Batching
 
-__all__ = ["main"]
+__all__ = ["JITTERS", "main", "simulated"]
 
 _NS_PER_MS = 1_000_000
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,11 +129,25 @@ def _times_ns(cell: Cell) -> Iterator[int]:
     return gamma(rate_qps, float(cell.arrivals.split()[1]), random)
 
 
-def _service_ns(cell: Cell) -> Callable[[int, Sequence[Request]], int]:
-    latency_ns, random = PROFILES[cell.profile].latency_ns, Random(cell.seed + 1)
-    if cell.jitter == "none":
+def simulated(
+    maker: RuleMaker, profile: LatencyProfile, stream: Iterable[Request], *, jitter: str, seed: int
+) -> Outcome:
+    """One device, whose batches and timers vary by one of :data:`JITTERS`."""
+    timers = Random(seed + 2)
+    return simulate(
+        Batching(lambda key: maker(profile, max_batch_size=profile.max_batch_size)),
+        stream,
+        service_ns=_service_ns(profile.latency_ns, jitter, Random(seed + 1)),
+        lateness_ns=None if jitter == "none" else lambda: _exponential_ns(timers),
+    )
+
+
+def _service_ns(
+    latency_ns: Callable[[int], int], jitter: str, random: Random
+) -> Callable[[int, Sequence[Request]], int]:
+    if jitter == "none":
         return lambda device, batch: latency_ns(len(batch))
-    if cell.jitter == "1 ms":
+    if jitter == "1 ms":
         return lambda device, batch: latency_ns(len(batch)) + _exponential_ns(random)
     return lambda device, batch: int(
         latency_ns(len(batch)) * random.lognormvariate(0, _LOG_NORMAL_SIGMA)
@@ -137,14 +159,9 @@ def _exponential_ns(random: Random) -> int:
 
 
 def _report(cell: Cell, maker: RuleMaker) -> Report:
-    profile, timers = PROFILES[cell.profile], Random(cell.seed + 2)
-    outcome = simulate(
-        Batching(lambda key: maker(profile, max_batch_size=profile.max_batch_size)),
-        requests(_times_ns(cell), slo_ms=_slo_ms(cell), count=cell.requests),
-        service_ns=_service_ns(cell),
-        lateness_ns=None if cell.jitter == "none" else lambda: _exponential_ns(timers),
-    )
-    return Report.of(outcome)
+    stream = requests(_times_ns(cell), slo_ms=_slo_ms(cell), count=cell.requests)
+    profile = PROFILES[cell.profile]
+    return Report.of(simulated(maker, profile, stream, jitter=cell.jitter, seed=cell.seed))
 
 
 def _run(cell: Cell, policies: Sequence[str]) -> Result:
