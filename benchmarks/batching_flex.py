@@ -17,7 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.batching_data import DataMissing, find_dataset
@@ -30,9 +30,10 @@ from benchmarks.batching_flex_systems import (
     run,
     synthetic,
 )
+from benchmarks.harness import ROOT, write_json
 from trims_shim.batching.simulator import Report
 
-RESULTS = Path(__file__).parent.parent / "docs" / "results"
+RESULTS = ROOT / "docs" / "results"
 MODELS = ("equal", "mixed", "heavy")
 SECTIONS = ("grid", "lambda", "stages", "traces")
 WRITE_EVERY_S = 20.0
@@ -66,7 +67,6 @@ def main() -> None:
     count, seeds = (4_000, 1) if arguments.quick else (16_000, 3)
     began_s = written_s = time.monotonic()
     path = arguments.out / "batching_flex.json"
-    arguments.out.mkdir(parents=True, exist_ok=True)
     cells = _kept(path, arguments.sections)
     notes: list[str] = []
     for section in arguments.sections:
@@ -92,9 +92,9 @@ def _write(
         "seeds": seeds,
         "seconds": round(taken_s),
         "notes": notes,
-        "cells": [asdict(cell) for cell in cells],
+        "cells": cells,
     }
-    path.write_text(json.dumps(written, indent=1) + "\n")
+    write_json(path, written)
 
 
 def _kept(path: Path, measured: Sequence[str]) -> list[Cell]:

@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import ROOT, write_json
 from trims_shim.batching.exit_points import ExitPoints
 from trims_shim.batching.flex import FlexBatcher
 from trims_shim.batching.flex_models import StagedFunctions
 from trims_shim.batching.lanes import CpuLane, lane_of
 from trims_shim.batching.replies import BlockedCall, Entry
 
-RESULTS = Path(__file__).parent.parent / "docs" / "results"
+RESULTS = ROOT / "docs" / "results"
 LAYERS, WIDTH, BATCH = 16, 1024, 8
 STAGES = (1, 2, 4, 8, 16)
 ROUNDS = 60
@@ -53,9 +54,7 @@ def main() -> None:
             "preemption": [preemption(device, stages) for stages in STAGES[1:]],
         }
     print(json.dumps(found, indent=1))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / "batching_flex_overhead.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(arguments.out / "batching_flex_overhead.json", found)
 
 
 def layers(device: str, count: int = LAYERS) -> list[torch.nn.Module]:

@@ -14,7 +14,7 @@ import multiprocessing
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(_table(cells, options.policies))
     head = {"requests": options.requests, "seeds": options.seeds}
     path = options.output / "batching_latencies.json"
-    write_json(path, head | {"cells": [asdict(each) for each in cells]})
+    write_json(path, head | {"cells": cells})
     print(f"written: {path}")
     return 0
 

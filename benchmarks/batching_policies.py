@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+from benchmarks.harness import ROOT
 from trims_shim.batching.policies import POLICIES, Proteus, Window
 from trims_shim.batching.policies.goodput import Goodput
 from trims_shim.batching.profile import LatencyProfile
@@ -50,7 +51,6 @@ from trims_shim.batching.single import Batching
 __all__ = ["JITTERS", "main", "simulated"]
 
 _NS_PER_MS = 1_000_000
-ROOT = Path(__file__).resolve().parent.parent
 PROFILES = {
     "45 + 0.4 b": LatencyProfile.linear(0.4, 45, max_batch_size=16),
     "20 + 2 b": LatencyProfile.linear(2, 20, max_batch_size=16),

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from benchmarks.harness import ROOT
 from benchmarks.staged_policies_report import Cell, plot, report
 from benchmarks.staged_scenes import (
     DEVICES,
@@ -45,7 +46,7 @@ from trims_shim.batching.staged.simulation import StagedOutcome
 
 __all__ = ["main"]
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+RESULTS = ROOT / "docs" / "results"
 SECTIONS = ("latencies", "peaks", "lanes", "pairs", "stages")
 PAIRS = (1, 2, 3, 4)
 STAGES = (1, 2, 3, 4, 6, 8, 12, 20)
