@@ -38,7 +38,14 @@ from benchmarks.batching_plan import (
     compared_jobs,
     tried_jobs,
 )
-from benchmarks.harness import ROOT, Worker, WorkerFailed, describe_machine, write_json
+from benchmarks.harness import (
+    ROOT,
+    Worker,
+    WorkerFailed,
+    describe_machine,
+    rounded,
+    write_json,
+)
 from benchmarks.peers import CATALOGUE
 
 __all__ = ["main"]
@@ -49,6 +56,7 @@ _CALIBRATION_REPEATS = 15
 _STAGGER_S = 0.0037
 """Between starts of a round: equal arrivals of several processes do not fall on one moment."""
 _READY_DEADLINE_S = 90.0
+_DIGITS = 5
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -145,14 +153,7 @@ def _run(jobs: Sequence[Job], records: list[dict[str, Any]], faults: list[str]) 
             if job.purpose == CHOOSE:
                 del result["facts"]
             records.append({"job": job.key(), "cell": asdict(job.cell), **conditions})
-            records[-1]["result"] = _rounded(result)
-
-
-def _rounded(value: Any) -> Any:
-    """Five digits: the file is kept for good."""
-    if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+            records[-1]["result"] = rounded(result, _DIGITS)
 
 
 def _is_ready(job: Job, worker: Worker, faults: list[str]) -> bool:

@@ -42,6 +42,7 @@ __all__ = [
     "daemon",
     "describe_machine",
     "pair_ratios",
+    "rounded",
     "run_once",
     "write_json",
 ]
@@ -279,6 +280,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1, default=_encode)
     path.write_text(text + "\n")
+
+
+def rounded(value: Any, digits: int) -> Any:
+    """With so many digits in each number of it: files of results are kept for good."""
+    if isinstance(value, dict):
+        return {name: rounded(each, digits) for name, each in value.items()}
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def _encode(value: object) -> object:

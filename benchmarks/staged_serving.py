@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.forking import Server, server
-from benchmarks.harness import ROOT, WorkerFailed, describe_machine, write_json
+from benchmarks.harness import ROOT, WorkerFailed, describe_machine, rounded, write_json
 from benchmarks.staged_serving_report import markdown, plot
 
-__all__ = ["FULL", "LOADS", "LONE", "QUICK", "SIDES", "Plan", "main", "phases_of", "rounded"]
+__all__ = ["FULL", "LOADS", "LONE", "QUICK", "SIDES", "Plan", "main", "phases_of"]
 
 _MODULE = "benchmarks.staged_cell"
 QOS_MS = 200.0
@@ -56,6 +56,7 @@ LONE: dict[str, dict[str, Any]] = {
     "all stages": {"policy": "immediate", "stages": None, "bucketed": False},
 }
 _CHOOSING_SEED = 99
+_DIGITS = 4
 _CLIENTS = {"cpu": (4, 8, 16, 32), "cuda": (16, 32, 64, 128, 256)}
 Result = dict[str, Any]
 Measures = dict[str, Callable[[], Result]]
@@ -140,16 +141,9 @@ class _Run:
                 continue
             if errors := result.get("errors"):
                 self.faults.append(f"{cell}: {errors}")
-            self.cells.append(cell | {"result": rounded(result)})
+            self.cells.append(cell | {"result": rounded(result, _DIGITS)})
         taken_s = time.monotonic() - began_s
         self._longest_s[kind] = max(taken_s, self._longest_s.get(kind, 0.0))
-
-
-def rounded(value: Any) -> Any:
-    """Four digits: the file is kept for good."""
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 # --- what is measured -----------------------------------------------------------------------------
@@ -163,7 +157,7 @@ def _calibrate(run: _Run, model: str) -> Result:
     for side in run.plan.sides:
         if side not in ("immediate", "window", "stages alone"):
             run.ask("learn", model=model, side=SIDES[side], limit_s=run.plan.learning_s)
-    return {"durations_ms": rounded(durations_ms), "capacity": rounded(capacity)}
+    return rounded({"durations_ms": durations_ms, "capacity": capacity}, _DIGITS)
 
 
 def _offered(
