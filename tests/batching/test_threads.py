@@ -119,15 +119,7 @@ def interrupt_main() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-@pytest.fixture
-def _python_handler() -> Any:
-    """SIGINT raises KeyboardInterrupt, also where pytest was started with it ignored."""
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, old)
-
-
-@pytest.mark.usefixtures("_python_handler")
+@pytest.mark.usefixtures("python_handler")
 def test_an_interrupted_caller_loses_nobody_elses_answer() -> None:
     runs: list[list[int]] = []
     waiting = threading.Event()
@@ -161,7 +153,7 @@ def test_an_interrupted_caller_loses_nobody_elses_answer() -> None:
         assert batcher.stats().cancelled == 1
 
 
-@pytest.mark.usefixtures("_python_handler")
+@pytest.mark.usefixtures("python_handler")
 def test_an_interrupted_wait_gives_the_request_up() -> None:
     gate = Gate()
     with greedy(gate) as batcher:
@@ -182,7 +174,7 @@ def test_an_interrupted_wait_gives_the_request_up() -> None:
     assert gate.batches == [[0]]
 
 
-@pytest.mark.usefixtures("_python_handler")
+@pytest.mark.usefixtures("python_handler")
 def test_a_policy_that_is_interrupted_gets_its_requests_back() -> None:
     class Interrupted(Window):
         count = 0

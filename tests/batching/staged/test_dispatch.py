@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -532,15 +532,7 @@ def test_what_cannot_be_in_time_is_dropped_or_served_late() -> None:
 # --- interrupts, broken policies ------------------------------------------------------------------
 
 
-@pytest.fixture
-def _python_handler() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also where pytest was started with it ignored."""
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, old)
-
-
-@pytest.mark.usefixtures("_python_handler")
+@pytest.mark.usefixtures("python_handler")
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_an_interrupted_caller_loses_nobody_elses_answer(interrupted: int) -> None:
     """A stage that has written into its activations does not get them a second time."""

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,13 +29,7 @@ from trims_shim.batching.collate import collate_of  # noqa: E402
 MS = 1_000_000
 served_of = functools.cache(make_served)
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 # --- models ---------------------------------------------------------------------------------------

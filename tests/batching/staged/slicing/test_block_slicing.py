@@ -15,10 +15,7 @@ from trims_shim.batching.staged.slicing.block_slicing import slice_blocks
 from trims_shim.batching.staged.slicing.examples import Example, are_identical
 from trims_shim.errors import StagingError
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def check(model: nn.Module, example: Any, stages: int, **options: Any) -> Any:

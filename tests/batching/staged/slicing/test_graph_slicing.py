@@ -23,10 +23,7 @@ from trims_shim.testing import FakeDaemon
 
 IMAGE = torch.rand(2, 3, 8, 8)
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,7 @@ from trims_shim.errors import StagingError
 
 Forward = Callable[..., Any]
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 class Function(nn.Module):
