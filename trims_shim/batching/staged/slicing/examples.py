@@ -23,12 +23,11 @@ class Example:
     """See the module docstring. Raises StagingError for tensors that disagree, or none at all."""
 
     def __init__(self, example: Any) -> None:
-        self._names: tuple[str, ...] | None = None
+        # It has one of the two, as it has a tensor.
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         if isinstance(example, Mapping):
             self.kwargs = dict(example)
-            self._names = tuple(self.kwargs)
         else:
             self.args = tuple(example) if isinstance(example, tuple | list) else (example,)
         sizes = {each.shape[0] for each in self.leaves() if _has_rows(each)}
@@ -51,18 +50,18 @@ class Example:
 
         That is one mapping, if the example is one. Raises TypeError for a name that is missing.
         """
-        if self._names is None:
+        if not self.kwargs:
             return tuple(batch), {}
         (mapping,) = batch
-        missing = [name for name in self._names if name not in mapping]
+        missing = [name for name in self.kwargs if name not in mapping]
         if missing:
             raise TypeError(f"the batch has no {', '.join(map(repr, missing))}")
-        return (), {name: mapping[name] for name in self._names}
+        return (), {name: mapping[name] for name in self.kwargs}
 
     def like(self, batch: Sequence[Any]) -> Example:
         """What the first stage is called with, as an example of the same kind."""
         args, kwargs = self.arguments(batch)
-        return Example(args if self._names is None else kwargs)
+        return Example(kwargs or args)
 
     def of_leaves(self, leaves: Sequence[Any]) -> Example:
         """As :meth:`like`, of what :meth:`leaves` gave."""
@@ -70,7 +69,7 @@ class Example:
 
         shape = pytree.tree_structure((self.args, self.kwargs))
         args, kwargs = pytree.tree_unflatten(list(leaves), shape)
-        return Example(args if self._names is None else kwargs)
+        return Example(kwargs or args)
 
     def with_rows(self, rows: int) -> Example:
         """A batch of another size, by repeating rows or leaving some out. Copies."""
@@ -83,11 +82,11 @@ class Example:
             return each[index.to(each.device)] if _has_rows(each) else each
 
         args, kwargs = pytree.tree_map(of, (self.args, self.kwargs))
-        return Example(kwargs if self._names is not None else args)
+        return Example(kwargs or args)
 
     def batch(self) -> tuple[Any, ...]:
         """What the first stage is called with."""
-        return self.args if self._names is None else (self.kwargs,)
+        return (self.kwargs,) if self.kwargs else self.args
 
     def synchronize(self) -> None:
         """Wait for its device, before a clock is read."""
