@@ -94,6 +94,11 @@ class Entry:
         self.pieces: list[Any] | None = None
         """What a loop has added to its answer; None before the first step."""
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether its caller gets the pieces of the answer as they come."""
+        return hasattr(self.reply, "step")
+
     def lose(self, error: BaseException) -> None:
         """It will not run."""
         reply = self.reply

@@ -105,9 +105,10 @@ class Streaming:
 
     def _close(self, index: int) -> None:
         self._open.discard(index)
-        reply = self._entries[index].reply
-        self._results[index] = END if hasattr(reply, "step") else self._pieces[index]
-        reply.answer(self._results[index])  # again at the end of the batch, which does no harm
+        entry = self._entries[index]
+        self._results[index] = END if entry.is_streamed else self._pieces[index]
+        # Again at the end of the batch, which does no harm.
+        entry.reply.answer(self._results[index])
 
     def _fail(self, index: int, error: BaseException) -> None:
         self._open.discard(index)

@@ -243,7 +243,7 @@ class StagedDispatch(ThreadDispatch):
     def _is_heard(self, request: Request) -> bool:
         """Whether its caller has got pieces already; forgets them if not."""
         entry = request.payload
-        if entry.pieces is not None and hasattr(entry.reply, "step"):
+        if entry.pieces is not None and entry.is_streamed:
             return True
         entry.pieces = None
         return False

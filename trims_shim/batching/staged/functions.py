@@ -130,15 +130,14 @@ class StagedFunction(BatchFunction):
         results: dict[int, Any] = {}
         groups: dict[bool, list[int]] = {True: [], False: []}
         for index, entry in enumerate(entries):
-            is_stream = hasattr(entry.reply, "step")
-            if is_stream and entry.pieces is not None:
+            if entry.is_streamed and entry.pieces is not None:
                 results[index] = Failure(error or _too_late(self.name))
             else:
                 entry.pieces = None
-                groups[is_stream].append(index)
-        for is_stream, indices in groups.items():
+                groups[entry.is_streamed].append(index)
+        for is_streamed, indices in groups.items():
             if indices:
-                function = self._in_pieces if is_stream else self
+                function = self._in_pieces if is_streamed else self
                 found = function.run([entries[index] for index in indices])
                 results.update(zip(indices, found, strict=True))
         return [results[index] for index in range(len(entries))]
@@ -170,10 +169,9 @@ class StagedFunction(BatchFunction):
         results = self.run(entries)
         found = self._in_pieces.run(entries)
         if self._is_same(results, [self._result_of(each) for each in found]):
-            streams = [hasattr(entry.reply, "step") for entry in entries]
             results = [
-                piece if is_stream and isinstance(piece, Pieces) else result
-                for result, piece, is_stream in zip(results, found, streams, strict=True)
+                piece if entry.is_streamed and isinstance(piece, Pieces) else result
+                for result, piece, entry in zip(results, found, entries, strict=True)
             ]
         return StageOutput(left=list(requests), results=results, runs=0)
 

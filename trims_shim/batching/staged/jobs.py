@@ -184,7 +184,7 @@ class StageJob(Job):
             self.results[index] = self._answer(request.payload)
 
     def _answer(self, entry: Entry) -> Any:
-        if hasattr(entry.reply, "step"):
+        if entry.is_streamed:
             return END
         try:
             return self._result(entry.pieces or [])
