@@ -31,14 +31,13 @@ from trims_shim.batching.simulator.arrivals import poisson
 from trims_shim.batching.single import Batching
 from trims_shim.batching.staged.profile_files import load_saved_stages
 from trims_shim.batching.staged.scheduler import StagedBatching
-from trims_shim.batching.staged.simulation import (
+from trims_shim.batching.staged.simulation import StagedOutcome, simulate_staged
+from trims_shim.batching.staged.stage_device import (
+    DeviceTime,
     StageDevice,
-    StagedOutcome,
     demand_of_best_size,
     full_demand,
-    simulate_staged,
 )
-from trims_shim.batching.staged.stage_device import DeviceTime
 from trims_shim.batching.staged.stage_profile import StagedProfile
 from trims_shim.batching.staged.width import width_of
 

@@ -26,7 +26,8 @@ from trims_shim.batching.simulator import Report, poisson, requests, simulate
 from trims_shim.batching.single import Batching
 from trims_shim.batching.staged.batches import Batch, Part
 from trims_shim.batching.staged.scheduler import RunStage, StagedBatching, StageEnded
-from trims_shim.batching.staged.simulation import StageDevice, full_demand, simulate_staged
+from trims_shim.batching.staged.simulation import simulate_staged
+from trims_shim.batching.staged.stage_device import StageDevice, full_demand
 from trims_shim.batching.staged.stage_profile import StagedProfile
 from trims_shim.batching.staged.staged_rules import StagedRule
 

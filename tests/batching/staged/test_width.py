@@ -10,8 +10,7 @@ import pytest
 from trims_shim.batching.lanes import CpuLane
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.staged.simulation import StageDevice, demand_of_best_size
-from trims_shim.batching.staged.stage_device import DeviceTime
+from trims_shim.batching.staged.stage_device import DeviceTime, StageDevice, demand_of_best_size
 from trims_shim.batching.staged.stage_profile import StagedProfile
 from trims_shim.batching.staged.width import measure_width, width_of
 

@@ -25,23 +25,9 @@ from trims_shim.batching.protocol import (
 from trims_shim.batching.simulator.loop import Execution, Outcome, check_progress, leave
 from trims_shim.batching.staged.batches import Part, Piece
 from trims_shim.batching.staged.scheduler import RunStage, StageEnded
-from trims_shim.batching.staged.stage_device import (
-    DeviceTime,
-    StageDevice,
-    demand_of_best_size,
-    demand_of_line,
-    full_demand,
-)
+from trims_shim.batching.staged.stage_device import DeviceTime, StageDevice
 
-__all__ = [
-    "StageDevice",
-    "StageExecution",
-    "StagedOutcome",
-    "demand_of_best_size",
-    "demand_of_line",
-    "full_demand",
-    "simulate_staged",
-]
+__all__ = ["StageExecution", "StagedOutcome", "simulate_staged"]
 
 
 @dataclass(slots=True, eq=False)

@@ -20,8 +20,8 @@ from trims_shim.batching.simulator import Report, gamma, requests
 from trims_shim.batching.staged.diversity import Diversity
 from trims_shim.batching.staged.policies import DVABatch, LoadDiversity, OperatorDiversity
 from trims_shim.batching.staged.scheduler import StagedBatching
-from trims_shim.batching.staged.simulation import StageDevice, StagedOutcome, simulate_staged
-from trims_shim.batching.staged.stage_device import demand_of_best_size, full_demand
+from trims_shim.batching.staged.simulation import StagedOutcome, simulate_staged
+from trims_shim.batching.staged.stage_device import StageDevice, demand_of_best_size, full_demand
 from trims_shim.batching.staged.stage_profile import StagedProfile
 
 SIZE = 32
