@@ -23,7 +23,6 @@ from trims_shim.batching.profile_store import ProfileStore
 from trims_shim.batching.profiling import LearnedProfile
 from trims_shim.batching.protocol import Action, Event, Policy, Preempt, Preempted, Request
 from trims_shim.batching.replies import Entry
-from trims_shim.batching.rules import Rule
 from trims_shim.batching.threads import ThreadDispatch
 
 __all__ = ["FlexDispatch", "FlexLearning", "StagedJob"]
@@ -114,9 +113,6 @@ class FlexLearning(Learning):
     def _prior_of(self, key: Hashable) -> LatencyProfile | None:
         given = self._priors.get(_model_of(key))
         return given or super()._prior_of(key)
-
-    def _rule(self, key: Hashable, profile: LatencyProfile) -> Rule:
-        return Immediate(profile, max_batch_size=self.max_batch_size)
 
     def _exits_of(self, key: Hashable) -> tuple[float, ...]:
         known = self._exits.get(key)
