@@ -152,9 +152,14 @@ class Learning:
         prior = LatencyProfile.measured(
             durations_ns, max_batch_size=self.max_batch_size, pads=self._batch_sizes is not None
         )
+        return self._start_anew(key, prior, set(durations_ns))
+
+    def _start_anew(
+        self, key: Hashable, prior: LatencyProfile, seen: set[Hashable]
+    ) -> LatencyProfile:
         self._learned[key] = self._new_learned(prior)
         self._measured.add(key)
-        self._seen[key] = set(durations_ns)
+        self._seen[key] = seen
         return self.profile(key)
 
     def refresh(self, policy: Policy, key: Hashable) -> None:

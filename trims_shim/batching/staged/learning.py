@@ -189,12 +189,10 @@ class StagedLearning(Learning):
             ],
             width=width,
         )
-        self._learned[key] = self._new_learned(prior)
-        self._measured.add(key)
-        self._seen[key] = {
+        seen: set[Hashable] = {
             (stage, size) for stage, each in enumerate(durations_ns) for size in each
         }
-        return self.profile(key)
+        return self._start_anew(key, prior, seen)
 
     def _new_learned(self, prior: LatencyProfile | None) -> LearnedProfile:
         return LearnedStages(self._stages, prior, batch_sizes=self._batch_sizes, width=self._width)
