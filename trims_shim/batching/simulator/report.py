@@ -55,11 +55,8 @@ class Report:
         Raises ValueError where a request is not accounted for.
         """
         latencies, on_time, score = _answers(outcome, accuracy_of)
-        answered, dropped, unanswered = (
-            len(latencies),
-            len(outcome.dropped),
-            len(outcome.unanswered),
-        )
+        answered = len(latencies)
+        dropped, unanswered = len(outcome.dropped), len(outcome.unanswered)
         if answered + dropped + unanswered != outcome.requests:
             raise ValueError(
                 f"of {outcome.requests} requests {answered} were answered, {dropped} dropped and "
