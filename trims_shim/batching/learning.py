@@ -84,7 +84,7 @@ class Learning:
         self._seen: dict[Hashable, set[Hashable]] = {}
         self._measured: set[Hashable] = set()
         # Raises here, not at the first request, for what no rule can be made of.
-        self._rule(None, self._trial_profile())
+        maker(self._trial_profile(), max_batch_size=max_batch_size)
         self.make_policy()
 
     def make_policy(self) -> Policy:
@@ -185,10 +185,7 @@ class Learning:
     def _make_rule(self, key: Hashable) -> Rule:
         if isinstance(key, LateKey):
             return Immediate(self.profile(key.key), max_batch_size=self.max_batch_size)
-        return self._rule(key, self.profile(key))
-
-    def _rule(self, key: Hashable, profile: LatencyProfile) -> Rule:
-        return self._maker(profile, max_batch_size=self.max_batch_size)
+        return self._maker(self.profile(key), max_batch_size=self.max_batch_size)
 
     def _learned_of(self, key: Hashable) -> LearnedProfile:
         learned = self._learned.get(key)
