@@ -15,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.collate import Collate, answers, collate_of, columns, padded_size
+from trims_shim.batching.collate import Collate, answers, collate_of, columns
+from trims_shim.batching.collates import padded_size
 from trims_shim.errors import BadBatch
 
 

@@ -21,11 +21,10 @@ from trims_shim.batching.collates import (
     Filling,
     Listing,
     Stacking,
-    padded_size,
 )
 from trims_shim.errors import BadBatch
 
-__all__ = ["Collate", "CollateSpec", "answers", "collate_of", "columns", "padded_size"]
+__all__ = ["Collate", "CollateSpec", "answers", "collate_of", "columns"]
 
 
 @runtime_checkable

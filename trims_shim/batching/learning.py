@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from trims_shim.batching.collate import padded_size
+from trims_shim.batching.collates import padded_size
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.profile import LatencyProfile

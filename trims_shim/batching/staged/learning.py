@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from trims_shim.batching.collate import padded_size
+from trims_shim.batching.collates import padded_size
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.learning import Learning, plain_key
 from trims_shim.batching.profile import LatencyProfile

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trims_shim.batching.collate import answers, padded_size
+from trims_shim.batching.collate import answers
+from trims_shim.batching.collates import padded_size
 from trims_shim.batching.functions import BatchFunction, item_of
 from trims_shim.batching.lanes import Lane
 from trims_shim.batching.protocol import Request
