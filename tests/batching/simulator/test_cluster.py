@@ -33,7 +33,7 @@ from trims_shim.batching.simulator import (
     requests,
     simulate,
 )
-from trims_shim.batching.simulator.cluster import Route, least_loaded, uniform, weighted
+from trims_shim.batching.simulator.cluster import Route, least_loaded, weighted
 from trims_shim.batching.single import Batching
 
 PROFILE = LatencyProfile.linear(2, 20, max_batch_size=8)
@@ -126,14 +126,14 @@ def test_least_loaded_has_fewer_violations_than_random() -> None:
         nodes = [Node(device()) for _ in range(4)]
         return Report.of(routed(route, nodes, rate_qps=600), devices=4).violations
 
-    assert violations(least_loaded) < 0.7 * violations(uniform(Random(1)))
+    assert violations(least_loaded) < 0.7 * violations(weighted(Random(1)))
 
 
 def test_random_routing_keeps_its_shares() -> None:
     nodes = [Node(device(Immediate), weight=3), Node(device(Immediate), weight=1)]
     found = counts(routed(weighted(Random(2)), nodes))
     assert found[0] / 4000 == pytest.approx(0.75, abs=0.03)
-    found = counts(routed(uniform(Random(2)), [Node(device(Immediate)) for _ in range(4)]))
+    found = counts(routed(weighted(Random(2)), [Node(device(Immediate)) for _ in range(4)]))
     assert all(each / 4000 == pytest.approx(0.25, abs=0.03) for each in found.values())
 
 

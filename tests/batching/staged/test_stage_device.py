@@ -12,7 +12,6 @@ from trims_shim.batching.staged.stage_device import (
     DeviceTime,
     StageDevice,
     demand_of_best_size,
-    demand_of_line,
     full_demand,
 )
 from trims_shim.batching.staged.stage_profile import StagedProfile
@@ -49,19 +48,12 @@ def test_the_best_size_keeps_the_device_busy_and_half_of_it_half_of_it() -> None
     assert demand_of_best_size(FLAT, 6) == 0.75  # as long as 8 of them
 
 
-def test_of_a_line_only_the_items_keep_it_busy() -> None:
-    assert demand_of_line(LINE, 1) == pytest.approx(1 / 4)
-    assert demand_of_line(LINE, 3) == pytest.approx(3 / 6)
-    assert full_demand(LINE, 1) == 1
-
-
 @example([963] * 7)  # 7 * (963 / 7) > 963
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=12))
 def test_no_demand_is_more_than_all_of_it(latencies_ns: list[int]) -> None:
     profile = LatencyProfile(latencies_ns)
     for size in range(1, len(latencies_ns) + 1):
         assert 0 < demand_of_best_size(profile, size) <= 1
-        assert 0 <= demand_of_line(profile, size) <= 1
 
 
 # --- costs ----------------------------------------------------------------------------------------

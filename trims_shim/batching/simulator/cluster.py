@@ -30,7 +30,7 @@ from trims_shim.batching.protocol import (
 if TYPE_CHECKING:
     from random import Random
 
-__all__ = ["Cluster", "Node", "Route", "least_loaded", "uniform", "weighted"]
+__all__ = ["Cluster", "Node", "Route", "least_loaded", "weighted"]
 
 
 @dataclass(slots=True, eq=False)
@@ -55,13 +55,8 @@ Route = Callable[[Request, Sequence[Node]], int]
 """(request, the nodes that can answer it) -> the index of one of them."""
 
 
-def uniform(random: Random) -> Route:
-    """Any node, with equal chances (what Proteus' artefact does)."""
-    return lambda request, nodes: int(random.random() * len(nodes))
-
-
 def weighted(random: Random) -> Route:
-    """Any node, with chances as their weights: the shares that a placement planned."""
+    """Any node, with chances as their weights: the shares that a placement planned, or equal."""
 
     def route(request: Request, nodes: Sequence[Node]) -> int:
         return random.choices(range(len(nodes)), [node.weight for node in nodes])[0]

@@ -21,7 +21,6 @@ __all__ = [
     "DeviceTime",
     "StageDevice",
     "demand_of_best_size",
-    "demand_of_line",
     "full_demand",
 ]
 
@@ -39,12 +38,6 @@ def demand_of_best_size(profile: LatencyProfile, size: int) -> float:
     sizes = range(1, profile.max_batch_size + 1)
     best_ns = min(profile.latency_ns(each) / each for each in sizes)
     return min(1.0, size * best_ns / profile.latency_ns(size))  # it was divided by the size before
-
-
-def demand_of_line(profile: LatencyProfile, size: int) -> float:
-    """Of ``alpha * b + beta``: items keep all of it busy, what each batch costs keeps none."""
-    alpha_ns, beta_ns = profile.line_ns()
-    return alpha_ns * size / (alpha_ns * size + beta_ns)
 
 
 def full_demand(profile: LatencyProfile, size: int) -> float:
