@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.serialization import LoadEndianness
@@ -319,6 +321,20 @@ def replaced_load_function(work: Work) -> object:
     mine = torch.load(path)
     torch.load = original
     return [mine, torch.load(path)]
+
+
+@cases({"meta": "meta", "cpu": "cpu"}, served=True)
+def replaced_constructors(work: Work, device: str) -> object:
+    """As accelerate and peft do while they make a model: tensors come into being elsewhere."""
+    path = work.file("model.pt", saved(state()))
+
+    def elsewhere(construct: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *arguments, **options: construct(*arguments, **(options | {"device": device}))
+
+    names = ("tensor", "empty", "zeros", "ones", "full")
+    with mock.patch.multiple(torch, **{name: elsewhere(getattr(torch, name)) for name in names}):
+        during = [attempt(torch.load, path), attempt(torch.load, path, mmap=True)]
+    return [during, torch.load(path)]
 
 
 @case()
