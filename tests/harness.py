@@ -43,6 +43,8 @@ __all__ = [
 
 PATIENCE_S = 20.0
 CONTENT_BYTES = 1 << 20
+LARGE_BYTES = 896 << 20
+"""Slow enough to load that a test can interfere, on a busy machine, too."""
 
 _PRELUDE = """\
 import faulthandler, json, os, signal, sys, time

@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from harness import InProcessDaemon, World, wait_until
+from harness import LARGE_BYTES, InProcessDaemon, World, wait_until
 
 from trims_shim.wire import admin
 
@@ -79,7 +79,7 @@ def test_killed_at_a_step(running: World, step: str) -> None:
 def test_killed_while_its_load_runs(make_world: object) -> None:
     """The load runs to its end without anybody waiting, then the image may be evicted."""
     world: World = make_world(host_bytes="1G")  # type: ignore[operator]
-    path = world.sparse_file(256 << 20)
+    path = world.sparse_file(LARGE_BYTES)
     pid = world.start()
     before = len(world.descriptors(pid))
     for _ in range(3):
@@ -100,7 +100,7 @@ def test_killed_while_its_load_runs(make_world: object) -> None:
 
 def test_one_waiter_killed_the_others_are_served(make_world: object) -> None:
     world: World = make_world(host_bytes="1G")  # type: ignore[operator]
-    path = world.sparse_file(256 << 20)
+    path = world.sparse_file(LARGE_BYTES)
     pid = world.start()
     script = f"arena = open_file({path!r})\nsay(arena.size_bytes)\n"
     children = [world.spawn(script) for _ in range(4)]
@@ -109,7 +109,7 @@ def test_one_waiter_killed_the_others_are_served(make_world: object) -> None:
     children[0].kill()
     children[1].kill()
     world.signal(pid, signal.SIGCONT)
-    assert [child.hear() for child in children[2:]] == [256 << 20] * 2
+    assert [child.hear() for child in children[2:]] == [LARGE_BYTES] * 2
     counters = world.status().counters
     assert counters.get("open_joined", 0) + counters.get("open_hit", 0) >= 1
     assert counters["images_loaded"] == 1

@@ -10,12 +10,10 @@ import time
 from typing import Any
 
 import pytest
-from harness import World, content, open_path, wait_until
+from harness import LARGE_BYTES, World, content, open_path, wait_until
 
 from trims_shim.client import cache as caches
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, TrimsError
-
-LARGE_BYTES = 896 << 20
 
 
 def kill_while_loading(world: World) -> None:

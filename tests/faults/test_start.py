@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from harness import World, content, process_state, raw_connection, wait_until
+from harness import LARGE_BYTES, World, content, process_state, raw_connection, wait_until
 
 from trims_shim.errors import DaemonUnavailable, IncompatibleDaemon, TrimsError
 from trims_shim.wire import admin, codec, messages
@@ -253,7 +253,7 @@ def test_watching_does_not_keep_it(make_world: Any) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_load_in_flight(make_world: Any, number: int) -> None:
     world = make_world(host_bytes="1G")
-    path = world.sparse_file(384 << 20)
+    path = world.sparse_file(LARGE_BYTES)
     pid = world.start()
     child = world.spawn(
         f"arena = open_file({path!r})\nsay([arena.size_bytes, trims_shim.stats().events])\n"
@@ -261,7 +261,7 @@ def test_a_signal_finishes_the_load_in_flight(make_world: Any, number: int) -> N
     world.wait_for_load()
     world.signal(pid, number)
     size, events = child.hear()
-    assert size == 384 << 20
+    assert size == LARGE_BYTES
     assert events["open:miss"] == 1
     assert "daemon:started" not in events, "the load was answered by another daemon"
     wait_until(lambda: process_state(pid) == "", "the daemon ends")
@@ -270,7 +270,7 @@ def test_a_signal_finishes_the_load_in_flight(make_world: Any, number: int) -> N
 
 def test_a_second_daemon_serves_while_the_first_finishes(make_world: Any) -> None:
     world = make_world(host_bytes="1G")
-    large, small = world.sparse_file(512 << 20), world.file(7)
+    large, small = world.sparse_file(LARGE_BYTES), world.file(7)
     first = world.start()
     child = world.spawn(f"arena = open_file({large!r})\nsay(arena.size_bytes)\n")
     world.wait_for_load()
@@ -282,7 +282,7 @@ def test_a_second_daemon_serves_while_the_first_finishes(make_world: Any) -> Non
         f"assert data(arena) == open({small!r}, 'rb').read()\nsay(cache().welcome().pid)\n"
     )
     assert second != first
-    assert child.hear() == 512 << 20
+    assert child.hear() == LARGE_BYTES
     wait_until(lambda: world.processes() == [second], "only the second is left")
     assert world.pid() == second
     assert world.status().pid == second
@@ -315,7 +315,7 @@ def start_version(world: World, package: str, protocol: int) -> int:
 def test_a_newer_client_replaces_an_older_daemon(make_world: Any, protocol: int) -> None:
     """The load in flight completes, mappings survive, and the newer daemon serves from then on."""
     world = make_world(host_bytes="1G")
-    small, large = world.file(1), world.sparse_file(384 << 20)
+    small, large = world.file(1), world.sparse_file(LARGE_BYTES)
     old = start_version(world, "0.0.1", protocol)
     prelude = _PACKAGE.format(package="0.0.1", protocol=protocol)
     holder = world.spawn(
@@ -334,7 +334,7 @@ def test_a_newer_client_replaces_an_older_daemon(make_world: Any, protocol: int)
         "say(cache().welcome().pid)\n"
     )
     assert new != old
-    assert loader.hear() == [384 << 20, 0]
+    assert loader.hear() == [LARGE_BYTES, 0]
     wait_until(lambda: process_state(old) in ("", "Z"), "the old daemon ends")
     holder.say()
     assert holder.hear() is True
