@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import os
 import shutil
@@ -41,13 +40,11 @@ def no_leak() -> Iterator[None]:
     assert _open_descriptors() - before == set()
 
 
-def _open_descriptors() -> set[tuple[str, str]]:
+def _open_descriptors() -> set[tuple[int, str]]:
     """Numbers and what they are; a thread of a test before may still close some of its own."""
-    found = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the listing itself
-            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
-    return found
+    from harness import World
+
+    return set(World.descriptors(os.getpid()).items())
 
 
 @pytest.fixture

@@ -86,9 +86,10 @@ def devices_of(value: Any) -> int | list[str]:
     """How many devices, or their names."""
     if isinstance(value, str):
         raise TypeError(f"devices is {value!r}; it has to be a number or a list of names")
-    if isinstance(value, Sequence) and value:
-        return list(value)
-    return whole("devices", len(value) if isinstance(value, Sequence) else value)
+    if not isinstance(value, Sequence):
+        return whole("devices", value)
+    whole("devices", len(value))
+    return list(value)
 
 
 def number(name: str, value: Any) -> Any:
