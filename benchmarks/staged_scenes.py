@@ -24,6 +24,7 @@ from itertools import chain
 from pathlib import Path
 from random import Random
 
+from trims_shim.batching.buckets import OpenBucket
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import Policy, Request
 from trims_shim.batching.rules import Rule, RuleMaker
@@ -146,7 +147,7 @@ class Scene:
                 number,
                 time_ns,
                 time_ns + slo_ns,
-                key=length if is_bucketed else None,
+                key=OpenBucket(length) if is_bucketed else None,
                 payload=length,
             )
             for number, (time_ns, length) in enumerate(zip(times_ns, lengths, strict=False))

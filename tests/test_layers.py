@@ -30,7 +30,7 @@ LAYERS = (
     ),
     ("daemon.prepared_events", "daemon.prepared_refusals"),
     ("daemon.prepared_store", "daemon.prepared_manifest"),
-    ("batching.protocol", "batching.profile"),
+    ("batching.buckets", "batching.protocol", "batching.profile"),
     ("batching.ordering",),
     ("batching.rules",),
     ("batching.single", "batching.policies", "batching.simulator"),
@@ -74,6 +74,7 @@ ALLOWED = {
 }
 PURE = (
     "specs",
+    "batching.buckets",
     "batching.protocol",
     "batching.profile",
     "batching.ordering",

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from trims_shim.batching.buckets import bucket_in, may_share
 from trims_shim.batching.protocol import (
     FLUSH,
     TIMER,
@@ -98,7 +99,9 @@ class Checked:
     def _check_run(self, run: Run) -> None:
         assert run.device in self.free
         assert 1 <= len(run.batch) <= self._max_batch_size
-        assert len({request.key for request in run.batch}) == 1
+        assert may_share(request.key for request in run.batch)
+        lengths = [bucket_in(request.key) or 0 for request in run.batch]
+        assert lengths[0] == max(lengths)
         if self._max_weight is not None and len(run.batch) > 1:
             assert sum(request.weight for request in run.batch) <= self._max_weight
         self._leave_queue(run.batch)

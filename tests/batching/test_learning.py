@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trims_shim.batching.buckets import OpenBucket
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.learning import LateKey, Learning
 from trims_shim.batching.policies.early_drop import EarlyDrop
@@ -81,6 +82,18 @@ def test_keys_learn_apart_and_late_requests_teach_their_key() -> None:
     assert learning.profile("large").latency_ns(1) > 40 * MS
     assert rule.profile.latency_ns(1) < 3 * MS
     assert set(learning.keys()) == {"small", "large"}
+
+
+def test_a_batch_of_several_lengths_teaches_the_longest() -> None:
+    learning = make()
+    policy, short = with_rule(learning, OpenBucket(8))
+    job = ran_job(2, 50, key=OpenBucket(32))
+    job.requests[1].key = OpenBucket(8)
+    assert [learning.ran(policy, job) for _ in range(5)] == [False, *[True] * 4]
+    assert learning.profile(OpenBucket(32)).latency_ns(2) > 40 * MS
+    assert short.profile.latency_ns(2) < MS
+    job.live = job.live[1:]  # type: ignore[index]  # the long one was cancelled before it began
+    assert not learning.ran(policy, job)
 
 
 def test_late_requests_have_a_rule_that_serves_them() -> None:

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trims_shim.batching.buckets import bucket_in
 from trims_shim.batching.collate import answers, collate_of, columns
-from trims_shim.batching.padding import Pad, Padded, bucket_in
+from trims_shim.batching.padding import Pad, Padded
 from trims_shim.batching.profile_store import key_text
 from trims_shim.errors import BadBatch
 

@@ -7,7 +7,7 @@ goes on with it where it was.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from trims_shim.batching.protocol import Request
@@ -51,9 +51,15 @@ class Job:
         self.started_ns = self.ended_ns = 0
 
     @property
+    def key(self) -> Hashable:
+        """That of those that are padded least."""
+        return self.requests[0].key
+
+    @property
     def is_typical(self) -> bool:
-        """Whether its duration says something about others of its size."""
-        return bool(self.live) and not self.failed
+        """Whether its duration says something about others of its size, and key."""
+        live = self.live
+        return live is not None and live != [] and not self.failed and live[0].key == self.key
 
     def begin(self, now_ns: int) -> list[Entry]:
         """The entries to run. Again, when another thread goes on with it: the same."""

@@ -104,7 +104,7 @@ class Learning:
         if not job.is_typical:
             return False
         assert job.live is not None
-        key = plain_key(job.requests[0].key)
+        key = plain_key(job.key)
         size = padded_size(len(job.live), self._batch_sizes)
         learned = self._learned_of(key)
         seen = self._seen.setdefault(key, set())

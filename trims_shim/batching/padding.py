@@ -1,7 +1,8 @@
 """Items of different lengths in one batch: padded to the longest, or to buckets, with a mask.
 
-The key of an item leaves its length out, or holds its bucket: with ``buckets`` short items do not
-pay for long ones, and the model sees only so many shapes (compiled models, captured graphs).
+The key of an item leaves its length out, or holds its bucket: with ``buckets`` short items pay for
+long ones only where that is quicker for all of them than one batch after the other, and the model
+sees only so many shapes (compiled models, captured graphs).
 """
 
 from __future__ import annotations
@@ -13,18 +14,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trims_shim.batching.arrays import library_of
+from trims_shim.batching.buckets import Bucket, OpenBucket
 from trims_shim.batching.collates import Stacking
 from trims_shim.batching.splitting import split
 from trims_shim.batching.structures import part_of, parts_of, with_parts
 from trims_shim.errors import BadBatch
 
-__all__ = ["Bucket", "Pad", "Padded", "bucket_in"]
-
-
-class Bucket(int):
-    """In a key: the length to which all of its items are padded."""
-
-    __slots__ = ()
+__all__ = ["Pad", "Padded"]
 
 
 class Padded(NamedTuple):
@@ -49,8 +45,11 @@ class Pad:
 
     ``value`` is the value to pad with, or one for each field that is not to be padded with 0
     (``{"input_ids": tokenizer.pad_token_id}``). ``buckets`` are the lengths to pad to; an item
-    longer than the largest is refused with a ValueError. Without, batches are padded to their
-    longest item, rounded up to a multiple of ``multiple``. ``fields`` names what is padded, for all
+    longer than the largest is refused with a ValueError. Where that is quicker for all who wait,
+    the default policies let items of several buckets share a batch, padded to the longest; never
+    with ``mixes=False``, or ``mask=None``, by which the model cannot tell them from what they are
+    padded with. Without buckets, batches are padded to their longest item, rounded up to a
+    multiple of ``multiple``. ``fields`` names what is padded, for all
     arrays with that axis and all lists; the rest is stacked.
 
     With ``unpad``, results are cut to their item's length along ``axis``: all of them, or the
@@ -64,6 +63,7 @@ class Pad:
     mask: str | None = "attention_mask"
     fields: Collection[Any] | None = None
     unpad: bool | Collection[Any] = False
+    mixes: bool = True
 
     def __post_init__(self) -> None:
         if self.axis < 0:
@@ -85,8 +85,11 @@ class Pad:
     def key(self, item: Any) -> Hashable:
         """See :class:`~trims_shim.batching.collate.Collate`."""
         length = self._length(item)
-        bucket = None if self.buckets is None else Bucket(self._target([length]))
+        bucket = None if self.buckets is None else self._bucket(self._target([length]))
         return bucket, self._parts_key(item)
+
+    def _bucket(self, length: int) -> Bucket:
+        return (OpenBucket if self.mixes and self.mask is not None else Bucket)(length)
 
     def join(self, items: Sequence[Any]) -> Any:
         """See :class:`~trims_shim.batching.collate.Collate`."""
@@ -226,15 +229,6 @@ class Pad:
             )
         index = (*[slice(None)] * self.axis, slice(0, length))
         return result[index] if is_array else result[:length]
-
-
-def bucket_in(key: Hashable) -> int | None:
-    """The longest in a key, wherever it is; None where nothing is padded to buckets."""
-    if isinstance(key, Bucket):
-        return key
-    if not isinstance(key, tuple | frozenset):
-        return None
-    return max(filter(None, map(bucket_in, key)), default=None)
 
 
 _REST = Stacking()

@@ -9,8 +9,8 @@ The contract of a driver: it reports every event once, in the order of time; it 
 out in their order before it reports the next event; it sends :data:`TIMER` at
 ``next_deadline_ns()`` or later, and may send it at any other time. The contract of a policy: a
 :class:`Run` names a free device and between one and ``max_batch_size`` queued requests of one
-key; every request ends in exactly one Run, Drop or Cancelled, but one that was preempted is queued
-again.
+key, or of one family with a longest one first; every request ends in exactly one Run, Drop or
+Cancelled, but one that was preempted is queued again.
 
 Times are nanoseconds of a clock that only the driver knows.
 """
@@ -53,8 +53,9 @@ NEVER_NS = (1 << 63) - 1
 class Request:
     """One item to be answered. As an event: it has arrived.
 
-    Only requests of equal ``key`` (an input's signature, a model's name) share a batch. Those of
-    higher ``priority`` go first. ``payload`` is the driver's; policies never look at it.
+    Only requests of equal ``key`` (an input's signature, a model's name) share a batch, or of keys
+    of one family (:func:`~trims_shim.batching.buckets.family_of`). Those of higher ``priority`` go
+    first. ``payload`` is the driver's; policies never look at it.
     """
 
     number: int

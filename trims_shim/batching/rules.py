@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Protocol
 
+from trims_shim.batching.buckets import Family
 from trims_shim.batching.ordering import DeadlineQueue
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import Drop, DropReason, Finished, Request
@@ -35,6 +36,12 @@ class Rule(ABC):
     """Whether requests of other keys are waiting for a device; kept up by the state machine."""
     max_weight: int | None = None
     """The most that the requests of a batch may weigh together; set by the state machine."""
+    devices = 1
+    """How many batches, or stages, run at once; set by the state machine."""
+    key: Hashable = None
+    """Of its requests; set by the state machine."""
+    family: Family | None = None
+    """Of that key; set likewise."""
 
     def __init__(
         self, profile: LatencyProfile, *, max_batch_size: int, margin_ms: float = 0.0
@@ -57,6 +64,21 @@ class Rule(ABC):
         up out of the queue with :meth:`drop`, down to an empty queue, and then returns 0. Where it
         waits for anything but another event, it sets ``wake_ns``, which is later than ``now_ns``.
         """
+
+    def companions(
+        self, now_ns: int, size: int, others: Collection[Rule]
+    ) -> Sequence[tuple[Rule, int]]:
+        """Who else goes with the first ``size``, which run now: rules of its family, each with how
+        many of its queue's first requests.
+
+        ``others`` are all that have requests waiting. Together they are no more, and weigh no more,
+        than a batch may. By default nobody: a batch is of one key.
+        """
+        return ()
+
+    def is_in_time(self, size: int, budget_ns: int) -> bool:
+        """Whether a batch of ``size`` is done after so long."""
+        return budget_ns >= self.profile.latency_ns(size)
 
     # Most rules need to know none of these, so they are not abstract.
 

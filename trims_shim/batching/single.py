@@ -2,13 +2,15 @@
 
 Late binding: a batch is formed only when a device is free. What goes into it is decided by the
 key's :class:`~trims_shim.batching.rules.Rule`; between keys, the one whose first request has the
-higher priority, then the earlier deadline, then the longer wait, is asked first.
+higher priority, then the earlier deadline, then the longer wait, is asked first. It may take
+requests of other keys of its family along; the first of a batch are those that are padded least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
+from trims_shim.batching.buckets import family_of
 from trims_shim.batching.protocol import (
     FLUSH,
     TIMER,
@@ -53,6 +55,7 @@ class Batching:
         self._rules: dict[Hashable, Rule] = {}
         self._waiting: dict[Hashable, Rule] = {}
         """The rules whose queues are not empty."""
+        self._devices = devices
         self._free = list(range(devices))
         self._wake_ns: int | None = None
         self._is_flushing = False
@@ -101,7 +104,8 @@ class Batching:
         if len(self._rules) >= _MOST_IDLE_RULES + len(self._waiting):
             del self._rules[next(each for each in self._rules if each not in self._waiting)]
         rule = self._rules[key] = self._make_rule(key)
-        rule.max_weight = self._max_weight
+        rule.max_weight, rule.devices = self._max_weight, self._devices
+        rule.key, rule.family = key, family_of(key)
         return rule
 
     def _finished(self, now_ns: int, finished: Finished) -> None:
@@ -148,18 +152,40 @@ class Batching:
             asking.sort(key=urgency)
             key, rule = asking[0]
             rule.has_rivals = True
-            if not self._starts(key, rule, now_ns, actions):
-                del asking[0]
+            may_start_more = self._starts(key, rule, now_ns, actions)
+            asking = [each for each in asking[not may_start_more :] if each[1].queue]
 
     def _starts(self, key: Hashable, rule: Rule, now_ns: int, actions: list[Action]) -> bool:
         """Ask a rule; whether it has started a batch and may start another one."""
         size = self._ask(rule, now_ns, actions)
         if size:
-            actions.append(Run(self._free.pop(), rule.queue.take(size)))
+            device = self._free.pop()
+            actions.append(Run(device, self._take(rule, size, now_ns, is_last=not self._free)))
         if rule.queue:
             return bool(size)
         del self._waiting[key]
         return False
+
+    def _take(
+        self, rule: Rule, size: int, now_ns: int, *, is_last: bool, most: int | None = None
+    ) -> list[Request]:
+        """The first ``size`` of its queue, which may be empty then, and who goes with them.
+
+        Nobody does unless this ``is_last``, the device of those that were free, nor if they were
+        more than ``most`` together.
+        """
+        if not is_last or len(self._waiting) == 1 or rule.family is None:
+            return rule.queue.take(size)
+        others = [each for each in self._waiting.values() if each is not rule]
+        going = [(rule, size), *rule.companions(now_ns, size, others)]
+        if most is not None and sum(count for _, count in going) > most:
+            return rule.queue.take(size)
+        going.sort(key=_length, reverse=True)
+        batch = [request for each, count in going for request in each.queue.take(count)]
+        for each, _ in going:
+            if not each.queue and each is not rule:
+                del self._waiting[each.key]
+        return batch
 
     def _set_wake(self) -> None:
         """The earliest of those that wait; it is None until here."""
@@ -178,6 +204,12 @@ class Batching:
         if rule.max_weight is None or size < 2:
             return size
         return rule.queue.within_weight(size, rule.max_weight)
+
+
+def _length(going: tuple[Rule, int]) -> int:
+    """To what its items are padded."""
+    family = going[0].family
+    return 0 if family is None else family.length
 
 
 def urgency(waiting: tuple[Hashable, Rule]) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -44,7 +44,7 @@ def instances(
     *,
     most: int = 25,
     devices: int = 1,
-    keys: str = "a",
+    keys: Sequence[Hashable] = "a",
     priorities: int = 1,
     weights: int = 1,
     slack: Callable[[LatencyProfile], st.SearchStrategy[int]] | None = None,

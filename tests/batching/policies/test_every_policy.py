@@ -1,7 +1,8 @@
 """What holds for every policy of the table, whatever arrives.
 
-``drive`` and ``Checked`` assert the contract of the protocol in all of these: no empty, oversized,
-mixed or doubled batch, no lost request, free devices only, timers in the future.
+``drive`` and ``Checked`` assert the contract of the protocol in all of these: no empty, oversized
+or doubled batch, none of keys that may not share one, no lost request, free devices only, timers in
+the future.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from batching.checking import Checked, ms
 from batching.policies.instances import Instance, instances, run
+from trims_shim.batching.buckets import OpenBucket
 from trims_shim.batching.policies import POLICIES, Proteus
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import (
@@ -53,7 +55,8 @@ def policies(names: Sequence[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("maker", [MAKERS[name] for name in names], ids=names)
 
 
-mixed = instances(devices=3, keys="ab", priorities=2, weights=4)
+KEYS = ("a", "b", OpenBucket(8), OpenBucket(16), OpenBucket(24))
+mixed = instances(devices=3, keys=KEYS, priorities=2, weights=4)
 
 
 @every_policy

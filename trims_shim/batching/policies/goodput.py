@@ -22,9 +22,10 @@ No request is given up for the sake of those of lower priority; these only fill 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
+from trims_shim.batching.policies.mixing import companions
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import DropReason
 from trims_shim.batching.rules import Rule
@@ -70,7 +71,7 @@ class Goodput(Rule):
         size = self.room()
         self.has_shed = False
         self.due_ns = due_ns = self.queue.deadline_ns(size)
-        if self._is_in_time(size, due_ns - ready_ns):
+        if self.is_in_time(size, due_ns - ready_ns):
             return size
         # Never by stretches alone: where all is given up nothing runs, and they stay as they are.
         quickest = min(self.stretches[0], 1.0)
@@ -89,7 +90,14 @@ class Goodput(Rule):
         self.due_ns = self.queue.deadline_ns(size)
         return size
 
-    def _is_in_time(self, size: int, budget_ns: int) -> bool:
+    def companions(
+        self, now_ns: int, size: int, others: Collection[Rule]
+    ) -> Sequence[tuple[Rule, int]]:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        return companions(now_ns, self, size, others)
+
+    def is_in_time(self, size: int, budget_ns: int) -> bool:
+        """Also where it takes what the slowest batches take."""
         return budget_ns >= self.stretches[-1] * self.profile.latency_ns(size)
 
     def _know(self, profile: LatencyProfile) -> None:
@@ -153,7 +161,7 @@ class Goodput(Rule):
         if not 0 < rest <= self.max_batch_size or queue[size].number > queue[0].number:
             return False
         then_ns = ready_ns + int(self.stretches[-1] * self.profile.latency_ns(size))
-        return self._is_in_time(rest, queue[size].deadline_ns - then_ns)
+        return self.is_in_time(rest, queue[size].deadline_ns - then_ns)
 
     def _filled_up(self, size: int, ready_ns: int) -> int:
         """``size``, enlarged from lower priorities as long as nobody is late for it."""
@@ -161,7 +169,7 @@ class Goodput(Rule):
         due_ns = queue.deadline_ns(size)
         while size < limit:
             due_ns = min(due_ns, queue[size].deadline_ns)
-            if not self._is_in_time(size + 1, due_ns - ready_ns):
+            if not self.is_in_time(size + 1, due_ns - ready_ns):
                 break
             size += 1
         return size

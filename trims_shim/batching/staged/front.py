@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from trims_shim.batching.arguments import check_path, devices_of, whole
+from trims_shim.batching.buckets import bucket_in
 from trims_shim.batching.engine import EngineKind
 from trims_shim.batching.lanes import CpuLane, Lane, lane_of
 from trims_shim.batching.learning import Prior
-from trims_shim.batching.padding import bucket_in
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.staged.engine import StagedEngine, UnboundEngine

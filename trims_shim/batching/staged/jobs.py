@@ -6,7 +6,7 @@ that leave; ``live`` and ``results`` are theirs once it has run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -82,6 +82,11 @@ class StageJob(Job):
         self._output: StageOutput | None = None
         self._told = 0
         self._is_handed_out = False
+
+    @property
+    def key(self) -> Hashable:
+        """See :class:`Job`; also when those have left."""
+        return self.part.batch.key
 
     @property
     def is_typical(self) -> bool:

@@ -154,7 +154,7 @@ class StagedLearning(Learning):
         if isinstance(job, StageJob):
             first, rows, durations_ns = job.stage, job.size, job.durations_ns()
             is_beside = job.is_beside
-        key = plain_key(job.requests[0].key)
+        key = plain_key(job.key)
         size = padded_size(rows, self._batch_sizes)
         learned = self._learned_of(key)
         assert isinstance(learned, LearnedStages)

@@ -82,7 +82,6 @@ class StagedBatching(Batching):
         super().__init__(make_rule, devices=devices, max_weight=max_weight)
         if max_active is not None and max_active < 1:
             raise ValueError(f"max_active is {max_active}; it has to be 1 or more")
-        self._devices = devices
         self.pipeline = Pipeline(stages, pairs=pairs, has_loop=has_loop)
         self._max_active = max_active
 
@@ -97,7 +96,6 @@ class StagedBatching(Batching):
     def _new_rule(self, key: Hashable) -> Rule:
         rule = super()._new_rule(key)
         if isinstance(rule, StagedRule):
-            rule.devices = self._devices
             rule.has_loop = self.pipeline.has_loop
             rule.ahead = self.pipeline.table
         return rule
@@ -236,7 +234,10 @@ class StagedBatching(Batching):
                 continue
             self._tell(rule, waiting)
             size = min(allowance, self._ask(rule, now_ns, actions))
-            requests = rule.queue.take(size)
+            is_last = len(self._free) == 1
+            requests = (
+                self._take(rule, size, now_ns, is_last=is_last, most=allowance) if size else []
+            )
             self._drop_if_empty(key, rule)
             if requests:
                 self.pipeline.new(now_ns, requests)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from trims_shim.batching.buckets import may_share
 from trims_shim.batching.protocol import (
     FLUSH,
     NEVER_NS,
@@ -205,7 +206,7 @@ class _Simulation:
             raise ValueError(f"the policy runs a stage on device {lane}, which is busy")
         if not batch:
             raise ValueError(f"the policy runs stage {stage} with nothing")
-        if any(request.key != batch[0].key for request in batch):
+        if not may_share(request.key for request in batch):
             raise ValueError(f"the policy runs stage {stage} with requests of different keys")
         if stage == 0:
             self._enter([request for request in batch if request not in self._inside])

@@ -19,10 +19,9 @@ __all__ = ["StagedRule"]
 class StagedRule(Rule):
     """Decides for the requests of one key. Its profile is always a :class:`StagedProfile`."""
 
-    devices = 1
-    """How many stages run at once; set by the state machine."""
     has_loop = False
-    """Whether the last stage is run again until its requests are finished; set likewise."""
+    """Whether the last stage is run again until its requests are finished; set by the state
+    machine."""
     others = 0
     """How many requests of other keys wait; kept up by the state machine."""
     ahead: Iterable[Batch] = ()

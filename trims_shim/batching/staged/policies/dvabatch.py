@@ -9,9 +9,10 @@ within it can as well join later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.batches import Batch, Part
 from trims_shim.batching.staged.diversity import Diversity
 from trims_shim.batching.staged.policies.inputs import InputDiversity
@@ -51,6 +52,14 @@ class DVABatch(LoadDiversity, OperatorDiversity, InputDiversity):
         if self._diversity.inputs:
             return super().choose(now_ns)
         return StagedAuto.choose(self, now_ns)
+
+    def companions(
+        self, now_ns: int, size: int, others: Collection[Rule]
+    ) -> Sequence[tuple[Rule, int]]:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        if self._diversity.inputs:
+            return super().companions(now_ns, size, others)
+        return StagedAuto.companions(self, now_ns, size, others)
 
     def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
         """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""

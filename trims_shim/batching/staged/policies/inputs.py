@@ -9,9 +9,11 @@ more than it saved (docs/decisions/0011); it is here to be compared with, and as
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS
-from trims_shim.batching.rules import duration_ns
+from trims_shim.batching.rules import Rule, duration_ns
 from trims_shim.batching.staged.policies.staged_auto import StagedAuto
 
 __all__ = ["InputDiversity"]
@@ -45,6 +47,12 @@ class InputDiversity(StagedAuto):
             return size
         self.wake_ns = end_ns
         return 0
+
+    def companions(
+        self, now_ns: int, size: int, others: Collection[Rule]
+    ) -> Sequence[tuple[Rule, int]]:
+        """Nobody: a batch is of one length."""
+        return ()
 
     def _window_end_ns(self, size: int) -> int:
         window_ns = self._window_ns

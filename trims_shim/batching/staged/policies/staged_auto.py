@@ -10,12 +10,13 @@ is ahead of it, starts so much later; until then, more can join it at no cost.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from trims_shim.batching.policies.auto import Auto
 from trims_shim.batching.policies.goodput import Goodput
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
+from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.batches import Batch, Part, PartState
 from trims_shim.batching.staged.policies.prospect import Answer, Prospect
 from trims_shim.batching.staged.policies.timetable import Timetable
@@ -61,6 +62,13 @@ class StagedAuto(Auto, StagedRule):
             return size
         self.wake_ns = start_ns
         return 0
+
+    def companions(
+        self, now_ns: int, size: int, others: Collection[Rule]
+    ) -> Sequence[tuple[Rule, int]]:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        # Of a loop nobody knows how long it takes.
+        return () if self.has_loop else super().companions(now_ns, size, others)
 
     def _start_held_ns(self, now_ns: int, size: int) -> int:
         """When a batch of ``size`` is held up no more by those ahead, or its time is up.
