@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from trims_shim.daemon.leases import Leases
 from trims_shim.daemon.prepared_events import (
     Action,
     Answer,
@@ -62,7 +63,6 @@ class _Entry:
     prepare_ns: int
     used_ns: int
     hits: int = 0
-    leases: set[int] = field(default_factory=set)
     names: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
     def name(self, names: Iterable[str]) -> None:
@@ -94,8 +94,7 @@ class PreparedStore:
         self._jobs: dict[int, _Job] = {}
         self._known: OrderedDict[tuple[Identity, str], Known] = OrderedDict()
         self._refusals = Refusals()
-        self._leases: dict[int, tuple[int, str]] = {}
-        self._by_session: dict[int, set[int]] = {}
+        self._leases: Leases[str] = Leases(numbers)
 
     # --- what files hold --------------------------------------------------------------------------
 
@@ -142,16 +141,16 @@ class PreparedStore:
 
     def release(self, session: int, lease: int, now_ns: int) -> bool:
         """The client gave a lease up; False when it does not hold it."""
-        if self._leases.get(lease, (None, ""))[0] != session:
+        key = self._leases.release(session, lease)
+        if key is None:
             return False
-        self._by_session[session].discard(lease)
-        self._unlease(lease, now_ns)
+        self._entries[key].used_ns = now_ns
         return True
 
     def close_session(self, session: int, now_ns: int) -> None:
         """The connection is gone, and with it its leases; preparations go on."""
-        for lease in self._by_session.pop(session, set()):
-            self._unlease(lease, now_ns)
+        for key in self._leases.close_session(session):
+            self._entries[key].used_ns = now_ns
 
     # --- preparations -----------------------------------------------------------------------------
 
@@ -222,12 +221,7 @@ class PreparedStore:
     def lose(self, key: str) -> list[Action]:
         """The files of an entry are not what they were; its leases end with it."""
         entry = self._entries.get(key)
-        if entry is None:
-            return []
-        for lease in entry.leases:
-            session, _ = self._leases.pop(lease)
-            self._by_session[session].discard(lease)
-        return [self._drop(entry)]
+        return [] if entry is None else [self._drop(entry)]
 
     def evict(self, text: str = "") -> list[Action]:
         """Forget the models of a name or a key (6 or more digits of it), or all that are free.
@@ -235,9 +229,9 @@ class PreparedStore:
         Raises UnknownImage; NoSpace where all that are meant are in use.
         """
         entries, refusals = self._meant(text)
-        free = [each for each in entries if not each.leases]
+        free = [each for each in entries if not self._leases.of(each.key)]
         if text and entries and not free and not refusals:
-            leases = sum(len(each.leases) for each in entries)
+            leases = sum(self._leases.of(each.key) for each in entries)
             raise NoSpace(f"prepared model {entries[0].key[:12]} is in use ({leases} leases)")
         return [*(self._drop(each) for each in free), *self._refusals.drop(refusals)]
 
@@ -253,9 +247,7 @@ class PreparedStore:
 
     def lease_count(self, session: int | None = None) -> int:
         """Leases of one session, or of all."""
-        if session is None:
-            return len(self._leases)
-        return len(self._by_session.get(session, ()))
+        return len(self._leases) if session is None else self._leases.of_session(session)
 
     def is_needed(self) -> bool:
         """Whether anybody leases anything, or something is being prepared."""
@@ -270,27 +262,18 @@ class PreparedStore:
         ready = sorted(self._entries.values(), key=lambda each: -each.used_ns)
         return [
             *(_job_row(each) for each in self._jobs.values()),
-            *(_entry_row(each) for each in ready),
+            *(_entry_row(each, self._leases.of(each.key)) for each in ready),
             *self._refusals.rows(now_ns),
         ]
 
     # --- inside -----------------------------------------------------------------------------------
 
     def _grant(self, entry: _Entry, asking: Asking, now_ns: int) -> Grant:
-        lease = next(self._numbers)
-        self._leases[lease] = (asking.session, entry.key)
-        self._by_session.setdefault(asking.session, set()).add(lease)
-        entry.leases.add(lease)
+        lease = self._leases.grant(asking.session, entry.key)
         entry.used_ns = now_ns
         entry.hits += 1
         entry.name([asking.name])
         return Grant(lease, entry.key)
-
-    def _unlease(self, lease: int, now_ns: int) -> None:
-        _, key = self._leases.pop(lease)
-        entry = self._entries[key]
-        entry.leases.discard(lease)
-        entry.used_ns = now_ns
 
     def _is_under_way(self, asking: Asking) -> bool:
         return any(
@@ -309,7 +292,7 @@ class PreparedStore:
         return [self._drop(each) for each in victims]
 
     def _victims(self, missing_bytes: int) -> list[_Entry]:
-        free = [each for each in self._entries.values() if not each.leases]
+        free = [each for each in self._entries.values() if not self._leases.of(each.key)]
         chosen: list[_Entry] = []
         for entry in sorted(free, key=lambda each: (each.used_ns, each.key)):
             if missing_bytes <= 0:
@@ -320,6 +303,7 @@ class PreparedStore:
 
     def _drop(self, entry: _Entry) -> DropEntry:
         del self._entries[entry.key]
+        self._leases.forget(entry.key)
         return DropEntry(entry.key, entry.size_bytes)
 
     def _no_space(self, needed_bytes: int, short_bytes: int) -> Failure:
@@ -369,12 +353,12 @@ def _job_row(job: _Job) -> PreparedStatus:
     )
 
 
-def _entry_row(entry: _Entry) -> PreparedStatus:
+def _entry_row(entry: _Entry, leases: int) -> PreparedStatus:
     return PreparedStatus(
         key=entry.key,
         state="ready",
         size_bytes=entry.size_bytes,
-        leases=len(entry.leases),
+        leases=leases,
         hits=entry.hits,
         used_ns=entry.used_ns,
         prepare_ns=entry.prepare_ns,

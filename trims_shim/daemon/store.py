@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from trims_shim.daemon.eviction import Candidate, EvictionPolicy
+from trims_shim.daemon.leases import Leases
 from trims_shim.errors import NoSpace, TrimsError, UnknownImage
 from trims_shim.specs import Digest, Identity
 
@@ -172,7 +173,6 @@ class _Image(Candidate):
     size_bytes: int
     is_pinned: bool = False
     holds: int = 0
-    leases: set[int] = field(default_factory=set)
     names: OrderedDict[NameKey, None] = field(default_factory=OrderedDict)
 
 
@@ -287,8 +287,7 @@ class Store:
         self._hints: _Pointers[tuple[Identity, int]] = _Pointers()
         self._ingests: dict[int, _Ingest] = {}
         self._loading: dict[IdentityKey, int] = {}
-        self._leases: dict[int, tuple[int, Digest]] = {}
-        self._by_session: dict[int, set[int]] = {}
+        self._leases: Leases[Digest] = Leases(self._numbers)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -369,18 +368,16 @@ class Store:
 
     def release(self, session: int, lease: int, now_ns: int) -> bool:
         """The client gave a lease up; False when it does not hold it."""
-        if self._leases.get(lease, (None, ""))[0] != session:
+        digest = self._leases.release(session, lease)
+        if digest is None:
             return False
-        _, digest = self._leases.pop(lease)
-        self._by_session[session].discard(lease)
-        self._unlease(lease, digest, now_ns)
+        self._images[digest].used_ns = now_ns
         return True
 
     def close_session(self, session: int, now_ns: int) -> None:
         """The connection is gone, and with it its leases and its place in every queue."""
-        for lease in self._by_session.pop(session, set()):
-            _, digest = self._leases.pop(lease)
-            self._unlease(lease, digest, now_ns)
+        for digest in self._leases.close_session(session):
+            self._images[digest].used_ns = now_ns
         for load in self._ingests.values():
             load.waiters = [each for each in load.waiters if each.session != session]
 
@@ -403,9 +400,10 @@ class Store:
     def evict(self, digest: Digest) -> list[Action]:
         """Drop one image. Raises UnknownImage, or NoSpace naming who holds it."""
         image = self._image(digest)
-        if image.leases or image.is_pinned:
+        leases = self._leases.of(digest)
+        if leases or image.is_pinned:
             why = "is pinned; unpin it first" if image.is_pinned else "is in use"
-            raise NoSpace(f"image {digest[:12]} {why} ({len(image.leases)} leases)")
+            raise NoSpace(f"image {digest[:12]} {why} ({leases} leases)")
         if image.holds:
             raise NoSpace(f"image {digest[:12]} is being copied to another device; try again")
         return self._drop(image)
@@ -413,12 +411,7 @@ class Store:
     def forget(self, digest: Digest) -> list[Action]:
         """The memory of an image is lost, and with it all leases; nothing if it is unknown."""
         image = self._images.get(digest)
-        if image is None:
-            return []
-        for lease in image.leases:
-            session, _ = self._leases.pop(lease)
-            self._by_session[session].discard(lease)
-        return self._drop(image)
+        return [] if image is None else self._drop(image)
 
     def relieve(self, wanted_bytes: int, now_ns: int) -> list[Action]:
         """Drop free images until ``wanted_bytes`` are given back, or none is left."""
@@ -492,7 +485,7 @@ class Store:
                 image.digest,
                 image.size_bytes,
                 image.resident_bytes,
-                len(image.leases),
+                self._leases.of(image.digest),
                 image.is_pinned,
                 image.loaded_ns,
                 image.used_ns,
@@ -505,9 +498,7 @@ class Store:
 
     def lease_count(self, session: int | None = None) -> int:
         """Leases of one session, or of all."""
-        if session is None:
-            return len(self._leases)
-        return len(self._by_session.get(session, ()))
+        return len(self._leases) if session is None else self._leases.of_session(session)
 
     def image_count(self) -> int:
         """Images, those under way included."""
@@ -584,10 +575,7 @@ class Store:
         self, opening: Opening, digest: Digest, outcome: str, now_ns: int, *, is_settled: bool
     ) -> GrantLease:
         image = self._images[digest]
-        lease = next(self._numbers)
-        self._leases[lease] = (opening.session, digest)
-        self._by_session.setdefault(opening.session, set()).add(lease)
-        image.leases.add(lease)
+        lease = self._leases.grant(opening.session, digest)
         image.used_ns = now_ns
         image.opens += 1
         self._name(image, (opening.user, opening.name))
@@ -612,13 +600,9 @@ class Store:
                 del self._loading[key]
         return load
 
-    def _unlease(self, lease: int, digest: Digest, now_ns: int) -> None:
-        image = self._images[digest]
-        image.leases.discard(lease)
-        image.used_ns = now_ns
-
     def _drop(self, image: _Image) -> list[Action]:
         del self._images[image.digest]
+        self._leases.forget(image.digest)
         keys = self._identities.forget(image.digest)
         self._hints.forget(image.digest)
         return [
@@ -632,6 +616,5 @@ class Store:
         except KeyError:
             raise UnknownImage(f"no resident image {digest[:12]}; `trims ls` shows them") from None
 
-    @staticmethod
-    def _is_free(image: _Image) -> bool:
-        return not image.leases and not image.is_pinned and not image.holds
+    def _is_free(self, image: _Image) -> bool:
+        return not (image.is_pinned or image.holds or self._leases.of(image.digest))

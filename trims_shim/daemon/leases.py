@@ -1,0 +1,69 @@
+"""Who leases what: the claims of sessions on the things of one store, by number.
+
+Pure. Numbers come from the counter that all stores of a daemon share: a client gives a lease up by
+its number alone. A session has only what it was granted, and nothing of it is left once it ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["Leases"]
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class Leases(Generic[_Key]):
+    """See the module docstring."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self._numbers = numbers
+        self._held: dict[int, tuple[int, _Key]] = {}
+        self._by_session: defaultdict[int, set[int]] = defaultdict(set)
+        self._by_key: defaultdict[_Key, set[int]] = defaultdict(set)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def grant(self, session: int, key: _Key) -> int:
+        """A session leases something; the number of the lease."""
+        lease = next(self._numbers)
+        self._held[lease] = (session, key)
+        self._by_session[session].add(lease)
+        self._by_key[key].add(lease)
+        return lease
+
+    def release(self, session: int, lease: int) -> _Key | None:
+        """What the session had leased; None where the lease is not its own."""
+        owner, key = self._held.get(lease, (None, None))
+        if key is None or owner != session:
+            return None
+        del self._held[lease]
+        self._by_session[session].discard(lease)
+        self._by_key[key].discard(lease)
+        return key
+
+    def close_session(self, session: int) -> list[_Key]:
+        """All that a session had leased; it is not to come back."""
+        ended = []
+        for lease in self._by_session.pop(session, ()):
+            _, key = self._held.pop(lease)
+            self._by_key[key].discard(lease)
+            ended.append(key)
+        return ended
+
+    def forget(self, key: _Key) -> None:
+        """It is no more, and no lease of it."""
+        for lease in self._by_key.pop(key, ()):
+            session, _ = self._held.pop(lease)
+            self._by_session[session].discard(lease)
+
+    def of_session(self, session: int) -> int:
+        """How many a session has."""
+        return len(self._by_session.get(session, ()))
+
+    def of(self, key: _Key) -> int:
+        """How many there are of one thing."""
+        return len(self._by_key.get(key, ()))
