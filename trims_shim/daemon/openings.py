@@ -20,13 +20,13 @@ import logging
 import os
 import resource
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 from trims_shim.daemon.front import Front
 from trims_shim.daemon.loader import Finished
 from trims_shim.daemon.peer_copying import PeerImage
+from trims_shim.daemon.recent import Recent
 from trims_shim.daemon.sessions import Session, check_readable_file
 from trims_shim.daemon.store import (
     Action,
@@ -95,7 +95,7 @@ class Openings:
         """Descriptors of requests whose tier is being made."""
         self._copies: dict[int, _Copy] = {}
         """By the number of the load."""
-        self._asked_once: OrderedDict[IdentityKey, None] = OrderedDict()
+        self._asked_once: Recent[IdentityKey, None] = Recent(_ASKED_LIMIT)
         """Images with a lead that were offered, and left to be copied."""
 
     def open(
@@ -177,9 +177,7 @@ class Openings:
         descriptor = self._front.take_offer(session, offer.ticket)
         try:
             if opening.key not in self._asked_once:
-                self._asked_once[opening.key] = None
-                if len(self._asked_once) > _ASKED_LIMIT:
-                    self._asked_once.popitem(last=False)
+                self._asked_once.put(opening.key, None)
                 return False
             if not self._has_descriptors(host):
                 return False

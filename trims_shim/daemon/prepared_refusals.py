@@ -9,11 +9,11 @@ A refusal has a place: the model's key where its content is known, else what the
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from trims_shim.daemon.prepared_events import Action, DropRefusal, Failure, KeepRefusal
+from trims_shim.daemon.recent import Recent
 from trims_shim.wire.admin import PreparedStatus
 
 __all__ = ["Refusals"]
@@ -45,7 +45,7 @@ class Refusals:
     """See the module docstring."""
 
     def __init__(self) -> None:
-        self._refusals: OrderedDict[Hashable, _Refusal] = OrderedDict()
+        self._refusals: Recent[Hashable, _Refusal] = Recent(_REFUSALS_LIMIT)
 
     # --- in and out -------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class Refusals:
             failure = Failure(failure.reason, failure.message, is_lasting=True)
         pause = min(_LONGEST_PAUSE_NS, _FIRST_PAUSE_NS * _PAUSE_GROWTH ** min(attempts - 1, 10))
         names = (name,) if name else ()
-        self._note(
+        self._refusals.put(
             place,
             _Refusal(key, failure, runtime, names, now_ns, now_ns + pause, attempts, deaths),
         )
@@ -78,7 +78,7 @@ class Refusals:
     def remember(self, refusal: KeepRefusal, refused_ns: int) -> None:
         """A daemon before this one could not prepare it."""
         failure = Failure(refusal.reason, refusal.message, is_lasting=True)
-        self._note(
+        self._refusals.put(
             refusal.key,
             _Refusal(refusal.key, failure, refusal.runtime, refusal.names, refused_ns, until_ns=0),
         )
@@ -123,12 +123,6 @@ class Refusals:
     def rows(self, now_ns: int) -> list[PreparedStatus]:
         """Those that hold, the newest first."""
         return [_row(each) for each in reversed(self._refusals.values()) if each.holds(now_ns)]
-
-    def _note(self, place: Hashable, refusal: _Refusal) -> None:
-        self._refusals[place] = refusal
-        self._refusals.move_to_end(place)
-        while len(self._refusals) > _REFUSALS_LIMIT:
-            self._refusals.popitem(last=False)
 
 
 def _row(refusal: _Refusal) -> PreparedStatus:

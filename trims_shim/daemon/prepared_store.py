@@ -20,7 +20,6 @@ Rules
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -43,6 +42,7 @@ from trims_shim.daemon.prepared_events import (
     Wait,
 )
 from trims_shim.daemon.prepared_refusals import Refusals
+from trims_shim.daemon.recent import Recent
 from trims_shim.errors import NoSpace, UnknownImage
 from trims_shim.specs import Identity
 from trims_shim.wire.admin import PreparedStatus
@@ -63,14 +63,11 @@ class _Entry:
     prepare_ns: int
     used_ns: int
     hits: int = 0
-    names: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    names: Recent[str, None] = field(default_factory=lambda: Recent(_NAMES_PER_ENTRY))
 
     def name(self, names: Iterable[str]) -> None:
         for name in filter(None, names):
-            self.names[name] = None
-            self.names.move_to_end(name)
-        while len(self.names) > _NAMES_PER_ENTRY:
-            self.names.popitem(last=False)
+            self.names.put(name, None)
 
 
 @dataclass(slots=True)
@@ -92,7 +89,7 @@ class PreparedStore:
         self._numbers = numbers
         self._entries: dict[str, _Entry] = {}
         self._jobs: dict[int, _Job] = {}
-        self._known: OrderedDict[tuple[Identity, str], Known] = OrderedDict()
+        self._known: Recent[tuple[Identity, str], Known] = Recent(_KNOWN_LIMIT)
         self._refusals = Refusals()
         self._leases: Leases[str] = Leases(numbers)
 
@@ -100,11 +97,7 @@ class PreparedStore:
 
     def learn(self, known: Known) -> None:
         """The identities in it may be trusted from now on."""
-        where = (known.identity, known.directory)
-        self._known[where] = known
-        self._known.move_to_end(where)
-        while len(self._known) > _KNOWN_LIMIT:
-            self._known.popitem(last=False)
+        self._known.put((known.identity, known.directory), known)
 
     def recall(self, identity: Identity, directory: str) -> Known | None:
         """What a model's file holds; whether its external files are unchanged is to be checked."""

@@ -34,6 +34,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from trims_shim.daemon.eviction import Candidate, EvictionPolicy
 from trims_shim.daemon.leases import Leases
+from trims_shim.daemon.recent import Recent
 from trims_shim.errors import NoSpace, TrimsError, UnknownImage
 from trims_shim.specs import Digest, Identity
 
@@ -173,7 +174,7 @@ class _Image(Candidate):
     size_bytes: int
     is_pinned: bool = False
     holds: int = 0
-    names: OrderedDict[NameKey, None] = field(default_factory=OrderedDict)
+    names: Recent[NameKey, None] = field(default_factory=lambda: Recent(_NAMES_PER_IMAGE))
 
 
 @dataclass(slots=True)
@@ -353,7 +354,7 @@ class Store:
             actions.append(DiscardSegment(ingest))
         self._remember(load.keys, result)
         for name in load.names:
-            self._name(image, name)
+            image.names.put(name, None)
         for opening in load.waiters:
             outcome = "miss" if opening is load.first else "joined"
             actions.append(
@@ -578,14 +579,8 @@ class Store:
         lease = self._leases.grant(opening.session, digest)
         image.used_ns = now_ns
         image.opens += 1
-        self._name(image, (opening.user, opening.name))
+        image.names.put((opening.user, opening.name), None)
         return GrantLease(opening, lease, digest, outcome, is_settled)
-
-    def _name(self, image: _Image, name: NameKey) -> None:
-        image.names[name] = None
-        image.names.move_to_end(name)
-        while len(image.names) > _NAMES_PER_IMAGE:
-            image.names.popitem(last=False)
 
     def _remember(self, keys: tuple[IdentityKey, ...], result: Ingested) -> None:
         for key in keys:

@@ -24,6 +24,7 @@ from trims_shim.daemon.device_loader import DeviceLoader
 from trims_shim.daemon.eviction import EvictionPolicy, policy_named
 from trims_shim.daemon.loader import Loader, Loads
 from trims_shim.daemon.peer_copying import PeerCopies
+from trims_shim.daemon.recent import Recent
 from trims_shim.daemon.store import Store
 from trims_shim.daemon.uploading import Uploader
 from trims_shim.errors import DriverFailure, TrimsError, UnknownDevice, UnknownImage
@@ -235,7 +236,7 @@ class Tiers:
         self._trusts_young_files = trusts_young_files
         self._devices: dict[DeviceId, DeviceTier] = {}
         self._making: dict[DeviceId, list[Ready]] = {}
-        self._unavailable: dict[DeviceId, tuple[float, str]] = {}
+        self._unavailable: Recent[DeviceId, tuple[float, str]] = Recent(_UNAVAILABLE_LIMIT)
         host.outline_bytes = lambda: sum(each.loader.outline_bytes() for each in self.devices)
 
     def __iter__(self) -> Iterator[Tier]:
@@ -432,9 +433,7 @@ class Tiers:
 
     def _note_refusal(self, device: DeviceId, reason: str) -> None:
         is_full = len(self._unavailable) >= _UNAVAILABLE_LIMIT
-        if device not in self._unavailable:
-            if not is_full:  # no machine has so many; somebody makes them up
-                _logger.warning("%s", reason)
-            else:
-                del self._unavailable[next(iter(self._unavailable))]
-        self._unavailable[device] = (time.monotonic(), reason)
+        # No machine has so many: somebody makes them up.
+        if device not in self._unavailable and not is_full:
+            _logger.warning("%s", reason)
+        self._unavailable.put(device, (time.monotonic(), reason))
