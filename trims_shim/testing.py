@@ -42,15 +42,16 @@ from trims_shim.client.connection import Granted
 from trims_shim.client.session import Conversation
 from trims_shim.config import Config
 from trims_shim.daemon.eviction import policy_named
+from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared import Prepared
 from trims_shim.daemon.prepared_directory import PreparedSettings
 from trims_shim.daemon.preparing import Preparation
-from trims_shim.daemon.requests import Later, add_counters, handle
+from trims_shim.daemon.requests import add_counters, handle
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.store import Announce, ImageRow, Store
-from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tiers
+from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tier, Tiers
 from trims_shim.errors import DaemonUnavailable, RequestRefused, TrimsError, WireError
 from trims_shim.memory.host import open_memory
 from trims_shim.specs import HOST_TIER, SegmentKind
@@ -234,11 +235,11 @@ class _HostTier(HostTier):
         return 0
 
 
-class _Server:
+class _Server(Front):
     """The daemon's half: what :class:`trims_shim.daemon.server.Server` does with its sockets.
 
     One lock stands for the server's single thread. Public names are those that the request handlers
-    and :class:`trims_shim.daemon.front.Front` use.
+    use.
     """
 
     memory_reason = "a fake daemon for tests"
@@ -374,53 +375,38 @@ class _Server:
             if is_open and self._faults.stalls:
                 self._faults.stalls -= 1
                 return False
+            request = Request(session, envelope.request_id, _routing(session.number))
             try:
                 if is_open:
-                    self._open(session, envelope.request_id, envelope.message)
-                else:
-                    self._handle(session, envelope.request_id, envelope.message)
+                    self._note_open(request, envelope.message)
+                # The handlers ask no more of a server than this class has.
+                reply = handle(cast(Any, self), request, envelope.message)
             except TrimsError as error:
-                reply = messages.ErrorReply(type(error).__name__, str(error)[:1000])
-                self._answer(session.number, envelope.request_id, reply)
+                reply = self.error_reply(error)
+            if reply is not None:
+                self.answer(request, reply)
         self._pool.run()
         return True
 
-    def _handle(self, session: Session, request: int, message: Any) -> None:
-        if isinstance(message, admin.EvictPreparedRequest):
-            reply: Any = self.prepared.evict(session, _routing(session.number), request, message)
-        else:
-            # The handlers ask no more of a server than this class has.
-            reply = handle(cast(Any, self), session, message)
-        if isinstance(reply, Later):
-            reply = reply.work()
-        if reply is not None:
-            self._answer(session.number, request, reply)
-
-    def _open(self, session: Session, request: int, message: Any) -> None:
+    def _note_open(self, request: Request, message: Any) -> None:
+        """Raises the error that the test has put in."""
         if self._faults.refusals:
             self.counters["refused"] += 1
             if message.ticket:
-                os.close(session.offers.pop(message.ticket))
+                os.close(request.session.offers.pop(message.ticket))
             raise self._faults.refusals.popleft()
-        routing = _routing(session.number)
-        if isinstance(message, messages.OpenImageRequest):
-            self._names[(session.number, request)] = message.name
-            self.openings.open(session, routing, request, message)
-            return
-        self._names[(session.number, request)] = message.path
-        reply = self.prepared.open(session, routing, request, message)
-        if reply is not None:
-            self.reply(routing, request, reply)
+        is_image = isinstance(message, messages.OpenImageRequest)
+        name = message.name if is_image else message.path
+        self._names[(request.session.number, request.number)] = name
+
+    def run_later(self, request: Request, tier: Tier, work: Callable[[], Any]) -> None:
+        """There is nobody who could be kept waiting."""
+        self.answer(request, work())
 
     def _woken(self) -> None:
         with self.changed:
             self.openings.finish()
             self.prepared.finish()
-
-    def _answer(self, number: int, request: int, message: Any) -> None:
-        data = codec.encode_envelope(codec.Envelope(request, b"", message))
-        self._lines[number].answers.append(data)
-        self.changed.notify_all()
 
     def _take_released(self) -> None:
         while self._released:
@@ -428,7 +414,7 @@ class _Server:
             self.tiers.release(session, lease, time.time_ns())
             self.prepared.release(session, lease)
 
-    # --- what openings need -----------------------------------------------------------------------
+    # --- the way to the clients -------------------------------------------------------------------
 
     def take_offer(self, session: Session, ticket: int) -> int:
         return session.offers.pop(ticket)
@@ -439,15 +425,17 @@ class _Server:
             grants = self._lines[session.number].grants
             grants[(message.ticket, message.part)] = os.dup(descriptor)
 
-    def reply(self, routing: bytes, request: int, message: Any) -> None:
-        number = int.from_bytes(routing, "big")
+    def reply(self, routing: bytes, number: int, message: Any) -> None:
+        session = int.from_bytes(routing, "big")
         if not isinstance(message, messages.Progress):
-            name = self._names.pop((number, request), "")
+            name = self._names.pop((session, number), "")
             if isinstance(message, messages.OpenImageReply):
                 self._opened.append(Opened(name, message.outcome, message.digest))
             elif isinstance(message, messages.OpenPreparedReply):
                 self._opened.append(Opened(name, message.outcome, message.key))
-        self._answer(number, request, message)
+        data = codec.encode_envelope(codec.Envelope(number, b"", message))
+        self._lines[session].answers.append(data)
+        self.changed.notify_all()
 
     def end_session(self, session: Session, reason: str) -> None:
         self.leave(session)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
+from fronts import FakeFront
 
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.sessions import Limits, Session, Sessions
@@ -30,26 +29,6 @@ class Tiers:
         self.look()
 
 
-class Front:
-    """A server without sockets; ``send`` is called for what a client is sent."""
-
-    is_stopping = False
-
-    def __init__(self, send: Callable[[], None]) -> None:
-        self.sessions = Sessions(Limits())
-        self.counters: Counter[str] = Counter()
-        self.ended: list[str] = []
-        self.sent: list[Any] = []
-        self.send = send
-
-    def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
-        self.send()
-        self.sent.append(message)
-
-    def end_session(self, session: Session, reason: str) -> None:
-        self.ended.append(reason)
-
-
 def nothing() -> None:
     """Goes well."""
 
@@ -57,8 +36,7 @@ def nothing() -> None:
 @pytest.fixture
 def session() -> Iterator[Session]:
     ours, theirs = socket.socketpair()
-    session = Session(1, ours, Peer(os.getpid(), os.geteuid(), os.getegid()), 0)
-    yield session
+    yield Sessions(Limits()).add(ours, Peer(os.getpid(), os.geteuid(), os.getegid()), 0)
     ours.close()
     theirs.close()
 
@@ -67,7 +45,7 @@ OFFER = messages.FileOffer(1, "host", "model.onnx")
 
 
 def test_what_is_not_resident_stands(session: Session) -> None:
-    front = Front(nothing)
+    front = FakeFront(session, nothing)
     Openings(front, Tiers(nothing)).offer(session, OFFER)  # type: ignore[arg-type]
     assert (front.sent, front.ended) == ([messages.OfferReply(1)], [])
 
@@ -78,7 +56,7 @@ def test_a_client_that_reads_no_answer_is_let_go(session: Session) -> None:
     def full() -> None:
         raise BlockingIOError("its buffer is full")
 
-    front = Front(full)
+    front = FakeFront(session, full)
     Openings(front, Tiers(nothing)).offer(session, OFFER)  # type: ignore[arg-type]
     assert len(front.ended) == 1
     assert "buffer is full" in front.ended[0]
@@ -88,7 +66,7 @@ def test_a_bug_costs_one_connection(session: Session, caplog: pytest.LogCaptureF
     def fail() -> None:
         raise KeyError("segment")
 
-    front = Front(nothing)
+    front = FakeFront(session, nothing)
     with caplog.at_level(logging.CRITICAL, "trims_shim.daemon"):
         Openings(front, Tiers(fail)).offer(session, OFFER)  # type: ignore[arg-type]
     assert front.counters["internal_errors"] == 1
@@ -97,7 +75,7 @@ def test_a_bug_costs_one_connection(session: Session, caplog: pytest.LogCaptureF
 
 def test_a_ticket_cannot_take_the_place_of_a_request(session: Session) -> None:
     """Tickets are any numbers, and requests that wait are in the same table."""
-    front = Front(nothing)
+    front = FakeFront(session, nothing)
     openings = Openings(front, Tiers(nothing))  # type: ignore[arg-type]
     waiting = object()
     openings._waiting[(1, 4)] = waiting  # type: ignore[assignment]

@@ -23,9 +23,11 @@ from prepared_models import PATIENCE_S, RECIPE, FakePreparer, digest_of
 from trims_shim.config import ShareOrSize
 from trims_shim.daemon import prepared as prepared_module
 from trims_shim.daemon import prepared_clients, prepared_making
+from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.prepared import Prepared
 from trims_shim.daemon.prepared_directory import PreparedSettings, Space
 from trims_shim.daemon.sessions import Limits, Session, Sessions
+from trims_shim.daemon.store import Announce
 from trims_shim.errors import (
     AccessDenied,
     DaemonUnavailable,
@@ -48,7 +50,7 @@ class _NoSocket:
         """There is none."""
 
 
-class World:
+class World(Front):
     """A :class:`Prepared` with its server's part; :meth:`turn` is one round of its loop."""
 
     def __init__(
@@ -69,7 +71,7 @@ class World:
         self.directory = directory
         settings = PreparedSettings(str(directory), ShareOrSize(size_bytes=budget), problem)
         self.prepared = Prepared(
-            self,  # type: ignore[arg-type]
+            self,
             settings,
             preparer=self.preparer,
             numbers=itertools.count(1),
@@ -94,8 +96,17 @@ class World:
             raise AccessDenied("no offer")
         return session.offers.pop(ticket)
 
-    def reply(self, routing: bytes, request: int, message: Any) -> None:
-        self.replies.append((request, message))
+    def reply(self, routing: bytes, number: int, message: Any) -> None:
+        self.replies.append((number, message))
+
+    def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
+        raise AssertionError("nobody asks by a packet here")
+
+    def end_session(self, session: Session, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def publish(self, event: Announce) -> None:
+        raise AssertionError("nothing is announced")
 
     # --- what a client does -----------------------------------------------------------------------
 
@@ -121,7 +132,7 @@ class World:
         message = OpenPreparedRequest(
             ticket, str(path) if name is None else name, digest, recipe, "/site/onnxruntime"
         )
-        return self.prepared.open(session, b"client", 7, message)
+        return self.prepared.open(Request(session, 7, b"client"), message)
 
     def outcome(self, *arguments: Any, **keywords: Any) -> str:
         reply = self.ask(*arguments, **keywords)
@@ -424,9 +435,9 @@ class TestTrust:
         world.session.offers[99] = os.open(model, os.O_WRONLY)
         message = OpenPreparedRequest(99, str(model), "", RECIPE, "")
         with pytest.raises(AccessDenied):
-            world.prepared.open(world.session, b"", 1, message)
+            world.prepared.open(Request(world.session, 1, b"client"), message)
         with pytest.raises(AccessDenied):
-            world.prepared.open(world.session, b"", 1, message)
+            world.prepared.open(Request(world.session, 1, b"client"), message)
 
     def test_an_empty_file(self, world: World, tmp_path: Path) -> None:
         (tmp_path / "empty").touch()
@@ -491,7 +502,7 @@ class TestTrust:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK)
         world.session.offers[99] = descriptor
         message = OpenPreparedRequest(99, "", digest_of(b"sealed"), RECIPE, "")
-        assert world.prepared.open(world.session, b"", 1, message)
+        assert world.prepared.open(Request(world.session, 1, b"client"), message)
         world.settle()
         world.hit(digest=digest_of(b"sealed"))
 
@@ -547,7 +558,7 @@ class TestRefusals:
     def test_evicting_it_is_another_try(self, world: World, model: Path) -> None:
         world.preparer.reply = PrepareReply(reason="metadata_differs")
         world.make(model)
-        assert world.prepared.evict(world.session, b"", 1, _evict(str(model))) == (
+        assert world.prepared.evict(Request(world.session, 1, b"client"), _evict(str(model))) == (
             admin.EvictPreparedReply((), 0)
         )
         world.preparer.reply = PrepareReply(probe="equal")
@@ -688,7 +699,7 @@ class TestRestart:
         make_world().make(model)
         world = make_world(is_started=False)
         assert world.ask(model) is None
-        assert world.prepared.evict(world.session, b"", 8, _evict("/other")) is None
+        assert world.prepared.evict(Request(world.session, 8, b"client"), _evict("/other")) is None
         gone = world.join()
         assert world.ask(model, session=gone) is None
         world.prepared.close_session(gone.number)
@@ -718,7 +729,7 @@ class TestRestart:
         assert second.hit(model).key == first.hit(model).key
         first.prepared.release(first.session.number, 2)
         first.prepared.close_session(first.session.number)
-        first.prepared.evict(first.session, b"", 1, _evict())
+        first.prepared.evict(Request(first.session, 1, b"client"), _evict())
         first.end_aside()
         second.make(model)
         assert second.counters["prepared_damaged"] == 1
@@ -730,7 +741,7 @@ class TestRestart:
         first, second = make_world(), make_world()
         first.make(model)
         second.make(model)
-        second.prepared.evict(second.session, b"", 1, _evict())
+        second.prepared.evict(Request(second.session, 1, b"client"), _evict())
         second.end_aside()
         second.make(model)
         assert second.preparer.verdicts == [False, True]
@@ -800,22 +811,22 @@ class TestEviction:
         second = world.hit(paths[1])
         world.prepared.release(world.session.number, second.lease)
         with pytest.raises(NoSpace, match="in use"):
-            world.prepared.evict(world.session, b"", 1, _evict(str(paths[0])))
-        reply = world.prepared.evict(world.session, b"", 1, _evict(second.key[:10]))
+            world.prepared.evict(Request(world.session, 1, b"client"), _evict(str(paths[0])))
+        reply = world.prepared.evict(Request(world.session, 1, b"client"), _evict(second.key[:10]))
         assert reply is not None
         assert reply.keys == (second.key,)
         assert reply.freed_bytes == 600 + len(b"prepared ") + len(b"packed weights")
-        reply = world.prepared.evict(world.session, b"", 1, _evict())
+        reply = world.prepared.evict(Request(world.session, 1, b"client"), _evict())
         assert reply is not None
         assert len(reply.keys) == 1
         assert world.files() == [first.key]
         with pytest.raises(UnknownImage):
-            world.prepared.evict(world.session, b"", 1, _evict("/nothing"))
+            world.prepared.evict(Request(world.session, 1, b"client"), _evict("/nothing"))
 
     def test_it_is_not_for_others(self, world: World) -> None:
         other = world.join(uid=os.geteuid() + 1)
         with pytest.raises(AccessDenied):
-            world.prepared.evict(other, b"", 1, _evict())
+            world.prepared.evict(Request(other, 1, b"client"), _evict())
 
 
 def _evict(model: str = "") -> admin.EvictPreparedRequest:

@@ -15,6 +15,7 @@ from trims_shim.client.cache import Cache
 from trims_shim.client.prepared import PreparedModel
 from trims_shim.daemon import main as daemon_main
 from trims_shim.daemon import requests
+from trims_shim.daemon.front import Request
 from trims_shim.daemon.prepared_events import Entry
 from trims_shim.errors import DaemonUnavailable, NotServed, UnknownImage
 from trims_shim.wire import admin, codec, messages
@@ -205,7 +206,7 @@ def test_other_users_see_nothing_of_it(setting: Setting) -> None:
     session = next(iter(server.sessions))
     ours, session.peer = session.peer, Peer(1, os.geteuid() + 1, 1)
     try:
-        reply = requests.handle(server, session, admin.GetStatusRequest())
+        reply = requests.handle(server, Request(session), admin.GetStatusRequest())
     finally:
         session.peer = ours
     assert (reply.prepared, reply.storage) == ((), None)

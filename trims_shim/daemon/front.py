@@ -1,40 +1,101 @@
-"""What those who open images and prepare models need of the server: a way to the clients."""
+"""The way to the clients: what those who answer requests need of the server, and how they answer.
+
+A request is answered where it came from, once, now or later; :meth:`Front.serve` is the border at
+which whatever goes wrong with it costs this one request, not the daemon.
+"""
 
 from __future__ import annotations
 
+import abc
+import logging
 from collections import Counter
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from trims_shim.daemon.sessions import Session, Sessions
 from trims_shim.daemon.store import Announce
+from trims_shim.errors import TrimsError
+from trims_shim.wire.handover import clipped
+from trims_shim.wire.messages import ErrorReply
 
-__all__ = ["Front"]
+__all__ = ["INTERNAL_ERROR", "Front", "Request"]
+
+_logger = logging.getLogger("trims_shim.daemon")
+
+INTERNAL_ERROR = "internal error; see the daemon's log"
 
 
-class Front(Protocol):
-    """Who talks with the clients."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Who waits for an answer, and where it goes.
+
+    ``number`` is the client's own for it. ``routing`` leads to the client's control socket; None:
+    the request came as a packet, and so does its answer.
+    """
+
+    session: Session
+    number: int = 0
+    routing: bytes | None = None
+
+
+class Front(abc.ABC):
+    """Who talks with the clients. Used by the server's thread only."""
 
     sessions: Sessions
     counters: Counter[str]
+    is_stopping: bool
+    """No new opening is let in."""
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether no new opening is let in."""
+    def serve(self, request: Request, work: Callable[[], Any]) -> None:
+        """Answer with what ``work`` returns or raises; not, or not yet, where that is None."""
+        try:
+            reply = work()
+        # Border: a bug in a handler costs one request, not the daemon.
+        except Exception as error:
+            reply = self.error_reply(error)
+        if reply is not None:
+            self.answer(request, reply)
 
+    def answer(self, request: Request, message: Any) -> None:
+        """Send a reply, or a sign of life. Who is gone is sent nothing."""
+        if request.routing is not None:
+            self.reply(request.routing, request.number, message)
+        elif self.sessions.get(request.session.number) is not None:
+            try:
+                self.hand_over(request.session, message)
+            except OSError as error:
+                # BlockingIOError too: who is not told would wait for an answer in vain.
+                reason = f"the client does not take its answer: {error}"
+                self.end_session(request.session, reason)
+
+    def error_reply(self, error: Exception) -> ErrorReply:
+        """What a client is told of an error. One that is none of ours is a bug, and noted."""
+        if isinstance(error, TrimsError):
+            return ErrorReply(type(error).__name__, clipped(str(error)))
+        _logger.error("a request failed", exc_info=error)
+        self.counters["internal_errors"] += 1
+        return ErrorReply("DaemonError", INTERNAL_ERROR)
+
+    @abc.abstractmethod
     def take_offer(self, session: Session, ticket: int) -> int:
         """The descriptor that was offered under a ticket, owned by the caller.
 
         Raises AccessDenied.
         """
 
+    @abc.abstractmethod
     def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
         """Send a packet with a descriptor, or without one. Raises OSError."""
 
-    def reply(self, routing: bytes, request: int, message: Any) -> None:
-        """Answer a request."""
+    @abc.abstractmethod
+    def reply(self, routing: bytes, number: int, message: Any) -> None:
+        """Send a message to a client's control socket."""
 
+    @abc.abstractmethod
     def end_session(self, session: Session, reason: str) -> None:
         """Close a connection."""
 
+    @abc.abstractmethod
     def publish(self, event: Announce) -> None:
         """Tell who listens."""

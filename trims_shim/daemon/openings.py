@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from trims_shim.daemon.front import Front
+from trims_shim.daemon.front import INTERNAL_ERROR, Front, Request
 from trims_shim.daemon.loader import Finished
 from trims_shim.daemon.peer_copying import PeerImage
 from trims_shim.daemon.recent import Recent
@@ -41,7 +41,6 @@ from trims_shim.daemon.store import (
 from trims_shim.daemon.tiers import DeviceTier, Tier, Tiers
 from trims_shim.errors import (
     AccessDenied,
-    DaemonError,
     DaemonUnavailable,
     FileChanged,
     NoSpace,
@@ -58,7 +57,6 @@ __all__ = ["Openings"]
 _logger = logging.getLogger("trims_shim.daemon")
 
 _NAME_LIMIT = 4096
-_MESSAGE_LIMIT = 1000
 _ASKED_LIMIT = 256
 _ALLOCATIONS_IN_A_PACKET = 32
 """With 80 bytes each: below messages.HANDOVER_PACKET_LIMIT_BYTES."""
@@ -66,9 +64,9 @@ _ALLOCATIONS_IN_A_PACKET = 32
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request that is not answered yet; ``routing`` None: an offer, answered where it came."""
+    """A request that is not answered yet, and the ticket of its file."""
 
-    routing: bytes | None
+    request: Request
     ticket: int
 
 
@@ -98,59 +96,52 @@ class Openings:
         self._asked_once: Recent[IdentityKey, None] = Recent(_ASKED_LIMIT)
         """Images with a lead that were offered, and left to be copied."""
 
-    def open(
-        self, session: Session, routing: bytes, request: int, message: messages.OpenImageRequest
-    ) -> None:
+    def open(self, request: Request, message: messages.OpenImageRequest) -> None:
         """Take a request; it is answered now or later. Raises TrimsError instead of answering."""
-        descriptor = self._front.take_offer(session, message.ticket)
+        descriptor = self._front.take_offer(request.session, message.ticket)
         try:
-            self._check_limits(session, request)
-            opening = _opening(session, request, message, descriptor)
+            self._check_limits(request)
+            opening = _opening(request, message, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
-        key = (session.number, request)
-        self._waiting[key] = _Waiting(routing, message.ticket)
+        key = (opening.session, opening.request)
+        self._waiting[key] = _Waiting(request, message.ticket)
         self._unopened[key] = descriptor
         self._tiers.when_ready(message.tier, lambda tier: self._begin(opening, tier))
 
     def offer(self, session: Session, offer: messages.FileOffer) -> None:
         """Open the image of an offered file where that takes no waiting; else the offer stands."""
+        # Requests are numbered from 1 on by the clients.
+        request = Request(session, -1 - offer.ticket)
         try:
-            self._offer(session, offer)
-        except (TrimsError, OSError) as error:
-            # BlockingIOError too: who is not told would wait for an answer in vain.
-            self._front.end_session(session, f"the client does not take its answer: {error}")
+            self._offer(request, offer)
         # Border: a bug costs one client its connection, not all of them the daemon.
         except Exception:
             _logger.exception("offer of %s failed", offer.name[:200])
             self._front.counters["internal_errors"] += 1
-            self._front.end_session(session, "internal error; see the daemon's log")
+            self._front.end_session(session, INTERNAL_ERROR)
 
-    def _offer(self, session: Session, offer: messages.FileOffer) -> None:
-        # Requests are numbered from 1 on by the clients.
-        key = (session.number, -1 - offer.ticket)
+    def _offer(self, request: Request, offer: messages.FileOffer) -> None:
         tier = self._tiers.ready(offer.tier)
-        opening = None if tier is None else self._resident(session, key[1], offer, tier)
+        opening = None if tier is None else self._resident(request, offer, tier)
         if tier is None or opening is None:
-            is_loading = bool(offer.lead_bytes) and self._consider(session, key[1], offer)
-            reply = messages.OfferReply(offer.ticket, is_loading=is_loading)
-            self._front.hand_over(session, reply)
+            is_loading = bool(offer.lead_bytes) and self._consider(request, offer)
+            self._front.answer(request, messages.OfferReply(offer.ticket, is_loading=is_loading))
             return
-        os.close(self._front.take_offer(session, offer.ticket))
-        self._waiting[key] = _Waiting(None, offer.ticket)
+        os.close(self._front.take_offer(request.session, offer.ticket))
+        key = (opening.session, opening.request)
+        self._waiting[key] = _Waiting(request, offer.ticket)
         try:
             self.execute(tier, tier.store.open(opening, time.time_ns()))
         finally:
             self._waiting.pop(key, None)
 
-    def _resident(
-        self, session: Session, request: int, offer: messages.FileOffer, tier: Tier
-    ) -> Opening | None:
+    def _resident(self, request: Request, offer: messages.FileOffer, tier: Tier) -> Opening | None:
         """None where a request has to wait, or will be refused and should be told why."""
         try:
-            self._check_limits(session, request)
-            opening = _opening(session, request, offer, session.offers[offer.ticket])
+            self._check_limits(request)
+            opening = _opening(request, offer, request.session.offers[offer.ticket])
         except TrimsError:
             return None
         digest = tier.store.trusted_digest(
@@ -162,19 +153,19 @@ class Openings:
         is_short = device is None or len(device.allocations) <= _ALLOCATIONS_IN_A_PACKET
         return opening if is_short else None
 
-    def _consider(self, session: Session, request: int, offer: messages.FileOffer) -> bool:
+    def _consider(self, request: Request, offer: messages.FileOffer) -> bool:
         """Whether an image with a lead is being loaded already; load it if it was asked for before.
 
         The offer stands where this says yes.
         """
         host = self._tiers.host
         try:
-            opening = _opening(session, request, offer, session.offers[offer.ticket])
+            opening = _opening(request, offer, request.session.offers[offer.ticket])
         except TrimsError:
             return True  # It is refused when it is requested, and told why.
         if host.store.is_hit(opening):
             return True
-        descriptor = self._front.take_offer(session, offer.ticket)
+        descriptor = self._front.take_offer(request.session, offer.ticket)
         try:
             if opening.key not in self._asked_once:
                 self._asked_once.put(opening.key, None)
@@ -229,8 +220,8 @@ class Openings:
                 progress = messages.Progress(meter.done_bytes, meter.total_bytes)
                 for opening in tier.store.waiters(ingest):
                     waiting = self._waiting.get((opening.session, opening.request))
-                    if waiting is not None and waiting.routing is not None:
-                        self._front.reply(waiting.routing, opening.request, progress)
+                    if waiting is not None:
+                        self._front.answer(waiting.request, progress)
 
     def relieve_pressure(self) -> None:
         """Images that nobody uses go before a machine, or a device, runs out of memory."""
@@ -264,12 +255,13 @@ class Openings:
 
     # --- opening ----------------------------------------------------------------------------------
 
-    def _check_limits(self, session: Session, request: int) -> None:
+    def _check_limits(self, request: Request) -> None:
         limits = self._front.sessions.limits
-        waiting = sum(1 for number, _ in self._waiting if number == session.number)
-        if waiting >= limits.requests or (session.number, request) in self._waiting:
+        session = request.session.number
+        waiting = sum(1 for number, _ in self._waiting if number == session)
+        if waiting >= limits.requests or (session, request.number) in self._waiting:
             raise TooManyRequests(f"more than {limits.requests} open requests")
-        if self._tiers.lease_count(session.number) >= limits.leases:
+        if self._tiers.lease_count(session) >= limits.leases:
             raise TooManyRequests(f"more than {limits.leases} leases")
         if self._front.is_stopping:
             raise DaemonUnavailable("the daemon is stopping; load again")
@@ -297,10 +289,8 @@ class Openings:
                 else:
                     self.execute(tier, [action])
         # Border: a bug costs one request, also one that is taken up later, not the daemon.
-        except Exception:
-            _logger.exception("image %s cannot be opened", opening.name[:200])
-            self._front.counters["internal_errors"] += 1
-            self._refuse(opening, DaemonError("internal error; see the daemon's log"))
+        except Exception as error:
+            self._refuse(opening, error)
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -421,26 +411,21 @@ class Openings:
         )
         self._answer(grant.opening, reply)
 
-    def _refuse(self, opening: Opening, error: TrimsError) -> None:
+    def _refuse(self, opening: Opening, error: Exception) -> None:
         self._front.counters["refused"] += 1
-        reply = messages.ErrorReply(type(error).__name__, str(error)[:_MESSAGE_LIMIT])
-        self._answer(opening, reply)
+        self._answer(opening, self._front.error_reply(error))
 
     def _answer(self, opening: Opening, message: Any) -> None:
         waiting = self._waiting.pop((opening.session, opening.request), None)
         if waiting is None:
             return
-        if waiting.routing is not None:
-            self._front.reply(waiting.routing, opening.request, message)
-            return
-        session = self._front.sessions.get(opening.session)
-        if session is not None:
-            self._front.hand_over(session, messages.OfferReply(waiting.ticket, message))
+        if waiting.request.routing is None:
+            message = messages.OfferReply(waiting.ticket, message)
+        self._front.answer(waiting.request, message)
 
 
 def _opening(
-    session: Session,
-    request: int,
+    request: Request,
     asked: messages.OpenImageRequest | messages.FileOffer,
     descriptor: int,
 ) -> Opening:
@@ -453,8 +438,8 @@ def _opening(
             f"no image at {asked.tier[:80]!r} has {lead_bytes} bytes before the file"
         )
     identity = Identity.from_stat(status)
-    user = session.peer.uid
-    return Opening(session.number, request, user, identity, name[:_NAME_LIMIT], lead_bytes)
+    session, user = request.session.number, request.session.peer.uid
+    return Opening(session, request.number, user, identity, name[:_NAME_LIMIT], lead_bytes)
 
 
 def _after(tier: Tier, finished: Finished[Any]) -> list[Action]:

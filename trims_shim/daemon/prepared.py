@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from trims_shim._version import __version__
-from trims_shim.daemon.front import Front
+from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.interpreters import cpu_identity, interpreter_of, namespace_problem
 from trims_shim.daemon.loader import started_pool
 from trims_shim.daemon.prepared_clients import (
@@ -81,6 +81,8 @@ _RUNTIME_LIMIT = 64
 _TOUCH_INTERVAL_NS = 60 * 10**9
 _HELD_FRACTION = 4
 """One part in this many of the free memory may be models that are offered as memory and wait."""
+
+_Reply = TypeVar("_Reply")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,35 +142,18 @@ class Prepared:
     # --- requests ---------------------------------------------------------------------------------
 
     def open(
-        self,
-        session: Session,
-        routing: bytes | None,
-        request: int,
-        message: messages.OpenPreparedRequest,
+        self, request: Request, message: messages.OpenPreparedRequest
     ) -> messages.OpenPreparedReply | None:
-        """Answer a request; None: it is answered later, with ``routing`` None by a packet.
-
-        Raises TrimsError instead of answering.
-        """
-        reply: messages.OpenPreparedReply | None = self._when_open(
-            session, routing, request, lambda each: self._open(each, message)
-        )
-        return reply
+        """The reply; None: it is answered later. Raises TrimsError."""
+        return self._when_open(request, lambda: self._open(request.session, message))
 
     def evict(
-        self,
-        session: Session,
-        routing: bytes,
-        request: int,
-        message: admin.EvictPreparedRequest,
+        self, request: Request, message: admin.EvictPreparedRequest
     ) -> admin.EvictPreparedReply | None:
         """Forget models; None: it is answered later. Raises AccessDenied, UnknownImage, NoSpace."""
-        if session.peer.uid not in (0, os.geteuid()):
+        if request.session.peer.uid not in (0, os.geteuid()):
             raise AccessDenied("prepared models are the daemon's own user's")
-        reply: admin.EvictPreparedReply | None = self._when_open(
-            session, routing, request, lambda _: self._evict(message.model)
-        )
-        return reply
+        return self._when_open(request, lambda: self._evict(message.model))
 
     def release(self, session: int, lease: int) -> None:
         """The client gave a lease up; nothing happens where it is of something else."""
@@ -233,16 +218,10 @@ class Prepared:
 
     # --- answers ----------------------------------------------------------------------------------
 
-    def _when_open(
-        self,
-        session: Session,
-        routing: bytes | None,
-        request: int,
-        answer: Callable[[Session], Any],
-    ) -> Any:
+    def _when_open(self, request: Request, work: Callable[[], _Reply]) -> _Reply | None:
         if self._is_open:
-            return answer(session)
-        self._early.put(session, routing, request, answer)
+            return work()
+        self._early.put(request, work)
         return None
 
     def _open(
@@ -389,7 +368,7 @@ class Prepared:
         self._execute(self._store.fit())
         if event.problem:
             _logger.warning("no prepared ONNX models: %s", event.problem)
-        self._early.answer()
+        self._early.serve()
 
     def _adopt(self, published: Published) -> None:
         self._published[published.manifest.key] = published

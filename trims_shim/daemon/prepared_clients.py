@@ -6,16 +6,13 @@ by :mod:`trims_shim.daemon.prepared`, in the server's thread.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
-from typing import Any
 
 from trims_shim.daemon.front import Front
 from trims_shim.daemon.prepared_events import Flight, Grant
 from trims_shim.daemon.prepared_files import Published
 from trims_shim.daemon.sessions import Session, check_readable_file
-from trims_shim.errors import NotServed, TrimsError
+from trims_shim.errors import NotServed
 from trims_shim.specs import Identity
 from trims_shim.wire import messages
 from trims_shim.wire.handover import clipped
@@ -23,35 +20,9 @@ from trims_shim.wire.handover import clipped
 __all__ = [
     "Offer",
     "flight_of",
-    "hand_over_answer",
     "hit_reply",
     "refusal_reply",
-    "reply_or_error",
 ]
-
-_logger = logging.getLogger("trims_shim.daemon")
-
-
-def reply_or_error(front: Front, answer: Callable[[], Any]) -> Any:
-    """What ``answer`` returns, or the error that the client is told instead."""
-    try:
-        return answer()
-    except TrimsError as error:
-        return messages.ErrorReply(type(error).__name__, clipped(str(error)))
-    # Border: a bug costs one request, also one that is taken up later, not the daemon.
-    except Exception:
-        _logger.exception("a request for a prepared model failed")
-        front.counters["internal_errors"] += 1
-        return messages.ErrorReply("DaemonError", "internal error; see the daemon's log")
-
-
-def hand_over_answer(front: Front, session: Session, reply: Any) -> None:
-    """Answer a request where it came, as a packet; who does not take it is let go."""
-    try:
-        front.hand_over(session, reply)
-    except OSError as error:
-        # BlockingIOError too: it would wait for an answer in vain.
-        front.end_session(session, f"the client does not take its answer: {error}")
 
 
 class Offer:

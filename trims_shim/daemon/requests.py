@@ -1,8 +1,8 @@
-"""What each control request does, apart from opening images (which may have to wait).
+"""What each request does.
 
-A handler returns the reply; errors of the tree become ErrorReply. Names of images are paths, so
-they are shown, found and pinned only for their own user; the daemon's own user and root see all. A
-request means an image at every tier where it is, unless it names one.
+A handler returns the reply, or None where it is given later, and raises what is wrong. Names of
+images are paths, so they are shown, found and pinned only for their own user; the daemon's own user
+and root see all. A request means an image at every tier where it is, unless it names one.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trims_shim._version import __version__
+from trims_shim.daemon.front import Request
 from trims_shim.daemon.loader import Hashing
 from trims_shim.daemon.sessions import Session
 from trims_shim.daemon.store import DropImage, ImageRow
-from trims_shim.daemon.tiers import Tier
 from trims_shim.errors import (
     AccessDenied,
     MalformedMessage,
@@ -33,7 +32,7 @@ from trims_shim.wire import admin, messages
 if TYPE_CHECKING:
     from trims_shim.daemon.server import Server
 
-__all__ = ["Later", "add_counters", "handle"]
+__all__ = ["add_counters", "handle"]
 
 _COUNTERS_LIMIT = 512
 _COUNTER_LIMIT = 1 << 62
@@ -47,23 +46,15 @@ _PREPARED_NAMES_LIMIT_BYTES = 64 << 10
 messages.CONTROL_MESSAGE_LIMIT_BYTES."""
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
-    """A reply that a worker thread of a tier computes, so that the loop goes on meanwhile."""
-
-    tier: Tier
-    work: Callable[[], Any]
-
-
-def handle(server: Server, session: Session, message: Any) -> Any:
-    """Execute a request; the reply, or :class:`Later`.
+def handle(server: Server, request: Request, message: Any) -> Any:
+    """Execute a request; the reply, or None where it is answered later.
 
     Raises UnknownMessage, AccessDenied, UnknownImage, NoSpace...
     """
     handler = _HANDLERS.get(type(message))
     if handler is None:
         raise UnknownMessage(f"{type(message).__name__} is not a request")
-    return handler(server, session, message)
+    return handler(server, request, message)
 
 
 def _is_privileged(session: Session) -> bool:
@@ -81,9 +72,26 @@ def _find(server: Server, session: Session, text: str, *, tier: str = "") -> Dig
     return digest
 
 
+def _open_image(server: Server, request: Request, message: messages.OpenImageRequest) -> None:
+    server.openings.open(request, message)
+
+
+def _open_prepared(
+    server: Server, request: Request, message: messages.OpenPreparedRequest
+) -> messages.OpenPreparedReply | None:
+    return server.prepared.open(request, message)
+
+
+def _evict_prepared(
+    server: Server, request: Request, message: admin.EvictPreparedRequest
+) -> admin.EvictPreparedReply | None:
+    return server.prepared.evict(request, message)
+
+
 def _status(
-    server: Server, session: Session, message: admin.GetStatusRequest
+    server: Server, request: Request, message: admin.GetStatusRequest
 ) -> admin.GetStatusReply:
+    session = request.session
     host = server.tiers.host
     totals = host.store.totals()
     memory = admin.MemoryStatus(
@@ -180,8 +188,8 @@ def _client_status(server: Server, session: Session) -> list[admin.ClientStatus]
     ]
 
 
-def _pin(server: Server, session: Session, message: admin.PinImageRequest) -> admin.PinImageReply:
-    digest = _find(server, session, message.image)
+def _pin(server: Server, request: Request, message: admin.PinImageRequest) -> admin.PinImageReply:
+    digest = _find(server, request.session, message.image)
     for tier in server.tiers.holding(digest):
         actions = tier.store.pin(digest, is_pinned=message.is_pinned)
         server.openings.execute(tier, actions)
@@ -189,13 +197,13 @@ def _pin(server: Server, session: Session, message: admin.PinImageRequest) -> ad
 
 
 def _evict(
-    server: Server, session: Session, message: admin.EvictImageRequest
+    server: Server, request: Request, message: admin.EvictImageRequest
 ) -> admin.EvictImageReply:
     """From all tiers: it is to be gone. From one tier: its memory is wanted, so it may move."""
     if message.image:
-        digest = _find(server, session, message.image, tier=message.tier)
+        digest = _find(server, request.session, message.image, tier=message.tier)
         tiers = server.tiers.holding(digest, tier=message.tier)
-    elif _is_privileged(session):
+    elif _is_privileged(request.session):
         digest = ""
         tiers = [server.tiers.named(message.tier)] if message.tier else list(server.tiers)
     else:
@@ -218,9 +226,9 @@ def _evict(
     return admin.EvictImageReply(tuple(dropped), sum(dropped.values()))
 
 
-def _verify(server: Server, session: Session, message: admin.VerifyImageRequest) -> Later:
+def _verify(server: Server, request: Request, message: admin.VerifyImageRequest) -> None:
     """At every tier that has it, or at the one that is named."""
-    digest = _find(server, session, message.image, tier=message.tier)
+    digest = _find(server, request.session, message.image, tier=message.tier)
     tiers = server.tiers.holding(digest, tier=message.tier)
     with contextlib.ExitStack() as held:
         hashings: dict[str, Hashing] = {}
@@ -235,7 +243,7 @@ def _verify(server: Server, session: Session, message: admin.VerifyImageRequest)
         others = [each.computed for each in checks if each.computed != digest]
         return admin.VerifyImageReply(digest, others[0] if others else digest, checks)
 
-    return Later(tiers[0], work)
+    server.run_later(request, tiers[0], work)
 
 
 def _check(tier: str, hashing: Hashing) -> admin.TierCheck:
@@ -258,15 +266,18 @@ def add_counters(server: Server, report: messages.StatsReport) -> None:
 
 
 def _stop(
-    server: Server, session: Session, message: admin.StopDaemonRequest
+    server: Server, request: Request, message: admin.StopDaemonRequest
 ) -> admin.StopDaemonReply:
-    if not _is_privileged(session):
+    if not _is_privileged(request.session):
         raise AccessDenied("only the daemon's own user may stop it")
     server.stop()
     return admin.StopDaemonReply(os.getpid())
 
 
-_HANDLERS: dict[type, Callable[[Server, Session, Any], Any]] = {
+_HANDLERS: dict[type, Callable[[Server, Request, Any], Any]] = {
+    messages.OpenImageRequest: _open_image,
+    messages.OpenPreparedRequest: _open_prepared,
+    admin.EvictPreparedRequest: _evict_prepared,
     admin.GetStatusRequest: _status,
     admin.PinImageRequest: _pin,
     admin.EvictImageRequest: _evict,

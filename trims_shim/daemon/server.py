@@ -28,14 +28,13 @@ import zmq
 from trims_shim._version import __version__
 from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
 from trims_shim.daemon.events import EventSocket
-from trims_shim.daemon.front import Front
+from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared import Prepared
-from trims_shim.daemon.prepared_clients import hand_over_answer, reply_or_error
-from trims_shim.daemon.requests import Later, add_counters, handle
+from trims_shim.daemon.requests import add_counters, handle
 from trims_shim.daemon.sessions import Session, Sessions, descriptors_are_scarce
 from trims_shim.daemon.store import Announce
-from trims_shim.daemon.tiers import Tiers
+from trims_shim.daemon.tiers import Tier, Tiers
 from trims_shim.errors import AccessDenied, MalformedMessage, TrimsError, WireError
 from trims_shim.wire import admin, codec, handover, messages
 from trims_shim.wire.endpoint import Endpoint
@@ -53,7 +52,7 @@ _PACKETS_BEFORE_AN_OFFER = 4096
 _WARNING_INTERVAL_S = 60.0
 
 
-class Server:
+class Server(Front):
     """See the module docstring."""
 
     def __init__(
@@ -92,7 +91,7 @@ class Server:
         self.openings = Openings(self, tiers)
         self.prepared = prepared(self)
         self.on_stop: Callable[[], None] = lambda: None
-        self._is_stopping = False
+        self.is_stopping = False
         self._jobs_open = 0
         self._last_active = time.monotonic()
         self._next_housekeeping = 0.0
@@ -119,19 +118,14 @@ class Server:
         May be called from a signal handler. ``on_stop`` runs once, so that a successor can start
         while loads under way are finished here.
         """
-        if self._is_stopping:
+        if self.is_stopping:
             return
-        self._is_stopping = True
+        self.is_stopping = True
         self.on_stop()
         with contextlib.suppress(KeyError, ValueError, OSError):
             self._selector.unregister(self._listener)
         self._listener.close()
         os.eventfd_write(self._wake_descriptor, 1)
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether :meth:`stop` was called."""
-        return self._is_stopping
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._timeout()):
@@ -159,7 +153,7 @@ class Server:
         return _PROGRESS_INTERVAL_S if self.tiers.ingest_count() else _HOUSEKEEPING_INTERVAL_S
 
     def _is_finished(self) -> bool:
-        if self._is_stopping:
+        if self.is_stopping:
             is_busy = self.tiers.ingest_count() or self.tiers.is_making() or self._jobs_open
             return not is_busy
         if self.tiers.is_needed() or self.prepared.is_needed():
@@ -201,7 +195,7 @@ class Server:
             if session is not None:
                 self._selector.register(connection, selectors.EVENT_READ, session)
                 self._read_session(session)  # Its Hello, and the request behind it, may be there.
-            if self._is_stopping:
+            if self.is_stopping:
                 return  # It was asked to, and the listener is closed.
 
     def _warn_of_accept(self, reason: object) -> None:
@@ -242,30 +236,16 @@ class Server:
         elif isinstance(message, messages.DrainRequest):
             self._drain(session, message)
         elif isinstance(message, messages.FileOffer):
-            self._take_in(session, message)
+            self._last_active = time.monotonic()
+            if message.tier:  # All of a request; else its request comes by the control socket.
+                self._count(session)
+                self.openings.offer(session, message)
         elif isinstance(message, messages.OpenPreparedRequest):
-            self._open_prepared(session, message)
+            if not session.is_greeted:
+                raise MalformedMessage("OpenPreparedRequest before Hello")
+            self._on_request(Request(session), message)
         else:
             raise MalformedMessage(f"{type(message).__name__} is not for the daemon")
-
-    def _take_in(self, session: Session, offer: messages.FileOffer) -> None:
-        """An offer may be all of a request; else its request comes by the control socket."""
-        self._last_active = time.monotonic()
-        if offer.tier:
-            self.counters["requests"] += 1
-            session.requests += 1
-            self.openings.offer(session, offer)
-
-    def _open_prepared(self, session: Session, message: messages.OpenPreparedRequest) -> None:
-        """A request that came as a packet; so does its answer, now or later."""
-        if not session.is_greeted:
-            raise MalformedMessage("OpenPreparedRequest before Hello")
-        self._last_active = time.monotonic()
-        self.counters["requests"] += 1
-        session.requests += 1
-        reply = reply_or_error(self, lambda: self.prepared.open(session, None, 0, message))
-        if reply is not None:
-            hand_over_answer(self, session, reply)
 
     def _greet(self, session: Session, hello: messages.Hello) -> None:
         if hello.protocol != messages.PROTOCOL_VERSION:
@@ -317,53 +297,32 @@ class Server:
                 raise AccessDenied("unknown session; say Hello on the handover socket first")
         except (WireError, AccessDenied) as error:
             self.counters["rejected_messages"] += 1
-            reply = messages.ErrorReply(type(error).__name__, str(error)[:500])
-            if self._control.reply(routing, 0, reply):
+            if self._control.reply(routing, 0, self.error_reply(error)):
                 self._control.condemn(frames[-1])
             return
-        if not isinstance(envelope.message, admin.GetStatusRequest):
-            self._last_active = time.monotonic()  # Being watched is not being used.
-        self._on_request(session, routing, envelope)
+        self._on_request(Request(session, envelope.request_id, routing), envelope.message)
 
-    def _on_request(self, session: Session, routing: bytes, envelope: codec.Envelope) -> None:
+    def _on_request(self, request: Request, message: Any) -> None:
+        if not isinstance(message, admin.GetStatusRequest):
+            self._last_active = time.monotonic()  # Being watched is not being used.
+        self._count(request.session)
+        self.serve(request, lambda: handle(self, request, message))
+
+    def _count(self, session: Session) -> None:
         self.counters["requests"] += 1
         session.requests += 1
-        try:
-            if isinstance(envelope.message, messages.OpenImageRequest):
-                self.openings.open(session, routing, envelope.request_id, envelope.message)
-                return
-            reply = self._handle(session, routing, envelope)
-            if isinstance(reply, Later):
-                self._run_later(routing, envelope.request_id, reply)
-                return
-        except TrimsError as error:
-            reply = messages.ErrorReply(type(error).__name__, str(error)[:1000])
-        # Border: a bug in a handler costs one request, not the daemon.
-        except Exception:
-            _logger.exception("request %s failed", type(envelope.message).__name__)
-            self.counters["internal_errors"] += 1
-            reply = messages.ErrorReply("DaemonError", "internal error; see the daemon's log")
-        if reply is not None:
-            self._control.reply(routing, envelope.request_id, reply)
 
-    def _handle(self, session: Session, routing: bytes, envelope: codec.Envelope) -> Any:
-        """The reply, what it will be, or None where somebody else answers later."""
-        message = envelope.message
-        if isinstance(message, messages.OpenPreparedRequest):
-            return self.prepared.open(session, routing, envelope.request_id, message)
-        if isinstance(message, admin.EvictPreparedRequest):
-            return self.prepared.evict(session, routing, envelope.request_id, message)
-        return handle(self, session, message)
+    def run_later(self, request: Request, tier: Tier, work: Callable[[], Any]) -> None:
+        """Answer with what ``work`` returns in a thread of a tier, while the loop goes on."""
 
-    def _run_later(self, routing: bytes, request: int, later: Later) -> None:
         def done(result: Any) -> None:
             if isinstance(result, Exception):
                 result = messages.ErrorReply("ReadFailed", str(result)[:1000])
             self._jobs_open -= 1
-            self._control.reply(routing, request, result)
+            self.answer(request, result)
 
         self._jobs_open += 1
-        later.tier.loader.run(later.work, done)
+        tier.loader.run(work, done)
 
     # --- what openings and preparations need ------------------------------------------------------
 
@@ -382,9 +341,9 @@ class Server:
         """See :class:`Front`."""
         handover.send(session.connection, message, descriptor=descriptor)
 
-    def reply(self, routing: bytes, request: int, message: Any) -> None:
+    def reply(self, routing: bytes, number: int, message: Any) -> None:
         """See :class:`Front`."""
-        self._control.reply(routing, request, message)
+        self._control.reply(routing, number, message)
 
     def publish(self, event: Announce) -> None:
         """See :class:`Front`."""
