@@ -42,7 +42,7 @@ from trims_shim.client.connection import Granted
 from trims_shim.client.session import Conversation
 from trims_shim.config import Config
 from trims_shim.daemon.eviction import policy_named
-from trims_shim.daemon.front import Front, Request
+from trims_shim.daemon.front import Front, Offer, Request
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared import Prepared
@@ -309,7 +309,6 @@ class _Server(Front):
         with self.changed:
             self.stop()
             self.prepared.close()
-            self.openings.close()
             self.tiers.close()
             self.changed.notify_all()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -416,8 +415,8 @@ class _Server(Front):
 
     # --- the way to the clients -------------------------------------------------------------------
 
-    def take_offer(self, session: Session, ticket: int) -> int:
-        return session.offers.pop(ticket)
+    def take_offer(self, session: Session, ticket: int) -> Offer:
+        return Offer(ticket, session.offers.pop(ticket))
 
     def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
         # Nothing is offered with a tier here, so nothing else is answered.

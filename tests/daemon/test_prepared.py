@@ -23,7 +23,7 @@ from prepared_models import PATIENCE_S, RECIPE, FakePreparer, digest_of
 from trims_shim.config import ShareOrSize
 from trims_shim.daemon import prepared as prepared_module
 from trims_shim.daemon import prepared_clients, prepared_making
-from trims_shim.daemon.front import Front, Request
+from trims_shim.daemon.front import Front, Offer, Request
 from trims_shim.daemon.prepared import Prepared
 from trims_shim.daemon.prepared_directory import PreparedSettings, Space
 from trims_shim.daemon.sessions import Limits, Session, Sessions
@@ -91,10 +91,10 @@ class World(Front):
         peer = Peer(pid or os.getpid(), os.geteuid() if uid is None else uid, 0)
         return self.sessions.add(_NoSocket(), peer, time.time_ns())  # type: ignore[arg-type]
 
-    def take_offer(self, session: Session, ticket: int) -> int:
+    def take_offer(self, session: Session, ticket: int) -> Offer:
         if ticket not in session.offers:
             raise AccessDenied("no offer")
-        return session.offers.pop(ticket)
+        return Offer(ticket, session.offers.pop(ticket))
 
     def reply(self, routing: bytes, number: int, message: Any) -> None:
         self.replies.append((number, message))

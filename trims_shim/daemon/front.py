@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from trims_shim.errors import TrimsError
 from trims_shim.wire.handover import clipped
 from trims_shim.wire.messages import ErrorReply
 
-__all__ = ["INTERNAL_ERROR", "Front", "Request"]
+__all__ = ["INTERNAL_ERROR", "Front", "Offer", "Request"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
@@ -37,6 +38,31 @@ class Request:
     session: Session
     number: int = 0
     routing: bytes | None = None
+
+
+class Offer:
+    """A file that a client has offered; closed at the end of the block unless somebody took it."""
+
+    def __init__(self, ticket: int = 0, descriptor: int = -1) -> None:
+        """Owns the descriptor; by default there is none."""
+        self.ticket = ticket
+        self.descriptor = descriptor
+
+    def __enter__(self) -> Offer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def take(self) -> int:
+        """The descriptor, which is the caller's now."""
+        descriptor, self.descriptor = self.descriptor, -1
+        return descriptor
+
+    def close(self) -> None:
+        """Nobody wants it."""
+        if self.descriptor >= 0:
+            os.close(self.take())
 
 
 class Front(abc.ABC):
@@ -78,11 +104,8 @@ class Front(abc.ABC):
         return ErrorReply("DaemonError", INTERNAL_ERROR)
 
     @abc.abstractmethod
-    def take_offer(self, session: Session, ticket: int) -> int:
-        """The descriptor that was offered under a ticket, owned by the caller.
-
-        Raises AccessDenied.
-        """
+    def take_offer(self, session: Session, ticket: int) -> Offer:
+        """What was offered under a ticket; the caller closes it. Raises AccessDenied."""
 
     @abc.abstractmethod
     def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:

@@ -21,14 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from trims_shim.daemon import ingest
 from trims_shim.daemon.ingest import Meter
-from trims_shim.daemon.store import (
-    Action,
-    AdoptSegment,
-    DiscardSegment,
-    DropImage,
-    Ingested,
-    StartIngest,
-)
+from trims_shim.daemon.store import Ingested, StartIngest
 from trims_shim.errors import FileChanged, MemoryFailure, NoSpace, ReadFailed, TrimsError
 from trims_shim.memory.host import HostMemory, SealedSegment
 from trims_shim.specs import Digest, Identity
@@ -129,23 +122,6 @@ class Loads(abc.ABC, Generic[_Segment]):
         self._meters: dict[int, Meter] = {}
         self._pending: dict[int, _Segment] = {}
         self._segments: dict[Digest, _Segment] = {}
-
-    def execute(self, action: Action, *, descriptor: int = -1) -> bool:
-        """Execute an action of the store that is about segments; False for any other.
-
-        ``descriptor``: of the file to read, owned from here on by the load that it starts.
-        """
-        if isinstance(action, StartIngest):
-            self.start(action, descriptor)
-        elif isinstance(action, AdoptSegment):
-            self.adopt(action.ingest, action.digest)
-        elif isinstance(action, DiscardSegment):
-            self.discard(action.ingest)
-        elif isinstance(action, DropImage):
-            self.drop(action.digest)
-        else:
-            return False
-        return True
 
     def start(self, action: StartIngest, descriptor: int, *, digest: Digest = "") -> None:
         """Begin a load; owns ``descriptor`` from here on.

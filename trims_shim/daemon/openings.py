@@ -23,14 +23,16 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from trims_shim.daemon.front import INTERNAL_ERROR, Front, Request
+from trims_shim.daemon.front import INTERNAL_ERROR, Front, Offer, Request
 from trims_shim.daemon.loader import Finished
 from trims_shim.daemon.peer_copying import PeerImage
 from trims_shim.daemon.recent import Recent
 from trims_shim.daemon.sessions import Session, check_readable_file
 from trims_shim.daemon.store import (
     Action,
+    AdoptSegment,
     Announce,
+    DiscardSegment,
     DropImage,
     GrantLease,
     IdentityKey,
@@ -64,10 +66,10 @@ _ALLOCATIONS_IN_A_PACKET = 32
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request that is not answered yet, and the ticket of its file."""
+    """A request that is not answered yet; nobody has taken its file while the tier is made."""
 
     request: Request
-    ticket: int
+    offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,6 @@ class Openings:
         self._front = front
         self._tiers = tiers
         self._waiting: dict[tuple[int, int], _Waiting] = {}
-        self._unopened: dict[tuple[int, int], int] = {}
-        """Descriptors of requests whose tier is being made."""
         self._copies: dict[int, _Copy] = {}
         """By the number of the load."""
         self._asked_once: Recent[IdentityKey, None] = Recent(_ASKED_LIMIT)
@@ -98,16 +98,14 @@ class Openings:
 
     def open(self, request: Request, message: messages.OpenImageRequest) -> None:
         """Take a request; it is answered now or later. Raises TrimsError instead of answering."""
-        descriptor = self._front.take_offer(request.session, message.ticket)
+        offer = self._front.take_offer(request.session, message.ticket)
         try:
             self._check_limits(request)
-            opening = _opening(request, message, descriptor)
+            opening = _opening(request, message, offer.descriptor)
         except BaseException:
-            os.close(descriptor)
+            offer.close()
             raise
-        key = (opening.session, opening.request)
-        self._waiting[key] = _Waiting(request, message.ticket)
-        self._unopened[key] = descriptor
+        self._waiting[opening.session, opening.request] = _Waiting(request, offer)
         self._tiers.when_ready(message.tier, lambda tier: self._begin(opening, tier))
 
     def offer(self, session: Session, offer: messages.FileOffer) -> None:
@@ -129,13 +127,13 @@ class Openings:
             is_loading = bool(offer.lead_bytes) and self._consider(request, offer)
             self._front.answer(request, messages.OfferReply(offer.ticket, is_loading=is_loading))
             return
-        os.close(self._front.take_offer(request.session, offer.ticket))
         key = (opening.session, opening.request)
-        self._waiting[key] = _Waiting(request, offer.ticket)
-        try:
-            self.execute(tier, tier.store.open(opening, time.time_ns()))
-        finally:
-            self._waiting.pop(key, None)
+        with self._front.take_offer(request.session, offer.ticket) as taken:
+            self._waiting[key] = _Waiting(request, taken)
+            try:
+                self.execute(tier, tier.store.open(opening, time.time_ns()))
+            finally:
+                self._waiting.pop(key, None)
 
     def _resident(self, request: Request, offer: messages.FileOffer, tier: Tier) -> Opening | None:
         """None where a request has to wait, or will be refused and should be told why."""
@@ -165,33 +163,36 @@ class Openings:
             return True  # It is refused when it is requested, and told why.
         if host.store.is_hit(opening):
             return True
-        descriptor = self._front.take_offer(request.session, offer.ticket)
-        try:
+        with self._front.take_offer(request.session, offer.ticket) as taken:
             if opening.key not in self._asked_once:
                 self._asked_once.put(opening.key, None)
-                return False
-            if not self._has_descriptors(host):
-                return False
-            withheld = host.withheld_bytes()
-            for action in host.store.load(opening, time.time_ns(), withheld_bytes=withheld):
-                if isinstance(action, StartIngest):
+            elif self._has_descriptors(host):
+                withheld = host.withheld_bytes()
+                actions = host.store.load(opening, time.time_ns(), withheld_bytes=withheld)
+                if actions:
                     del self._asked_once[opening.key]
-                    self._start(host, action, descriptor)
-                    descriptor = -1
-                elif not isinstance(action, RefuseRequest):
-                    self.execute(host, [action])
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+                self.execute(host, actions, offer=taken)
         return False
 
-    def execute(self, tier: Tier, actions: list[Action], *, may_demote: bool = True) -> None:
-        """Execute what the store of a tier decided, in order."""
+    def execute(
+        self,
+        tier: Tier,
+        actions: list[Action],
+        *,
+        offer: Offer | None = None,
+        may_demote: bool = True,
+    ) -> None:
+        """Execute what a tier's store decided, in order; a load that starts takes ``offer``."""
         for action in actions:
-            if isinstance(action, DropImage):
+            if isinstance(action, StartIngest):
+                assert offer is not None
+                self._start(tier, action, offer)
+            elif isinstance(action, AdoptSegment):
+                tier.loader.adopt(action.ingest, action.digest)
+            elif isinstance(action, DiscardSegment):
+                tier.loader.discard(action.ingest)
+            elif isinstance(action, DropImage):
                 self._drop(tier, action, may_demote=may_demote)
-            elif tier.loader.execute(action):
-                continue
             elif isinstance(action, GrantLease):
                 self._grant(tier, action)
             elif isinstance(action, RefuseRequest):
@@ -245,13 +246,7 @@ class Openings:
     def close_session(self, session: int) -> None:
         """Nobody waits for the answers of a connection any more."""
         for key in [key for key in self._waiting if key[0] == session]:
-            del self._waiting[key]
-
-    def close(self) -> None:
-        """Close what was offered and not opened."""
-        for descriptor in self._unopened.values():
-            os.close(descriptor)
-        self._unopened.clear()
+            self._waiting.pop(key).offer.close()
 
     # --- opening ----------------------------------------------------------------------------------
 
@@ -268,11 +263,10 @@ class Openings:
 
     def _begin(self, opening: Opening, tier: Tier | TrimsError) -> None:
         """The tier is there, or will not be."""
-        key = (opening.session, opening.request)
-        descriptor = self._unopened.pop(key)
+        waiting = self._waiting.get((opening.session, opening.request))
+        if waiting is None:
+            return
         try:
-            if key not in self._waiting:
-                return
             if isinstance(tier, TrimsError):
                 self._refuse(opening, tier)
                 return
@@ -282,18 +276,13 @@ class Openings:
                 self._refuse(opening, NoSpace(f"{opening.name}: {reason}"))
                 return
             withheld = 0 if is_hit else tier.withheld_bytes()
-            for action in tier.store.open(opening, time.time_ns(), withheld_bytes=withheld):
-                if isinstance(action, StartIngest):
-                    self._start(tier, action, descriptor)
-                    descriptor = -1
-                else:
-                    self.execute(tier, [action])
+            actions = tier.store.open(opening, time.time_ns(), withheld_bytes=withheld)
+            self.execute(tier, actions, offer=waiting.offer)
         # Border: a bug costs one request, also one that is taken up later, not the daemon.
         except Exception as error:
             self._refuse(opening, error)
         finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+            waiting.offer.close()
 
     def _has_descriptors(self, tier: Tier) -> bool:
         """Whether one more image may hold some: half of them are for clients.
@@ -307,26 +296,26 @@ class Openings:
         self.execute(tier, actions, may_demote=False)
         return bool(actions)
 
-    def _start(self, tier: Tier, action: StartIngest, descriptor: int) -> None:
+    def _start(self, tier: Tier, action: StartIngest, offer: Offer) -> None:
         """Begin a load; on a device it takes the image of another tier where there is one."""
         digest = None
         if isinstance(tier, DeviceTier):
             opening = action.opening
             digest = self._tiers.trusted_digest(opening.user, opening.identity)
         if digest is None or not isinstance(tier, DeviceTier):
-            tier.loader.start(action, descriptor)
+            tier.loader.start(action, offer.take())
             return
         host = self._tiers.host
         is_promoted = host.store.is_resident(digest)
         if is_promoted:
             segment = host.loader.segment(digest)
             # In the place of the file: this cannot fail for want of a descriptor.
-            os.dup2(segment.descriptor, descriptor, inheritable=False)
+            os.dup2(segment.descriptor, offer.descriptor, inheritable=False)
         source = self._begin_copy(tier, action.ingest, digest, is_promoted=is_promoted)
         if source is None and is_promoted:
             self._front.counters["images_promoted"] += 1
         known = digest if is_promoted else ""
-        tier.loader.start(action, descriptor, digest=known, source=source)
+        tier.loader.start(action, offer.take(), digest=known, source=source)
 
     def _begin_copy(
         self, tier: DeviceTier, ingest: int, digest: Digest, *, is_promoted: bool
@@ -365,7 +354,7 @@ class Openings:
         )
         ingest = self._room_for(action) if is_wanted else None
         if ingest is None or not isinstance(tier, DeviceTier):
-            tier.loader.execute(action)
+            tier.loader.drop(action.digest)
             return
         self._front.counters["images_demoted"] += 1
         tier.loader.demote(
@@ -396,7 +385,7 @@ class Openings:
             return
         try:
             for part, descriptor in enumerate(_parts(segment)):
-                packet = messages.SegmentGrant(waiting.ticket, grant.lease, part)
+                packet = messages.SegmentGrant(waiting.offer.ticket, grant.lease, part)
                 self._front.hand_over(session, packet, descriptor)
         except OSError as error:
             self._front.end_session(session, f"the client does not take its segments: {error}")
@@ -420,7 +409,7 @@ class Openings:
         if waiting is None:
             return
         if waiting.request.routing is None:
-            message = messages.OfferReply(waiting.ticket, message)
+            message = messages.OfferReply(waiting.offer.ticket, message)
         self._front.answer(waiting.request, message)
 
 

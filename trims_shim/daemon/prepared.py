@@ -24,13 +24,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from trims_shim._version import __version__
-from trims_shim.daemon.front import Front, Request
+from trims_shim.daemon.front import Front, Offer, Request
 from trims_shim.daemon.interpreters import cpu_identity, interpreter_of, namespace_problem
 from trims_shim.daemon.loader import started_pool
 from trims_shim.daemon.prepared_clients import (
-    Offer,
     flight_of,
     hit_reply,
+    identity_of,
     refusal_reply,
 )
 from trims_shim.daemon.prepared_directory import PreparedSettings, space_of
@@ -228,7 +228,8 @@ class Prepared:
         self, session: Session, message: messages.OpenPreparedRequest
     ) -> messages.OpenPreparedReply:
         # Taken first of all: offers that are left would add up.
-        with Offer(self._front, session, message.ticket) as offer:
+        ticket = message.ticket
+        with self._front.take_offer(session, ticket) if ticket else Offer() as offer:
             try:
                 self._check(session, message)
                 reply = self._answer(session, message, offer)
@@ -260,7 +261,7 @@ class Prepared:
     def _answer(
         self, session: Session, message: messages.OpenPreparedRequest, offer: Offer
     ) -> messages.OpenPreparedReply:
-        identity = offer.identity()
+        identity = identity_of(offer)
         content = self._content_of(message, identity)
         key = "" if content is None else self._key_of(content, message.recipe)
         self._drop_if_damaged(key)

@@ -1,57 +1,37 @@
 """Clients of prepared models: what they prove, and what they are told.
 
-Owns the descriptor that a client offers, until somebody takes it, and the form of the answers. Used
-by :mod:`trims_shim.daemon.prepared`, in the server's thread.
+Owns the form of the answers. Used by :mod:`trims_shim.daemon.prepared`, in the server's thread.
 """
 
 from __future__ import annotations
 
 import os
 
-from trims_shim.daemon.front import Front
+from trims_shim.daemon.front import Offer
 from trims_shim.daemon.prepared_events import Flight, Grant
 from trims_shim.daemon.prepared_files import Published
-from trims_shim.daemon.sessions import Session, check_readable_file
+from trims_shim.daemon.sessions import check_readable_file
 from trims_shim.errors import NotServed
 from trims_shim.specs import Identity
 from trims_shim.wire import messages
 from trims_shim.wire.handover import clipped
 
 __all__ = [
-    "Offer",
     "flight_of",
     "hit_reply",
+    "identity_of",
     "refusal_reply",
 ]
 
 
-class Offer:
-    """The descriptor of a ticket, closed at the end of the block unless it was taken."""
-
-    def __init__(self, front: Front, session: Session, ticket: int) -> None:
-        """Ticket 0: nothing is offered. Raises AccessDenied."""
-        self._descriptor = front.take_offer(session, ticket) if ticket else -1
-
-    def __enter__(self) -> Offer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._descriptor >= 0:
-            os.close(self.take())
-
-    def identity(self) -> Identity | None:
-        """Of what is offered, if anything is. Raises AccessDenied, NotServed."""
-        if self._descriptor < 0:
-            return None
-        status = check_readable_file(self._descriptor)
-        if status.st_size == 0:
-            raise NotServed("not_a_model", "the offered file is empty")
-        return Identity.from_stat(status)
-
-    def take(self) -> int:
-        """It is the caller's now."""
-        descriptor, self._descriptor = self._descriptor, -1
-        return descriptor
+def identity_of(offer: Offer) -> Identity | None:
+    """Of what is offered, if anything is. Raises AccessDenied, NotServed."""
+    if offer.descriptor < 0:
+        return None
+    status = check_readable_file(offer.descriptor)
+    if status.st_size == 0:
+        raise NotServed("not_a_model", "the offered file is empty")
+    return Identity.from_stat(status)
 
 
 def hit_reply(grant: Grant, published: Published) -> messages.OpenPreparedReply:

@@ -28,7 +28,7 @@ import zmq
 from trims_shim._version import __version__
 from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
 from trims_shim.daemon.events import EventSocket
-from trims_shim.daemon.front import Front, Request
+from trims_shim.daemon.front import Front, Offer, Request
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared import Prepared
 from trims_shim.daemon.requests import add_counters, handle
@@ -166,7 +166,6 @@ class Server(Front):
             self.end_session(session, "the daemon has stopped")
         self._listener.close()
         self.prepared.close()
-        self.openings.close()
         self.tiers.close()
         self._control.close(linger_ms=200)
         self._events.close()
@@ -326,7 +325,7 @@ class Server(Front):
 
     # --- what openings and preparations need ------------------------------------------------------
 
-    def take_offer(self, session: Session, ticket: int) -> int:
+    def take_offer(self, session: Session, ticket: int) -> Offer:
         """See :class:`Front`."""
         descriptor = self.sessions.claim_offer(session, ticket)
         if descriptor is None:
@@ -335,7 +334,7 @@ class Server(Front):
             descriptor = self.sessions.claim_offer(session, ticket)
         if descriptor is None:
             raise AccessDenied(f"no file was offered under ticket {ticket}")
-        return descriptor
+        return Offer(ticket, descriptor)
 
     def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
         """See :class:`Front`."""

@@ -305,13 +305,19 @@ class Store:
         if ingest is not None:
             self._ingests[ingest].waiters.append(opening)
             return []
-        return self._start(opening, [opening], now_ns, withheld_bytes)
+        try:
+            return self._start(opening, [opening], now_ns, withheld_bytes)
+        except NoSpace as error:
+            return [RefuseRequest(opening, error)]
 
     def load(self, opening: Opening, now_ns: int, *, withheld_bytes: int = 0) -> list[Action]:
-        """The same for those who come later: nobody waits for it, and nobody is answered."""
+        """The same for those who come later: nobody waits for it; nothing without room."""
         if self.is_hit(opening):
             return []
-        return self._start(opening, [], now_ns, withheld_bytes)
+        try:
+            return self._start(opening, [], now_ns, withheld_bytes)
+        except NoSpace:
+            return []
 
     def admit(
         self,
@@ -518,10 +524,9 @@ class Store:
     def _start(
         self, opening: Opening, waiters: list[Opening], now_ns: int, withheld_bytes: int
     ) -> list[Action]:
+        """Raises NoSpace."""
         needed = self._footprint_bytes(opening.image_bytes)
-        actions = self._make_room(needed, now_ns, withheld_bytes)
-        if actions is None:
-            return [RefuseRequest(opening, self._no_space(opening.name, needed, withheld_bytes))]
+        actions = self._make_room(opening.name, needed, now_ns, withheld_bytes)
         ingest = next(self._numbers)
         self._ingests[ingest] = _Ingest(
             (opening.key,),
@@ -536,13 +541,14 @@ class Store:
         return [*actions, StartIngest(ingest, opening, is_likely_known=known)]
 
     def _make_room(
-        self, needed_bytes: int, now_ns: int, withheld_bytes: int
-    ) -> list[Action] | None:
+        self, name: str, needed_bytes: int, now_ns: int, withheld_bytes: int
+    ) -> list[Action]:
+        """Raises NoSpace."""
         missing = self._missing_bytes(needed_bytes, withheld_bytes)
         chosen = self._choose_victims(missing, now_ns)
         # All or nothing: images are not thrown away for a request that is refused all the same.
         if sum(image.resident_bytes for image in chosen) < missing:
-            return None
+            raise self._no_space(name, needed_bytes, withheld_bytes)
         return [action for image in chosen for action in self._drop(image)]
 
     def _missing_bytes(self, needed_bytes: int, withheld_bytes: int) -> int:
