@@ -30,7 +30,6 @@ from trims_shim.daemon.prepared_events import (
     Grant,
     KeepRefusal,
     Known,
-    Refuse,
     Start,
     Unknown,
     Verdict,
@@ -116,7 +115,7 @@ class TestOpening:
         store = new_store()
         jobs = [started(store, asking(flight=n)) for n in range(prepared_store.JOBS_LIMIT)]
         answer = store.open(asking(flight="one more"), 1, may_start=True)
-        assert isinstance(answer, Refuse)
+        assert isinstance(answer, Failure)
         assert answer.reason == "busy"
         assert store.job_count() == prepared_store.JOBS_LIMIT
         store.unwanted(jobs[0])
@@ -182,7 +181,7 @@ class TestRoom:
         store.unwanted(job)
         assert sorted(store.keys()) == [A, B]
         answer = store.open(asking(flight="large", key=C), 4, may_start=True)
-        assert isinstance(answer, Refuse)
+        assert isinstance(answer, Failure)
         assert answer.reason == "no_space"
         assert "TRIMS_PREPARED_BYTES" in answer.message
 
@@ -191,7 +190,7 @@ class TestRoom:
         job = started(store, asking())
         assert not store.hashed(job, A, 1, needed_bytes=6).is_wanted
         store.unwanted(job)
-        assert isinstance(store.open(asking(A), 2, may_start=True), Refuse)
+        assert isinstance(store.open(asking(A), 2, may_start=True), Failure)
         assert isinstance(store.open(asking(A), 61 * SECOND, may_start=True), Start)
 
     def test_a_full_file_system_makes_entries_go_too(self) -> None:
@@ -241,9 +240,7 @@ class TestRefusals:
         store = new_store()
         kept = KeepRefusal(A, BROKEN.reason, BROKEN.message, "1.31.1", ("/m.onnx",))
         assert fail(store, BROKEN) == [kept]
-        assert store.open(asking(A), 10**18, may_start=True) == Refuse(
-            BROKEN.reason, BROKEN.message
-        )
+        assert store.open(asking(A), 10**18, may_start=True) == BROKEN
         job = started(store, asking(flight="a copy"))
         assert store.hashed(job, A, 2, needed_bytes=1) == Verdict(False)
 
@@ -251,7 +248,7 @@ class TestRefusals:
         store = new_store()
         job = started(store, asking())
         assert store.failed(job, BROKEN, 1) == [], "there is no key to write it down for"
-        assert isinstance(store.open(asking(), 10**18, may_start=True), Refuse)
+        assert isinstance(store.open(asking(), 10**18, may_start=True), Failure)
         started(store, asking(flight="another file"))
 
     def test_another_reason_holds_for_a_while_that_grows(self) -> None:
@@ -260,8 +257,8 @@ class TestRefusals:
         for _ in range(12):
             assert fail(store, SLOW, now=now) == []
             pause = 60 * SECOND
-            while isinstance(store.open(asking(A), now + pause - 1, may_start=False), Refuse):
-                if not isinstance(store.open(asking(A), now + pause, may_start=False), Refuse):
+            while isinstance(store.open(asking(A), now + pause - 1, may_start=False), Failure):
+                if not isinstance(store.open(asking(A), now + pause, may_start=False), Failure):
                     break
                 pause *= 2
             pauses.append(pause // SECOND)
@@ -275,7 +272,7 @@ class TestRefusals:
         assert fail(store, DIED) == []
         assert fail(store, SLOW, now=10**12) == []
         assert [type(each) for each in fail(store, DIED, now=10**13)] == [KeepRefusal]
-        assert isinstance(store.open(asking(A), 10**18, may_start=True), Refuse)
+        assert isinstance(store.open(asking(A), 10**18, may_start=True), Failure)
 
     def test_success_forgets_what_was_before(self) -> None:
         store = new_store()
@@ -287,7 +284,9 @@ class TestRefusals:
     def test_it_is_remembered_from_a_daemon_before(self) -> None:
         store = new_store()
         store.remember(KeepRefusal(A, "metadata_differs", "x", "1.31.1", ("/m.onnx",)), 1)
-        assert store.open(asking(A), 2, may_start=True) == Refuse("metadata_differs", "x")
+        assert store.open(asking(A), 2, may_start=True) == Failure(
+            "metadata_differs", "x", is_lasting=True
+        )
         assert store.evict("/m.onnx") == [DropRefusal(A)]
         started(store, asking(A))
 

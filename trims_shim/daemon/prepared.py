@@ -41,10 +41,10 @@ from trims_shim.daemon.prepared_events import (
     Content,
     DropEntry,
     DropRefusal,
+    Failure,
     Grant,
     KeepRefusal,
     Known,
-    Refuse,
     Start,
     Wait,
 )
@@ -276,7 +276,7 @@ class Prepared:
         if isinstance(answer, Grant):
             self._touch(answer.key)
             return hit_reply(answer, self._published[answer.key])
-        if isinstance(answer, Refuse):
+        if isinstance(answer, Failure):
             return refusal_reply(answer.reason, answer.message)
         if isinstance(answer, Start):
             assert identity is not None

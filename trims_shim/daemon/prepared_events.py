@@ -25,7 +25,6 @@ __all__ = [
     "Grant",
     "KeepRefusal",
     "Known",
-    "Refuse",
     "Start",
     "Unknown",
     "Verdict",
@@ -83,7 +82,7 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a model was not prepared."""
+    """Why a model was not prepared, or will not be, at least for now."""
 
     reason: str
     message: str
@@ -115,15 +114,7 @@ class Unknown:
     """It is not there, and the request may not start anything."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """It will not be prepared, at least for now."""
-
-    reason: str
-    message: str
-
-
-Answer: TypeAlias = Grant | Start | Wait | Unknown | Refuse
+Answer: TypeAlias = Grant | Start | Wait | Unknown | Failure
 
 
 @dataclass(frozen=True, slots=True)

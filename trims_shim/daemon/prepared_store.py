@@ -35,7 +35,6 @@ from trims_shim.daemon.prepared_events import (
     Grant,
     KeepRefusal,
     Known,
-    Refuse,
     Start,
     Unknown,
     Verdict,
@@ -123,11 +122,12 @@ class PreparedStore:
             return Wait()
         failure = self._refusals.find(asking.key, asking.flight, now_ns=now_ns)
         if failure is not None:
-            return Refuse(failure.reason, failure.message)
+            return failure
         if not may_start:
             return Unknown()
         if len(self._jobs) >= JOBS_LIMIT:
-            return Refuse("busy", f"{JOBS_LIMIT} models wait to be prepared; load it again later")
+            message = f"{JOBS_LIMIT} models wait to be prepared; load it again later"
+            return Failure("busy", message, is_lasting=False)
         job = next(self._numbers)
         self._jobs[job] = _Job(asking.flight, asking.key, asking.name, asking.runtime, now_ns)
         return Start(job)
