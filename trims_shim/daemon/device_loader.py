@@ -139,11 +139,8 @@ class DeviceLoader(Loads[DeviceSegment]):
         held = segment.hold()
 
         def compute() -> Digest:
-            nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                return self._read_back(held, memory, nowhere)
-            finally:
-                os.close(nowhere)
+            with open(os.devnull, "wb") as nowhere:
+                return self._read_back(held, memory, nowhere.fileno())
 
         return Hashing(compute, held.close)
 

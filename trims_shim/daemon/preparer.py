@@ -1,9 +1,10 @@
 """The preparer: the process that makes one prepared ONNX model, and ends.
 
 It runs in the client's interpreter with the client's onnxruntime, at low priority, on files that
-anybody may have written: what kills it costs this one preparation. It speaks the preparer messages
-of :mod:`trims_shim.wire.messages` over the socket it was started with (:mod:`trims_shim.wire.
-frames`), writes only to the directory that it was given, and ends when the daemon does.
+anybody may have written: what kills it costs this one preparation. It speaks the preparer's
+messages of :mod:`trims_shim.wire.duties` over the socket it was started with
+(:mod:`trims_shim.wire.frames`), writes only to the directory that it was given, and ends when the
+daemon does. The daemon's side of it is :class:`trims_shim.daemon.preparing.Preparer`.
 
 The steps of :func:`prepare`: hash the files, ask whether the content is wanted, create and run the
 original, have onnxruntime save what it made of it, put that into its final form, and see whether a

@@ -1,10 +1,11 @@
 """The uploader: the process that has a CUDA context, so that the daemon needs none.
 
 Owns the parsing of files that anybody may have written, and every mapping of device memory on the
-daemon's behalf. It speaks the uploader messages of :mod:`trims_shim.wire.messages` over the socket
+daemon's behalf. It speaks the uploader's messages of :mod:`trims_shim.wire.duties` over the socket
 it was started with, works on one device, keeps nothing between jobs (but the memory itself where
 the backend is ``ipc``), and ends when the daemon's end of the socket closes, however that came
-about. It sees that device only, or, to copy from them, its peers.
+about. It sees that device only, or, to copy from them, its peers. The daemon's side of it is
+:class:`trims_shim.daemon.uploading.Uploader`.
 
 A job is a thread. The main thread only receives, so that the daemon's packets never pile up. A
 source that becomes shorter while it is parsed is SIGBUS, and the end of this process; the daemon
@@ -45,7 +46,7 @@ from trims_shim.wire.handover import Packet
 if TYPE_CHECKING:
     Inbox = queue.SimpleQueue[Packet | None]
 
-__all__ = ["Uploader", "main", "plan"]
+__all__ = ["main", "plan"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
     threading.Thread(target=_wake_driver, daemon=True).start()
     with copying.kept_buffers():
         try:
-            Uploader(connection, device, backend).run()
+            _Jobs(connection, device, backend).run()
         # Border: nothing else would write it down, see below.
         except Exception:
             _logger.exception("uploader of %s", device)
@@ -115,8 +116,8 @@ def _layout(descriptor: int, size_bytes: int, name: str) -> DeviceLayout:
     return layout_of(mapping)
 
 
-class Uploader:
-    """See the module docstring."""
+class _Jobs:
+    """The jobs of this process, each in a thread, and the device memory that they keep."""
 
     def __init__(self, connection: socket.socket, device: DeviceId, backend: str) -> None:
         """``connection`` blocks and stays the caller's."""
@@ -255,16 +256,8 @@ class Uploader:
     ) -> duties.UploadReply:
         count = len(request.allocations) if self._backend == "vmm" else 0
         outline, *parts, target = _collect(2 + count, held, inbox)
-        layout = _layout(outline, request.size_bytes, "the image's outline")
         with self._readable(request, parts) as address:
-            digest = copying.download(
-                outline,
-                layout,
-                address,
-                target,
-                device_index=driver().index_of(self._device),
-                on_progress=lambda done: self._report(request.job, done),
-            )
+            digest = self._read_back(request, outline, address, target)
         return duties.UploadReply(request.job, digest)
 
     def _copy(
@@ -287,31 +280,33 @@ class Uploader:
             )
             digest = ""
             if request.is_hashed:
-                digest = self._read_back(request, outline, target, done_bytes=size)
+                with open(os.devnull, "wb") as nowhere:
+                    digest = self._read_back(
+                        request, outline, target, nowhere.fileno(), done_bytes=size
+                    )
         return duties.UploadReply(request.job, digest)
 
     def _read_back(
         self,
-        request: duties.CopyImageRequest,
+        request: duties.DownloadRequest | duties.CopyImageRequest,
         outline: int,
         address: int,
+        target: int,
         *,
-        done_bytes: int,
+        done_bytes: int = 0,
     ) -> str:
-        """The digest of an image that is mapped here."""
-        layout = _layout(outline, request.size_bytes, "the image's outline")
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            return copying.download(
-                outline,
-                layout,
-                address,
-                nowhere,
-                device_index=driver().index_of(self._device),
-                on_progress=lambda done: self._report(request.job, done_bytes + done),
-            )
-        finally:
-            os.close(nowhere)
+        """Write an image that is mapped here to a file; the digest of what was written.
+
+        ``done_bytes``: of the job before.
+        """
+        return copying.download(
+            outline,
+            _layout(outline, request.size_bytes, "the image's outline"),
+            address,
+            target,
+            device_index=driver().index_of(self._device),
+            on_progress=lambda done: self._report(request.job, done_bytes + done),
+        )
 
     @contextlib.contextmanager
     def _mapped(

@@ -268,9 +268,6 @@ class OpenPreparedReply:
     message: str = ""
 
 
-# --- control: daemon ------------------------------------------------------------------------------
-
-
 # --- control: any request -------------------------------------------------------------------------
 
 
@@ -288,12 +285,3 @@ class ErrorReply:
 
     error: str
     message: str
-
-
-# --- uploader: the daemon and the process that fills device memory --------------------------------
-
-
-# --- preparer: the daemon and the process that prepares ONNX models -------------------------------
-
-
-# --- events ---------------------------------------------------------------------------------------
