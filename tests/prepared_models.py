@@ -59,8 +59,9 @@ class FakePreparer:
         while not self.gate.wait(0.01):
             if self.is_closed:
                 return PrepareReply(reason="stopping", is_lasting=False)
-        model = os.pread(preparation.descriptor, 1 << 30, 0)
-        directory = os.path.dirname(preparation.path)
+        request = preparation.request
+        model = os.pread(request.source, 1 << 30, 0)
+        directory = os.path.dirname(request.path)
         hashed = duties.SourceHashed(
             digest_of(model), tuple(_external(directory, each) for each in self.externals)
         )
@@ -68,9 +69,9 @@ class FakePreparer:
         if not self.verdicts[-1]:
             return None
         if not self.reply.reason:
-            Path(preparation.directory, "model.onnx").write_bytes(b"prepared " + model)
+            Path(request.directory, "model.onnx").write_bytes(b"prepared " + model)
             if self.weights is not None:
-                Path(preparation.directory, "weights.bin").write_bytes(self.weights)
+                Path(request.directory, "weights.bin").write_bytes(self.weights)
         self.on_made(preparation)
         return self.reply
 

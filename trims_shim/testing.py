@@ -214,15 +214,7 @@ class _Preparer:
         from trims_shim.daemon import preparer, verifying
 
         verifying.share_from(0)
-        request = duties.PrepareRequest(
-            messages.PROTOCOL_VERSION,
-            preparation.descriptor,
-            preparation.path,
-            preparation.recipe,
-            preparation.package,
-            preparation.directory,
-        )
-        return preparer.prepare(request, preparation.descriptor, decide)
+        return preparer.prepare(preparation.request, decide)
 
     def close(self) -> None:
         """Nothing runs."""

@@ -72,6 +72,7 @@ def prepare(
     path: Path, directory: Path, daemon: Daemon | None = None, **fields: Any
 ) -> PrepareReply:
     with opened(path) as source:
-        reply = preparer.prepare(request(path, directory, **fields), source, daemon or Daemon())
+        asked = request(path, directory, source=source, **fields)
+        reply = preparer.prepare(asked, daemon or Daemon())
     assert reply is not None
     return reply

@@ -97,7 +97,7 @@ class TestStructure:
         path = tmp_path / "model.onnx"
         save_external(perceptron())(path)
         with opened(path) as source:
-            reply = preparer.prepare(request("", directory), source, Daemon())
+            reply = preparer.prepare(request("", directory, source=source), Daemon())
         assert reply is not None
         assert (reply.reason, reply.is_lasting) == ("external_data_of_bytes", True)
 
@@ -111,7 +111,7 @@ class TestStructure:
 
     def test_a_pipe(self, directory: Path) -> None:
         reader, writer = os.pipe()
-        reply = preparer.prepare(request("", directory), reader, Daemon())
+        reply = preparer.prepare(request("", directory, source=reader), Daemon())
         os.close(reader)
         os.close(writer)
         assert reply is not None
@@ -125,7 +125,7 @@ class TestChanges:
         with opened(model) as source:
             save(perceptron(2))(model.with_suffix(".new"))
             os.replace(model.with_suffix(".new"), model)
-            reply = preparer.prepare(request(model, directory), source, Daemon())
+            reply = preparer.prepare(request(model, directory, source=source), Daemon())
         assert reply is not None
         assert (reply.reason, reply.is_lasting) == ("file_changed", False)
 
@@ -168,7 +168,7 @@ class TestChanges:
             return True
 
         with opened(model) as source:
-            reply = preparer.prepare(request(model, directory), source, overwrite)
+            reply = preparer.prepare(request(model, directory, source=source), overwrite)
         assert reply is not None
         assert (reply.reason, reply.is_lasting) == ("file_changed", False)
 

@@ -229,11 +229,11 @@ class TestLife:
     def test_what_the_preparer_is_given(self, world: World, model: Path) -> None:
         world.make(model)
         (preparation,) = world.preparer.preparations
-        assert (preparation.path, preparation.recipe) == (str(model), RECIPE)
-        assert preparation.package == "/site/onnxruntime"
+        assert (preparation.request.path, preparation.request.recipe) == (str(model), RECIPE)
+        assert preparation.request.package == "/site/onnxruntime"
         assert os.path.basename(preparation.interpreter).startswith("python")
-        assert os.path.dirname(preparation.directory) == str(world.directory)
-        assert not os.path.exists(preparation.directory)
+        assert os.path.dirname(preparation.request.directory) == str(world.directory)
+        assert not os.path.exists(preparation.request.directory)
 
     def test_another_recipe_is_another_model(self, world: World, model: Path) -> None:
         world.make(model)
@@ -466,7 +466,7 @@ class TestTrust:
         started = time.time_ns() - world.row().prepare_ns
         assert started > os.stat(model).st_ctime_ns
         world.hit(model)
-        assert preparation.path == str(model)
+        assert preparation.request.path == str(model)
 
     def test_a_file_from_the_future_is_not_prepared(
         self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
@@ -567,7 +567,7 @@ class TestRefusals:
         assert [each for each in world.files() if each.endswith(".refused")] == []
 
     def test_what_the_preparer_did_not_write(self, world: World, model: Path) -> None:
-        world.preparer.on_made = lambda each: os.unlink(each.directory + "/model.onnx")
+        world.preparer.on_made = lambda each: os.unlink(each.request.directory + "/model.onnx")
         world.make(model)
         assert world.outcome(model) == "refused corrupt"
         assert world.files() == []

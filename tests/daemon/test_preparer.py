@@ -110,7 +110,7 @@ class TestPublished:
         descriptor = os.memfd_create("model")
         os.write(descriptor, content)
         daemon = Daemon()
-        reply = preparer.prepare(request("", directory), descriptor, daemon)
+        reply = preparer.prepare(request("", directory, source=descriptor), daemon)
         os.close(descriptor)
         assert reply == PrepareReply(probe="equal")
         assert daemon.hashed == [SourceHashed(blake3(content).hexdigest())]
@@ -120,7 +120,7 @@ class TestNotWanted:
     def test_nothing_is_made(self, model: Path, directory: Path) -> None:
         daemon = Daemon(is_wanted=False)
         with opened(model) as source:
-            assert preparer.prepare(request(model, directory), source, daemon) is None
+            assert preparer.prepare(request(model, directory, source=source), daemon) is None
         assert daemon.hashed[0].digest == blake3(model.read_bytes()).hexdigest()
         assert os.listdir(directory) == []
 

@@ -276,7 +276,7 @@ class TestThePreparer:
             request = duties.PrepareRequest(
                 messages.PROTOCOL_VERSION, source, str(path), asked, package, str(directory)
             )
-            reply = preparer.prepare(request, source, lambda hashed: True)
+            reply = preparer.prepare(request, lambda hashed: True)
         assert reply is not None
         return reply
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import socket
@@ -19,11 +20,10 @@ import pytest
 from blake3 import blake3
 from harness import process_state, wait_until
 from onnx_models import perceptron, save
-from prepare_requests import recipe
+from prepare_requests import request
 
 import trims_shim
 from trims_shim.daemon import preparing
-from trims_shim.daemon.installation import installation
 from trims_shim.daemon.interpreters import interpreter_of
 from trims_shim.daemon.preparing import Preparation, Preparer
 from trims_shim.wire import frames
@@ -63,13 +63,9 @@ class Fakes:
         directory = self.tmp_path / "made"
         directory.mkdir(exist_ok=True)
         return Preparation(
-            descriptor=os.open(model, os.O_RDONLY),
-            path=str(model),
-            recipe=recipe(),
-            package=installation().package,
-            search_path=tuple(sys.path),
+            request(model, directory, source=os.open(model, os.O_RDONLY)),
             interpreter=interpreter or self.interpreter(code),
-            directory=str(directory),
+            search_path=tuple(sys.path),
         )
 
     def interpreter(self, code: str) -> str:
@@ -97,7 +93,7 @@ class Fakes:
         try:
             return self.preparer(timeout_s).run(preparation, decide)
         finally:
-            os.close(preparation.descriptor)
+            os.close(preparation.request.source)
 
     def close(self) -> None:
         for each in self.preparers:
@@ -185,7 +181,7 @@ class TestConversation:
         preparation = fakes.preparation("say(hashed); hear(); time.sleep(600)")
         with pytest.raises(KeyError, match="decided"):
             fakes.preparer().run(preparation, decide)
-        os.close(preparation.descriptor)
+        os.close(preparation.request.source)
 
     def test_one_at_a_time(self, fakes: Fakes) -> None:
         preparer = fakes.preparer()
@@ -205,7 +201,7 @@ class TestConversation:
             thread.start()
         for thread in threads:
             thread.join(60)
-        os.close(preparation.descriptor)
+        os.close(preparation.request.source)
         assert replies == [PrepareReply("done")] * 3
 
 
@@ -310,7 +306,7 @@ class TestDistrust:
     ) -> None:
         preparation = fakes.preparation(interpreter=interpreter)
         reply = fakes.preparer().run(preparation, yes)
-        os.close(preparation.descriptor)
+        os.close(preparation.request.source)
         assert reply is not None
         assert (reply.reason, reply.is_lasting) == ("preparer_not_started", False)
 
@@ -331,7 +327,7 @@ class TestClose:
         assert asked.wait(20)
         preparer.close()
         thread.join(20)
-        os.close(preparation.descriptor)
+        os.close(preparation.request.source)
         assert [each.reason for each in replies if each is not None] == ["stopping"]
 
     def test_one_that_hangs_in_the_kernel_is_left_to_it(
@@ -356,10 +352,10 @@ class TestClose:
         preparer.close()
         preparation = fakes.preparation("write('started')")
         reply = preparer.run(preparation, yes)
-        os.close(preparation.descriptor)
+        os.close(preparation.request.source)
         assert reply is not None
         assert reply.reason == "stopping"
-        assert os.listdir(preparation.directory) == []
+        assert os.listdir(preparation.request.directory) == []
 
 
 class TestRealPreparer:
@@ -370,14 +366,14 @@ class TestRealPreparer:
         preparation = self.preparation(fakes)
         hashed: list[SourceHashed] = []
         reply = fakes.preparer().run(preparation, lambda each: not hashed.append(each))
-        os.close(preparation.descriptor)
+        os.close(preparation.request.source)
         assert reply == PrepareReply(probe="equal")
-        assert sorted(os.listdir(preparation.directory)) == ["model.onnx", "weights.bin"]
+        assert sorted(os.listdir(preparation.request.directory)) == ["model.onnx", "weights.bin"]
         content = (fakes.tmp_path / "model.onnx").read_bytes()
         assert hashed == [SourceHashed(blake3(content).hexdigest())]
         # Nobody but this user, whatever the umask.
-        for name in os.listdir(preparation.directory):
-            mode = os.stat(os.path.join(preparation.directory, name)).st_mode
+        for name in os.listdir(preparation.request.directory):
+            mode = os.stat(os.path.join(preparation.request.directory, name)).st_mode
             assert stat.S_IMODE(mode) == 0o400
 
     def test_how_it_runs(self, fakes: Fakes) -> None:
@@ -406,10 +402,10 @@ class TestRealPreparer:
 
         assert preparer.run(preparation, look) is None
         os.close(kept)
-        os.close(preparation.descriptor)
+        os.close(preparation.request.source)
         files = seen.pop("files")
         assert files.count("/dev/null") == 2 + ("/dev/null" in os.readlink("/proc/self/fd/2"))
-        assert preparation.path in files
+        assert preparation.request.path in files
         assert seen == {
             "nice": 10,
             "policy": os.SCHED_BATCH,
@@ -433,7 +429,7 @@ class TestRealPreparer:
             return False
 
         preparer.run(preparation, look)
-        os.close(preparation.descriptor)
+        os.close(preparation.request.source)
         assert seen == [os.sched_getscheduler(0), "1000"]
 
     def test_the_search_path_is_the_clients(self, fakes: Fakes) -> None:
@@ -443,14 +439,9 @@ class TestRealPreparer:
         (other / "blake3.py").write_text("raise SystemExit(7)")
         preparation = self.preparation(fakes)
         search_path = ("relative", str(other), *preparation.search_path)
-        changed = Preparation(
-            **{
-                **{name: getattr(preparation, name) for name in Preparation.__slots__},
-                "search_path": search_path,
-            }
-        )
+        changed = dataclasses.replace(preparation, search_path=search_path)
         reply = fakes.preparer().run(changed, yes)
-        os.close(preparation.descriptor)
+        os.close(preparation.request.source)
         assert reply is not None
         assert (reply.reason, "status 7" in reply.message) == ("preparer_died", True)
 
@@ -461,8 +452,8 @@ class TestRealPreparer:
         with theirs:
             child = preparing._launch(preparation, theirs.fileno(), ["0", "normal"])
         with ours:
-            frames.send(ours, preparing._request_of(preparation))
+            frames.send(ours, preparation.request)
             hashed = frames.receive(ours, deadline_s=time.monotonic() + 60)
             assert isinstance(hashed, SourceHashed)
         assert child.wait(60) == 0
-        os.close(preparation.descriptor)
+        os.close(preparation.request.source)

@@ -96,7 +96,6 @@ class Preparations:
                 request.package,
                 str(directory),
             ),
-            descriptor,
             lambda hashed: True,
         )
         assert reply is not None

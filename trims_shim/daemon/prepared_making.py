@@ -273,16 +273,16 @@ def external_identities(directory: str, locations: Iterable[str]) -> tuple[Ident
 
 
 def _preparation(making: Making, directory: str) -> Preparation:
-    request = making.request
-    return Preparation(
-        descriptor=making.descriptor,
-        path=request.path,
-        recipe=request.recipe,
-        package=request.package,
-        search_path=request.search_path,
-        interpreter=making.interpreter,
+    asked = making.request
+    request = duties.PrepareRequest(
+        protocol=messages.PROTOCOL_VERSION,
+        source=making.descriptor,
+        path=asked.path,
+        recipe=asked.recipe,
+        package=asked.package,
         directory=directory,
     )
+    return Preparation(request, making.interpreter, asked.search_path)
 
 
 def _manifest(making: Making, reply: duties.PrepareReply, started_ns: int) -> Manifest:

@@ -86,7 +86,7 @@ def _serve(connection: socket.socket) -> None:
         threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
         return verdict.is_wanted
 
-    reply = prepare(request, request.source, ask)
+    reply = prepare(request, ask)
     if reply is not None:
         frames.send(connection, reply)
 
@@ -99,16 +99,16 @@ def _end_with(connection: socket.socket) -> None:
 
 
 def prepare(
-    request: PrepareRequest, source: int, on_hashed: Callable[[SourceHashed], bool]
+    request: PrepareRequest, on_hashed: Callable[[SourceHashed], bool]
 ) -> PrepareReply | None:
     """Write and verify ``model.onnx`` and ``weights.bin``; None when ``on_hashed`` says no.
 
-    ``source`` is a descriptor of the model, and stays the caller's. ``on_hashed`` is not called for
-    files that cannot be read. Never raises for what is wrong with a model: the reply has the reason
-    then, and the directory may hold anything. Blocks for seconds to minutes.
+    The descriptor in the request stays the caller's. ``on_hashed`` is not called for files that
+    cannot be read. Never raises for what is wrong with a model: the reply has the reason then, and
+    the directory may hold anything. Blocks for seconds to minutes.
     """
     try:
-        return _prepare(request, source, on_hashed)
+        return _prepare(request, on_hashed)
     except _NotWanted:
         return None
     except Refusal as refusal:
@@ -131,12 +131,10 @@ def _refused(reason: str, message: object, *, is_lasting: bool = False) -> Prepa
     return PrepareReply(reason=reason, message=clipped(str(message)), is_lasting=is_lasting)
 
 
-def _prepare(
-    request: PrepareRequest, source: int, on_hashed: Callable[[SourceHashed], bool]
-) -> PrepareReply:
+def _prepare(request: PrepareRequest, on_hashed: Callable[[SourceHashed], bool]) -> PrepareReply:
     if request.protocol != messages.PROTOCOL_VERSION:
         raise Refusal("other_protocol", f"protocol {request.protocol}", is_lasting=False)
-    files = ModelFiles(source, request.path)
+    files = ModelFiles(request.source, request.path)
     try:
         reply = _tried(request, files, on_hashed)
     except Refusal:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from trims_shim.errors import WireError
 from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS
-from trims_shim.wire import duties, frames, messages
+from trims_shim.wire import duties, frames
 from trims_shim.wire.duties import PrepareReply, SourceHashed
 from trims_shim.wire.handover import clipped
 
@@ -58,20 +58,15 @@ _BOOT = (
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """A model to be prepared, and in what.
+    """What a preparer is asked, and the Python that it runs in.
 
-    ``descriptor`` is open for reading and stays the caller's. ``path`` is the model's name, empty
-    where a client has it in memory only. ``directory`` is an empty one, for ``model.onnx`` and
-    ``weights.bin``; where there is a reason in the reply, the caller removes what is in it.
+    The request's descriptor stays the caller's. Its directory is an empty one; where there is a
+    reason in the reply, the caller removes what is in it.
     """
 
-    descriptor: int
-    path: str
-    recipe: messages.SessionRecipe
-    package: str
-    search_path: tuple[str, ...]
+    request: duties.PrepareRequest
     interpreter: str
-    directory: str
+    search_path: tuple[str, ...]
 
 
 class Preparer:
@@ -132,7 +127,7 @@ class Preparer:
                 return _failed("stopping", "the daemon is stopping")
             try:
                 self._child = _launch(preparation, descriptor, self._arguments)
-                _limit_files(self._child.pid, preparation.directory)
+                _limit_files(self._child.pid, preparation.request.directory)
             except (OSError, RuntimeError, ValueError) as error:
                 return _failed("preparer_not_started", f"{preparation.interpreter}: {error}")
             return self._child
@@ -154,7 +149,7 @@ class Preparer:
         deadline_s: float,
     ) -> PrepareReply | None:
         try:
-            frames.send(connection, _request_of(preparation), deadline_s=deadline_s)
+            frames.send(connection, preparation.request, deadline_s=deadline_s)
             message = frames.receive(connection, deadline_s=deadline_s)
             if isinstance(message, SourceHashed):
                 _check_hashed(message)
@@ -172,7 +167,7 @@ class Preparer:
             message = None
         if message is None:
             return self._death(preparation, child)
-        return _checked_reply(message, preparation.directory)
+        return _checked_reply(message, preparation.request.directory)
 
     def _death(self, preparation: Preparation, child: subprocess.Popen[bytes]) -> PrepareReply:
         try:
@@ -188,7 +183,7 @@ class Preparer:
         reply = _failed("preparer_died", f"it died ({how}); see the daemon's log")
         _logger.warning(
             "the preparer of %s died: %s; it stays with onnxruntime's own way",
-            preparation.path or "a model in memory",
+            preparation.request.path or "a model in memory",
             how,
         )
         return reply
@@ -196,17 +191,6 @@ class Preparer:
 
 def _failed(reason: str, message: str) -> PrepareReply:
     return PrepareReply(reason=reason, message=message, is_lasting=False)
-
-
-def _request_of(preparation: Preparation) -> duties.PrepareRequest:
-    return duties.PrepareRequest(
-        messages.PROTOCOL_VERSION,
-        preparation.descriptor,
-        preparation.path,
-        preparation.recipe,
-        preparation.package,
-        preparation.directory,
-    )
 
 
 def _check_hashed(message: SourceHashed) -> None:
@@ -271,7 +255,7 @@ def _launch(
         stdout=subprocess.DEVNULL,
         cwd="/",
         env=environment,
-        pass_fds=(descriptor, preparation.descriptor),
+        pass_fds=(descriptor, preparation.request.source),
         start_new_session=True,
     )
 
