@@ -11,8 +11,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trims_shim.daemon.sessions import Session, Sessions
 from trims_shim.daemon.store import Announce
@@ -27,8 +26,7 @@ _logger = logging.getLogger("trims_shim.daemon")
 INTERNAL_ERROR = "internal error; see the daemon's log"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """Who waits for an answer, and where it goes.
 
     ``number`` is the client's own for it. ``routing`` leads to the client's control socket; None:

@@ -21,7 +21,7 @@ import os
 import resource
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trims_shim.daemon.front import INTERNAL_ERROR, Front, Offer, Request
 from trims_shim.daemon.loader import Finished
@@ -64,8 +64,7 @@ _ALLOCATIONS_IN_A_PACKET = 32
 """With 80 bytes each: below messages.HANDOVER_PACKET_LIMIT_BYTES."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     """A request that is not answered yet; nobody has taken its file while the tier is made."""
 
     request: Request
@@ -127,13 +126,14 @@ class Openings:
             is_loading = bool(offer.lead_bytes) and self._consider(request, offer)
             self._front.answer(request, messages.OfferReply(offer.ticket, is_loading=is_loading))
             return
+        taken = self._front.take_offer(request.session, offer.ticket)
+        taken.close()
         key = (opening.session, opening.request)
-        with self._front.take_offer(request.session, offer.ticket) as taken:
-            self._waiting[key] = _Waiting(request, taken)
-            try:
-                self.execute(tier, tier.store.open(opening, time.time_ns()))
-            finally:
-                self._waiting.pop(key, None)
+        self._waiting[key] = _Waiting(request, taken)
+        try:
+            self.execute(tier, tier.store.open(opening, time.time_ns()))
+        finally:
+            self._waiting.pop(key, None)
 
     def _resident(self, request: Request, offer: messages.FileOffer, tier: Tier) -> Opening | None:
         """None where a request has to wait, or will be refused and should be told why."""
