@@ -102,7 +102,7 @@ class PatchStatus:
 
     name: str
     library: str
-    targets: tuple[str, ...]
+    target: str
     supported: str
     state: str
     reason: str
@@ -312,14 +312,8 @@ def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatu
         if done is not None:
             for each in done:
                 point = each.point
-                yield PatchStatus(
-                    point.name,
-                    point.library,
-                    point.targets,
-                    point.supported,
-                    each.state.value,
-                    each.reason,
-                )
+                declared = point.name, point.target, point.supported
+                yield _status(*declared, state=each.state.value, reason=each.reason)
             continue
         if patch_file in patches.requested():
             verb = "is" if len(modules) == 1 else "are"
@@ -327,7 +321,12 @@ def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatu
         else:
             state, reason = "off", _why_off(settings, wanted_by, problems)
         for declared in _declared(patch_file):
-            yield PatchStatus(**declared, state=state, reason=reason)
+            yield _status(*declared, state=state, reason=reason)
+
+
+def _status(name: str, target: str, supported: str, *, state: str, reason: str) -> PatchStatus:
+    library = target.partition(":")[0].partition(".")[0]
+    return PatchStatus(name, library, target, supported, state, reason)
 
 
 def _why_off(settings: Config, wanted_by: tuple[str, ...], problems: tuple[str, ...]) -> str:
@@ -340,8 +339,11 @@ def _why_off(settings: Config, wanted_by: tuple[str, ...], problems: tuple[str, 
     return "trims_shim.disable() was called"
 
 
-def _declared(patch_file: str) -> list[dict[str, Any]]:
-    """The patch points that a patch file declares, read from its source: it may import torch."""
+def _declared(patch_file: str) -> list[tuple[str, str, str]]:
+    """(name, target, supported) of the patch points that a patch file declares.
+
+    Read from its source: it may import torch.
+    """
     spec = importlib.util.find_spec(patch_file)
     if spec is None or spec.origin is None:
         return []
@@ -351,8 +353,10 @@ def _declared(patch_file: str) -> list[dict[str, Any]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "PatchPoint":
             fields = {word.arg: word.value for word in node.keywords}
-            wanted = ("name", "library", "targets", "supported")
-            points.append({name: ast.literal_eval(fields[name]) for name in wanted})
+            name, target, supported = (
+                ast.literal_eval(fields[word]) for word in ("name", "target", "supported")
+            )
+            points.append((name, target, supported))
     return points
 
 
@@ -360,7 +364,7 @@ def _wrappers() -> Iterator[WrapperChain]:
     """Reads ``__wrapped__`` of what is imported already; wakes nothing."""
     for target in _COMMONLY_WRAPPED:
         try:
-            _, _, function, _ = resolve(target)
+            function = resolve(target).original
         except PatchError:
             continue
         chain: list[str] = []

@@ -78,7 +78,4 @@ def test_probe_really_patches(trims: Trims) -> None:
 def test_what_info_reads_from_the_source_of_a_patch_file(patch_file: str) -> None:
     points = importlib.import_module(patch_file).POINTS
     declared = inspection._declared(patch_file)
-    assert declared == [
-        {"name": p.name, "library": p.library, "targets": p.targets, "supported": p.supported}
-        for p in points
-    ]
+    assert declared == [(each.name, each.target, each.supported) for each in points]

@@ -16,7 +16,7 @@ from preparations import apply_points
 
 from trims_shim.patches import onnxruntime_options as options_patch
 from trims_shim.patches import onnxruntime_records as records
-from trims_shim.patches.points import PatchState, apply, undo
+from trims_shim.patches.points import AppliedPatch, Found, PatchState, apply, undo
 
 Options = onnxruntime.SessionOptions
 
@@ -35,7 +35,8 @@ def record(options: Any) -> records.Record:
 
 
 def test_every_method_of_this_onnxruntime_is_known() -> None:
-    assert set(records.changing_methods()) <= records.KNOWN_METHODS
+    known = {point.target.rpartition(".")[2] for point in options_patch._KNOWN}
+    assert set(records.changing_methods()) <= known
     assert records.is_watched()
 
 
@@ -129,24 +130,14 @@ def test_errors_are_the_originals() -> None:
 
 def _applied_now() -> list[Any]:
     """As the fixture's; undone here for good."""
-    from trims_shim.patches.points import AppliedPatch
-
     found = []
     for point in options_patch.POINTS:
-        attribute = point.targets[0].rpartition(".")[2]
+        attribute = point.target.rpartition(".")[2]
         current = vars(Options).get(attribute)
         if current is None:
             continue
-        found.append(
-            AppliedPatch(
-                point,
-                PatchState.APPLIED,
-                parent=Options,
-                attribute=attribute,
-                original=current.__wrapped__,
-                replacement=current,
-            )
-        )
+        place = Found(Options, attribute, current.__wrapped__, is_inherited=False)
+        found.append(AppliedPatch(point, PatchState.APPLIED, found=place, replacement=current))
     return found
 
 

@@ -82,4 +82,4 @@ def test_unloading_without_merging_keeps_sharing(tuner: BaseTuner) -> None:
 def test_the_real_library_has_these_methods() -> None:
     utilities = pytest.importorskip("peft.tuners.tuners_utils")
     for point in peft_merge.POINTS:
-        assert hasattr(utilities.BaseTuner, point.targets[0].rpartition(".")[2])
+        assert hasattr(utilities.BaseTuner, point.target.rpartition(".")[2])

@@ -396,7 +396,7 @@ def test_both_ends_of_a_capture_are_seams() -> None:
     names = ("torch.cuda.CUDAGraph.capture_begin", "torch.cuda.CUDAGraph.capture_end")
     assert tuple(each.name for each in torch_unshare.POINTS[3:5]) == names
     for each in torch_unshare.POINTS[3:5]:
-        assert callable(points.resolve(each.targets[0])[2])
+        assert callable(points.resolve(each.target).original)
 
 
 def test_a_captured_graph_keeps_its_memory(

@@ -22,7 +22,6 @@ from typing import Any
 import onnxruntime.capi.onnxruntime_pybind11_state as binding
 
 __all__ = [
-    "KNOWN_METHODS",
     "Record",
     "adopt",
     "changing_methods",
@@ -41,26 +40,6 @@ __all__ = [
 SessionOptions: Any = binding.SessionOptions
 
 _READ_ONLY_METHODS = frozenset({"get_session_config_entry", "has_providers"})
-KNOWN_METHODS = frozenset(
-    {
-        "__init__",
-        "add_external_initializers",
-        "add_external_initializers_from_files_in_memory",
-        "add_free_dimension_override_by_denotation",
-        "add_free_dimension_override_by_name",
-        "add_initializer",
-        "add_provider",
-        "add_provider_for_devices",
-        "add_session_config_entry",
-        "clear_ep_context_data_read_func",
-        "register_custom_ops_library",
-        "set_ep_context_data_read_func",
-        "set_load_cancellation_flag",
-        "set_provider_selection_policy",
-        "set_provider_selection_policy_delegate",
-    }
-)
-"""Of onnxruntime 1.19 to 1.32, those that change an object; each has a patch point."""
 _KNOWN_PROPERTIES = frozenset(
     {
         "enable_cpu_mem_arena",

@@ -41,8 +41,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="onnxruntime.set_seed",
-        library="onnxruntime",
-        targets=("onnxruntime.capi.onnxruntime_pybind11_state:set_seed",),
+        target="onnxruntime.capi.onnxruntime_pybind11_state:set_seed",
         supported="1.19 and newer",
         wrap=_wrap,
         has_holders=True,

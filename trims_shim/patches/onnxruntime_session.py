@@ -366,10 +366,9 @@ def _probe() -> str | None:
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="onnxruntime.InferenceSession",
-        library="onnxruntime",
-        targets=(
+        target=(
             "onnxruntime.capi.onnxruntime_inference_collection:"
-            "InferenceSession._create_inference_session",
+            "InferenceSession._create_inference_session"
         ),
         supported="1.19 and newer",
         probe=_probe,

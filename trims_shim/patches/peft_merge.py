@@ -39,24 +39,21 @@ def _wrap_unload(original: Callable[..., Any]) -> Callable[..., Any]:
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="peft: merge_adapter",
-        library="peft",
-        targets=("peft.tuners.tuners_utils:BaseTuner.merge_adapter",),
+        target="peft.tuners.tuners_utils:BaseTuner.merge_adapter",
         supported="0.21",
         probe=missing_capability,
         wrap=_wrap,
     ),
     PatchPoint(
         name="peft: unmerge_adapter",
-        library="peft",
-        targets=("peft.tuners.tuners_utils:BaseTuner.unmerge_adapter",),
+        target="peft.tuners.tuners_utils:BaseTuner.unmerge_adapter",
         supported="0.21",
         probe=missing_capability,
         wrap=_wrap,
     ),
     PatchPoint(
         name="peft: merge_and_unload",
-        library="peft",
-        targets=("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge",),
+        target="peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge",
         supported="0.21",
         probe=missing_capability,
         wrap=_wrap_unload,

@@ -14,18 +14,25 @@ import enum
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from trims_shim.errors import PatchError
-from trims_shim.patches import holders
 
-__all__ = ["AppliedPatch", "PatchPoint", "PatchState", "apply", "resolve", "undo"]
+__all__ = [
+    "AppliedPatch",
+    "Found",
+    "PatchPoint",
+    "PatchState",
+    "apply",
+    "rebind",
+    "resolve",
+    "undo",
+]
 
 
 class PatchState(enum.Enum):
     """What became of a patch point in this process."""
 
-    WAITING = "waiting"
     APPLIED = "applied"
     SKIPPED = "skipped"
     UNDONE = "undone"
@@ -35,40 +42,44 @@ class PatchState(enum.Enum):
 class PatchPoint:
     """One place in one library.
 
-    ``targets`` are candidates, first match wins, each ``"package.module:Class.attribute"``.
-    ``supported`` is the version range it was tested with, for people; ``probe`` decides: it returns
-    None where the library can do what the replacement needs, else why not; without one it is enough
-    that there is a target. ``wrap`` makes the replacement from the original attribute (a function,
-    a class, or the raw ``__dict__`` entry such as a ``staticmethod``). ``has_holders``: the name
-    itself is what callers hold, so modules that imported it before are rebound.
+    ``target`` is ``"package.module:Class.attribute"``. ``supported`` is the version range it was
+    tested with, for people; ``probe`` decides: it returns None where the library can do what the
+    replacement needs, else why not; without one it is enough that there is a target. ``wrap`` makes
+    the replacement from the original attribute (a function, a class, or the raw ``__dict__`` entry
+    such as a ``staticmethod``). ``has_holders``: the name itself is what callers hold, so modules
+    that imported it before are rebound.
     """
 
     name: str
-    library: str
-    targets: tuple[str, ...]
+    target: str
     supported: str
     wrap: Callable[[Any], Any]
     probe: Callable[[], str | None] = lambda: None
     has_holders: bool = False
 
 
+class Found(NamedTuple):
+    """Where a target is: the module or class, its attribute, the raw entry, and whose that is."""
+
+    parent: Any
+    attribute: str
+    original: Any
+    is_inherited: bool
+
+
 @dataclass(slots=True)
 class AppliedPatch:
-    """The state of a patch point in this process."""
+    """The state of a patch point in this process; ``reason`` says why it is not applied."""
 
     point: PatchPoint
-    state: PatchState = PatchState.WAITING
+    state: PatchState
     reason: str = ""
-    target: str = ""
-    parent: Any = field(default=None, repr=False)
-    attribute: str = ""
-    original: Any = field(default=None, repr=False)
+    found: Found | None = field(default=None, repr=False)
     replacement: Any = field(default=None, repr=False)
-    was_inherited: bool = False
 
 
-def resolve(target: str) -> tuple[Any, str, Any, bool]:
-    """(parent, attribute, raw original, inherited) of a target in an imported module.
+def resolve(target: str) -> Found:
+    """A target in an imported module.
 
     Reads ``__dict__`` along the MRO: getattr would bind descriptors and could wake lazy modules.
     Raises PatchError when the module is not imported or the attribute does not exist.
@@ -83,10 +94,10 @@ def resolve(target: str) -> tuple[Any, str, Any, bool]:
             raise PatchError(f"{target}: {name} not found")
         parent = _namespace(parent)[name]
     if attribute in _namespace(parent):
-        return parent, attribute, _namespace(parent)[attribute], False
+        return Found(parent, attribute, _namespace(parent)[attribute], False)
     for base in parent.__mro__[1:] if isinstance(parent, type) else ():
         if attribute in vars(base):
-            return parent, attribute, vars(base)[attribute], True
+            return Found(parent, attribute, vars(base)[attribute], True)
     raise PatchError(f"{target}: {attribute} not found")
 
 
@@ -97,48 +108,53 @@ def _namespace(parent: Any) -> Mapping[str, Any]:
 
 def apply(point: PatchPoint) -> AppliedPatch:
     """Apply a patch point whose library is imported; never raises, the result tells."""
-    patch = AppliedPatch(point)
-    errors = []
-    for target in point.targets:
-        try:
-            parent, attribute, original, inherited = resolve(target)
-        except PatchError as error:
-            errors.append(str(error))
-            continue
-        patch.target, patch.parent, patch.attribute = target, parent, attribute
-        patch.original, patch.was_inherited = original, inherited
-        break
-    else:
-        patch.state, patch.reason = PatchState.SKIPPED, "; ".join(errors)
-        return patch
     try:
-        patch.reason = point.probe() or ""
-        if patch.reason:
-            patch.state = PatchState.SKIPPED
-            return patch
-        patch.replacement = point.wrap(patch.original)
-        setattr(patch.parent, patch.attribute, patch.replacement)
+        found = resolve(point.target)
+        reason = point.probe()
+        if reason:
+            return AppliedPatch(point, PatchState.SKIPPED, reason)
+        replacement = point.wrap(found.original)
+        setattr(found.parent, found.attribute, replacement)
+    except PatchError as error:
+        return AppliedPatch(point, PatchState.SKIPPED, str(error))
     # Border: a probe or wrapper that meets a library it does not know must cost the user nothing.
     except Exception as error:
-        patch.state, patch.reason = PatchState.SKIPPED, f"{type(error).__name__}: {error}"
-        return patch
-    patch.state = PatchState.APPLIED
+        return AppliedPatch(point, PatchState.SKIPPED, f"{type(error).__name__}: {error}")
     if point.has_holders:
-        holders.rebind(patch.original, patch.replacement, home=target.partition(":")[0])
-    return patch
+        rebind(found.original, replacement, home=_home(point))
+    return AppliedPatch(point, PatchState.APPLIED, found=found, replacement=replacement)
 
 
 def undo(patch: AppliedPatch) -> None:
     """Put the original back, unless somebody else has replaced ours meanwhile."""
-    if patch.state is not PatchState.APPLIED:
+    found = patch.found
+    if patch.state is not PatchState.APPLIED or found is None:
         return
     patch.state = PatchState.UNDONE
-    if vars(patch.parent).get(patch.attribute) is not patch.replacement:
+    if vars(found.parent).get(found.attribute) is not patch.replacement:
         patch.reason = "left in place and inactive: another tool wrapped it later"
         return
-    if patch.was_inherited:
-        delattr(patch.parent, patch.attribute)
+    if found.is_inherited:
+        delattr(found.parent, found.attribute)
     else:
-        setattr(patch.parent, patch.attribute, patch.original)
+        setattr(found.parent, found.attribute, found.original)
     if patch.point.has_holders:
-        holders.rebind(patch.replacement, patch.original, home=patch.target.partition(":")[0])
+        rebind(patch.replacement, found.original, home=_home(patch.point))
+
+
+def _home(point: PatchPoint) -> str:
+    return point.target.partition(":")[0]
+
+
+def rebind(old: Any, new: Any, *, home: str) -> None:
+    """Make every module global that is ``old`` be ``new``, except in ``home``.
+
+    Reads module ``__dict__``s only: ``getattr`` and ``dir`` would wake lazy modules.
+    """
+    for name, module in list(sys.modules.items()):
+        if name == home or type(module).__name__ != "module":
+            continue
+        namespace = vars(module)
+        for key, value in list(namespace.items()):
+            if value is old:
+                namespace[key] = new

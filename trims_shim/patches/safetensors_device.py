@@ -308,8 +308,7 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="safetensors.safe_open onto a device",
-        library="safetensors",
-        targets=("safetensors:safe_open",),
+        target="safetensors:safe_open",
         supported="0.4 and newer",
         probe=_probe,
         wrap=_wrap,

@@ -86,8 +86,7 @@ def _arrays(buffer: Any, records: Any) -> dict[str, Any] | None:
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="safetensors.numpy.load_file",
-        library="safetensors",
-        targets=("safetensors.numpy:load_file",),
+        target="safetensors.numpy:load_file",
         supported="0.4 and newer",
         wrap=_wrap,
         has_holders=True,

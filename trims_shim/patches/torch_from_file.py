@@ -102,8 +102,7 @@ def _arguments(
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="torch.UntypedStorage.from_file",
-        library="torch",
-        targets=("torch.storage:UntypedStorage.from_file",),
+        target="torch.storage:UntypedStorage.from_file",
         supported="2.4 and newer",
         probe=_probe,
         wrap=_wrap,

@@ -449,24 +449,21 @@ def _wrap_legacy(original: Callable[..., Any]) -> Callable[..., Any]:
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="torch.load: reader",
-        library="torch",
-        targets=("torch.serialization:_open_zipfile_reader",),
+        target="torch.serialization:_open_zipfile_reader",
         supported="2.4 and newer",
         probe=_probe_reader,
         wrap=_wrap_reader,
     ),
     PatchPoint(
         name="torch.load: unpickling",
-        library="torch",
-        targets=("torch.serialization:_load",),
+        target="torch.serialization:_load",
         supported="2.4 and newer",
         probe=_probe_load,
         wrap=_wrap_load,
     ),
     PatchPoint(
         name="torch.load: legacy format (counted only)",
-        library="torch",
-        targets=("torch.serialization:_legacy_load",),
+        target="torch.serialization:_legacy_load",
         supported="2.4 and newer",
         wrap=_wrap_legacy,
     ),

@@ -58,8 +58,7 @@ def _is_plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="torch.nn.Module.load_state_dict",
-        library="torch",
-        targets=("torch.nn.modules.module:Module.load_state_dict",),
+        target="torch.nn.modules.module:Module.load_state_dict",
         supported="2.4 and newer",
         probe=_probe,
         wrap=_wrap,

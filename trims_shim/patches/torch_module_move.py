@@ -253,8 +253,7 @@ def _may_apply(module: torch.nn.Module) -> bool:
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="torch.nn.Module._apply",
-        library="torch",
-        targets=("torch.nn.modules.module:Module._apply",),
+        target="torch.nn.modules.module:Module._apply",
         supported="2.4 and newer",
         probe=torch_device.missing_capability,
         wrap=_wrap,

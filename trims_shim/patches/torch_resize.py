@@ -36,8 +36,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="torch.UntypedStorage.resize_",
-        library="torch",
-        targets=("torch.storage:UntypedStorage.resize_",),
+        target="torch.storage:UntypedStorage.resize_",
         supported="about 2.12 and newer",
         probe=_probe,
         wrap=_wrap,
