@@ -301,7 +301,8 @@ class DeviceHandle:
         import torch
 
         from trims_shim.patches import torch_device
-        from trims_shim.patches.torch_storage import torch_dtype, unseen
+        from trims_shim.patches.torch_modes import unseen
+        from trims_shim.patches.torch_storage import torch_dtype
 
         arena, record, address = self._find(name)
         dtype = torch_dtype(record.dtype) if record.dtype else torch.uint8

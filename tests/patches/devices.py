@@ -30,7 +30,7 @@ from trims_shim.client.device_arenas import DeviceArena, DeviceImage
 from trims_shim.config import PATCHABLE_LIBRARIES, load
 from trims_shim.errors import NotServed
 from trims_shim.formats import layout_of
-from trims_shim.patches import points, torch_device, torch_repoint
+from trims_shim.patches import points, torch_device, torch_modes, torch_repoint
 
 LARGE = torch_device.MIN_SHARED_BYTES
 DEVICES = 2
@@ -216,7 +216,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, devices: Devices, **settings: str) 
     """Put emulated devices below the patches, which act; settings as in TRIMS_*."""
     monkeypatch.setattr(torch_device, "runtime", devices.runtime)
     monkeypatch.setattr(torch_device, "_is_address_kept", False)
-    monkeypatch.setattr(torch_device, "passive_modes", {*torch_device.passive_modes, ToCuda})
+    monkeypatch.setattr(torch_modes, "passive_modes", {*torch_modes.passive_modes, ToCuda})
     monkeypatch.setattr(patches, "active", lambda: patches.overridden.get() is not False)
     monkeypatch.setattr(
         Cache,

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from trims_shim.client import device_arenas
 from trims_shim.errors import NotServed
-from trims_shim.patches import torch_device
+from trims_shim.patches import torch_device, torch_modes
 
 class Emulated(torch_device.CudaRuntime):
     def is_built(self):
@@ -183,7 +183,7 @@ class ToCuda(torch.overrides.TorchFunctionMode):
         if func is torch.Tensor.to and str(args[1]).startswith("cuda"):
             return args[0].clone()
         return func(*args, **(kwargs or {}))
-torch_device.passive_modes.add(ToCuda)
+torch_modes.passive_modes.add(ToCuda)
 """
 
 

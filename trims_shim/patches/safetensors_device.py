@@ -27,16 +27,19 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trims_shim import diagnostics, patches
 from trims_shim.errors import FormatError, UnsupportedFormat
+from trims_shim.patches import torch_device
+from trims_shim.patches.asking import opened
 from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_device import Place
+from trims_shim.patches.torch_modes import unseen
+from trims_shim.patches.torch_storage import torch_dtype
 
 if TYPE_CHECKING:
-    import torch
-
     from trims_shim.client.device_arenas import DeviceArena
-    from trims_shim.patches import torch_device
-    from trims_shim.patches.torch_device import Place
     from trims_shim.specs import Record
 
 __all__ = ["POINTS", "DeferredSlice", "destination"]
@@ -49,12 +52,6 @@ destination: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 _CUDA = re.compile("cuda:([0-9]{1,4})")
 _FRAMEWORKS = ("pt", "torch", "pytorch")
 _BACKENDS = ("mmap", "pread")
-
-
-def _probe() -> str | None:
-    from trims_shim.patches.torch_device import missing_capability
-
-    return missing_capability()
 
 
 def _wrap(original: Any) -> Any:
@@ -87,10 +84,6 @@ def _open(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Devi
     index = destination.get() if named is None else named
     if index is None:
         return None
-    import torch
-
-    from trims_shim.patches import torch_device
-
     place = torch_device.place_of(torch.device("cuda", index))
     arena = None if place is None else _arena(filename, place)
     if place is None or arena is None:
@@ -129,11 +122,10 @@ def _arguments(
 
 
 def _arena(filename: str, place: Place) -> DeviceArena | None:
-    from trims_shim.patches.torch_device import arena_of_file
-    from trims_shim.patches.torch_storage import opened
-
     with opened(filename) as descriptor:
-        return None if descriptor is None else arena_of_file(descriptor, filename, place)
+        if descriptor is None:
+            return None
+        return torch_device.arena_of_file(descriptor, filename, place)
 
 
 class _DeviceFile:
@@ -163,11 +155,9 @@ class _DeviceFile:
         return self._tensor(name)
 
     def get_tensors(self) -> Any:
-        from trims_shim.patches.torch_device import Parts
-
         if self._open is None:
             return self._file.get_tensors()
-        with Parts(self._open[0]) as parts:
+        with torch_device.Parts(self._open[0]) as parts:
             return {name: self._tensor(name, parts) for name in self._file.offset_keys()}
 
     def get_slice(self, name: Any) -> Any:
@@ -220,11 +210,6 @@ class _Source:
 
         ``parts``: of the same arena, where there are more tensors to come.
         """
-        import torch
-
-        from trims_shim.patches import torch_device
-        from trims_shim.patches.torch_storage import torch_dtype, unseen
-
         record, span = self.record, self.record.span
         try:
             dtype = torch_dtype(record.dtype)
@@ -274,8 +259,6 @@ class DeferredSlice(_DeviceSlice):
 
     def on_device(self, index: int, dtype: torch.dtype | None) -> torch.Tensor | None:
         """All of it on a device; None where it has to be copied from here."""
-        from trims_shim.patches.torch_storage import torch_dtype
-
         source = self._source
         if source is None or source.place.index != index:
             return None
@@ -292,9 +275,6 @@ def _is_basic(index: Any) -> bool:
 
 def _own_storage(part: torch.Tensor) -> torch.Tensor:
     """A view as ``to(device)`` would have returned it: all of a storage of its own."""
-    from trims_shim.patches import torch_device
-    from trims_shim.patches.torch_storage import unseen
-
     found = torch_device.find(part)
     is_block = part.is_contiguous() and part.nbytes > 0
     if found is not None and is_block and found[1] % torch_device.ALIGNMENT_BYTES == 0:
@@ -310,7 +290,7 @@ POINTS: tuple[PatchPoint, ...] = (
         name="safetensors.safe_open onto a device",
         target="safetensors:safe_open",
         supported="0.4 and newer",
-        probe=_probe,
+        probe=torch_device.missing_capability,
         wrap=_wrap,
         has_holders=True,
     ),

@@ -15,8 +15,8 @@ from typing import Any
 from trims_shim import diagnostics, patches
 from trims_shim.errors import FormatError
 from trims_shim.formats import read_header
+from trims_shim.patches.asking import arena_of_file, opened
 from trims_shim.patches.points import PatchPoint
-from trims_shim.patches.torch_storage import arena_of_file, opened
 
 __all__ = ["NUMPY_DTYPES", "POINTS"]
 

@@ -19,6 +19,7 @@ import torch
 from torch.fx import _symbolic_trace
 
 from trims_shim.patches import torch_repoint
+from trims_shim.patches.torch_modes import has_mode
 
 __all__ = [
     "PLAIN_TYPES",
@@ -26,9 +27,9 @@ __all__ = [
     "holding_state_dict",
     "is_byte_copy",
     "is_exclusive",
-    "is_fx_tracing",
     "is_sole_owner",
     "is_stock_copy",
+    "is_transformed",
     "is_watched",
     "missing_capability",
 ]
@@ -36,7 +37,6 @@ __all__ = [
 _holds_state_dict: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "trims_shim_holds_state_dict", default=False
 )
-
 _FX_TRACING = next(
     name for name in ("is_fx_symbolic_tracing", "is_fx_tracing") if hasattr(_symbolic_trace, name)
 )
@@ -117,27 +117,25 @@ def _exports() -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
         yield "a numpy array", lambda tensor: tensor.numpy()
 
 
-def _has_mode() -> bool:
-    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+def is_transformed() -> bool:
+    """Whether torch compiles, traces, or transforms what runs, or runs it as inference."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.is_inference_mode_enabled()
+        or getattr(_symbolic_trace, _FX_TRACING)()
+    )
 
 
-def is_fx_tracing() -> bool:
-    """Whether torch.fx is tracing a module."""
-    return bool(getattr(_symbolic_trace, _FX_TRACING)())
-
-
-def is_watched(has_mode: Callable[[], bool] = _has_mode) -> bool:
+def is_watched(has_mode: Callable[[], bool] = has_mode) -> bool:
     """Whether something besides the program can see or change what ``copy_`` does right now.
 
     ``has_mode`` says whether a function or dispatch mode does.
     """
     return bool(
-        torch.compiler.is_compiling()
+        is_transformed()
         or has_mode()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch.is_inference_mode_enabled()
-        or is_fx_tracing()
         or torch.autograd.forward_ad._current_level >= 0
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         or torch.are_deterministic_algorithms_enabled()

@@ -31,15 +31,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils._device import DeviceContext
 
 from trims_shim.client.cache import cache
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.late_imports import ensure_imported
 from trims_shim.patches import torch_repoint
+from trims_shim.patches.asking import absolute
 from trims_shim.patches.device_skips import Skips
+from trims_shim.patches.torch_modes import unseen
 from trims_shim.patches.torch_rebuild import Blanks
-from trims_shim.patches.torch_storage import absolute, unseen
 from trims_shim.specs import DeviceId
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ __all__ = [
     "arena_of_file",
     "arena_of_image",
     "find",
-    "has_foreign_mode",
     "is_any_shared",
     "is_private",
     "keep_addresses",
@@ -88,9 +87,6 @@ access: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "trims_shim_device_access", default=None
 )
 """``shared`` or ``private``: wins over the setting ``device_access`` for this context."""
-
-passive_modes: set[type] = {DeviceContext}
-"""Function modes that see what we do and change none of it: the default device."""
 
 
 class Runtime(Protocol):
@@ -203,14 +199,6 @@ def place_of(device: torch.device) -> Place | None:
 def is_private() -> bool:
     """Whether loads get private copies of what is shared."""
     return (access.get() or cache().config.device_access) == _ACCESS_PRIVATE
-
-
-def has_foreign_mode() -> bool:
-    """Whether a function or dispatch mode other than the default device's sees torch's calls."""
-    return torch._C._len_torch_dispatch_stack() > 0 or any(
-        type(torch._C._get_function_stack_at(level)) not in passive_modes
-        for level in range(torch._C._len_torch_function_stack())
-    )
 
 
 # --- arenas ---------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats import Recipe, StorageSpec, TorchArchive, read_recipe
 from trims_shim.patches import torch_device, torch_rebuild
 from trims_shim.patches.torch_device import Place
+from trims_shim.patches.torch_modes import unseen
 from trims_shim.patches.torch_rebuild import Built
-from trims_shim.patches.torch_storage import unseen
 
 if TYPE_CHECKING:
     from trims_shim.client.device_arenas import DeviceArena

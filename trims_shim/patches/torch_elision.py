@@ -50,6 +50,7 @@ from trims_shim.client import arenas
 from trims_shim.memory.pages import PageScanner
 from trims_shim.memory.reclaim import RetiredBlock, retire
 from trims_shim.patches import torch_device, torch_repoint, torch_unshare
+from trims_shim.patches.asking import aligned_image
 from trims_shim.patches.torch_copies import (
     PLAIN_TYPES,
     held_aliases,
@@ -59,15 +60,15 @@ from trims_shim.patches.torch_copies import (
     is_stock_copy,
     is_watched,
 )
-from trims_shim.patches.torch_device import has_foreign_mode
 from trims_shim.patches.torch_device_elision import Adopter, adopter_for
+from trims_shim.patches.torch_modes import has_foreign_mode, unseen
 from trims_shim.patches.torch_stock_load import (
     PLAIN_DICTS,
     is_torchs_own,
     registered,
     stock_pairs,
 )
-from trims_shim.patches.torch_storage import aligned_image, bytes_over, storage_of, unseen
+from trims_shim.patches.torch_storage import bytes_over, storage_of
 
 __all__ = ["ALIGNMENT_BYTES", "MIN_SIZE_BYTES", "load", "make_resizable"]
 

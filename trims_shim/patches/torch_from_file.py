@@ -14,16 +14,18 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from trims_shim import diagnostics, patches
 from trims_shim.late_imports import ensure_imported
+from trims_shim.patches.asking import arena_of_file, opened
 from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_storage import storage_of
 
 __all__ = ["POINTS", "served"]
 
 
 def _probe() -> str | None:
-    import torch
-
     buffer = bytearray(64)
     storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
     part = storage[8:16]
@@ -42,8 +44,6 @@ def _wrap(original: Any) -> Any:
             if storage is not None:
                 return storage
         return bound(*args, **kwargs)
-
-    import torch
 
     bound = original.__get__(None, torch.UntypedStorage)
     return staticmethod(from_file)
@@ -65,8 +65,6 @@ def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def served(filename: str, size_bytes: int) -> Any:
     """A storage over the whole file in the cache; None (counted) where it has to be mapped."""
-    from trims_shim.patches.torch_storage import arena_of_file, opened, storage_of
-
     with opened(filename) as descriptor:
         if descriptor is None:
             return None

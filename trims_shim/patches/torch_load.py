@@ -36,9 +36,11 @@ from trims_shim.client import arenas
 from trims_shim.errors import FormatError
 from trims_shim.formats import TorchArchive, read_archive, read_recipe
 from trims_shim.patches import torch_device, torch_device_load, torch_from_file, torch_rebuild
+from trims_shim.patches.asking import arena_of_file
 from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_modes import has_foreign_mode, has_mode, unseen
 from trims_shim.patches.torch_rebuild import Built
-from trims_shim.patches.torch_storage import arena_of_file, bytes_over, storage_of, unseen
+from trims_shim.patches.torch_storage import bytes_over, storage_of
 
 __all__ = ["POINTS", "defers"]
 
@@ -299,11 +301,11 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _build_anywhere(reader: _Reader, map_location: Any, overall_storage: Any) -> Built | None:
-    if torch_device_load.may_apply(map_location) and not torch_device.has_foreign_mode():
+    if torch_device_load.may_apply(map_location) and not has_foreign_mode():
         built = reader.build_on_device(map_location)
         if built is not None:
             return built
-    if (map_location is None or _is_cpu(map_location)) and _has_no_mode():
+    if (map_location is None or _is_cpu(map_location)) and not has_mode():
         return _build(reader, map_location, reader.mapped(overall_storage))
     return None
 
@@ -321,10 +323,6 @@ def _is_plain_call(pickle_module: Any, pickle_file: str, arguments: dict[str, An
 def _is_cpu(location: Any) -> bool:
     # torch refuses "cpu:0", so only the plain name is taken for it.
     return type(location) in (str, torch.device) and str(location) == "cpu"
-
-
-def _has_no_mode() -> bool:
-    return torch._C._len_torch_function_stack() == 0 and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _is_plain_torch() -> bool:

@@ -37,8 +37,9 @@ from trims_shim.client.arenas import Image
 from trims_shim.memory.pages import PageScanner
 from trims_shim.patches import torch_device, torch_unshare
 from trims_shim.patches.points import PatchPoint
-from trims_shim.patches.torch_copies import is_fx_tracing
+from trims_shim.patches.torch_copies import is_transformed
 from trims_shim.patches.torch_device import MIN_SHARED_BYTES, Place
+from trims_shim.patches.torch_modes import has_foreign_mode
 
 if TYPE_CHECKING:
     from trims_shim.client.device_arenas import DeviceArena
@@ -125,7 +126,7 @@ class _Mover:
         self._sources = sources
         self._trained: frozenset[int] | None = None
         self._places: dict[torch.device, Place | None] = {}
-        self._is_watched = _is_watched()
+        self._is_watched = is_transformed() or has_foreign_mode()
 
     def __call__(self, tensor: Any) -> Any:
         if self._is_watched or not self._may_share(tensor):
@@ -182,18 +183,6 @@ class _ToMode(TorchFunctionMode):
             if moved is not None:
                 return moved
         return func(*args, **kwargs)
-
-
-def _is_watched() -> bool:
-    """Whether something besides the program can see or change what ``to`` does right now."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch_device.has_foreign_mode()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch.is_inference_mode_enabled()
-        or is_fx_tracing()
-    )
 
 
 def _target(

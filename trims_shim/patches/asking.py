@@ -1,0 +1,80 @@
+"""What patches of all libraries ask the cache of this process for, on the host tier.
+
+Where it has none, None is returned and the reason is counted: the framework then loads by itself.
+Imports none of the patched libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from trims_shim import diagnostics
+from trims_shim.client.cache import cache
+from trims_shim.errors import TrimsError
+
+if TYPE_CHECKING:
+    from trims_shim.client.arenas import Arena, Image
+
+__all__ = ["absolute", "aligned_image", "arena_of_file", "opened"]
+
+
+@contextlib.contextmanager
+def opened(filename: str | os.PathLike[str]) -> Iterator[int | None]:
+    """A descriptor of a file, closed after the block; None where it cannot be opened.
+
+    Whoever opens it next, the original loader, has its own words for that.
+    """
+    try:
+        descriptor = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def absolute(name: Any) -> str:
+    """What the cache calls a file that the program calls ``name``: its absolute path.
+
+    So that ``trims pin PATH`` means the same file in every directory.
+    """
+    if isinstance(name, int):
+        return f"file descriptor {name}"
+    try:
+        return os.path.abspath(os.fsdecode(name))
+    except (OSError, TypeError):  # The working directory is gone; an object with a name of its own.
+        return str(name)
+
+
+def arena_of_file(descriptor: int, name: object) -> Arena | None:
+    """The arena of an open file, or None (counted) when the framework has to load it itself."""
+    shared = cache()
+    try:
+        return shared.open(descriptor, name=absolute(name))
+    except TrimsError as error:
+        if shared.config.strict and error.reason not in diagnostics.EXPECTED_REASONS:
+            raise
+        diagnostics.fallback(error.reason, error, what=str(name))
+    # Border: the shim never makes a load fail; whatever it was, the original loader runs.
+    except Exception as error:
+        if shared.config.strict:
+            raise
+        diagnostics.fallback("internal_error", error, what=str(name))
+    return None
+
+
+def aligned_image(image: Image, lead_bytes: int) -> Image | None:
+    """The image with the same bytes behind ``lead_bytes`` zeros, where there is one (counted)."""
+    try:
+        found = cache().aligned(image, lead_bytes)
+    except TrimsError as error:
+        diagnostics.pass_on(error)
+        diagnostics.count("aligned", error.reason)
+        return None
+    diagnostics.count("aligned", "copied" if found is None else "served")
+    return found
