@@ -169,16 +169,10 @@ class _Image:
             raise UnsupportedFormat("the file's pickle is not the image's")
         if not torch_rebuild.is_little_endian(self._archive):
             raise UnsupportedFormat("the records' bytes would have to be swapped")
-        blanks = torch_rebuild.Blanks(self._place.device)
         with torch_device.Parts(self._arena) as parts:
             storages = [self._storage(spec, parts) for spec in recipe.storages]
-        tensors = [
-            torch_rebuild.tensor(spec, storages[spec.storage], blanks) for spec in recipe.tensors
-        ]
-        parameters = [
-            torch_rebuild.parameter(spec, tensors[spec.tensor]) for spec in recipe.parameters
-        ]
-        return recipe.assemble(tensors, parameters)
+        blanks = torch_rebuild.Blanks(self._place.device)
+        return torch_rebuild.assemble(recipe, storages, blanks)
 
     def _storage(self, spec: StorageSpec, parts: torch_device.Parts) -> torch.UntypedStorage:
         name = f"data/{spec.key}"

@@ -11,18 +11,33 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from trims_shim import diagnostics, patches
-from trims_shim.late_imports import ensure_imported
 from trims_shim.patches.asking import arena_of_file, opened
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_storage import storage_of
 
-__all__ = ["POINTS", "served"]
+__all__ = ["POINTS", "loads", "served"]
+
+
+class _Load(Protocol):
+    def defer(self, filename: str) -> bool:
+        """Whether it asks again for this file's mapping, once it knows what that is for."""
+
+
+class _Loads(threading.local):
+    """The torch.loads of this thread that may map their file next, innermost last."""
+
+    def __init__(self) -> None:
+        self.open: list[_Load] = []
+
+
+loads = _Loads()
 
 
 def _probe() -> str | None:
@@ -57,10 +72,9 @@ def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if shared:
         diagnostics.fallback("shared_mapping", what=filename)
         return None
-    ensure_imported("trims_shim.patches.torch_load")
-    from trims_shim.patches import torch_load
-
-    return None if torch_load.defers(filename) else served(filename, size_bytes)
+    if loads.open and loads.open[-1].defer(filename):
+        return None
+    return served(filename, size_bytes)
 
 
 def served(filename: str, size_bytes: int) -> Any:

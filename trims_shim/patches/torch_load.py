@@ -12,7 +12,7 @@ Because both are module globals that ``torch.load`` looks up when called, progra
 
 ``torch.load(mmap=True)`` maps the file between the two, before it says where its tensors go. Where
 that may be a device, the file's own mapping, which costs nothing while nobody looks at it, stands
-in for the cache's until seam 2 knows (:func:`defers`), so that no host image is loaded in vain.
+in for the cache's until seam 2 knows (``_Reader.defer``): so no host image is loaded in vain.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import io
 import os
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,16 +32,18 @@ import torch.serialization
 
 from trims_shim import diagnostics, patches
 from trims_shim.client import arenas
-from trims_shim.errors import FormatError
+from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats import TorchArchive, read_archive, read_recipe
 from trims_shim.patches import torch_device, torch_device_load, torch_from_file, torch_rebuild
 from trims_shim.patches.asking import arena_of_file
 from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_from_file import loads
 from trims_shim.patches.torch_modes import has_foreign_mode, has_mode, unseen
 from trims_shim.patches.torch_rebuild import Built
 from trims_shim.patches.torch_storage import bytes_over, storage_of
+from trims_shim.specs import Span
 
-__all__ = ["POINTS", "defers"]
+__all__ = ["POINTS"]
 
 _config: Any = None
 with contextlib.suppress(ImportError):  # Since torch 2.6; torch.load would import it just as well.
@@ -57,7 +58,7 @@ _RECORD_ALIGNMENT_BYTES = 64
 
 
 class _Served:
-    """An archive in the cache: where its records are, and the storage they are slices of."""
+    """An archive in the cache, and the storage that its records are slices of."""
 
     __slots__ = ("archive", "storage", "view")
 
@@ -67,19 +68,19 @@ class _Served:
         self.view = view
         self.archive: TorchArchive = read_archive(view)
 
-    def record(self, name: str, size_bytes: int) -> torch.UntypedStorage | None:
-        """A storage over a record, when it is exactly of this size and aligned."""
+    def pickle(self) -> bytes:
+        """The pickle of the archive. Raises UnsupportedFormat where it has none."""
+        span = self.archive.records.get("data.pkl")
+        if span is None:
+            raise UnsupportedFormat("record 'data.pkl': missing")
+        return bytes(self.view[span.offset_bytes : span.end_bytes])
+
+    def record(self, name: str, size_bytes: int) -> Span | None:
+        """Where a record is that a storage can lie on: of exactly this size, and aligned."""
         span = self.archive.records.get(name)
         if span is None or span.size_bytes != size_bytes or size_bytes <= 0:
             return None
-        if span.offset_bytes % _RECORD_ALIGNMENT_BYTES:
-            return None
-        part: torch.UntypedStorage = self.storage[span.offset_bytes : span.end_bytes]
-        return part
-
-    def end_of(self, name: str) -> int:
-        """First byte after a record."""
-        return self.archive.records[name].end_bytes
+        return None if span.offset_bytes % _RECORD_ALIGNMENT_BYTES else span
 
 
 class _Reader(_FileReader):  # type: ignore[misc]
@@ -89,13 +90,11 @@ class _Reader(_FileReader):  # type: ignore[misc]
         plain = _without_fsspec(file)
         position = _position_of(plain)
         super().__init__(file)
-        self._file = plain if position == 0 else None
+        self.file = plain if position == 0 else None
+        """The program's, where it is all of an image."""
         self._is_asked = False
         self._served: _Served | None = None
-        self._deferred = ""
-        self._mapping: torch.UntypedStorage | None = None
-        self.is_loading = False
-        """Seam 2 was reached."""
+        self._is_deferred = False
 
     def served(self) -> _Served | None:
         """The archive in the cache; asked for on first use, so that lazy loads cost nothing."""
@@ -107,40 +106,32 @@ class _Reader(_FileReader):  # type: ignore[misc]
     def get_storage_from_record(self, name: str, numel: int, dtype: Any) -> Any:
         if dtype is torch.UntypedStorage and numel > 0:
             served = self.served()
-            storage = served.record(name, numel) if served is not None else None
-            if served is not None and storage is not None:
-                self.leave_file_after(served.end_of(name))
-                return bytes_over(storage)
+            span = None if served is None else served.record(name, numel)
+            if served is not None and span is not None:
+                self.leave_file_at(span.end_bytes)
+                return bytes_over(served.storage[span.offset_bytes : span.end_bytes])
         return super().get_storage_from_record(name, numel, dtype)
 
     def defer(self, filename: str) -> bool:
-        """Whether :meth:`mapped` will be asked for a mapping of this file that torch makes now."""
-        if self._file is None or self.is_loading or str(self._file.name) != filename:
+        """Whether :meth:`mapped` will be asked about the mapping of this file that is made now."""
+        if self.file is None or str(self.file.name) != filename:
             return False
-        self._deferred = filename
-        return True
+        if torch_device.missing_capability() is not None:
+            return False
+        self._is_deferred = getattr(serialization._load, "_asks_again", False)
+        return self._is_deferred
 
     def mapped(self, mapping: Any) -> Any:
         """The file's mapping, now that it is looked at: in the cache where it can be."""
-        self.is_loading = True
-        filename, self._deferred = self._deferred, ""
-        if filename and mapping is not None:
-            self._mapping = torch_from_file.served(filename, mapping.nbytes())
-        return mapping if self._mapping is None else self._mapping
+        if not self._is_deferred or self.file is None or mapping is None:
+            return mapping
+        served = torch_from_file.served(str(self.file.name), mapping.nbytes())
+        return mapping if served is None else served
 
-    def leave_file_after(self, end_bytes: int) -> None:
+    def leave_file_at(self, position: int) -> None:
         """Put the program's file where torch's reader would have left it."""
-        if self._file is not None:
-            self._file.seek(end_bytes)
-
-    def build_on_device(self, map_location: Any) -> Built | None:
-        """The result on the device that it goes to; None where the load has to go on otherwise."""
-        if self._file is None:
-            return None
-        built = torch_device_load.build(self, map_location, file=self._file)
-        if built is not None:
-            self.log_load()
-        return built
+        if self.file is not None:
+            self.file.seek(position)
 
     def log_load(self) -> None:
         """What torch logs after a load."""
@@ -149,7 +140,7 @@ class _Reader(_FileReader):  # type: ignore[misc]
         )
 
     def _ask(self) -> _Served | None:
-        file = self._file
+        file = self.file
         if file is None:
             diagnostics.fallback("not_a_file", what="torch.load")
             return None
@@ -203,36 +194,21 @@ def _wrap_reader(original: type) -> type:
         def __enter__(self) -> Any:
             reader = super().__enter__()
             if isinstance(reader, _Reader):
-                _open.readers.append(reader)
+                loads.open.append(reader)
             return reader
 
         def __exit__(self, *error: Any) -> Any:
-            if _open.readers and _open.readers[-1] is self.file_like:
-                _open.readers.pop()
+            _maps_no_more(self.file_like)
             return super().__exit__(*error)
 
     functools.update_wrapper(_open_zipfile_reader, original, updated=())
     return _open_zipfile_reader
 
 
-class _Open(threading.local):
-    """The readers of this thread's loads, innermost last."""
-
-    def __init__(self) -> None:
-        self.readers: list[_Reader] = []
-
-
-_open = _Open()
-
-
-def defers(filename: str) -> bool:
-    """Whether a mapping of this file is for a load that may end on a device, and will ask again."""
-    return (
-        bool(_open.readers)
-        and getattr(serialization._load, "_asks_again", False)
-        and torch_device.missing_capability() is None
-        and _open.readers[-1].defer(filename)
-    )
+def _maps_no_more(reader: Any) -> None:
+    """Its file is mapped, if it ever is; what maps it from here on is something else."""
+    with contextlib.suppress(ValueError):
+        loads.open.remove(reader)
 
 
 def _probe_reader() -> str | None:
@@ -257,18 +233,20 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         overall_storage: Any = None,
         **pickle_load_args: Any,
     ) -> Any:
-        if (
-            isinstance(zip_file, _Reader)
-            and patches.active()
-            and _is_plain_call(pickle_module, pickle_file, pickle_load_args)
-            and _is_plain_torch()
-        ):
-            with _collector_paused():
-                built = _build_anywhere(zip_file, map_location, overall_storage)
+        if isinstance(zip_file, _Reader):
+            _maps_no_more(zip_file)
+            is_plain = (
+                patches.active()
+                and _is_plain_call(pickle_module, pickle_file, pickle_load_args)
+                and _is_plain_torch()
+            )
+            built = _build_on_device(zip_file, map_location) if is_plain else None
+            if built is None:
+                overall_storage = zip_file.mapped(overall_storage)
+                if is_plain:
+                    built = _build_on_host(zip_file, map_location, overall_storage)
             if built is not None:
                 return built.result
-        if isinstance(zip_file, _Reader):
-            overall_storage = zip_file.mapped(overall_storage)
         return original(
             zip_file,
             map_location,
@@ -298,16 +276,6 @@ def _collector_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _build_anywhere(reader: _Reader, map_location: Any, overall_storage: Any) -> Built | None:
-    if torch_device_load.may_apply(map_location) and not has_foreign_mode():
-        built = reader.build_on_device(map_location)
-        if built is not None:
-            return built
-    if (map_location is None or _is_cpu(map_location)) and not has_mode():
-        return _build(reader, map_location, reader.mapped(overall_storage))
-    return None
 
 
 def _is_plain_call(pickle_module: Any, pickle_file: str, arguments: dict[str, Any]) -> bool:
@@ -352,39 +320,49 @@ _STOCK_REGISTRY = list(serialization._package_registry)
 _STOCK_REBUILDERS = _rebuilders()
 
 
-def _build(reader: _Reader, map_location: Any, overall_storage: Any) -> Built | None:
+@_collector_paused()
+def _build_on_device(reader: _Reader, map_location: Any) -> Built | None:
+    """The result on the device that it goes to; None where the load has to go on otherwise."""
+    if reader.file is None or not torch_device_load.may_apply(map_location) or has_foreign_mode():
+        return None
+    built = torch_device_load.build(reader, map_location, file=reader.file)
+    if built is not None:
+        reader.log_load()
+    return built
+
+
+@_collector_paused()
+def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> Built | None:
+    """The result over the cached archive; None where torch has to unpickle it."""
+    if not (map_location is None or _is_cpu(map_location)) or has_mode():
+        return None
     try:
         served = _served_by(reader, overall_storage)
         if served is None or not torch_rebuild.is_little_endian(served.archive):
             return None
-        span = served.archive.records.get("data.pkl")
-        if span is None:
-            return None
-        recipe = read_recipe(bytes(served.view[span.offset_bytes : span.end_bytes]))
+        recipe = read_recipe(served.pickle())
     except FormatError:
         return None  # Not a plain state dict: torch unpickles it, over the same bytes.
     storages = []
-    last = ""
+    end_bytes = 0
     for spec in recipe.storages:
         if map_location is None and spec.location != "cpu":
             return None
-        storage = (
-            served.record(f"data/{spec.key}", spec.size_bytes)
-            if spec.size_bytes
-            else _empty(reader, spec.key)
-        )
-        if storage is None:
-            return None
+        name = f"data/{spec.key}"
+        if not spec.size_bytes:
+            storage = _empty(reader, name)
+            if storage is None:
+                return None
+        else:
+            span = served.record(name, spec.size_bytes)
+            if span is None:
+                return None
+            end_bytes = span.end_bytes
+            storage = served.storage[span.offset_bytes : end_bytes]
         storages.append(storage)
-        last = f"data/{spec.key}" if spec.size_bytes else last
-    blanks = torch_rebuild.Blanks()
-    tensors = [
-        torch_rebuild.tensor(spec, storages[spec.storage], blanks) for spec in recipe.tensors
-    ]
-    parameters = [torch_rebuild.parameter(spec, tensors[spec.tensor]) for spec in recipe.parameters]
-    result = recipe.assemble(tensors, parameters)
-    if last and overall_storage is None:
-        reader.leave_file_after(served.end_of(last))
+    result = torch_rebuild.assemble(recipe, storages, torch_rebuild.Blanks())
+    if end_bytes and overall_storage is None:
+        reader.leave_file_at(end_bytes)
     reader.log_load()
     diagnostics.count("built", "recipe")
     return Built(result)
@@ -411,10 +389,10 @@ def _torch_computes_offsets() -> bool:
     return bool(_config.load.calculate_storage_offsets) if _config is not None else False
 
 
-def _empty(reader: Any, key: str) -> Any:
-    if not reader.has_record(f"data/{key}"):
+def _empty(reader: Any, name: str) -> Any:
+    if not reader.has_record(name):
         return None
-    record = reader.get_storage_from_record(f"data/{key}", 0, torch.UntypedStorage)
+    record = reader.get_storage_from_record(name, 0, torch.UntypedStorage)
     return record._typed_storage()._untyped_storage
 
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.serialization
 
-from trims_shim.formats import ParameterSpec, TensorSpec, TorchArchive
+from trims_shim.formats import ParameterSpec, Recipe, TensorSpec, TorchArchive
 
-__all__ = ["Blanks", "Built", "is_little_endian", "parameter", "tensor"]
+__all__ = ["Blanks", "Built", "assemble", "is_little_endian"]
 
 _serialization: Any = torch.serialization  # Private names, probed before use.
 
@@ -57,7 +58,14 @@ def is_little_endian(archive: TorchArchive) -> bool:
     )
 
 
-def tensor(spec: TensorSpec, storage: torch.UntypedStorage, blanks: Blanks) -> torch.Tensor:
+def assemble(recipe: Recipe, storages: Sequence[torch.UntypedStorage], blanks: Blanks) -> Any:
+    """What the pickle describes, over the storages it describes. ``blanks`` are of their device."""
+    tensors = [_tensor(spec, storages[spec.storage], blanks) for spec in recipe.tensors]
+    parameters = [_parameter(spec, tensors[spec.tensor]) for spec in recipe.parameters]
+    return recipe.assemble(tensors, parameters)
+
+
+def _tensor(spec: TensorSpec, storage: torch.UntypedStorage, blanks: Blanks) -> torch.Tensor:
     """As torch._utils._rebuild_tensor_v2 with an empty dictionary of hooks."""
     result = blanks[getattr(torch, spec.dtype)].new_empty(0)
     result.set_(storage, spec.offset, spec.size, spec.stride)
@@ -67,7 +75,7 @@ def tensor(spec: TensorSpec, storage: torch.UntypedStorage, blanks: Blanks) -> t
     return result
 
 
-def parameter(spec: ParameterSpec, data: torch.Tensor) -> torch.nn.Parameter:
+def _parameter(spec: ParameterSpec, data: torch.Tensor) -> torch.nn.Parameter:
     """As torch._utils._rebuild_parameter with an empty dictionary of hooks."""
     result = torch.nn.Parameter(data, spec.requires_grad)
     result._backward_hooks = OrderedDict()
