@@ -45,7 +45,7 @@ LAYERS = (
     ("memory", "wire.endpoint", "wire.frames", "wire.handover", "daemon.ingest", "client.session"),
     ("client.descriptors",),
     ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
-    ("client.prepared",),
+    ("client.pool", "client.prepared"),
     ("client.device_arenas",),
     ("daemon.control", "daemon.sessions", "daemon.loader"),
     ("daemon.prepared_directory",),

@@ -39,6 +39,7 @@ from trims_shim import config as configuration
 from trims_shim._version import __version__
 from trims_shim.client import cache as caches
 from trims_shim.client.connection import Granted
+from trims_shim.client.pool import Line
 from trims_shim.client.session import Conversation
 from trims_shim.config import Config
 from trims_shim.daemon.eviction import policy_named
@@ -170,7 +171,7 @@ class FakeDaemon:
         path = os.path.abspath(os.fspath(name))
         return [each.outcome for each in self.opened if each.name == path]
 
-    def _dial(self) -> caches.Line:
+    def _dial(self) -> Line:
         server = self._server
         if server is None or os.getpid() != self._pid:
             raise DaemonUnavailable("the fake daemon is away")
@@ -509,15 +510,9 @@ class _Line:
         if self._pid == os.getpid():
             self._server.release(self._session, lease)
 
-    def drain(self) -> None:
-        """Nobody is newer."""
-
     def is_alive(self) -> bool:
         session = self._server.sessions.get(self._session.number)
         return self._pid == os.getpid() and session is self._session
-
-    def quiesce(self) -> None:
-        """There is no thread to end."""
 
     def close(self) -> None:
         self._server.leave(self._session)

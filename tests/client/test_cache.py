@@ -1,4 +1,4 @@
-"""The pool of connections, on lines that a test makes up; real daemons are in tests/faults."""
+"""The cache and its connections, on lines that a test makes up; real daemons are in faults."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from trims_shim import config
 from trims_shim.client import cache as caches
+from trims_shim.client import pool
 from trims_shim.client.cache import Cache, exchange
 from trims_shim.client.connection import Granted, check_protocol
 from trims_shim.errors import (
@@ -53,7 +54,6 @@ class StubLine:
         self.reported = counters
 
     def release(self, lease: int) -> None: ...
-    def drain(self) -> None: ...
 
     def is_alive(self) -> bool:
         return self.is_open
@@ -116,14 +116,14 @@ def test_any_other_error_gives_it_up(error: Exception) -> None:
 def test_once_more_when_the_daemon_went_away() -> None:
     answers = [fail(DaemonUnavailable("gone")), lambda message: message]
     dialled = Dialled(lambda message: answers.pop(0)(message))
-    assert dialled.cache.request(5, may_start=True) == 5
+    assert dialled.cache._pool.ask(lambda line: line.request(5), may_start=True) == 5
     assert len(dialled.lines) == 2
 
 
 def test_not_more_than_once() -> None:
     dialled = Dialled(fail(DaemonUnavailable("gone")))
     with pytest.raises(DaemonUnavailable):
-        dialled.cache.request(5, may_start=True)
+        dialled.cache._pool.ask(lambda line: line.request(5), may_start=True)
     assert len(dialled.lines) == 2
 
 
@@ -156,7 +156,7 @@ def test_a_signal_handler_may_load_in_the_midst_of_a_load() -> None:
     nested: list[int] = []
 
     def trace(frame: types.FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename != caches.__file__:
+        if frame.f_code.co_filename not in (caches.__file__, pool.__file__):
             return None
         nested.append(dialled.cache.request(1))
         return trace
@@ -180,14 +180,14 @@ def test_a_start_that_fails_is_not_tried_for_each_file(
         starts.append(endpoint)
         raise DaemonStartFailed("no /proc")
 
-    monkeypatch.setattr(caches.spawn, "start", start)
+    monkeypatch.setattr(pool.spawn, "start", start)
     cache = Cache(config.load({}, socket_dir=str(socket_directory)))
     for _ in range(3):
         with pytest.raises(DaemonStartFailed, match="no /proc"):
             cache.welcome(may_start=True)
     assert len(starts) == 1
-    later = time.monotonic() + caches._LEAST_PAUSE_S
-    monkeypatch.setattr(caches.time, "monotonic", lambda: later)
+    later = time.monotonic() + pool._LEAST_PAUSE_S
+    monkeypatch.setattr(pool.time, "monotonic", lambda: later)
     with pytest.raises(DaemonStartFailed):
         cache.welcome(may_start=True)
     assert len(starts) == 2
@@ -204,28 +204,29 @@ def test_a_daemon_that_hangs_is_asked_less_and_less(
         asked.append(now_s)
         raise DaemonTimeout("it hangs")
 
-    monkeypatch.setattr(cache, "_ask_twice", lambda ask, may_start: ask(None))
-    monkeypatch.setattr(caches.time, "monotonic", lambda: now_s)
+    connections = cache._pool
+    monkeypatch.setattr(connections, "_ask_twice", lambda ask, may_start: ask(None))
+    monkeypatch.setattr(pool.time, "monotonic", lambda: now_s)
     while now_s < 200:
         with pytest.raises(DaemonTimeout, match="it hangs"):
-            cache._with_connection(hang)
+            connections.ask(hang, may_start=True)
         now_s += 1
     assert asked == [0, 5, 15, 35, 75, 135, 195]
     Path(cache.endpoint.handover).touch()  # another one
-    assert cache._with_connection(lambda line: "answer") == "answer"
+    assert connections.ask(lambda line: "answer", may_start=True) == "answer"
     with pytest.raises(DaemonTimeout):
-        cache._with_connection(hang)
-    assert cache._pause is not None
-    assert cache._pause.length_s == caches._LEAST_PAUSE_S, "it had answered"
+        connections.ask(hang, may_start=True)
+    assert connections._pause is not None
+    assert connections._pause.length_s == pool._LEAST_PAUSE_S, "it had answered"
 
 
 def test_a_load_that_stalls_is_no_reason_to_ask_for_no_other(socket_directory: Path) -> None:
     cache = Cache(config.load({}, socket_dir=str(socket_directory)))
     line = StubLine(fail(LoadStalled("a dead disk")))
-    cache._idle = [line]
+    cache._pool._idle = [line]
     with pytest.raises(LoadStalled):
         cache.request("slow")
-    cache._idle = [StubLine(lambda message: message)]
+    cache._pool._idle = [StubLine(lambda message: message)]
     assert cache.request("quick") == "quick"
 
 
@@ -273,7 +274,7 @@ def test_an_older_daemon_that_may_not_be_replaced_is_not_waited_for(
     socket_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another user's daemon refuses to make room, and says so at once."""
-    monkeypatch.setattr(caches, "_DRAIN_PATIENCE_S", 60.0)
+    monkeypatch.setattr(pool, "_DRAIN_PATIENCE_S", 60.0)
     cache = Cache(config.load({}, socket_dir=str(socket_directory)))
     older = messages.Welcome(messages.PROTOCOL_VERSION, "0.0.1", 1, "i", b"t")
     heard: list[str] = []
@@ -316,7 +317,7 @@ def test_a_daemon_that_dies_before_its_welcome_has_a_successor(
     """Found: it still took connections, twice, and none was started in its place."""
     cache = Cache(config.load({}, socket_dir=str(socket_directory)))
     starts: list[object] = []
-    monkeypatch.setattr(caches.spawn, "start", lambda endpoint, **_: starts.append(endpoint))
+    monkeypatch.setattr(pool.spawn, "start", lambda endpoint, **_: starts.append(endpoint))
     peers: list[socket.socket] = []
 
     def serve() -> None:

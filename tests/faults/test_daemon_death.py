@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from harness import LARGE_BYTES, World, content, open_path, wait_until
 
-from trims_shim.client import cache as caches
+from trims_shim.client import pool
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, TrimsError
 
 
@@ -196,14 +196,14 @@ def test_a_daemon_that_hangs_is_given_up(running: World, monkeypatch: pytest.Mon
     assert bytes(memoryview(open_path(cache, path).buffer)) == content(5)
     pid = world.pid()
     other = world.file(6)
-    monkeypatch.setattr(caches, "_LEAST_PAUSE_S", 3.0)
+    monkeypatch.setattr(pool, "_LEAST_PAUSE_S", 3.0)
     began = time.monotonic()
     with world.stopped(pid):
         for _ in range(100):
             with pytest.raises(DaemonTimeout):
                 open_path(cache, other)
     assert time.monotonic() - began < 8
-    time.sleep(caches._LEAST_PAUSE_S)
+    time.sleep(pool._LEAST_PAUSE_S)
     assert bytes(memoryview(open_path(cache, other).buffer)) == content(6)
     wait_until(lambda: len(world.status().clients) <= 2, "the abandoned connection is gone")
 

@@ -1,6 +1,6 @@
 """One connection to the daemon: the handover socket and, when needed, the control socket.
 
-Used by one thread at a time (the pool in :mod:`trims_shim.client.cache` sees to that), except
+Used by one thread at a time (:mod:`trims_shim.client.pool` sees to that), except
 :meth:`Connection.release`, which any thread may call at any time, a finalizer included. The leases
 taken over a connection end with it.
 

@@ -1,0 +1,269 @@
+"""The connections of this process to the daemon, and what is done where there is none.
+
+Owns how many there are, which one a request is sent on, that a daemon is started, that an older one
+makes room for its successor, and that one which does not start or hangs is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from trims_shim import diagnostics
+from trims_shim._version import __version__
+from trims_shim.client import spawn
+from trims_shim.client.connection import Connection, Granted, check_protocol
+from trims_shim.config import Config
+from trims_shim.errors import (
+    DaemonError,
+    DaemonStartFailed,
+    DaemonTimeout,
+    DaemonUnavailable,
+    FormatError,
+    IncompatibleDaemon,
+    LoadStalled,
+    RequestRefused,
+    TooManyRequests,
+)
+from trims_shim.specs import HOST_TIER
+from trims_shim.wire import messages
+from trims_shim.wire.endpoint import Endpoint
+
+__all__ = ["Line", "Pool"]
+
+_CONNECTIONS_LIMIT = 16
+_DRAIN_PATIENCE_S = 5.0
+_LEAST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0
+_Result = TypeVar("_Result")
+
+
+class Line(Protocol):
+    """What the cache needs of a connection; :class:`Connection` says what each method promises."""
+
+    @property
+    def welcome(self) -> messages.Welcome: ...
+    def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted: ...
+    def open_aligned(self, descriptor: int, name: str, lead_bytes: int) -> Granted | None: ...
+    def open_prepared(
+        self, request: messages.OpenPreparedRequest, *, descriptor: int | None = None
+    ) -> messages.OpenPreparedReply: ...
+    def request(self, message: Any) -> Any: ...
+    def report(self, counters: dict[str, int]) -> None: ...
+    def release(self, lease: int) -> None: ...
+    def is_alive(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """Nobody is asked until then: a daemon that does not start or hangs costs seconds each time."""
+
+    until_s: float
+    length_s: float
+    socket: tuple[int, int] | None
+    """Of the daemon in question, see :meth:`Pool._stamp`; another one is asked at once."""
+    kind: type[DaemonError]
+    reason: str
+
+
+class Pool:
+    """See the module docstring. Thread-safe."""
+
+    def __init__(
+        self, config: Config, endpoint: Endpoint, *, dial: Callable[[], Line] | None = None
+    ) -> None:
+        """``dial`` connects to something else than the daemon; no daemon is started then."""
+        self._config = config
+        self._endpoint = endpoint
+        self._dial_other = dial
+        # No lock: a signal handler of the program may load in the midst of anything here.
+        self._idle: list[Line] = []
+        self._under_way: set[object] = set()
+        self._pause: _Pause | None = None
+
+    def close(self) -> None:
+        """At exit: report the counters and close idle connections."""
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.report(diagnostics.take_unreported())
+            connection.close()
+
+    def ask(self, ask: Callable[[Line], _Result], *, may_start: bool) -> _Result:
+        """Run ``ask`` on a connection; ``may_start`` a daemon where none runs, or an older one.
+
+        Fails as the last time where that was a moment ago. Raises what ``ask`` raises,
+        DaemonUnavailable when no daemon runs and none may start, any other DaemonError.
+        """
+        before = self._pause
+        if before is not None and self._is_paused(before):
+            raise before.kind(before.reason)
+        try:
+            result = self._ask_twice(ask, may_start)
+        except (DaemonStartFailed, DaemonTimeout) as error:
+            self._pause_after(error, before)
+            raise
+        self._pause = None
+        return result
+
+    def _is_paused(self, pause: _Pause) -> bool:
+        is_same = self._stamp() == pause.socket
+        return is_same and time.monotonic() < pause.until_s
+
+    def _pause_after(self, error: DaemonError, before: _Pause | None) -> None:
+        if (
+            isinstance(error, LoadStalled)
+            or self._dial_other is not None
+            or diagnostics.signalled(error)
+        ):
+            return
+        length_s = min(2 * before.length_s, _LONGEST_PAUSE_S) if before else _LEAST_PAUSE_S
+        socket = self._stamp()
+        until_s = time.monotonic() + length_s
+        self._pause = _Pause(until_s, length_s, socket, type(error), str(error))
+
+    def _ask_twice(self, ask: Callable[[Line], _Result], may_start: bool) -> _Result:
+        """Run ``ask`` on a connection; once more on a new one when the daemon went away."""
+        try:
+            return self._ask_current(ask, may_start)
+        except DaemonUnavailable as error:
+            if not may_start or diagnostics.signalled(error):
+                raise
+        return self._ask_current(ask, may_start, is_new=True)
+
+    def _ask_current(
+        self, ask: Callable[[Line], _Result], may_start: bool, *, is_new: bool = False
+    ) -> _Result:
+        """Run ``ask``; an older daemon, if this process may start another, is replaced first."""
+        try:
+            with self._connection(may_start, is_new=is_new) as connection:
+                return ask(connection)
+        except _OlderDaemon:
+            self._replace()
+        with self._connection(may_start, is_new=True) as connection:
+            return ask(connection)
+
+    @contextlib.contextmanager
+    def _connection(self, may_start: bool, *, is_new: bool) -> Iterator[Line]:
+        if len(self._under_way) >= _CONNECTIONS_LIMIT:
+            raise TooManyRequests(f"{_CONNECTIONS_LIMIT} loads are under way in this process")
+        ours = object()
+        connection = None
+        is_usable = False
+        try:
+            self._under_way.add(ours)
+            idle = None if is_new else self._take_idle()
+            connection = idle or self._connect(may_start, is_heard=is_new)
+            yield connection
+            is_usable = True
+        except (FormatError, RequestRefused):
+            is_usable = True
+            raise
+        finally:
+            self._under_way.discard(ours)
+            if connection is not None and is_usable:
+                self._idle.append(connection)
+            elif connection is not None:
+                # An answer may still come for it, and its descriptors with it: start afresh.
+                connection.close()
+
+    def _take_idle(self) -> Line | None:
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None
+            if connection.is_alive():
+                return connection
+            connection.close()
+
+    def _connect(self, may_start: bool, *, is_heard: bool = False) -> Line:
+        """``is_heard``: of a daemon that says Welcome, as one that dies takes connections, too."""
+        if self._dial_other is not None:
+            return self._dial_other()
+        try:
+            connection = self._dial(_check_age if may_start else check_protocol)
+            if is_heard:
+                _hear(connection)
+            return connection
+        except DaemonUnavailable:
+            if not may_start:
+                raise
+        spawn.start(self._endpoint, timeout_s=self._config.start_timeout)
+        diagnostics.count("daemon", "started")
+        return self._dial(check_protocol)
+
+    def _dial(self, check: Callable[[messages.Welcome], None] | None) -> Connection:
+        return Connection(
+            self._endpoint,
+            config_hash=self._config.daemon_hash(),
+            stall_timeout_s=self._config.stall_timeout,
+            check=check,
+        )
+
+    def _replace(self) -> None:
+        """Drain an older daemon; its leases and mappings live on."""
+        before = self._stamp()
+        try:
+            connection = self._dial(None)
+        except DaemonUnavailable:
+            return  # Somebody else has.
+        try:
+            welcome = connection.welcome
+            if not _is_older(welcome):
+                return
+            connection.drain()
+            deadline = time.monotonic() + _DRAIN_PATIENCE_S
+            # Not alive: it has ended, or is somebody else's and refuses.
+            while before is not None and connection.is_alive() and self._stamp() == before:
+                if time.monotonic() > deadline:
+                    raise IncompatibleDaemon(
+                        f"daemon {welcome.pid} (trims_shim {welcome.package}) does not make room; "
+                        "run `trims stop`"
+                    )
+                time.sleep(0.01)
+        except DaemonUnavailable:
+            pass  # It has just gone.
+        finally:
+            connection.close()
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """Tells one daemon's socket from the next one's; inode numbers alone are reused at once."""
+        try:
+            status = os.stat(self._endpoint.handover)
+        except OSError:
+            return None
+        return status.st_ino, status.st_ctime_ns
+
+
+def _hear(connection: Connection) -> None:
+    try:
+        _ = connection.welcome
+    except BaseException:
+        connection.close()
+        raise
+
+
+class _OlderDaemon(IncompatibleDaemon):
+    """The daemon is older than this process, which may start its successor."""
+
+
+def _check_age(welcome: messages.Welcome) -> None:
+    if _is_older(welcome):
+        raise _OlderDaemon(
+            f"daemon {welcome.pid} (trims_shim {welcome.package}) is older than this process and "
+            "could not be replaced; run `trims stop`"
+        )
+    check_protocol(welcome)
+
+
+def _is_older(welcome: messages.Welcome) -> bool:
+    ours = (messages.PROTOCOL_VERSION, _version_key(__version__))
+    return (welcome.protocol, _version_key(welcome.package)) < ours
+
+
+def _version_key(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
