@@ -25,7 +25,7 @@ def test_links_resolve_and_the_configuration_table_is_current() -> None:
 
 def test_every_patch_point_is_named() -> None:
     page = (ROOT / "docs" / "transparency.md").read_text()
-    target = re.compile(r'targets=\(\s*"([\w.]+):([\w.]+)"')
+    target = re.compile(r'target=\(?\s*"([\w.]+):([\w.]+)"')
     sources = [path.read_text() for path in (ROOT / "trims_shim" / "patches").glob("*_*.py")]
     found = {match for source in sources for match in target.findall(source)}
     assert ("peft.tuners.tuners_utils", "BaseTuner.merge_adapter") in found

@@ -319,7 +319,7 @@ def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatu
             verb = "is" if len(modules) == 1 else "are"
             state, reason = "waiting", f"applies when {' and '.join(modules)} {verb} imported"
         else:
-            state, reason = "off", _why_off(settings, wanted_by, problems)
+            state, reason = "off", _why_off(settings, patch_file, wanted_by, problems)
         for declared in _declared(patch_file):
             yield _status(*declared, state=state, reason=reason)
 
@@ -329,13 +329,17 @@ def _status(name: str, target: str, supported: str, *, state: str, reason: str) 
     return PatchStatus(name, library, target, supported, state, reason)
 
 
-def _why_off(settings: Config, wanted_by: tuple[str, ...], problems: tuple[str, ...]) -> str:
+def _why_off(
+    settings: Config, patch_file: str, wanted_by: tuple[str, ...], problems: tuple[str, ...]
+) -> str:
     if problems:
         return "a setting cannot be used"
     if not settings.enabled:
         return f"TRIMS_ENABLED=0 ({settings.source('enabled')})"
     if not set(wanted_by) & set(settings.patches):
         return f"TRIMS_PATCHES={settings.text('patches')} ({settings.source('patches')})"
+    if patch_file == patches.ELIDING and not settings.elide_copies:
+        return f"TRIMS_ELIDE_COPIES=0 ({settings.source('elide_copies')})"
     return "trims_shim.disable() was called"
 
 

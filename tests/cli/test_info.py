@@ -39,6 +39,13 @@ def test_info_without_torch_daemon_or_side_effects(trims: Trims) -> None:
     assert settings["host_bytes"]["is_read_at_daemon_start"]
 
 
+def test_why_copies_are_not_elided(trims: Trims) -> None:
+    found = json.loads(trims("info", "--json", TRIMS_ELIDE_COPIES="0").stdout)
+    reasons = {each["name"]: each["reason"] for each in found["patches"]}
+    expected = "TRIMS_ELIDE_COPIES=0 (environment TRIMS_ELIDE_COPIES)"
+    assert reasons["torch.nn.Module.load_state_dict"] == expected
+
+
 def test_info_for_people(warmed: Trims) -> None:
     done = warmed("info")
     assert done.returncode == Exit.OK

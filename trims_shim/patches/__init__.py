@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
     from trims_shim.patches.points import AppliedPatch
 
-__all__ = ["active", "applied", "disable", "enable", "overridden", "requested"]
+__all__ = ["ELIDING", "active", "applied", "disable", "enable", "overridden", "requested"]
 
-_ELIDING = "trims_shim.patches.torch_module"
+ELIDING = "trims_shim.patches.torch_module"
+"""The patch file that a setting can leave out."""
 _UNSHARING = "trims_shim.patches.torch_unshare"
 _INITIALIZING = "trims_shim.patches.torch_initializers"
 _MERGING = "trims_shim.patches.peft_merge"
@@ -32,7 +33,7 @@ PATCH_FILES = (
     # (settings that ask for it, modules whose import completes the library, patch file)
     (("torch", "safetensors"), ("torch",), "trims_shim.patches.torch_from_file"),
     (("torch",), ("torch",), "trims_shim.patches.torch_load"),
-    (("torch",), ("torch",), _ELIDING),
+    (("torch",), ("torch",), ELIDING),
     (("torch",), ("torch",), "trims_shim.patches.torch_resize"),
     (("torch", "safetensors"), ("torch",), _UNSHARING),
     (("torch", "safetensors"), ("torch",), _INITIALIZING),
@@ -50,7 +51,7 @@ PATCH_FILES = (
     (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_seed"),
     (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_session"),
 )
-_GUARDS = (_ELIDING, _UNSHARING, _INITIALIZING, _MERGING)
+_GUARDS = (ELIDING, _UNSHARING, _INITIALIZING, _MERGING)
 """What keeps programs from writing to shared device memory, which is fatal; so it stays in place
 while there is any."""
 
@@ -82,7 +83,7 @@ def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
         for wanted_by, modules, patch_file in PATCH_FILES:
             if not set(wanted_by) & set(libraries) or patch_file in _requested:
                 continue
-            if patch_file == _ELIDING and not elide_copies:
+            if patch_file == ELIDING and not elide_copies:
                 continue
             _requested.add(patch_file)
             _when_imported(modules, functools.partial(_apply, patch_file))

@@ -49,7 +49,6 @@ __all__ = [
     "writes_own_parameters",
 ]
 
-_ELIDING = "trims_shim.patches.torch_module"
 _logger = logging.getLogger("trims_shim")
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -243,7 +242,7 @@ def guarded_load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: An
 
 
 def _probe_load_state_dict() -> str | None:
-    eliding = patches.applied().get(_ELIDING, [])
+    eliding = patches.applied().get(patches.ELIDING, [])
     if any(each.state is PatchState.APPLIED for each in eliding):
         return "torch_module does it"
     return torch_device.missing_capability()
