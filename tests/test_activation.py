@@ -230,6 +230,15 @@ def test_unusable_setting_leaves_everything_alone_and_warns_once(run: Run) -> No
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_setting_that_is_made_unusable_later_fails_no_load(run: Run) -> None:
+    done = run(
+        "import os, sys, trims_shim, safetensors.numpy as library\n"
+        "os.environ['TRIMS_MIN_BYTES'] = 'many'\n"
+        "library.load_file(sys.argv[1])\n"
+    )
+    assert not done.stderr
+
+
 def test_unknown_variable_is_named_with_the_nearest_known_one() -> None:
     for variable, near in (
         ("TRIMS_ENABLE", "TRIMS_ENABLED"),

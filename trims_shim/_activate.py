@@ -23,7 +23,7 @@ def activate() -> None:
     from trims_shim.errors import ConfigError
 
     try:
-        settings = configuration.load()
+        settings = configuration.current()
     except ConfigError as error:
         config_problem = str(error)
         _stay_inactive(config_problem)

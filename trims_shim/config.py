@@ -24,6 +24,7 @@ __all__ = [
     "Setting",
     "ShareOrSize",
     "config_file",
+    "current",
     "is_setting",
     "load",
     "load_usable",
@@ -483,8 +484,25 @@ def is_setting(variable: str) -> bool:
     return variable.startswith("TRIMS_") and not variable.startswith(_RESERVED)
 
 
+_current: Config | None = None
+
+
+def current() -> Config:
+    """The settings of this process, which are read once; raises ConfigError as :func:`load`.
+
+    What a program sets later is for its children; where that is unusable, no load fails of it.
+    """
+    global _current
+    if _current is None:
+        _current = load()
+    return _current
+
+
 def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Config:
-    """The settings of this process. Raises ConfigError, naming the variable or key."""
+    """The settings in an environment, by default that of this process now.
+
+    Raises ConfigError, naming the variable or key.
+    """
     env = os.environ if environment is None else environment
     texts: dict[str, str] = {}
     sources: dict[str, str] = {}

@@ -263,7 +263,7 @@ def exchange(other: Cache | None) -> Cache | None:
 def cache() -> Cache:
     """The cache of this process."""
     if _cache is None:
-        configure(configuration.load())
+        configure(configuration.current())
     assert _cache is not None
     return _cache
 
