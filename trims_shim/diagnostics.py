@@ -17,12 +17,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
 
+from trims_shim.errors import TrimsError
+
 __all__ = [
     "LogFile",
     "Stats",
     "count",
     "fallback",
     "pass_on",
+    "reason_of",
     "reset_after_fork",
     "signalled",
     "stats",
@@ -140,6 +143,11 @@ def fallback(reason: str, error: BaseException | None = None, *, what: str = "")
         reason,
         error,
     )
+
+
+def reason_of(error: BaseException) -> str:
+    """Under which an error is counted; what is none of ours is ``internal_error``."""
+    return error.reason if isinstance(error, TrimsError) else "internal_error"
 
 
 def pass_on(error: BaseException | None) -> None:

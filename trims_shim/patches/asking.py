@@ -56,16 +56,13 @@ def arena_of_file(descriptor: int, name: object) -> Arena | None:
     shared = cache()
     try:
         return shared.open(descriptor, name=absolute(name))
-    except TrimsError as error:
-        if shared.config.strict and error.reason not in diagnostics.EXPECTED_REASONS:
-            raise
-        diagnostics.fallback(error.reason, error, what=str(name))
     # Border: the shim never makes a load fail; whatever it was, the original loader runs.
     except Exception as error:
-        if shared.config.strict:
+        reason = diagnostics.reason_of(error)
+        if shared.config.strict and reason not in diagnostics.EXPECTED_REASONS:
             raise
-        diagnostics.fallback("internal_error", error, what=str(name))
-    return None
+        diagnostics.fallback(reason, error, what=str(name))
+        return None
 
 
 def aligned_image(image: Image, lead_bytes: int) -> Image | None:

@@ -22,15 +22,20 @@ class Skips:
         self._expected = diagnostics.EXPECTED_REASONS | set(expected)
         self.warned: set[str] = set()
 
-    def __call__(self, reason: str, error: BaseException | None = None, *, what: str) -> None:
+    def __call__(self, reason: str, *, what: str) -> None:
+        """Count it; it is no fault."""
+        diagnostics.count("not_on_device", reason)
+        _logger.debug("%s: not on shared device memory (%s)", what, reason)
+
+    def error(self, error: Exception, *, what: str) -> None:
         """Count it; warn once if it is a fault. Raises ``error`` under TRIMS_STRICT then.
 
         Raises what a signal handler raised in any case.
         """
         diagnostics.pass_on(error)
-        diagnostics.count("not_on_device", reason)
-        if error is None or reason in self._expected:
-            _logger.debug("%s: not on shared device memory (%s)", what, reason)
+        reason = diagnostics.reason_of(error)
+        self(reason, what=what)
+        if reason in self._expected:
             return
         if cache().config.strict:
             raise error

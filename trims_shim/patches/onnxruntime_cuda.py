@@ -151,11 +151,9 @@ def _lend(options: Any, model: str, device: DeviceId) -> tuple[list[Any], list[w
             options.add_initializer(record.name, value)
             values.append(value)
             holds.append(weakref.ref(hold))
-    except TrimsError as error:
-        _skip(error.reason, error, what=weights)
     # Border: without shared memory the session is the same, so nothing may keep it from being made.
     except Exception as error:
-        _skip("internal_error", error, what=weights)
+        _skip.error(error, what=weights)
     return values, holds
 
 

@@ -179,13 +179,10 @@ def _offer(plan: _Plan, data: bytes, digest: str) -> None:
         with models.offered(data) as descriptor:
             _look_for(plan, digest, descriptor=descriptor).release()
         reason = "hit"
-    except TrimsError as error:
-        diagnostics.pass_on(error)
-        reason = error.reason
     # Border: the session has been made; there is nothing to fall back to.
     except Exception as error:
         diagnostics.pass_on(error)
-        reason = "internal_error"
+        reason = diagnostics.reason_of(error)
         _logger.debug("%s is not offered to the daemon: %r", plan.model.name, error)
     diagnostics.count("offered", reason)
 

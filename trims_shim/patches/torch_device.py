@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from trims_shim.client.cache import cache
-from trims_shim.errors import NotServed, TrimsError
+from trims_shim.errors import NotServed
 from trims_shim.late_imports import ensure_imported
 from trims_shim.patches import torch_repoint
 from trims_shim.patches.asking import absolute
@@ -188,12 +188,10 @@ def place_of(device: torch.device) -> Place | None:
         index = runtime.index(device)
         runtime.ready(index)
         return Place(index, runtime.device_id(index), runtime.device(index))
-    except TrimsError as error:
-        skip(error.reason, error, what=str(device))
     # Border: whatever torch or the driver says here, torch's own code will meet and raise.
     except Exception as error:
-        skip("internal_error", error, what=str(device))
-    return None
+        skip.error(error, what=str(device))
+        return None
 
 
 def is_private() -> bool:
@@ -212,12 +210,10 @@ def arena_of_file(descriptor: int, name: object, place: Place) -> DeviceArena | 
 def _arena(descriptor: int, name: str, place: Place) -> DeviceArena | None:
     try:
         return cache().open_device(descriptor, name=name, device=place.id)
-    except TrimsError as error:
-        skip(error.reason, error, what=name)
     # Border: the shim never makes a load fail; whatever it was, the host tier or torch goes on.
     except Exception as error:
-        skip("internal_error", error, what=name)
-    return None
+        skip.error(error, what=name)
+        return None
 
 
 def arena_of_image(image: Image, place: Place) -> DeviceArena | None:

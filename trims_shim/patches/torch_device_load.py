@@ -76,7 +76,7 @@ def build(reader: Any, map_location: Any, *, file: Any) -> Built | None:
         return None
     # Border: what fails here, allocating for small tensors above all, torch meets as well.
     except Exception as error:
-        torch_device.skip("internal_error", error, what=name)
+        torch_device.skip.error(error, what=name)
         return None
     if image.end_bytes:
         file.seek(image.end_bytes)

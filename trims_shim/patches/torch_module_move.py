@@ -162,7 +162,7 @@ class _Mover:
             return None if place is None else device_tensor(tensor, place, self._sources)
         # Border: torch copies instead.
         except Exception as error:
-            torch_device.skip("internal_error", error, what="torch.nn.Module.to")
+            torch_device.skip.error(error, what="torch.nn.Module.to")
             return None
 
 

@@ -56,7 +56,7 @@ def _on_device(source: Any, dtype: Any, place: Place) -> torch.Tensor | None:
             return device_tensor(tensor, place, sources)
     # Border: transformers loads it itself, and meets what is to be met.
     except Exception as error:
-        torch_device.skip("internal_error", error, what="transformers")
+        torch_device.skip.error(error, what="transformers")
         return None
 
 
