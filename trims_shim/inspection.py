@@ -514,7 +514,7 @@ def _socket(endpoint: Endpoint) -> SocketStatus:
 
 def _daemon(the_cache: Cache) -> DaemonStatus:
     try:
-        welcome = the_cache.welcome(may_start=False)
+        welcome = the_cache.welcome()
     except TrimsError as error:
         return DaemonStatus(False, 0, "", 0, False, str(error))
     return DaemonStatus(

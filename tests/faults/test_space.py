@@ -106,7 +106,7 @@ def test_evicted_but_mapped_is_counted_apart(make_world: Any, kind: str) -> None
     path = world.file(1, 3 * MIB)
     child = world.spawn(
         f"arena = open_file({path!r})\n"
-        "for each in cache()._idle: each._handover.close()\n"
+        "for each in cache()._pool._idle: each._handover.close()\n"
         "say()\nhear()\n"
         f"say(data(arena) == open({path!r}, 'rb').read())\nhear()\n"
     )

@@ -215,7 +215,7 @@ class Cache:
         """A control request. Raises DaemonUnavailable when no daemon runs; none is started."""
         return self._pool.ask(lambda each: each.request(message), may_start=False)
 
-    def welcome(self, *, may_start: bool) -> messages.Welcome:
+    def welcome(self, *, may_start: bool = False) -> messages.Welcome:
         """What the daemon said of itself."""
         return self._pool.ask(lambda each: each.welcome, may_start=may_start)
 
