@@ -19,6 +19,8 @@ from typing import Any
 
 import onnxruntime.capi.onnxruntime_pybind11_state as binding
 
+from trims_shim.client.cache import cache
+from trims_shim.client.prepared import PreparedModel
 from trims_shim.daemon.installation import installation
 from trims_shim.errors import NotServed
 from trims_shim.late_imports import ensure_imported
@@ -30,6 +32,7 @@ __all__ = [
     "NO_PREPACKING",
     "Settings",
     "default_recipe",
+    "open_prepared",
     "read_settings",
     "recipe_of",
     "search_path",
@@ -107,6 +110,20 @@ def search_path() -> tuple[str, ...]:
     except OSError:  # The working directory is gone.
         found = [each for each in found if os.path.isabs(each)]
     return tuple(each for each in found if each.encode(errors="replace").decode() == each)
+
+
+def open_prepared(
+    recipe: SessionRecipe, *, descriptor: int | None = None, path: str = "", digest: str = ""
+) -> PreparedModel:
+    """As :meth:`Cache.open_prepared`, with the onnxruntime and the modules of this process."""
+    return cache().open_prepared(
+        recipe,
+        package=installation().package,
+        search_path=search_path(),
+        descriptor=descriptor,
+        path=path,
+        digest=digest,
+    )
 
 
 # --- arguments ------------------------------------------------------------------------------------

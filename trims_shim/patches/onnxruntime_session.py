@@ -33,7 +33,6 @@ import onnxruntime.capi.onnxruntime_pybind11_state as binding
 from trims_shim import diagnostics, patches
 from trims_shim.client.cache import cache
 from trims_shim.client.prepared import PreparedModel
-from trims_shim.daemon.installation import installation
 from trims_shim.errors import ConfigError, NotServed, PatchError, TrimsError
 from trims_shim.late_imports import ensure_imported
 from trims_shim.memory import heap
@@ -43,9 +42,9 @@ from trims_shim.patches import onnxruntime_seed
 from trims_shim.patches.onnxruntime_recipe import (
     NO_PREPACKING,
     Settings,
+    open_prepared,
     read_settings,
     recipe_of,
-    search_path,
 )
 from trims_shim.patches.points import PatchPoint
 from trims_shim.wire.messages import SessionRecipe
@@ -127,16 +126,11 @@ def _plan(session: Any, arguments: tuple[Any, Any, Any]) -> _Plan | None:
 
 
 def _ask(plan: _Plan, path: str) -> PreparedModel | None:
-    with _Border(path):
-        shared = cache()
-        with models.opened(path, min_bytes=models.least_bytes(shared.config)) as descriptor:
-            return shared.open_prepared(
-                plan.recipe,
-                package=installation().package,
-                search_path=search_path(),
-                descriptor=descriptor,
-                path=models.absolute(path),
-            )
+    with (
+        _Border(path),
+        models.opened(path, min_bytes=models.least_bytes(cache().config)) as descriptor,
+    ):
+        return open_prepared(plan.recipe, descriptor=descriptor, path=models.absolute(path))
     return None
 
 
@@ -154,7 +148,7 @@ def _ask_for_bytes(
         shared.welcome(may_start=shared.config.autostart)
         digest = models.digest_of(data)
         try:
-            return _look_for(plan, digest), None
+            return open_prepared(plan.recipe, digest=digest), None
         except NotServed as error:
             if error.reason != "unknown":
                 raise
@@ -163,21 +157,11 @@ def _ask_for_bytes(
     return None, None
 
 
-def _look_for(plan: _Plan, digest: str, *, descriptor: int | None = None) -> PreparedModel:
-    return cache().open_prepared(
-        plan.recipe,
-        package=installation().package,
-        search_path=search_path(),
-        descriptor=descriptor,
-        digest=digest,
-    )
-
-
 def _offer(plan: _Plan, data: bytes, digest: str) -> None:
     """Have these bytes prepared for the next session. Its own is there: nothing may fail now."""
     try:
         with models.offered(data) as descriptor:
-            _look_for(plan, digest, descriptor=descriptor).release()
+            open_prepared(plan.recipe, descriptor=descriptor, digest=digest).release()
         reason = "hit"
     # Border: the session has been made; there is nothing to fall back to.
     except Exception as error:

@@ -16,10 +16,9 @@ import onnxruntime  # noqa: F401  before our own: its import has patches applied
 from trims_shim import diagnostics
 from trims_shim.client.cache import cache
 from trims_shim.client.prepared import PreparedModel
-from trims_shim.daemon.installation import installation
 from trims_shim.errors import DaemonTimeout, NotServed
 from trims_shim.patches.onnxruntime_models import absolute, opened
-from trims_shim.patches.onnxruntime_recipe import default_recipe, search_path
+from trims_shim.patches.onnxruntime_recipe import default_recipe, open_prepared
 
 __all__ = ["prepare"]
 
@@ -36,21 +35,15 @@ def prepare(path: str, *, waiting: Callable[[], None] | None = None) -> Prepared
     Starts the daemon when none runs. Raises OSError for the file, NotServed where it cannot be
     prepared, other TrimsError when the cache cannot take it.
     """
-    shared = cache()
-    recipe = default_recipe(prepack=shared.config.ort_prepack)
+    config = cache().config
+    recipe = default_recipe(prepack=config.ort_prepack)
     os.stat(path)
-    deadline_s = time.monotonic() + shared.config.prepare_timeout + _PATIENCE_S
+    deadline_s = time.monotonic() + config.prepare_timeout + _PATIENCE_S
     pause_s = 0.0
     while True:
         with opened(path, min_bytes=0) as descriptor:
             try:
-                model = shared.open_prepared(
-                    recipe,
-                    package=installation().package,
-                    search_path=search_path(),
-                    descriptor=descriptor,
-                    path=absolute(path),
-                )
+                model = open_prepared(recipe, descriptor=descriptor, path=absolute(path))
                 diagnostics.count("warmed", "prepared" if pause_s else "already")
                 return model
             except NotServed as error:
