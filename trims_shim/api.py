@@ -420,7 +420,7 @@ def _read_records(view: memoryview, file: str) -> dict[str, Record]:
         archive = read_archive(view)
         return {name: _bytes_record(name, span) for name, span in archive.records.items()}
     try:
-        return {record.name: record for record in read_header(view).records}
+        return {record.name: record for record in read_header(view)}
     except FormatError as error:
         raise type(error)(
             f"{file} has no records: no zip archive of torch, and read as safetensors: {error}"

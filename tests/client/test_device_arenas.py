@@ -43,6 +43,11 @@ class Owner:
     """Something that uses device memory, as a storage does."""
 
 
+def hold(arena: DeviceArena, owner: object) -> None:
+    """As torch's storages do: the arena stays mapped at least until ``owner`` is gone."""
+    weakref.finalize(owner, id, arena).atexit = False
+
+
 class Client:
     """A cache on a grantor's lines, and files to open with it."""
 
@@ -322,7 +327,7 @@ class TestLife:
         arena = client.open(client.file())
         address = arena.address
         for each in owners:
-            arena.hold(each)
+            hold(arena, each)
         del arena, each
         while owners:
             device_arenas.reap()
@@ -469,7 +474,7 @@ class TestLife:
         def turn() -> None:
             for path in paths:
                 owner = Owner()
-                client.open(path).hold(owner)
+                hold(client.open(path), owner)
             del owner
             device_arenas.reap()
             client.grantor.evict()
@@ -504,7 +509,7 @@ class TestLife:
 
     def test_nothing_runs_at_exit(self, client: Client) -> None:
         arena, owner = client.open(client.file()), Owner()
-        arena.hold(owner)
+        hold(arena, owner)
         registry = weakref.finalize._registry  # type: ignore[attr-defined]
         ours = [each for each in list(registry) if each.peek()[0] in (arena, owner)]
         assert [each.atexit for each in ours] == [False, False]
@@ -587,7 +592,7 @@ class TestThreads:
                 try:
                     owner = Owner()
                     arena = client.open(paths[which])
-                    arena.hold(owner)
+                    hold(arena, owner)
                     if device_arenas.find(arena.address, 1) != (arena, 0):
                         problems.append("not found")
                     del arena
@@ -617,7 +622,7 @@ class TestProcesses:
         path = client.file()
         owner = Owner()
         arena = client.open(path)
-        arena.hold(owner)
+        hold(arena, owner)
         address, digest = arena.address, arena.digest
         child = os.fork()
         if child == 0:

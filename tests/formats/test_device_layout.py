@@ -197,7 +197,7 @@ class TestRealFiles:
         outline = outline_of(data, layout)
         assert layout_of(outline) == layout
         assert read_header(outline) == read_header(data)
-        for record in read_header(data).records:
+        for record in read_header(data):
             found = layout.find(record.span.offset_bytes, record.span.size_bytes)
             assert found is not None
             assert found % ALIGNMENT_BYTES == 0

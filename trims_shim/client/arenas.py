@@ -93,10 +93,6 @@ class Arena:
         finalizer = weakref.finalize(self.buffer, _release_mapping, self.address, image)
         finalizer.atexit = False
 
-    def clone(self) -> Arena:
-        """A fresh mapping of the same image bytes, without this arena's private writes."""
-        return self.image.map()
-
 
 _index: AddressIndex[Image] = AddressIndex()
 

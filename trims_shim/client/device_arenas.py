@@ -5,7 +5,7 @@ image to a mapping. Device memory is mapped read-only, so one mapping serves eve
 process: there is one :class:`DeviceArena` for an image and a device, and who uses its memory keeps
 it alive:
 
-    tensor -> storage -> DeviceArena.hold -> (finalizer) DeviceArena gone -> DeviceImage retired
+    tensor -> storage -> (finalizer) DeviceArena gone -> DeviceImage retired
         -> (reaper: device synchronised) unmapped -> lease released
 
 Invariants: as in :mod:`trims_shim.client.arenas`, finalizers take no lock and do no blocking I/O.
@@ -101,7 +101,7 @@ class DeviceArena:
     """The read-only memory of an image on a device; a write is fatal to the writer's context.
 
     Tensors are at ``address`` + ``layout.find(...)``; the rest of the file is in ``outline``. Keep
-    the arena, or an object it is told to :meth:`hold` for, alive for as long as the memory is used.
+    the arena alive for as long as the memory is used.
     """
 
     __slots__ = ("__weakref__", "address", "device", "image", "index", "layout", "size_bytes")
@@ -125,11 +125,6 @@ class DeviceArena:
     def digest(self) -> Digest:
         """The image's content."""
         return self.image.digest
-
-    def hold(self, owner: object) -> None:
-        """Stay mapped at least until ``owner`` is gone."""
-        finalizer = weakref.finalize(owner, _let_go, self)
-        finalizer.atexit = False
 
 
 class _Process:
@@ -278,10 +273,6 @@ def _note(reason: str, error: DriverFailure) -> None:
 def _retire(image: DeviceImage) -> None:
     if image.pid == os.getpid():
         _process.reaper.retire(image)
-
-
-def _let_go(arena: DeviceArena) -> None:
-    """Nothing to do: that it was held here is what kept the arena alive."""
 
 
 # --- the process ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ No reader executes, imports or allocates because a file says so; every way a fil
 from __future__ import annotations
 
 from trims_shim.formats.device_layout import DeviceLayout, Placed, layout_of
-from trims_shim.formats.safetensors import SafetensorsHeader, read_header
+from trims_shim.formats.safetensors import read_header
 from trims_shim.formats.torch_recipe import (
     ParameterSpec,
     Recipe,
@@ -22,7 +22,6 @@ __all__ = [
     "ParameterSpec",
     "Placed",
     "Recipe",
-    "SafetensorsHeader",
     "StorageSpec",
     "TensorSpec",
     "TorchArchive",

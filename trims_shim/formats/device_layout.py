@@ -108,7 +108,7 @@ def layout_of(buffer: Any) -> DeviceLayout:
 
 def _records(view: memoryview) -> tuple[Record, ...]:
     try:
-        return read_header(view).records
+        return read_header(view)
     except FormatError:
         # Asked last: the end of a safetensors outline is a hole, which reading would fill.
         if not has_directory(view):

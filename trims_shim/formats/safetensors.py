@@ -5,7 +5,7 @@ crate 0.8 (``SafeTensors::read_metadata`` and ``Metadata::validate``), one error
 wrong. Stricter than the crate in what a file written by it never has: duplicate keys, unknown
 fields, JSON escapes of half a surrogate pair; such a file is for the crate itself to judge.
 
-Invariants of a header that is returned: spans are absolute in the file, in order of offset, without
+Invariants of what is returned: spans are absolute in the file, in order of offset, without
 gap or overlap, and end with the file; each is as long as its dtype and shape say.
 """
 
@@ -16,13 +16,12 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from trims_shim.errors import CorruptFile, TruncatedFile, UnsupportedFormat
 from trims_shim.specs import Record, Span
 
-__all__ = ["DTYPE_BITS", "SafetensorsHeader", "read_header"]
+__all__ = ["DTYPE_BITS", "read_header"]
 
 DTYPE_BITS: Mapping[str, int] = {
     "BF16": 16,
@@ -60,17 +59,8 @@ _METADATA = "__metadata__"
 _NEGATIVE_ZERO = re.compile(r"[\[,:][ \t\r\n]*-0")
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
-    """``metadata`` is None where the file has none; tensor data begins at ``data_offset_bytes``."""
-
-    records: tuple[Record, ...]
-    metadata: dict[str, str] | None
-    data_offset_bytes: int
-
-
-def read_header(buffer: Any) -> SafetensorsHeader:
-    """The header of the file that fills ``buffer`` (one-dimensional, of single bytes).
+def read_header(buffer: Any) -> tuple[Record, ...]:
+    """The tensors of the file that fills ``buffer`` (one-dimensional, of single bytes).
 
     Raises TruncatedFile, CorruptFile or UnsupportedFormat.
     """
@@ -79,7 +69,7 @@ def read_header(buffer: Any) -> SafetensorsHeader:
         raise TypeError("read_header needs a contiguous one-dimensional buffer of bytes")
     text, start = _read_text(view)
     tensors = _parse(text)
-    metadata = _read_metadata(tensors.pop(_METADATA, None))
+    _check_metadata(tensors.pop(_METADATA, None))
     records = [_read_record(name, entry, start) for name, entry in tensors.items()]
     records.sort(key=_by_offset)
     end = start
@@ -94,7 +84,7 @@ def read_header(buffer: Any) -> SafetensorsHeader:
         raise TruncatedFile(f"tensors end at {end}, the file at {len(view)}")
     if end < len(view):
         raise CorruptFile(f"{len(view) - end} bytes after the last tensor")
-    return SafetensorsHeader(tuple(records), metadata, start)
+    return tuple(records)
 
 
 def _by_offset(record: Record) -> tuple[int, int]:
@@ -152,12 +142,11 @@ def _refuse_constant(name: str) -> NoReturn:
     raise CorruptFile(f"header is not JSON: {name}")
 
 
-def _read_metadata(value: Any) -> dict[str, str] | None:
+def _check_metadata(value: Any) -> None:
     if value is None:
-        return None
+        return
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise CorruptFile(f"{_METADATA} is not a map from strings to strings")
-    return value
 
 
 def _read_record(name: str, entry: Any, start: int) -> Record:

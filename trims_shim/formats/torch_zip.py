@@ -31,9 +31,7 @@ __all__ = ["TorchArchive", "read_archive"]
 
 _LOCAL_SIGNATURE = 0x04034B50
 _CENTRAL_SIGNATURE = 0x02014B50
-_END_SIGNATURE = 0x06054B50
 _END64_SIGNATURE = 0x06064B50
-_LOCATOR_SIGNATURE = 0x07064B50
 
 _CENTRAL = struct.Struct("<I4xHH8xIIHHHH2xII")
 _LOCAL_BYTES = 30
@@ -57,7 +55,7 @@ _END_SEARCH_BYTES = _END.size + 0xFFFF
 _MAX_RECORDS = 1 << 20
 _MAX_DIRECTORY_BYTES = 128 << 20
 """Far above any checkpoint (a record per tensor); bounds what a hostile file makes us allocate."""
-_VERSIONS = {b"%d%s" % (n, end): n for n in range(1, 11) for end in (b"", b"\n")}
+_VERSIONS = {b"%d%s" % (n, end) for n in range(1, 11) for end in (b"", b"\n")}
 """``kMinSupportedFileFormatVersion`` to ``kMaxSupportedFileFormatVersion`` of caffe2/serialize."""
 _MAX_NOTE_BYTES = 20
 
@@ -66,13 +64,11 @@ _MAX_NOTE_BYTES = 20
 class TorchArchive:
     """The records of one archive.
 
-    ``records`` is keyed as ``PyTorchFileReader`` names them, without ``prefix`` and its slash, and
-    ordered by offset. ``byteorder`` is ``"little"``, ``"big"`` or, where nothing says it, ``""``.
+    ``records`` is keyed as ``PyTorchFileReader`` names them, without the folder that all are in,
+    and ordered by offset. ``byteorder`` is ``"little"``, ``"big"``; empty where nothing says it.
     """
 
-    prefix: str
     records: Mapping[str, Span]
-    version: int
     byteorder: str
 
 
@@ -86,14 +82,9 @@ def read_archive(buffer: Any) -> TorchArchive:
         raise TypeError("read_archive needs a contiguous one-dimensional buffer of bytes")
     count, start, size = _find_directory(view)
     names, spans = _read_records(view, bytes(view[start : start + size]), count, start)
-    prefix, relative = _relative_names(names)
-    records = dict(zip(relative, spans, strict=True))
-    return TorchArchive(
-        prefix=prefix,
-        records=records,
-        version=_read_version(view, records),
-        byteorder=_read_byteorder(view, records),
-    )
+    records = dict(zip(_relative_names(names), spans, strict=True))
+    _check_version(view, records)
+    return TorchArchive(records, _read_byteorder(view, records))
 
 
 def _find_directory(view: memoryview) -> tuple[int, int, int]:
@@ -318,8 +309,8 @@ def _refuse_local(name: bytes, flags: int, local: tuple[Any, ...]) -> NoReturn:
     )
 
 
-def _relative_names(names: list[bytes]) -> tuple[str, list[str]]:
-    """The common folder, and the names inside it. All at once: one decode, one split."""
+def _relative_names(names: list[bytes]) -> list[str]:
+    """The names inside the folder of all. At once: one decode, one split."""
     prefix = names[0].partition(b"/")[0]
     start = prefix + b"/"
     for name in names:
@@ -332,7 +323,8 @@ def _relative_names(names: list[bytes]) -> tuple[str, list[str]]:
     if len(set(joined.lower().split(b"\0"))) != len(names):
         raise CorruptFile(f"record {_repeated(names)!r}: more than once (case is ignored)")
     try:
-        return prefix.decode(), joined.decode().split("\0")
+        prefix.decode()
+        return joined.decode().split("\0")
     except UnicodeDecodeError as error:
         raise UnsupportedFormat("a record has a name that is not UTF-8") from error
 
@@ -346,7 +338,7 @@ def _repeated(names: list[bytes]) -> bytes:
     return b""
 
 
-def _read_version(view: memoryview, records: Mapping[str, Span]) -> int:
+def _check_version(view: memoryview, records: Mapping[str, Span]) -> None:
     note = _read_note(view, records, "version")
     if note is None:
         raise UnsupportedFormat("record 'version': missing")
@@ -355,7 +347,6 @@ def _read_version(view: memoryview, records: Mapping[str, Span]) -> int:
     alignment = _read_note(view, records, ".storage_alignment")
     if alignment is not None and not alignment.isdigit():
         raise UnsupportedFormat(f"record '.storage_alignment': {alignment!r} is not a number")
-    return _VERSIONS[note]
 
 
 def _read_byteorder(view: memoryview, records: Mapping[str, Span]) -> str:

@@ -59,7 +59,7 @@ def _serve(filename: Any) -> dict[str, Any] | None:
     if arena is None:
         return None
     try:
-        arrays = _arrays(arena.buffer, read_header(arena.buffer).records)
+        arrays = _arrays(arena.buffer, read_header(arena.buffer))
     except FormatError as error:
         diagnostics.fallback("unsupported_format", error, what=os.fspath(filename))
         return None
