@@ -1,10 +1,17 @@
-"""How every command of ``trims`` is described to argparse; imports nothing heavy."""
+"""How every command of ``trims`` is described to argparse, and options that several of them have.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["Commands", "add_command"]
+from trims_shim.cli.values import count, counts, output
+
+__all__ = ["Commands", "add_command", "add_item", "add_output", "add_picture", "add_sizes"]
 
 Commands = argparse._SubParsersAction
 
@@ -30,3 +37,68 @@ def add_command(
     if has_json:
         parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def add_item(
+    profile: argparse.ArgumentParser,
+    *,
+    item: str,
+    shape: str,
+    read_shape: Callable[[str], Any] = counts,
+    device: str = "",
+) -> None:
+    """What a batch is made of; the arguments are additions to the help."""
+    source = profile.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--item",
+        action="append",
+        metavar="MODULE:NAME",
+        help=f"one item, or a function {item}",
+    )
+    source.add_argument(
+        "--shape",
+        action="append",
+        type=read_shape,
+        metavar="3,224,224",
+        help=f"random torch tensors of this shape as items; once for each argument{shape}",
+    )
+    profile.add_argument("--dtype", default="float32", help="of --shape; default float32")
+    profile.add_argument("--device", default="cpu", help=f"of --shape{device}; default cpu")
+
+
+def add_sizes(profile: argparse.ArgumentParser, *, largest: int, repeats: int) -> None:
+    """Which batch sizes are measured, and how often; with these defaults."""
+    sizes = profile.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--sizes",
+        type=counts,
+        metavar="1,2,4,8",
+        help="batch sizes to measure; default: powers of two, up to the largest",
+    )
+    sizes.add_argument(
+        "--max-batch-size",
+        type=count,
+        metavar="N",
+        help=f"the largest; default: the batcher's own, or {largest}",
+    )
+    profile.add_argument(
+        "--repeats",
+        type=count,
+        default=repeats,
+        metavar="N",
+        help=f"of each size; default {repeats}",
+    )
+
+
+def add_output(profile: argparse.ArgumentParser, *, use: str) -> None:
+    """Where what was measured is saved, and what for."""
+    profile.add_argument(
+        "-o", "--output", type=output, metavar="FILE", help=f"save there, for `{use}`"
+    )
+
+
+def add_picture(plot: argparse.ArgumentParser) -> None:
+    """Where a picture is drawn."""
+    plot.add_argument(
+        "-o", "--output", type=output, metavar="FILE", help="a .png, .svg or .pdf file"
+    )

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from trims_shim.cli.arguments import Commands, add_command
-from trims_shim.cli.values import (
+from trims_shim.cli.arguments import (
+    Commands,
+    add_command,
+    add_item,
+    add_output,
+    add_picture,
     add_sizes,
-    count,
-    counts,
-    line,
-    not_negative,
-    output,
-    positive,
-    shares,
 )
+from trims_shim.cli.values import count, line, not_negative, positive, shares
 
 __all__ = ["add_batch"]
 
@@ -58,30 +56,13 @@ def _add_profile(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="MODULE:NAME",
         help="a function of a batch, or one that is decorated with `batched`",
     )
-    item = profile.add_mutually_exclusive_group(required=True)
-    item.add_argument(
-        "--item",
-        action="append",
-        metavar="MODULE:NAME",
-        help="one item, or a function without arguments that makes one; once for each argument",
+    add_item(
+        profile,
+        item="without arguments that makes one; once for each argument",
+        shape="",
     )
-    item.add_argument(
-        "--shape",
-        action="append",
-        type=counts,
-        metavar="3,224,224",
-        help="random torch tensors of this shape as items; once for each argument",
-    )
-    profile.add_argument("--dtype", default="float32", help="of --shape; default float32")
-    profile.add_argument("--device", default="cpu", help="of --shape; default cpu")
     add_sizes(profile, largest=32, repeats=20)
-    profile.add_argument(
-        "-o",
-        "--output",
-        type=output,
-        metavar="FILE",
-        help="save there, for `batched(profile=FILE)`",
-    )
+    add_output(profile, use="batched(profile=FILE)")
 
 
 def _add_simulate(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -106,9 +87,7 @@ def _add_plot(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     what = "; ".join(f"{name}: {text}" for name, text in _PLOTS.items())
     plot.add_argument("what", choices=tuple(_PLOTS), metavar="WHAT", help=what)
-    plot.add_argument(
-        "-o", "--output", type=output, metavar="FILE", help="a .png, .svg or .pdf file"
-    )
+    add_picture(plot)
     _add_experiment(plot)
     _add_load(plot)
     plot.add_argument(

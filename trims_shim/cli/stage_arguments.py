@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from trims_shim.cli.arguments import Commands, add_command
-from trims_shim.cli.values import add_sizes, count, counts, output, positive
+from trims_shim.cli.arguments import (
+    Commands,
+    add_command,
+    add_item,
+    add_output,
+    add_picture,
+    add_sizes,
+)
+from trims_shim.cli.values import count, counts, positive
 
 __all__ = ["add_stage"]
 
@@ -65,41 +72,22 @@ def _add_profile(commands: Commands[argparse.ArgumentParser]) -> None:
         help="measure also two batches at once, for `Batcher(..., devices=2)`: the second is used "
         "where that gains",
     )
-    profile.add_argument(
-        "-o",
-        "--output",
-        type=output,
-        metavar="FILE",
-        help="save there, for `Batcher(model, profile=FILE)`",
-    )
+    add_output(profile, use="Batcher(model, profile=FILE)")
 
 
 def _add_items(profile: argparse.ArgumentParser) -> None:
-    item = profile.add_mutually_exclusive_group(required=True)
-    item.add_argument(
-        "--item",
-        action="append",
-        metavar="MODULE:NAME",
-        help="one item, or a function that makes one; once for each argument. With --lengths it is "
-        "called with each length",
-    )
-    item.add_argument(
-        "--shape",
-        action="append",
-        type=_shape,
-        metavar="3,224,224",
-        help=f"random torch tensors of this shape as items; once for each argument. {_LENGTH} "
-        "stands for each of --lengths",
+    add_item(
+        profile,
+        item="that makes one; once for each argument. With --lengths it is called with each length",
+        shape=f". {_LENGTH} stands for each of --lengths",
+        read_shape=_shape,
+        device=", and whose work to wait for",
     )
     profile.add_argument(
         "--lengths",
         type=counts,
         metavar="16,64,256",
         help="of items: measures each, and says whether it pays to batch them apart",
-    )
-    profile.add_argument("--dtype", default="float32", help="of --shape; default float32")
-    profile.add_argument(
-        "--device", default="cpu", help="of --shape, and whose work to wait for; default cpu"
     )
     profile.add_argument(
         "--collate",
@@ -117,9 +105,7 @@ def _add_plot(commands: Commands[argparse.ArgumentParser]) -> None:
         "trims stage plot unet.json -o unet.png",
     )
     plot.add_argument("profile", metavar="FILE", help="made by `trims stage profile`")
-    plot.add_argument(
-        "-o", "--output", type=output, metavar="FILE", help="a .png, .svg or .pdf file"
-    )
+    add_picture(plot)
     plot.add_argument(
         "--length", type=count, metavar="N", help="of the items; default: the longest measured"
     )

@@ -1,7 +1,4 @@
-"""Values on the command line, each as what argparse calls with its text; imports nothing heavy.
-
-And the options about batch sizes, which the commands that measure have in common.
-"""
+"""Values on the command line, each as what argparse calls with its text; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["add_sizes", "count", "counts", "line", "not_negative", "output", "positive", "shares"]
+__all__ = ["count", "counts", "line", "not_negative", "output", "positive", "shares"]
 
 _N = TypeVar("_N", int, float)
 
@@ -72,27 +69,3 @@ def output(text: str) -> str:
     if not os.access(directory, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r}: its directory cannot be written")
     return text
-
-
-def add_sizes(profile: argparse.ArgumentParser, *, largest: int, repeats: int) -> None:
-    """Which batch sizes are measured, and how often; with these defaults."""
-    sizes = profile.add_mutually_exclusive_group()
-    sizes.add_argument(
-        "--sizes",
-        type=counts,
-        metavar="1,2,4,8",
-        help="batch sizes to measure; default: powers of two, up to the largest",
-    )
-    sizes.add_argument(
-        "--max-batch-size",
-        type=count,
-        metavar="N",
-        help=f"the largest; default: the batcher's own, or {largest}",
-    )
-    profile.add_argument(
-        "--repeats",
-        type=count,
-        default=repeats,
-        metavar="N",
-        help=f"of each size; default {repeats}",
-    )
