@@ -384,10 +384,13 @@ def test_what_a_batch_leaves_behind_is_not_inside_it() -> None:
         return await asyncio.gather(*(batcher.aio(item) for item in range(4)))
 
     async def main() -> None:
-        await batcher.aio("leave")
+        asked = asyncio.create_task(batcher.aio("leave"))
+        await settle()
+        await batcher.adrain()
+        await asked
         assert await left[0] == [4, 4, 4, 4]
 
-    batcher = Batcher(leaves, policy=functools.partial(Window, wait_ms=10), max_batch_size=4)
+    batcher = Batcher(leaves, policy=functools.partial(Window, wait_ms=1e6), max_batch_size=4)
     run(main())
     batcher.close()
 

@@ -677,14 +677,11 @@ def test_close_answers_what_waits_or_fails_it() -> None:
 
         caller = start(call)
         wait_until(lambda batcher=batcher: batcher.stats().queued == 3)
+        closing = start(functools.partial(batcher.close, cancel=cancel, timeout_s=LONG_S))
+        if cancel:  # nothing of it runs before that
+            wait_until(lambda batcher=batcher: batcher.stats().queued == 0)
         gate.open(4)
-        if cancel:
-            # Held at the door until it is closed, so that all of them still wait.
-            gate._may_go.acquire()
-            gate._may_go.acquire()
-            gate._may_go.acquire()
-        batcher.close(cancel=cancel, timeout_s=LONG_S)
-        join(caller)
+        join(caller, closing)
         assert futures[0].result(0) == 0
         if cancel:
             assert isinstance(futures[2].exception(0), BatcherClosed)

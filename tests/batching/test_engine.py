@@ -206,14 +206,15 @@ def test_threads_that_wait_at_the_end_get_their_answers() -> None:
     result = run_script("""
         from trims_shim.batching import Batcher
         from trims_shim.batching.policies.window import Window
-        batcher = Batcher(lambda x: x, policy=functools.partial(Window, wait_ms=300))
+        batcher = Batcher(lambda x: x, policy=functools.partial(Window, wait_ms=500))
         def call(item):
             print(f"{batcher(item)}\\n", end="", flush=True)
         def submit(item):
             print(f"{batcher.submit(item).result()}\\n", end="", flush=True)
         threading.Thread(target=call, args=(1,)).start()
         threading.Thread(target=submit, args=(2,)).start()
-        time.sleep(0.1)
+        while batcher.stats().submitted < 2:
+            time.sleep(0.001)
     """)
     assert sorted(result.stdout.split()) == ["1", "2"], result
     assert result.returncode == 0

@@ -17,7 +17,7 @@ from trims_shim.batching.policies.window import Window
 from trims_shim.errors import BadBatch
 
 together = functools.partial(
-    Batcher, policy=functools.partial(Window, wait_ms=1000), max_batch_size=2
+    Batcher, policy=functools.partial(Window, wait_ms=1e6), max_batch_size=2
 )
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-LONG_S = 20.0
+LONG_S = 60.0
 """Far beyond what anything here takes; a test that waits so long has failed."""
 
 
