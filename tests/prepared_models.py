@@ -15,7 +15,6 @@ from trims_shim.wire import duties
 from trims_shim.wire.duties import ExternalFile, PrepareReply
 from trims_shim.wire.messages import SessionRecipe
 
-PATIENCE_S = 20
 RECIPE = SessionRecipe(
     runtime="1.31.1",
     build="git-0000000; 123; 456",

@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from emulated_cuda import Emulated
 from granting import Grantor
-from harness import wait_until
+from harness import PATIENCE_S, wait_until
 
 import trims_shim
 from trims_shim import api
@@ -400,7 +400,7 @@ class TestSwitch:
         with trims_shim.disabled():
             thread = threading.Thread(target=lambda: seen.append(trims_shim.enabled()))
             thread.start()
-            thread.join(10)
+            thread.join(PATIENCE_S)
         assert seen == [True]
 
 

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from harness import PATIENCE_S
 
 import trims_shim
 from trims_shim import late_imports
@@ -87,7 +88,7 @@ def test_imports_do_not_wait_for_each_other() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert not both.broken
     assert not late_imports._importing
 

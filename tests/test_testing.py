@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 import safetensors.numpy
 import torch
+from harness import PATIENCE_S
 
 import trims_shim
 from trims_shim import diagnostics, patches
@@ -119,7 +120,7 @@ class TestLoads:
             for each in threads:
                 each.start()
             for each in threads:
-                each.join(20)
+                each.join(PATIENCE_S)
             assert results == [CONTENT] * 8
             assert daemon.reads(path) == 1
             assert daemon.leases == 0

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from harness import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -364,7 +365,7 @@ def test_a_submitter_that_waits_for_room_gets_it_or_is_told() -> None:
     assert outcomes == []
     dispatch.close(cancel=True)
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert len(outcomes) == 2
     assert all(isinstance(each.exception(0), BatcherClosed) for each in outcomes)
     dispatch.check_empty()

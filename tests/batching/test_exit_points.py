@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from harness import PATIENCE_S
 
 from trims_shim.batching.exit_points import ExitPoints, GivenUp, exit_point
 from trims_shim.batching.lanes import CpuLane
@@ -63,5 +64,5 @@ def test_they_are_of_one_thread() -> None:
     with points() as here:
         other = threading.Thread(target=exit_point)
         other.start()
-        other.join(10)
+        other.join(PATIENCE_S)
     assert here.marks_ns == []

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness import PATIENCE_S
 
 from trims_shim.batching.exit_points import exit_point
 from trims_shim.batching.flex import FlexBatcher
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
 
-PATIENCE_S = 20.0
 PROFILES = {
     "long": LatencyProfile.linear(10, 1000, max_batch_size=32),
     "short": LatencyProfile.linear(1, 10, max_batch_size=32),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from harness import PATIENCE_S
 
 from trims_shim.client import arenas
 from trims_shim.client.arenas import Arena, Image
@@ -213,7 +214,7 @@ class TestFind:
         stop.wait(0.7)
         stop.set()
         for each in threads:
-            each.join(10)
+            each.join(PATIENCE_S)
         assert problems == []
         other.image = None
         images.clear()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import PATIENCE_S
 
 from trims_shim import config
 from trims_shim.client import cache as caches
@@ -132,7 +133,7 @@ def test_lines_are_limited() -> None:
 
     def answer(message: Any) -> Any:
         entered.release()
-        leave.wait(10)
+        leave.wait(PATIENCE_S)
         return message
 
     dialled = Dialled(answer)
@@ -140,12 +141,12 @@ def test_lines_are_limited() -> None:
     for each in threads:
         each.start()
     for _ in threads:
-        assert entered.acquire(timeout=10)
+        assert entered.acquire(timeout=PATIENCE_S)
     with pytest.raises(TooManyRequests):
         dialled.cache.request(99)
     leave.set()
     for each in threads:
-        each.join(10)
+        each.join(PATIENCE_S)
     assert dialled.cache.request(100) == 100
     assert len(dialled.lines) == 16
 
@@ -291,7 +292,7 @@ def test_an_older_daemon_that_may_not_be_replaced_is_not_waited_for(
     is_listening = threading.Event()
     daemon = threading.Thread(target=serve)
     daemon.start()
-    assert is_listening.wait(10)
+    assert is_listening.wait(PATIENCE_S)
     errors: list[Exception] = []
 
     def ask() -> None:
@@ -302,8 +303,8 @@ def test_an_older_daemon_that_may_not_be_replaced_is_not_waited_for(
 
     client = threading.Thread(target=ask, daemon=True)
     client.start()
-    client.join(15)
-    daemon.join(15)
+    client.join(PATIENCE_S)
+    daemon.join(PATIENCE_S)
     assert [str(error) for error in errors] == [
         "daemon 1 (trims_shim 0.0.1) is older than this process and could not be replaced; "
         "run `trims stop`"
@@ -338,7 +339,7 @@ def test_a_daemon_that_dies_before_its_welcome_has_a_successor(
         daemon = threading.Thread(target=serve)
         daemon.start()
         assert cache.welcome(may_start=True) == WELCOME
-        daemon.join(15)
+        daemon.join(PATIENCE_S)
     assert starts == [cache.endpoint]
     cache.close()
     peers[0].close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from harness import PATIENCE_S
 
 from trims_shim.client import connection as connections
 from trims_shim.client.connection import Connection, check_protocol
@@ -130,7 +131,7 @@ class Daemon:
 
     def open_parts(self) -> list[int]:
         """Descriptors of parts that this process (which is both ends) has open in the end."""
-        self.thread.join(10)  # what it has sent last is still open there
+        self.thread.join(PATIENCE_S)  # what it has sent last is still open there
         found = []
         for name in os.listdir("/proc/self/fd"):
             try:
@@ -187,7 +188,7 @@ class Opening:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.thread.join(10)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
         self.connection.close()
 
@@ -324,7 +325,7 @@ def test_parts_that_come_between_requests(daemon: Daemon) -> None:
 
     def turn(ticket: int) -> None:
         daemon.reply(messages.ErrorReply("UnknownImage", "not now"))
-        assert given_up.wait(10)
+        assert given_up.wait(PATIENCE_S)
         daemon.grant(ticket)
 
     given_up = threading.Event()
@@ -332,7 +333,7 @@ def test_parts_that_come_between_requests(daemon: Daemon) -> None:
         with pytest.raises(UnknownImage):
             opening.open()
         given_up.set()
-        opening.thread.join(10)
+        opening.thread.join(PATIENCE_S)
         assert opening.connection.is_alive()
         assert daemon.open_parts() == []
         assert daemon.hear().message == messages.LeaseRelease(7)
@@ -432,7 +433,7 @@ def test_a_daemon_that_reads_nothing(
 
     with pytest.raises(DaemonTimeout, match="does not read"):
         fill()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     connection.close()
 
 
@@ -504,7 +505,7 @@ def test_the_first_request_does_not_wait_for_the_welcome(daemon: Daemon) -> None
     connection = connect(daemon)
     os.close(open_null(connection).descriptor)
     assert connection.welcome.instance == INSTANCE
-    thread.join(10)
+    thread.join(PATIENCE_S)
     connection.close()
 
 
@@ -520,7 +521,7 @@ def test_a_welcome_that_is_refused(daemon: Daemon) -> None:
     connection = connect(daemon)
     with pytest.raises(IncompatibleDaemon):
         open_null(connection)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     connection.close()
     assert daemon.open_parts() == []
 
@@ -551,8 +552,8 @@ def test_hello_is_answered_with_goodbye(
     talk = daemon.talk(daemon.hear, daemon.say_goodbye)
     client = threading.Thread(target=run, daemon=True)
     client.start()
-    client.join(10)
-    talk.join(10)
+    client.join(PATIENCE_S)
+    talk.join(PATIENCE_S)
     assert len(said) == 1, "it waits for ever"
     assert "because" in str(said[0])
     said.clear()
@@ -573,7 +574,7 @@ def test_a_daemon_that_closes_before_it_has_read_all(daemon: Daemon) -> None:
     connection._send_handover(messages.FileOffer(1), descriptor)
     connection._send_handover(REQUEST, None)
     os.close(descriptor)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     with pytest.raises(IncompatibleDaemon):
         _ = connection.welcome
     connection.close()
@@ -586,7 +587,7 @@ def test_a_daemon_that_closes_before_the_request(daemon: Daemon) -> None:
         lambda: daemon.peer.close(),
     )
     connection = connect(daemon)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     with pytest.raises(IncompatibleDaemon):
         open_null(connection)
     connection.close()

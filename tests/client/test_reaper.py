@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from harness import wait_until
+from harness import PATIENCE_S, wait_until
 
 from trims_shim.client.reaper import Reaper
 
@@ -49,7 +49,7 @@ class Gate:
     def __call__(self, index: int) -> bool:
         self.waits += 1
         self.entered.release()
-        assert self.open.acquire(timeout=10)
+        assert self.open.acquire(timeout=PATIENCE_S)
         return True
 
 
@@ -60,7 +60,7 @@ def named(name: str) -> Callable[[Thing], bool]:
 def test_it_is_dropped_and_no_thread_is_left() -> None:
     before = thread_count()
     reaper: Reaper[Thing] = Reaper(idle)
-    assert thread_count() == before
+    assert thread_count() <= before  # those of other tests may end
     for _ in range(3):
         things = [Thing(), Thing()]
         for each in things:
@@ -95,7 +95,7 @@ def test_many_retirements_at_once() -> None:
     for each in threads:
         each.start()
     for each in threads:
-        each.join(10)
+        each.join(PATIENCE_S)
     wait_until(lambda: all(each.drops for each in things), "all dropped")
     time.sleep(0.01)
     assert Counter(each.drops for each in things) == {1: 400}
@@ -106,7 +106,7 @@ def test_revived_while_the_device_is_busy() -> None:
     reaper: Reaper[Thing] = Reaper(gate)
     thing, other = Thing("a"), Thing("b")
     reaper.retire(thing)
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=PATIENCE_S)
     reaper.retire(other)
     assert reaper.revive(named("c")) is None
     assert reaper.revive(named("a")) is thing
@@ -122,11 +122,11 @@ def test_work_queued_after_a_revival_is_waited_for() -> None:
     reaper: Reaper[Thing] = Reaper(gate)
     thing = Thing("a")
     reaper.retire(thing)
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=PATIENCE_S)
     assert reaper.revive(named("a")) is thing
     reaper.retire(thing)
     gate.open.release()
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=PATIENCE_S)
     assert (gate.waits, thing.drops) == (2, 0)
     gate.open.release()
     wait_until(lambda: thing.drops == 1, "dropped after the second wait")
@@ -155,13 +155,13 @@ def test_settling_waits_for_the_last_drop() -> None:
 
     def drop() -> None:
         is_dropping.set()
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(PATIENCE_S)
 
     thing.on_drop = drop
     reaper.retire(thing)
-    assert is_dropping.wait(10)
+    assert is_dropping.wait(PATIENCE_S)
     threading.Timer(0.05, may_go_on.set).start()
-    assert reaper.settle(10)
+    assert reaper.settle(PATIENCE_S)
     assert may_go_on.is_set()
     assert reaper.dropped == 1
 
@@ -176,7 +176,7 @@ def test_settling_gives_up_on_a_device_that_is_busy_for_ever() -> None:
     reaper.retire(Thing())
     assert not reaper.settle(0.05)
     gate.open.release()
-    assert reaper.settle(10)
+    assert reaper.settle(PATIENCE_S)
 
 
 def test_without_a_thread_the_next_one_takes_it_along(monkeypatch: pytest.MonkeyPatch) -> None:

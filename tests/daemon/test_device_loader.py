@@ -13,7 +13,7 @@ import pytest
 from blake3 import blake3
 from device_images import MIB, safetensors
 from emulated_cuda import Emulated
-from harness import wait_until
+from harness import PATIENCE_S, wait_until
 
 from trims_shim.daemon.device_account import Shortage
 from trims_shim.daemon.device_loader import DeviceLoader
@@ -34,7 +34,6 @@ from trims_shim.memory.device import DeviceMemory, DeviceSegment, seal_outline, 
 from trims_shim.memory.host import MemfdMemory, SealedSegment
 from trims_shim.specs import Identity, SegmentKind
 
-PATIENCE_S = 20
 CONTENT = safetensors((3 * MIB, 5, MIB))
 DIGEST = blake3(CONTENT).hexdigest()
 RESIDENT = 6 * MIB

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
+from harness import PATIENCE_S
 
 from trims_shim.daemon import loader as loader_module
 from trims_shim.daemon.loader import Finished, Loader
@@ -20,7 +21,6 @@ from trims_shim.specs import Identity, SegmentKind
 
 pytestmark = pytest.mark.usefixtures("no_leak")
 
-PATIENCE_S = 10
 OLD_NS = 1_000_000_000
 CONTENT = os.urandom(100_000)
 DIGEST = blake3(CONTENT).hexdigest()

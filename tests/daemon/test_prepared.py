@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prepared_models import PATIENCE_S, RECIPE, FakePreparer, digest_of
+from harness import PATIENCE_S
+from prepared_models import RECIPE, FakePreparer, digest_of
 
 from trims_shim.config import ShareOrSize
 from trims_shim.daemon import prepared as prepared_module

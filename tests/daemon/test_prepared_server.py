@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import InProcessDaemon, World, close_worlds, wait_until
+from harness import PATIENCE_S, InProcessDaemon, World, close_worlds, wait_until
 from prepared_models import RECIPE, FakePreparer, digest_of
 
 from trims_shim.client.cache import Cache
@@ -153,14 +153,15 @@ def test_who_comes_first_waits_for_the_scan(
 def test_an_idle_daemon_ends_only_when_nothing_is_prepared(
     make_setting: Callable[..., Setting],
 ) -> None:
-    setting = make_setting(idle_exit="1.5")
+    setting = make_setting()
     setting.preparer.gate.clear()
     assert setting.reason() == "preparing"
     setting.cache.close()
+    setting.daemon.server.idle_exit_s = 1.0  # not before: a busy machine takes long to ask
     setting.daemon.thread.join(2.5)
     assert setting.daemon.thread.is_alive()
     setting.preparer.gate.set()
-    setting.daemon.thread.join(20)
+    setting.daemon.thread.join(PATIENCE_S)
     assert not setting.daemon.thread.is_alive()
     assert len(os.listdir(os.path.join(setting.world.root, "cache", "prepared"))) == 1
 
@@ -169,7 +170,7 @@ def test_a_daemon_that_is_stopped_does_not_wait(setting: Setting) -> None:
     setting.preparer.gate.clear()
     assert setting.reason() == "preparing"
     setting.daemon.server.stop()
-    setting.daemon.thread.join(20)
+    setting.daemon.thread.join(PATIENCE_S)
     assert not setting.daemon.thread.is_alive()
     assert setting.preparer.is_closed
     with pytest.raises(DaemonUnavailable):

@@ -18,7 +18,7 @@ from typing import Any
 import onnxruntime  # noqa: F401  first of all: it opens files of its own, which are no leak
 import pytest
 from blake3 import blake3
-from harness import process_state, wait_until
+from harness import PATIENCE_S, process_state, wait_until
 from onnx_models import perceptron, save
 from prepare_requests import request
 
@@ -324,9 +324,9 @@ class TestClose:
 
         thread = threading.Thread(target=lambda: replies.append(preparer.run(preparation, decide)))
         thread.start()
-        assert asked.wait(20)
+        assert asked.wait(PATIENCE_S)
         preparer.close()
-        thread.join(20)
+        thread.join(PATIENCE_S)
         os.close(preparation.request.source)
         assert [each.reason for each in replies if each is not None] == ["stopping"]
 

@@ -10,6 +10,7 @@ import onnx
 import onnx_kinds  # noqa: F401  (adds to SAMPLES)
 import onnxruntime
 import pytest
+from harness import PATIENCE_S
 from onnx import TensorProto, helper
 from onnx_models import BOOL, FLOAT, INT64, SAMPLES, STRING, Graph
 
@@ -100,7 +101,7 @@ class TestCollect:
         watch = probing._Watch(0.01)
         watch.start()
         with watch.over(given_up.set):
-            assert given_up.wait(20)
+            assert given_up.wait(PATIENCE_S)
         watch.stop()
 
     def test_runs_that_end_are_not_given_up(self) -> None:

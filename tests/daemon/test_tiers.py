@@ -14,6 +14,7 @@ import emulated_cuda as emulation
 import pytest
 from device_images import MIB, safetensors
 from emulated_cuda import Emulated
+from harness import PATIENCE_S
 
 from trims_shim import config as configuration
 from trims_shim import testing
@@ -30,7 +31,6 @@ from trims_shim.memory.host import MemfdMemory
 from trims_shim.specs import Identity, SegmentKind
 from trims_shim.wire import admin
 
-PATIENCE_S = 20
 GIB = 1 << 30
 GPU, GPU2 = emulation.device_ids(2)
 A, B = "a" * 64, "b" * 64

@@ -13,7 +13,7 @@ import pytest
 from blake3 import blake3
 from device_images import MIB, safetensors
 from emulated_cuda import Emulated
-from harness import process_state, wait_until
+from harness import PATIENCE_S, process_state, wait_until
 
 from trims_shim.daemon import uploader as process_module
 from trims_shim.daemon.uploading import Uploader
@@ -246,7 +246,7 @@ def test_only_one_job_is_parsed_at_a_time_and_that_one_is_to_blame(
     parsed = threading.Event()
     innocent = threading.Thread(target=run, args=("planned", source, len(CONTENT), parsed))
     innocent.start()
-    assert parsed.wait(20)
+    assert parsed.wait(PATIENCE_S)
     guilty = threading.Thread(target=run, args=("slow", slow, len(SLOW_HEADER), threading.Event()))
     guilty.start()
     wait_until(harness.uploader._parsing.locked, "it is parsed")
@@ -255,7 +255,7 @@ def test_only_one_job_is_parsed_at_a_time_and_that_one_is_to_blame(
     wait_until(lambda: len(harness.uploader._process.inboxes) == 3, "all are there")  # type: ignore[union-attr]
     os.kill(harness.pid, signal.SIGKILL)
     for thread in (innocent, guilty, waiting):
-        thread.join(20)
+        thread.join(PATIENCE_S)
     os.close(slow)
     assert {name: is_innocent for name, (is_innocent, _) in outcomes.items()} == {
         "planned": True,
@@ -349,7 +349,7 @@ def test_closing_ends_jobs_under_way(make: Callable[..., Harness], source: int) 
     thread.start()
     wait_until(lambda: harness.uploader.pid, "it runs")
     harness.uploader.close()
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert len(errors) == 1
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import emulated_cuda
 from device_images import MIB, Opened, open_on, safetensors
 from emulated_cuda import Emulated
-from harness import World, wait_until
+from harness import PATIENCE_S, World, wait_until
 
 from trims_shim.client.connection import Connection
 from trims_shim.errors import TrimsError
@@ -127,7 +127,7 @@ class Background:
             self.result = error
 
     def join(self) -> Any:
-        self._thread.join(30)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         return self.result
 

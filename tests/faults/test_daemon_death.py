@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import pytest
-from harness import LARGE_BYTES, World, content, open_path, wait_until
+from harness import LARGE_BYTES, PATIENCE_S, World, content, open_path, wait_until
 
 from trims_shim.client import pool
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, TrimsError
@@ -202,9 +202,15 @@ def test_a_daemon_that_hangs_is_given_up(running: World, monkeypatch: pytest.Mon
         for _ in range(100):
             with pytest.raises(DaemonTimeout):
                 open_path(cache, other)
-    assert time.monotonic() - began < 8
-    time.sleep(pool._LEAST_PAUSE_S)
-    assert bytes(memoryview(open_path(cache, other).buffer)) == content(6)
+    assert time.monotonic() - began < 50, "most of them waited, for a second each"
+
+    def opened() -> bytes:
+        try:
+            return bytes(memoryview(open_path(cache, other).buffer))
+        except DaemonTimeout:
+            return b""
+
+    assert wait_until(opened, "an answer", interval_s=0.1) == content(6)
     wait_until(lambda: len(world.status().clients) <= 2, "the abandoned connection is gone")
 
 
@@ -240,7 +246,7 @@ def test_threads_of_one_client_share_the_fate(running: World) -> None:
     wait_until(lambda: len(outcomes) > 20, "loads")
     world.kill_daemon()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
     assert True in outcomes
     assert "daemon_unavailable" in outcomes

@@ -219,7 +219,7 @@ def test_multiprocessing(running: World, method: str) -> None:
     assert status == 0
 
 
-def ends(world: World, script: str, *, timeout_s: float = 15) -> int:
+def ends(world: World, script: str, *, timeout_s: float = 50) -> int:
     child = world.spawn(script)
     return child.wait(timeout_s)
 
@@ -248,7 +248,7 @@ def test_the_end_of_the_interpreter(running: World, ending: str) -> None:
 
 def test_the_end_while_a_daemon_thread_loads(make_world: Any) -> None:
     """The main thread ends while another waits for the daemon, which is stopped."""
-    world = make_world()
+    world = make_world(stall_timeout="120")  # what waits for the daemon does not end in time
     path = world.file(1)
     pid = world.start()
     for _ in range(3):
@@ -259,7 +259,7 @@ def test_the_end_while_a_daemon_thread_loads(make_world: Any) -> None:
                 "time.sleep(0.3)\nsay('bye')\nsys.exit(5)\n"
             )
             assert child.hear() == "bye"
-            assert child.wait(8) == 5
+            assert child.wait(50) == 5
     world.assert_quiet(1000)
 
 
@@ -313,8 +313,8 @@ def test_what_a_signal_handler_raises_ends_the_load(make_world: Any, kind: str) 
         "def handler(*_): raise Late\n"
         "signal.signal(signal.SIGUSR1, handler)\n"
         f"torch.save(torch.zeros(1000), {path!r})\n"
-        "say('ready'); hear(); say('go')\n"
-        f"try: torch.load({path!r}); say('loaded')\n"
+        "say('ready'); hear()\n"
+        f"try: say('go'); torch.load({path!r}); say('loaded')\n"
         "except Late: say('late')\n"
         f"say(torch.load({path!r}).tolist() == [0] * 1000)\n",
         min_bytes="1",
@@ -340,11 +340,11 @@ def test_what_another_thread_raises_ends_the_load(make_world: Any) -> None:
         "class Late(Exception): pass\n"
         f"torch.save(torch.zeros(1000), {path!r})\n"
         "def load():\n"
-        f"  try: torch.load({path!r}); say('loaded')\n"
+        f"  try: begun.set(); torch.load({path!r}); say('loaded')\n"
         "  except Late: say('late')\n"
-        "thread = threading.Thread(target=load)\n"
+        "begun, thread = threading.Event(), threading.Thread(target=load)\n"
         "say('ready'); hear()\n"
-        "thread.start(); time.sleep(0.5)\n"
+        "thread.start(); begun.wait(); time.sleep(0.5)\n"
         "thread_id = ctypes.c_ulong(thread.ident)\n"
         "ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(Late))\n"
         "say('raised'); thread.join()\n"

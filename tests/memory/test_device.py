@@ -17,7 +17,7 @@ from typing import Any
 
 import emulated_cuda as emulation
 import pytest
-from harness import Child
+from harness import PATIENCE_S, Child
 
 from trims_shim.errors import DriverFailure, MemoryFailure, NoSpace
 from trims_shim.memory import device as device_module
@@ -75,7 +75,7 @@ def child(script: str) -> Iterator[tuple[Child, socket.socket]]:
             yield Child(process), ours
         finally:
             process.kill()
-            process.wait(20)
+            process.wait(PATIENCE_S)
             for stream in (process.stdin, process.stdout, process.stderr):
                 assert stream is not None
                 with contextlib.suppress(BrokenPipeError):
@@ -462,7 +462,7 @@ def test_memory_is_shared_and_survives_the_process_that_made_it(
         creator.hear()
         text, descriptors, _, _ = socket.recv_fds(from_creator, 4096, 16)
         os.kill(creator.pid, signal.SIGKILL)
-        assert creator.process.wait(20) == -signal.SIGKILL
+        assert creator.process.wait(PATIENCE_S) == -signal.SIGKILL
         socket.send_fds(to_reader, [text], descriptors)
         for each in descriptors:
             os.close(each)
@@ -491,7 +491,7 @@ def test_a_write_ends_the_writer_and_nobody_else(device: str) -> None:
             socket.send_fds(connection, [sizes], list(allocation.descriptors))
         assert writer.hear() == 7
         writer.say()
-        assert writer.process.wait(20) == -signal.SIGSEGV
+        assert writer.process.wait(PATIENCE_S) == -signal.SIGSEGV
         reader.say([0])
         assert reader.hear() == [7]
     assert content_of(ours)[0] == 7

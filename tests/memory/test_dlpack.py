@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from harness import PATIENCE_S
 from onnx_models import perceptron, save_external
 from onnxruntime.capi import _pybind_state
 
@@ -164,7 +165,7 @@ class TestValues:
         del owner
         thread = threading.Thread(target=values.clear)
         thread.start()
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert given_up == [1]
 
     def test_a_device_value_is_described_and_not_read(self) -> None:

@@ -19,7 +19,7 @@ from trims_shim.memory.mapping import PAGE_BYTES
 from trims_shim.memory.pages import PageScanner
 
 SIZE_BYTES = 8 * PAGE_BYTES
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Owner:
@@ -72,10 +72,10 @@ def test_memory_stays_readable_for_a_while_when_other_threads_run(
     other = threading.Thread(target=stop.wait, args=(TIMEOUT_S,))
     other.start()
     try:
+        retired_s = time.monotonic()
         reclaim.retire([reclaim.RetiredBlock(object(), owner.address, SIZE_BYTES)])
-        time.sleep(0.05)
-        assert owner.memory[0] == ord("x")
         wait_until(lambda: owner.memory[0] == 0)
+        assert time.monotonic() - retired_s >= reclaim.GRACE_S
     finally:
         stop.set()
         other.join(TIMEOUT_S)
@@ -92,7 +92,7 @@ def test_without_a_thread_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_thread_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reclaim, "GRACE_S", 0.1)
+    monkeypatch.setattr(reclaim, "GRACE_S", TIMEOUT_S)
     starts = []
     start = reclaim._thread.start_new_thread
 
@@ -109,6 +109,7 @@ def test_one_thread_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         owners = [Owner() for _ in range(50)]
         for owner in owners:
             reclaim.retire([reclaim.RetiredBlock(object(), owner.address, SIZE_BYTES)])
+        reclaim._hurry.set()  # as if their time had come
         wait_until(lambda: all(owner.memory[0] == 0 for owner in owners))
         assert len(starts) <= 2, "a program that replaces models all the time piles up threads"
     finally:
@@ -121,7 +122,7 @@ def test_its_own_thread_is_no_reason_to_wait() -> None:
     code = (
         "import time\n"
         "from trims_shim.memory import reclaim\n"
-        "reclaim.GRACE_S = 30.0\n"
+        "reclaim.GRACE_S = 600.0\n"
         "reclaim._discard = lambda *_: time.sleep(0.1)\n"
         "reclaim.retire([reclaim.RetiredBlock(object(), 0, 0)])\n"
         "time.sleep(0.05)\n"

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from harness import PATIENCE_S
 from onnx_models import Graph, Sample, sample, save, save_external
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 from ort_sessions import (
@@ -151,7 +152,7 @@ class TestHits:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE_S)
         assert found == [expected] * 4
         assert diagnostics.stats().served == 4
 
@@ -302,7 +303,7 @@ class TestUse:
             is_done.set()
 
         session.run_async(None, made.feeds[0], take, None)
-        assert is_done.wait(20)
+        assert is_done.wait(PATIENCE_S)
         ((results, error),) = found
         assert not error
         assert results[0].tobytes() == session.run(None, made.feeds[0])[0].tobytes()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from harness import PATIENCE_S
 
 from trims_shim.errors import MalformedMessage, MessageTooLarge, UnknownMessage
 from trims_shim.wire import codec, duties, frames
@@ -43,7 +44,7 @@ def test_a_message_longer_than_a_socket_buffer(pair: Pair) -> None:
     sender = threading.Thread(target=frames.send, args=(ours, LONG))
     sender.start()
     assert frames.receive(theirs, deadline_s=soon()) == LONG
-    sender.join(20)
+    sender.join(PATIENCE_S)
     assert not sender.is_alive()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import PATIENCE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,7 +26,6 @@ from trims_shim.errors import StagingError
 
 ENDS = (3, 7)
 MOST = 9
-PATIENCE_S = 20.0
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import PATIENCE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -32,7 +33,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.5, "top_p": 0.8},
     {"temperature": 0.9, "top_k": 9, "top_p": 0.6},
 ]
-PATIENCE_S = 20.0
 
 
 def chance(seed: int, **asked: Any) -> Chance:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import PATIENCE_S
 from torch import nn
 
 from tests.batching.staged.slicing.networks import DecoderStack, Encoder, UNet, join_and_take
@@ -121,7 +122,7 @@ class TestOwnModels:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE_S)
         assert results == [True] * 20
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import PATIENCE_S
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("onnx")
@@ -289,7 +290,7 @@ def test_behind_a_batcher(path: str) -> None:
     rows = np.random.RandomState(1).rand(20, 64).astype(np.float32)
     with Batcher(model, max_batch_size=4) as batcher:
         futures = [batcher.submit(row) for row in rows]
-        found = [future.result(timeout=20) for future in futures]
+        found = [future.result(timeout=PATIENCE_S) for future in futures]
     np.testing.assert_allclose(found, whole(path, {"x": rows})[0], rtol=1e-5)
 
 
