@@ -275,7 +275,7 @@ class World:
         self.children.append(child)
         return child
 
-    def run(self, script: str, *, timeout_s: float = 60.0, **settings: str) -> Any:
+    def run(self, script: str, *, timeout_s: float = 120.0, **settings: str) -> Any:
         """Run a script to its end; the last value it said. An error when it failed."""
         child = self.spawn(script, **settings)
         try:

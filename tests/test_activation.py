@@ -22,7 +22,7 @@ from trims_shim import config
 from trims_shim.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 60
+LIMIT_S = 120
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

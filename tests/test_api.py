@@ -348,7 +348,7 @@ class TestDeviceHandle:
             "assert 'torch' not in sys.modules and 'cupy' not in sys.modules\n"
         )
         command = [sys.executable, "-c", code, emulated_cuda.ids[0]]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=120)
 
 
 def test_warm(daemon: FakeDaemon, tensors: str) -> None:

@@ -86,7 +86,7 @@ def test_a_forked_child_starts_from_zero() -> None:
 def test_a_warning_is_seen_without_logging_set_up(capfd: pytest.CaptureFixture[str]) -> None:
     """Python's last resort prints it; a handler of our own would decide for the program."""
     code = "from trims_shim import diagnostics as d; d.fallback('wire', ValueError('?'), what='/m')"
-    subprocess.run([sys.executable, "-c", code], timeout=30, check=True)
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
     written = capfd.readouterr()
     assert written.out == ""
     assert written.err.startswith("/m: the framework's own loader is used (wire): ?.")

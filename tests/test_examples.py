@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-LIMIT_S = 120
+LIMIT_S = 300
 UNMODIFIED = (
     "torch_unmodified.py",
     "safetensors_unmodified.py",

@@ -40,7 +40,7 @@ def _status_of_child(script: str, directory: Path) -> int:
         env=os.environ | {"PYTHONPATH": str(Path(trims_shim.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     return int(ended.stdout)
@@ -76,7 +76,7 @@ def test_a_module_may_fork(tmp_path: Path) -> None:
 
 def test_imports_do_not_wait_for_each_other() -> None:
     """Each may hold the lock of a module that another is about to import."""
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=120)
 
     def work() -> None:
         with no_fork():
@@ -110,7 +110,7 @@ def test_locks_may_be_exchanged() -> None:
         env=os.environ | {"PYTHONPATH": str(Path(trims_shim.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert ended.returncode == 0, ended.stderr
 

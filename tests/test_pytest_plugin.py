@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 pytest_plugins = ("pytester",)
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 60
+LIMIT_S = 120
 TRIMS = (sys.executable, "-m", "trims_shim")
 
 SUITE = """

@@ -237,7 +237,7 @@ def test_torchs_number_of_threads_holds_where_batches_run() -> None:
         env={name: value for name, value in os.environ.items() if not name.startswith("OMP_")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     before, after = map(int, done.stdout.split())

@@ -220,7 +220,7 @@ def test_keys_are_the_same_text_in_every_process() -> None:
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=True,
         ).stdout.strip()
         for seed in "12"

@@ -63,7 +63,7 @@ def test_daemon_serves_in_the_foreground(trims: Trims) -> None:
         assert second.returncode == Exit.FAILED
         assert f"{process.pid} serves {trims.sockets} already" in second.stderr
         process.send_signal(signal.SIGINT)
-        _, log = process.communicate(timeout=20)
+        _, log = process.communicate(timeout=120)
         assert process.returncode == Exit.OK
         assert f"serves {trims.sockets}" in log
     finally:

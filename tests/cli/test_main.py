@@ -111,7 +111,7 @@ def test_reader_that_leaves_early_is_no_error(warmed: Trims) -> None:
     process.stdout.close()
     errors = process.stderr.read()
     process.stderr.close()
-    assert (process.wait(timeout=30), errors) == (Exit.OK, b"")
+    assert (process.wait(timeout=120), errors) == (Exit.OK, b"")
 
 
 def test_closed_streams_are_no_error(warmed: Trims) -> None:
@@ -122,7 +122,7 @@ def test_closed_streams_are_no_error(warmed: Trims) -> None:
                 env=warmed.environment,
                 capture_output=True,
                 text=True,
-                timeout=30,
+                timeout=120,
                 check=False,
             )
             assert (done.returncode, done.stderr) == (Exit.OK, "")

@@ -692,7 +692,7 @@ class TestProcesses:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")

@@ -367,4 +367,4 @@ class TestDescriptors:
             call("cuMemRelease", handle)
             assert cuda.used_bytes(0) == 0
         finally:
-            child.communicate(b"\n", timeout=20)
+            child.communicate(b"\n", timeout=120)

@@ -139,7 +139,7 @@ def test_many_deaths_leak_nothing(running: World) -> None:
         "  for pid in pids:\n"
         "    os.kill(pid, signal.SIGKILL)\n"
         "    os.waitpid(pid, 0)\n",
-        timeout_s=60,
+        timeout_s=120,
     )
     world.assert_quiet(before)
     assert world.pid() == pid

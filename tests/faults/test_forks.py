@@ -182,7 +182,7 @@ def test_forks_while_threads_load(running: World) -> None:
         "stop.set()\n"
         "for worker in workers: worker.join()\n"
         "say([results, wrong, count[0] > 20])\n",
-        timeout_s=60,
+        timeout_s=120,
     )
     assert said == [[[True] * 6] * 15, [], True]
     wait_until(lambda: not any(i.leases for i in world.status().images), "leases released")
@@ -214,7 +214,7 @@ def test_multiprocessing(running: World, method: str) -> None:
         file.write(script)
     status = world.run(
         "import subprocess\n"
-        f"say(subprocess.run([sys.executable, {program!r}], timeout=50).returncode)\n"
+        f"say(subprocess.run([sys.executable, {program!r}], timeout=100).returncode)\n"
     )
     assert status == 0
 
@@ -456,7 +456,7 @@ def imported_by_a_load(world: World, path: str, imports: str, load: str, **setti
         env=world.environment(min_bytes="1", **settings),
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     return json.loads(ended.stdout)

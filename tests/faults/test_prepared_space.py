@@ -53,14 +53,14 @@ def small_disk(make_prepared_world: MakeWorld) -> Iterator[World]:
     place = world.settings["cache_dir"]
     os.makedirs(place, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=24M,mode=700", "trims-test", place]
-    done = subprocess.run(mount, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(mount, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
     yield world
     world.stop_daemon()
     for child in world.children:
         child.close()
-    subprocess.run(["umount", "-l", place], timeout=20, check=True)
+    subprocess.run(["umount", "-l", place], timeout=120, check=True)
 
 
 def test_a_full_disk(small_disk: World) -> None:

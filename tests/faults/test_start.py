@@ -44,7 +44,7 @@ say(text.decode().splitlines())
 def test_two_hundred_starts_at_once_give_one_daemon(make_world: Any) -> None:
     world = make_world(start_timeout="60", stall_timeout="60")
     path = world.file(1, 1 << 16)
-    words = world.run(CROWD.format(path=path, number=200), timeout_s=90)
+    words = world.run(CROWD.format(path=path, number=200), timeout_s=120)
     assert len(words) == 200
     assert {word.partition(" ")[2] for word in words} == {"True"}, world.log()
     assert len({word.partition(" ")[0] for word in words}) == 1
@@ -59,7 +59,7 @@ def test_forty_starts_over_what_a_killed_daemon_left(running: World, repeat: int
     path = world.file(1, 1 << 16)
     old = world.kill_daemon()
     assert os.path.exists(os.path.join(world.sockets, "handover.sock"))
-    words = world.run(CROWD.format(path=path, number=40), timeout_s=60)
+    words = world.run(CROWD.format(path=path, number=40), timeout_s=120)
     assert {word.partition(" ")[2] for word in words} == {"True"}
     pids = {int(word.partition(" ")[0]) for word in words}
     assert len(pids) == 1
@@ -184,7 +184,7 @@ def test_a_crowd_hears_at_once_that_no_daemon_can_start(make_world: Any) -> None
     """Who waited for a starter that failed takes its word, instead of trying again in turn."""
     world = make_world(group="no-such-group-of-trims", start_timeout="30")
     path = world.file(1, 1 << 16)
-    words = world.run(CROWD.format(path=path, number=40), timeout_s=60)
+    words = world.run(CROWD.format(path=path, number=40), timeout_s=120)
     assert len(words) == 40
     assert all("DaemonStartFailed" in word and "no-such-group" in word for word in words)
     assert world.log().count("no-such-group-of-trims") < 20

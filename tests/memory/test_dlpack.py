@@ -336,7 +336,7 @@ def test_the_interpreter_ends_while_a_session_lives(tmp_path: Path, holder: str)
         env=os.environ | {"PYTHONPATH": str(Path(TESTS).parent)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -59,7 +59,7 @@ def run(body: str) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT), "TRIMS_ENABLED": "0"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

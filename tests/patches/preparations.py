@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import onnxruntime  # noqa: F401  its import applies patch files, which must be whole then
 import pytest
 from blake3 import blake3
 

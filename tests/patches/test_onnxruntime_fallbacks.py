@@ -429,6 +429,6 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )

@@ -292,7 +292,7 @@ while before - anonymous() < 110:
     tests = os.path.dirname(__file__)
     run = subprocess.run(
         [sys.executable, "-c", code.format(tests=tests)],
-        timeout=60,
+        timeout=120,
         capture_output=True,
         text=True,
         check=False,

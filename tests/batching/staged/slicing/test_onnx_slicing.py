@@ -136,7 +136,7 @@ for line in open("/proc/self/maps"):
 print(json.dumps([len(model), pieces]))
 """
     output = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     ).stdout
     count, pieces = json.loads(output.splitlines()[-1])
     assert count == 4
