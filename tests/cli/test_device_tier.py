@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import wait_until
 
 from trims_shim.cli.exits import Exit
 
@@ -66,7 +66,7 @@ def test_the_life_of_an_image_on_a_device(on_devices: Trims, model: Path) -> Non
     assert "in the cache already" in again.stderr
     evicted = json.loads(trims("evict", "--json", "--device", second[:12], str(model)).stdout)
     assert evicted["digests"] == [warmed["digest"]]
-    wait_for(lambda: tiers(trims) == ["host"], "it is kept in host memory")
+    wait_until(lambda: tiers(trims) == ["host"], "it is kept in host memory", interval_s=0.1)
     assert trims("warm", "--device", "cuda:0", str(model)).returncode == Exit.OK
     assert sorted(tiers(trims)) == sorted([first, "host"])
     assert "1 images: 1 on host, 0 on" in trims("status").stdout
@@ -94,11 +94,3 @@ def test_warm_into_a_device_that_is_none(on_devices: Trims, model: Path) -> None
     done = on_devices("warm", "--device", unknown, str(model))
     assert done.returncode == Exit.FAILED
     assert unknown in done.stderr
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(what)
-        time.sleep(0.1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import wait_until
 from onnx_models import perceptron
 
 from trims_shim.cli.exits import Exit
@@ -30,13 +30,13 @@ def _status(trims: Trims) -> Any:
 
 def _wait(trims: Trims) -> list[Any]:
     """What became of it."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
+
+    def rows_when_done() -> list[Any]:
         rows: list[Any] = _status(trims)["prepared"]
-        if rows and all(row["state"] != "preparing" for row in rows):
-            return rows
-        assert time.monotonic() < deadline, "not prepared in time"
-        time.sleep(0.5)
+        return [] if any(row["state"] == "preparing" for row in rows) else rows
+
+    done: list[Any] = wait_until(rows_when_done, "prepared", timeout_s=PATIENCE_S, interval_s=0.5)
+    return done
 
 
 @pytest.fixture(scope="module")
