@@ -89,10 +89,10 @@ def open_path(cache: Cache, path: str) -> Arena:
 
 def wait_until(
     condition: Callable[[], Any],
-    what: str,
+    what: str = "it",
     *,
     timeout_s: float = PATIENCE_S,
-    interval_s: float = 0.005,
+    interval_s: float = 0.002,
 ) -> Any:
     """The first true value of ``condition``; an error after the timeout."""
     deadline = time.monotonic() + timeout_s
@@ -194,7 +194,8 @@ class World:
         self.settings = {
             "idle_exit": "60",
             "host_bytes": "256M",
-            "stall_timeout": "10",
+            "start_timeout": "60",
+            "stall_timeout": "30",
             "ingest_threads": "1",
             "cache_dir": os.path.join(self.root, "cache"),
             **settings,
@@ -250,7 +251,7 @@ class World:
     def connection(self) -> Connection:
         """A bare connection; the caller closes it."""
         cache = Cache(self.config())
-        return Connection(cache.endpoint, config_hash="", stall_timeout_s=10)
+        return Connection(cache.endpoint, config_hash="", stall_timeout_s=30)
 
     # --- processes --------------------------------------------------------------------------------
 

@@ -54,6 +54,8 @@ def environment() -> Iterator[dict[str, str]]:
         "TMPDIR": str(directory),
         "XDG_CACHE_HOME": str(directory / "cache"),
         "TRIMS_SOCKET_DIR": str(sockets),
+        "TRIMS_START_TIMEOUT": "60",
+        "TRIMS_STALL_TIMEOUT": "60",
     }
     try:
         yield variables

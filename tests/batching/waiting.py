@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
-from harness import PATIENCE_S
+from harness import PATIENCE_S, wait_until
+
+__all__ = ["LONG_S", "Gate", "join", "start", "wait_until"]
 
 LONG_S = PATIENCE_S
-
-
-def wait_until(condition: Callable[[], object], what: str = "it") -> None:
-    """Until ``condition()`` is true; an AssertionError if it never is."""
-    end_s = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < end_s, f"{what} did not happen"
-        time.sleep(0.001)
 
 
 def start(function: Callable[[], object]) -> threading.Thread:

@@ -58,6 +58,7 @@ def new_trims() -> Iterator[Callable[[], Trims]]:
     def make() -> Trims:
         sockets = base / f"s{len(made)}"
         variables = {"TRIMS_SOCKET_DIR": str(sockets), "PYTHONPATH": str(ROOT)}
+        variables |= {"TRIMS_START_TIMEOUT": "60"}
         variables |= {"TRIMS_HOST_BYTES": "64M", "HOME": str(base), "XDG_CONFIG_HOME": str(base)}
         variables |= {"XDG_CACHE_HOME": str(base / f"c{len(made)}")}
         made.append(Trims(sockets, inherited | variables))

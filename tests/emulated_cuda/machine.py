@@ -166,7 +166,7 @@ class Emulated:
                     found.append(int(entry))
         return [pid for pid in found if pid != os.getpid()]
 
-    def assert_empty(self, *, timeout_s: float = 5.0) -> None:
+    def assert_empty(self, *, timeout_s: float = 60.0) -> None:
         """Every process has ended and nothing holds memory; what this process holds counts too."""
         deadline = time.monotonic() + timeout_s
         gc.collect()

@@ -19,6 +19,7 @@ from pathlib import Path
 import emulated_cuda as emulation
 import pytest
 from blake3 import blake3
+from harness import wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -139,10 +140,7 @@ def tasks() -> set[str]:
 
 def no_more_than(threads: set[str]) -> bool:
     """The kernel may still list a thread that was joined: CPython unlocks before it ends."""
-    until = time.monotonic() + 30
-    while not tasks() <= threads and time.monotonic() < until:
-        time.sleep(0.005)
-    return tasks() <= threads
+    return bool(wait_until(lambda: tasks() <= threads, "the end of all threads"))
 
 
 def layout_of(chosen: list[Piece], tail: int) -> DeviceLayout:

@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Callable
 
 import pytest
+from harness import PATIENCE_S, wait_until
 
 from trims_shim.memory import reclaim
 from trims_shim.memory.mapping import PAGE_BYTES
 from trims_shim.memory.pages import PageScanner
 
 SIZE_BYTES = 8 * PAGE_BYTES
-TIMEOUT_S = 60.0
 
 
 class Owner:
@@ -29,13 +29,6 @@ class Owner:
         self.memory = mmap.mmap(-1, SIZE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.memory[:] = b"x" * SIZE_BYTES
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.002)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +62,7 @@ def test_memory_stays_readable_for_a_while_when_other_threads_run(
     monkeypatch.setattr(reclaim, "GRACE_S", 0.2)
     owner = Owner()
     stop = threading.Event()
-    other = threading.Thread(target=stop.wait, args=(TIMEOUT_S,))
+    other = threading.Thread(target=stop.wait, args=(PATIENCE_S,))
     other.start()
     try:
         retired_s = time.monotonic()
@@ -78,7 +71,7 @@ def test_memory_stays_readable_for_a_while_when_other_threads_run(
         assert time.monotonic() - retired_s >= reclaim.GRACE_S
     finally:
         stop.set()
-        other.join(TIMEOUT_S)
+        other.join(PATIENCE_S)
 
 
 def test_without_a_thread_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +85,7 @@ def test_without_a_thread_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_thread_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reclaim, "GRACE_S", TIMEOUT_S)
+    monkeypatch.setattr(reclaim, "GRACE_S", PATIENCE_S)
     starts = []
     start = reclaim._thread.start_new_thread
 
@@ -102,7 +95,7 @@ def test_one_thread_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reclaim._thread, "start_new_thread", counted)
     stop = threading.Event()
-    other = threading.Thread(target=stop.wait, args=(TIMEOUT_S,))
+    other = threading.Thread(target=stop.wait, args=(PATIENCE_S,))
     other.start()
     try:
         starts.clear()
@@ -114,7 +107,7 @@ def test_one_thread_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(starts) <= 2, "a program that replaces models all the time piles up threads"
     finally:
         stop.set()
-        other.join(TIMEOUT_S)
+        other.join(PATIENCE_S)
 
 
 def test_its_own_thread_is_no_reason_to_wait() -> None:
@@ -129,7 +122,7 @@ def test_its_own_thread_is_no_reason_to_wait() -> None:
         "reclaim.retire([reclaim.RetiredBlock(object(), 0, 0)])\n"
         "while reclaim._batches: time.sleep(0.001)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 def test_a_forked_child_drops_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:

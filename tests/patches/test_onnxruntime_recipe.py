@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state as binding
 import pytest
+from harness import wait_until
 from preparations import apply_points
 
 from trims_shim.daemon.installation import installation
@@ -351,8 +351,4 @@ def test_no_thread_is_left_by_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(os.listdir("/proc/self/task"))
     for _ in range(3):
         models.digest_of(os.urandom(1 << 20))
-    for _ in range(200):
-        if len(os.listdir("/proc/self/task")) <= before:
-            return
-        time.sleep(0.01)
-    raise AssertionError("threads stay")
+    wait_until(lambda: len(os.listdir("/proc/self/task")) <= before, "the end of its threads")

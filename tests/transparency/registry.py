@@ -75,7 +75,7 @@ class Case:
     elided: bool | None = None
     fresh: bool = False
     early: bool = True
-    timeout_s: float = 60.0
+    timeout_s: float = 120.0
     reason: str = ""
 
     @property

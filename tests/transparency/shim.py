@@ -58,6 +58,8 @@ def environment(socket_directory: Path | None, *, min_bytes: str = "1M") -> dict
         "TRIMS_MIN_BYTES": min_bytes,
         "TRIMS_PREPARE_ANYWAY_BYTES": "0",
         "TRIMS_PREPARE_PRIORITY": "normal",
+        "TRIMS_START_TIMEOUT": "60",
+        "TRIMS_STALL_TIMEOUT": "30",
     }
 
 
@@ -133,7 +135,7 @@ class SocketDirectory:
             [sys.executable, "-m", "trims_shim", "stop"],
             env=environment(self.path),
             cwd=ROOT,
-            timeout=30,
+            timeout=120,
             check=False,
             capture_output=True,
         )
