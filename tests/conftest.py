@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def no_leak() -> Iterator[None]:
     before = _open_descriptors()
     yield
     assert _open_descriptors() - before == set()
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    """No thread that the test started still runs; those of tests before may end meanwhile."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
 
 
 def _open_descriptors() -> set[tuple[int, str]]:

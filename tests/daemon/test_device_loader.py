@@ -13,7 +13,7 @@ import pytest
 from blake3 import blake3
 from device_images import MIB, safetensors
 from emulated_cuda import Emulated
-from harness import PATIENCE_S, wait_until
+from harness import PATIENCE_S, World, wait_until
 
 from trims_shim.daemon.device_account import Shortage
 from trims_shim.daemon.device_loader import DeviceLoader
@@ -85,11 +85,11 @@ class Harness:
 @pytest.fixture
 def harness(emulated_cuda: Emulated, make_file: Callable[..., str]) -> Iterator[Harness]:
     harness = Harness(emulated_cuda, make_file(CONTENT))
-    before = len(os.listdir("/proc/self/fd"))
+    before = World.descriptors(os.getpid()).items()
     yield harness
     harness.loader.close()
     assert harness.loader.allocated_bytes() == 0
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert World.descriptors(os.getpid()).items() <= before
 
 
 def test_adopt_and_drop(harness: Harness) -> None:

@@ -13,6 +13,8 @@ import pytest
 from trims_shim.errors import DriverFailure, ReadFailed
 from trims_shim.memory.chunks import Chunk, Chunks, Sizes
 
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
 CHUNK = 8
 
 
@@ -42,13 +44,6 @@ class Recorder:
 
     def close(self) -> None:
         self.ends.append("close")
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    before = set(threading.enumerate())  # those of other tests may end
-    yield
-    assert set(threading.enumerate()) <= before
 
 
 def transfer(step: Recorder, sizes: Sizes, threads: int = 4) -> Chunks:
