@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,7 @@ class _Odd(Peer):
         if item % 4 == 0:
             done(None, Dropped())
         elif item % 2 == 0:
-            threading.Thread(target=done, args=(self.device.run_list([item])[0], None)).start()
+            done(self.device.run_list([item])[0], None)
         elif item == 1:
             done(None, ValueError())
         elif item == 3:

@@ -46,17 +46,21 @@ def onnx_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def prepared(new_trims: Callable[[], Trims], onnx_model: Path) -> Trims:
-    """A daemon runs and has the model prepared."""
-    trims = new_trims()
+def prepare(trims: Trims, model: Path) -> Trims:
+    """A daemon runs, and has the model prepared."""
     trims.environment.update(
         TRIMS_MIN_BYTES="1", TRIMS_PREPARE_ANYWAY_BYTES="1", TRIMS_PREPARE_PRIORITY="normal"
     )
-    done = trims("run", "-c", PROGRAM, str(onnx_model))
+    done = trims("run", "-c", PROGRAM, str(model))
     assert done.returncode == 0, done.stderr
     assert [row["state"] for row in _wait(trims)] == ["ready"]
     return trims
+
+
+@pytest.fixture(scope="module")
+def prepared(new_trims: Callable[[], Trims], onnx_model: Path) -> Trims:
+    """For those who look at it."""
+    return prepare(new_trims(), onnx_model)
 
 
 def test_status_shows_it(prepared: Trims, onnx_model: Path) -> None:
@@ -102,7 +106,8 @@ def test_info_says_why_there_are_none(trims: Trims, tmp_path: Path) -> None:
     assert found["problem"] == "TRIMS_PREPARED_BYTES=0"
 
 
-def test_evict(prepared: Trims, onnx_model: Path) -> None:
+def test_evict(trims: Trims, onnx_model: Path) -> None:
+    prepared = prepare(trims, onnx_model)
     (row,) = _status(prepared)["prepared"]
     done = prepared("evict", "--json", onnx_model.name, cwd=onnx_model.parent)
     assert done.returncode == Exit.OK, done.stderr
@@ -117,15 +122,8 @@ def test_evict(prepared: Trims, onnx_model: Path) -> None:
     assert "0 prepared models" in prepared("evict", "--all").stdout
 
 
-def test_a_restart_serves_what_was_prepared(
-    new_trims: Callable[[], Trims], onnx_model: Path
-) -> None:
-    trims = new_trims()
-    trims.environment.update(
-        TRIMS_MIN_BYTES="1", TRIMS_PREPARE_ANYWAY_BYTES="1", TRIMS_PREPARE_PRIORITY="normal"
-    )
-    trims("run", "-c", PROGRAM, str(onnx_model))
-    _wait(trims)
+def test_a_restart_serves_what_was_prepared(trims: Trims, onnx_model: Path) -> None:
+    prepare(trims, onnx_model)
     assert trims("stop").returncode == Exit.OK
     trims("run", "-c", PROGRAM, str(onnx_model))
     assert _status(trims)["prepared_opens"]["hit"] == 1
