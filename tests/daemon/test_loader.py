@@ -170,11 +170,6 @@ class TestSettled:
             os.close(shared)
         assert loader_module._file_system(shared) == 0
 
-    def test_a_young_file_is_not_settled(self, harness: Harness) -> None:
-        result = harness.load().result
-        assert result is not None
-        assert not result.is_settled  # utime() has set mtime back, not ctime
-
 
 class TestErrors:
     def test_a_file_that_is_not_what_it_was(self, harness: Harness) -> None:
