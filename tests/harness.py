@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import processes
+
 from trims_shim import config
 from trims_shim.client.arenas import Arena
 from trims_shim.client.cache import Cache
@@ -205,6 +207,7 @@ class World:
         self.children: list[Child] = []
         self.caches: list[Cache] = []
         self._files = 0
+        self._made_ticks = processes.now_ticks()
 
     # --- files and settings -----------------------------------------------------------------------
 
@@ -364,19 +367,9 @@ class World:
 
     def processes(self) -> list[int]:
         """Every live process whose environment names this socket directory."""
-        needle = f"TRIMS_SOCKET_DIR={self.sockets}\0".encode()
-        found = []
-        for entry in os.listdir("/proc"):
-            if not entry.isdigit() or int(entry) == os.getpid():
-                continue
-            try:
-                with open(f"/proc/{entry}/environ", "rb") as file:
-                    environment = file.read() + b"\0"
-            except OSError:
-                continue
-            if needle in environment and process_state(int(entry)) != "Z":
-                found.append(int(entry))
-        return found
+        variable = f"TRIMS_SOCKET_DIR={self.sockets}"
+        found = processes.with_variable(variable, since_ticks=self._made_ticks)
+        return [pid for pid in found if process_state(pid) != "Z"]
 
     # --- what the kernel says ---------------------------------------------------------------------
 

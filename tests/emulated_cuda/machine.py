@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import processes
+
 from emulated_cuda.building import build
 
 __all__ = [
@@ -157,14 +159,8 @@ class Emulated:
 
     def processes(self) -> list[int]:
         """Live processes, other than this one, that were started to use this machine."""
-        needle = f"{_PREFIX}DIR={self.directory}\0".encode()
-        found = []
-        for entry in os.listdir("/proc"):
-            # Gone, a zombie, or someone else's.
-            with contextlib.suppress(OSError, ValueError):
-                if needle in Path(f"/proc/{entry}/environ").read_bytes() + b"\0":
-                    found.append(int(entry))
-        return [pid for pid in found if pid != os.getpid()]
+        since_ticks = processes.started_ticks(os.getpid())
+        return processes.with_variable(f"{_PREFIX}DIR={self.directory}", since_ticks=since_ticks)
 
     def assert_empty(self, *, timeout_s: float = 60.0) -> None:
         """Every process has ended and nothing holds memory; what this process holds counts too."""
