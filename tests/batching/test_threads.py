@@ -341,7 +341,7 @@ def test_idle_workers_use_no_processor() -> None:
         time.sleep(0.05)
         before = switches(worker)
         time.sleep(0.3)
-        assert switches(worker) - before <= 1  # it may just have gone to sleep
+        assert switches(worker) - before < 10  # some, if it was slow to fall asleep
 
 
 def test_workers_adopt_torchs_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
