@@ -9,9 +9,11 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from .registry import Work, attempt, case
+from .registry import Work, attempt, case, cases
 
 
 def _make(work: Work) -> tuple[Path, Path]:
@@ -53,6 +55,108 @@ def names_imported_after_the_shim(work: Work) -> object:
     model, tensors = _make(work)
     with safe_open(tensors, "pt") as file:
         return [load(model), load_file(tensors), file.get_tensor("bulk")]
+
+
+def _noting(holder: Any, name: str, calls: list[str]) -> None:
+    """Replace a function by one that notes its calls."""
+    original: Callable[..., Any] = getattr(holder, name)
+
+    def replacement(*arguments: Any) -> Any:
+        calls.append(name)
+        return original(*arguments)
+
+    setattr(holder, name, replacement)
+
+
+def _note_modules(calls: list[str]) -> None:
+    import torch
+
+    _noting(torch.nn.Module, "_load_from_state_dict", calls)
+
+
+def _note_norms(calls: list[str]) -> None:
+    from torch.nn.modules import batchnorm
+
+    _noting(batchnorm._NormBase, "_load_from_state_dict", calls)
+
+
+def _note_loads(calls: list[str]) -> None:
+    import torch
+
+    original = torch.serialization._load
+
+    def replacement(*arguments: Any, **keywords: Any) -> Any:
+        calls.append("_load")
+        return original(*arguments, **keywords)
+
+    torch.serialization._load = replacement  # type: ignore[assignment]
+
+
+def _note_tensors(calls: list[str]) -> None:
+    import torch
+
+    _noting(torch._utils, "_rebuild_tensor_v2", calls)
+
+
+def _note_parameters(calls: list[str]) -> None:
+    import torch
+
+    _noting(torch._utils, "_rebuild_parameter", calls)
+
+
+def _note_locations(calls: list[str]) -> None:
+    import torch
+
+    _noting(torch.serialization, "default_restore_location", calls)
+
+
+def _subclass_unpickler(calls: list[str]) -> None:
+    import pickle
+
+    class Noting(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            calls.append(name)
+            return super().find_class(module, name)
+
+    pickle.Unpickler = Noting  # type: ignore[misc]
+
+
+def _register_package(calls: list[str]) -> None:
+    import torch
+
+    def restore(storage: Any, location: str) -> Any:
+        calls.append(location)
+        return storage.clone()
+
+    torch.serialization.register_package(1, lambda _: None, restore)
+
+
+REPLACEMENTS = {
+    function.__name__.strip("_"): function
+    for function in (
+        *(_note_modules, _note_norms, _note_loads, _note_tensors, _note_parameters),
+        *(_note_locations, _subclass_unpickler, _register_package),
+    )
+}
+
+
+@cases(REPLACEMENTS, fresh=True, early=False)
+def replaced_before_the_shim(work: Work, replace: Callable[[list[str]], None]) -> object:
+    """What a program put in the place of torch's own runs, also where the shim comes later."""
+    import torch
+
+    from .payloads import net, saved
+
+    state = net().state_dict() | {"parameter": torch.nn.Parameter(torch.ones(3))}
+    path = work.file("model.pt", saved(state))
+    calls: list[str] = []
+    replace(calls)
+    work.enable_shim()
+    safe = attempt(torch.load, path)
+    loaded = torch.load(path, weights_only=False)
+    module = net(2)
+    result = module.load_state_dict({name: loaded[name] for name in module.state_dict()})
+    return [calls, safe, loaded, result, module]
 
 
 @case(fresh=True, served=True)

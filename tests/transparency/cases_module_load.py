@@ -333,3 +333,17 @@ def subclass_parameters(work: Work) -> object:
     third = torch.nn.Linear(1024, 1024)
     third.load_state_dict({name: tensor.as_subclass(Plain) for name, tensor in source.items()})
     return [first, other, third]
+
+
+@cases({"tensors": torch.Tensor, "parameters": torch.nn.Parameter}, served=True)
+def copying_is_replaced(work: Work, kind: Any) -> object:
+    """A program's own ``copy_`` is called for every parameter and buffer it is for."""
+    module, source = net(2), _source(work)
+    shapes: list[tuple[int, ...]] = []
+
+    def copy_(self: Any, other: Any, *arguments: Any) -> Any:
+        shapes.append(tuple(self.shape))
+        return torch._C.TensorBase.copy_(self, other, *arguments)
+
+    kind.copy_ = copy_
+    return [module.load_state_dict(source), shapes, module]

@@ -13,7 +13,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import _symbolic_trace
@@ -41,7 +41,8 @@ _FX_TRACING = next(
     name for name in ("is_fx_symbolic_tracing", "is_fx_tracing") if hasattr(_symbolic_trace, name)
 )
 """The older name also says so of an export, and warns where torch has the newer one."""
-PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_COPY = torch._C.TensorBase.copy_
+PLAIN_TYPES: frozenset[Any] = frozenset({torch.Tensor, torch.nn.Parameter})
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _REAL = frozenset(
     getattr(torch, name)
@@ -136,6 +137,7 @@ def is_watched(has_mode: Callable[[], bool] = has_mode) -> bool:
     return bool(
         is_transformed()
         or has_mode()
+        or any(each.copy_ is not _COPY for each in PLAIN_TYPES)  # the program replaced it
         or torch.autograd.forward_ad._current_level >= 0
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         or torch.are_deterministic_algorithms_enabled()

@@ -36,6 +36,7 @@ from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats import TorchArchive, read_archive, read_recipe
 from trims_shim.patches import torch_device, torch_device_load, torch_from_file, torch_rebuild
 from trims_shim.patches.asking import arena_of_file
+from trims_shim.patches.originals import is_own
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_from_file import loads
 from trims_shim.patches.torch_modes import has_foreign_mode, has_mode, unseen
@@ -224,6 +225,8 @@ def _probe_reader() -> str | None:
 
 
 def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    is_torchs_own = is_own(original, "torch.serialization")
+
     @functools.wraps(original)
     def _load(
         zip_file: Any,
@@ -236,7 +239,8 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(zip_file, _Reader):
             _maps_no_more(zip_file)
             is_plain = (
-                patches.active()
+                is_torchs_own
+                and patches.active()
                 and _is_plain_call(pickle_module, pickle_file, pickle_load_args)
                 and _is_plain_torch()
             )
@@ -296,7 +300,8 @@ def _is_cpu(location: Any) -> bool:
 def _is_plain_torch() -> bool:
     """No setting, registry or replacement that would see or change how torch builds tensors."""
     return (
-        not torch.is_inference_mode_enabled()
+        _IS_TORCHS
+        and not torch.is_inference_mode_enabled()
         and not serialization._serialization_tls.skip_data
         and list(serialization._package_registry) == _STOCK_REGISTRY
         and tuple(_rebuilders()) == _STOCK_REBUILDERS
@@ -313,11 +318,23 @@ def _rebuilders() -> tuple[Any, ...]:
         torch.storage.TypedStorage,
         pickle.Unpickler,
         serialization._weights_only_unpickler.Unpickler,
+        serialization.default_restore_location,
+        serialization._get_restore_location,
     )
 
 
 _STOCK_REGISTRY = list(serialization._package_registry)
 _STOCK_REBUILDERS = _rebuilders()
+_HOMES = (
+    *("torch._utils", "torch._utils", "torch._utils", "torch.nn.parameter", "torch.storage"),
+    *("_pickle", "torch._weights_only_unpickler", "torch.serialization", "torch.serialization"),
+)
+_IS_TORCHS = all(map(is_own, _STOCK_REBUILDERS, _HOMES)) and all(
+    is_own(function, "torch.serialization")
+    for _, *functions in _STOCK_REGISTRY
+    for function in functions
+)
+"""Whether nobody replaced or registered any before this module was imported."""
 
 
 @_collector_paused()

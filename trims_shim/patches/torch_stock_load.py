@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules import batchnorm
 from torch.nn.modules import module as torch_module
-from torch.nn.modules.batchnorm import _NormBase
 
+from trims_shim.patches.originals import is_own
 from trims_shim.patches.torch_copies import is_stock_copy
 
 __all__ = ["PLAIN_DICTS", "is_torchs_own", "registered", "stock_pairs"]
@@ -23,17 +24,19 @@ __all__ = ["PLAIN_DICTS", "is_torchs_own", "registered", "stock_pairs"]
 PLAIN_DICTS = frozenset({dict, OrderedDict})
 _LOAD = "_load_from_state_dict"
 _STOCK_LOAD = torch.nn.Module._load_from_state_dict
-_NORM_LOAD = _NormBase._load_from_state_dict
+_NORM_LOAD = batchnorm._NormBase._load_from_state_dict
 _STOCK_EXTRA_STATE = torch.nn.Module.set_extra_state
 _EXTRA_STATE = torch_module._EXTRA_STATE_KEY_SUFFIX
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _ASSIGN_MARK = "assign_to_params_buffers"
+_IS_TORCHS = all(is_own(each, torch_module.__name__) for each in (_STOCK_LOAD, _STOCK_EXTRA_STATE))
+_IS_NORMS_TORCHS = is_own(_NORM_LOAD, batchnorm.__name__)
+"""Whether nobody replaced them before this module was imported."""
 
 
 def is_torchs_own(function: Callable[..., Any]) -> bool:
     """Whether nobody wrapped it before us: the stock way would pass by the wrapper."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename == torch_module.__file__
+    return is_own(function, torch_module.__name__)
 
 
 def stock_pairs(
@@ -86,6 +89,7 @@ def _is_stock(module: torch.nn.Module) -> bool:
     function = kind._load_from_state_dict
     return (
         all(type(attributes.get(name)) in PLAIN_DICTS for name in _REGISTERED)  # not of scripts
+        and _IS_TORCHS
         and (function is _STOCK_LOAD or (function is _NORM_LOAD and _counts_batches(module)))
         and kind.set_extra_state is _STOCK_EXTRA_STATE
         and _LOAD not in attributes
@@ -96,7 +100,7 @@ def _is_stock(module: torch.nn.Module) -> bool:
 
 def _counts_batches(module: torch.nn.Module) -> bool:
     # With the counter among the keys, a batch norm's own loading has nothing to add.
-    return module._buffers.get("num_batches_tracked") is not None
+    return _IS_NORMS_TORCHS and module._buffers.get("num_batches_tracked") is not None
 
 
 def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
