@@ -47,6 +47,7 @@ LAYERS = (
     ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
     ("client.pool", "client.prepared"),
     ("client.device_arenas",),
+    ("daemon.connections",),
     ("daemon.control", "daemon.sessions", "daemon.loader"),
     ("daemon.prepared_directory",),
     ("daemon.front",),
@@ -123,6 +124,7 @@ HEAVY_MODULES = {
 # Where a heavy module is what the file is about; it is imported when that library is there.
 MAY_IMPORT_HEAVY = {
     "wire.codec": {"msgpack"},
+    "daemon.connections": {"zmq"},
     "daemon.control": {"zmq"},
     "daemon.events": {"zmq"},
     "daemon.server": {"zmq"},

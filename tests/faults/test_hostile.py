@@ -536,6 +536,37 @@ def test_hundreds_of_control_connections(watch: Watch) -> None:
             connection.close()
 
 
+@pytest.mark.parametrize("name", ["control-", "events-"])
+def test_more_zeromq_connections_than_the_daemon_has_descriptors(
+    make_world: Any, name: str
+) -> None:
+    """ZeroMQ aborts the process that has none left."""
+    world = make_world(stall_timeout="2")
+    world.run(
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
+        "cache().welcome(may_start=True)\n"
+    )
+    watch = Watch(world)
+    path = next(
+        os.path.join(world.sockets, each)
+        for each in os.listdir(world.sockets)
+        if each.startswith(name)
+    )
+    connections = []
+    try:
+        for _ in range(1500):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connections.append(connection)
+            connect(connection, path)
+        watch.honest()
+        wait_until(lambda: len(world.descriptors(watch.pid)) < 256, "refused")
+    finally:
+        for connection in connections:
+            connection.close()
+    watch.check()
+
+
 def subscribe(world: World, topics: str) -> subprocess.Popen[bytes]:
     """In a process of its own: ZeroMQ walks through topics with one call for each byte."""
     name = next(n for n in os.listdir(world.sockets) if n.startswith("events-"))

@@ -20,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from trims_shim.daemon.connections import Doorkeeper
 from trims_shim.wire import codec
 
 __all__ = ["REQUEST_LIMIT_BYTES", "ControlSocket", "rebound"]
@@ -111,6 +112,7 @@ class ControlSocket:
     def reset(self) -> None:
         """Close the socket with everything in it, and open it again under its name."""
         self._selector.unregister(int(self._router.getsockopt(zmq.FD)))
+        self._door.close()
         self._router = rebound(self._path, self._router, self._bind)
         deadline_s = time.monotonic() + _REBIND_PATIENCE_MS / 1000
         _trim_heap()
@@ -124,6 +126,7 @@ class ControlSocket:
         for _, connection in self._condemned:
             connection.close()
         self._condemned.clear()
+        self._door.close()
         self._router.close(linger=linger_ms)
         self._statm.close()
 
@@ -135,6 +138,7 @@ class ControlSocket:
         router.setsockopt(zmq.RCVHWM, 1000)
         router.setsockopt(zmq.SNDHWM, 1000)
         router.setsockopt(zmq.BACKLOG, 512)
+        self._door = Doorkeeper(router, self._path, share=4, limit=4096)
         router.bind(f"ipc://{self._path}")
         self._selector.register(int(router.getsockopt(zmq.FD)), selectors.EVENT_READ, _noop)
         return router

@@ -13,6 +13,7 @@ import time
 
 import zmq
 
+from trims_shim.daemon.connections import Doorkeeper
 from trims_shim.daemon.control import rebound
 from trims_shim.daemon.store import Announce
 from trims_shim.wire import admin, codec
@@ -51,10 +52,12 @@ class EventSocket:
 
     def reset(self) -> None:
         """Close the socket with everything in it, and open it again under its name."""
+        self._door.close()
         self._publisher = rebound(self._path, self._publisher, self._bind)
 
     def close(self) -> None:
         """Close it, and forget what was not read."""
+        self._door.close()
         self._publisher.close()
 
     def _bind(self) -> zmq.Socket[bytes]:
@@ -62,5 +65,6 @@ class EventSocket:
         publisher.setsockopt(zmq.LINGER, 0)
         publisher.setsockopt(zmq.MAXMSGSIZE, _SUBSCRIPTION_LIMIT_BYTES)
         publisher.setsockopt(zmq.RCVHWM, _SUBSCRIPTIONS_AT_ONCE)
+        self._door = Doorkeeper(publisher, self._path, share=16, limit=1024)
         publisher.bind(f"ipc://{self._path}")
         return publisher

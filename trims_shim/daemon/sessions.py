@@ -22,7 +22,9 @@ from trims_shim.wire.messages import FileOffer
 
 __all__ = ["Limits", "Session", "Sessions", "check_readable_file", "descriptors_are_scarce"]
 
-_DESCRIPTORS_RESERVED = 256
+_DESCRIPTORS_RESERVED = 4096
+"""For ZeroMQ, too, which takes those of its connections before it can be kept from it
+(:mod:`trims_shim.daemon.connections`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,115 @@
+"""The limit on connections of a ZeroMQ socket: kept, given back, and no way to hang at the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from trims_shim.daemon.connections import Doorkeeper
+
+LIMIT = 20
+PATIENCE_S = 10
+
+
+class World:
+    """A ROUTER that lets few in."""
+
+    def __init__(self, directory: str) -> None:
+        self.path = os.path.join(directory, "x.sock")
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.router = self.context.socket(zmq.ROUTER)
+        self.door = Doorkeeper(self.router, self.path, share=4, limit=LIMIT)
+        self.router.bind(f"ipc://{self.path}")
+        self.connections: list[socket.socket] = []
+
+    def connect(self, number: int) -> None:
+        for _ in range(number):
+            connection = socket.socket(socket.AF_UNIX)
+            self.connections.append(connection)
+            wait_until(lambda to=connection: to.connect_ex(self.path) == 0)
+
+    def open(self) -> list[socket.socket]:
+        """Those that were not closed from the other end."""
+        found = []
+        for connection in self.connections:
+            connection.setblocking(False)
+            try:
+                while connection.recv(100):
+                    pass
+            except BlockingIOError:
+                found.append(connection)
+            except ConnectionError:
+                pass
+        return found
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        self.door.close()
+        self.router.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with tempfile.TemporaryDirectory(prefix="trims-d-") as directory:
+        made = World(directory)
+        yield made
+        made.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_who_comes_beyond_the_limit_is_let_go(world: World) -> None:
+    world.connect(3 * LIMIT)
+    wait_until(lambda: len(world.open()) == LIMIT)
+
+
+def test_who_goes_makes_room(world: World) -> None:
+    for _ in range(3):
+        world.connect(LIMIT)
+        wait_until(lambda: len(world.open()) == LIMIT)
+        for connection in world.connections:
+            connection.close()
+        world.connections.clear()
+        time.sleep(0.1)
+
+
+def test_another_user_leaves_room_for_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    world.connect(3 * LIMIT)
+    wait_until(lambda: len(world.open()) == LIMIT // 2)
+
+
+def test_a_share_of_the_descriptors(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (400, 4000))
+    with world.context.socket(zmq.ROUTER) as other:
+        door = Doorkeeper(other, "unused", share=8, limit=4096)
+        assert door.limit == 50
+        door.close()
+
+
+def test_the_end_in_the_midst_of_a_flood(world: World) -> None:
+    """More reports than ZeroMQ keeps wait for the thread when it is told to end."""
+    for _ in range(40):
+        world.connect(50)
+        for connection in world.connections:
+            connection.close()
+        world.connections.clear()
+
+
+def test_a_peer_that_never_speaks_is_let_go(world: World) -> None:
+    assert world.router.getsockopt(zmq.HANDSHAKE_IVL) <= 5000

@@ -1,0 +1,94 @@
+"""How many connections a ZeroMQ socket may have: what comes beyond is closed at once.
+
+ZeroMQ accepts whoever connects, in a thread of its own, and aborts the process when no descriptor
+is left for the next one (ipc_listener.cpp of libzmq 4.3 takes ENFILE for an error, EMFILE for a
+bug). So the connections are counted as ZeroMQ reports them, by a thread that does nothing else. Of
+reports that were not heard yet there are some 1000 at most: then ZeroMQ's thread waits, and accepts
+nobody. So many descriptors have to be left unused (:func:`.sessions.descriptors_are_scarce`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import threading
+from collections import Counter
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from trims_shim.wire.handover import peer_of
+
+__all__ = ["Doorkeeper"]
+
+_OF_ONE_USER = 2
+"""One connection in this many, at most, for other users than the daemon's own."""
+_HANDSHAKE_MS = 5000
+"""Who says nothing is let go after that; ZeroMQ's default is 30 s."""
+
+
+class Doorkeeper:
+    """Watches one socket, from before it is bound until before it is closed."""
+
+    def __init__(self, watched: zmq.Socket[bytes], path: str, *, share: int, limit: int) -> None:
+        """``path``: where it will be bound.
+
+        There may be ``limit`` connections, but not more than one part in ``share`` of the
+        descriptors that this process may have.
+        """
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.limit = max(1, min(limit, soft // share))
+        self._watched = watched
+        self._path = path
+        self._users: dict[int, int] = {}
+        """By the descriptor of a connection that was let in."""
+        self._counts: Counter[int] = Counter()
+        watched.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self._reports: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
+        self._reports.setsockopt(zmq.RCVHWM, 1)  # beside the 1000 of its other end
+        address = f"inproc://trims-connections-{id(self)}"
+        watched.monitor(
+            address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+        )
+        self._reports.connect(address)
+        self._thread = threading.Thread(target=self._watch, name="trims-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more. Blocks until the thread has ended."""
+        # It hears all reports until the last one, or ZeroMQ's thread might wait for ever.
+        self._watched.disable_monitor()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        with self._reports:
+            while True:
+                report: Any = recv_monitor_message(self._reports)
+                if report["event"] == zmq.EVENT_MONITOR_STOPPED:
+                    return
+                self._forget(report["value"])
+                if report["event"] == zmq.EVENT_ACCEPTED:
+                    self._admit(report["value"])
+
+    def _admit(self, descriptor: int) -> None:
+        # It may be closed by now, and its number another's, but a duplicate stays what it is.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.getsockname() != self._path:
+                return
+            user = peer_of(connection).uid
+            of_user = self.limit if user == os.geteuid() else self.limit // _OF_ONE_USER
+            if len(self._users) >= self.limit or self._counts[user] >= max(1, of_user):
+                connection.shutdown(socket.SHUT_RDWR)
+                return
+            self._users[descriptor] = user
+            self._counts[user] += 1
+
+    def _forget(self, descriptor: int) -> None:
+        user = self._users.pop(descriptor, None)
+        if user is not None:
+            self._counts[user] -= 1
+            if not self._counts[user]:
+                del self._counts[user]
