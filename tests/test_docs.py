@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trims_shim import errors
+from trims_shim import diagnostics, errors
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,6 +47,7 @@ def test_every_reason_for_a_fallback_is_explained() -> None:
     told = [each for each in vars(errors).values() if isinstance(each, type)]
     reasons |= {each.reason for each in told if issubclass(each, kinds) and each not in kinds}
     reasons |= {errors.MemoryFailure.reason, errors.DriverFailure.reason, errors.ConfigError.reason}
+    reasons.add(diagnostics.reason_of(ValueError("a bug")))
     # What only commands meet, and a device that is no CUDA device.
     reasons -= {errors.UnknownImage.reason, "device"}
     assert {"small_file", "daemon_timeout", "no_space", "internal_error"} <= reasons

@@ -51,6 +51,7 @@ LAYERS = (
     ("daemon.control", "daemon.sessions", "daemon.loader"),
     ("daemon.prepared_directory",),
     ("daemon.front",),
+    ("daemon.waiting",),
     ("daemon.prepared_key", "daemon.prepared_files", "daemon.prepared_clients"),
     ("daemon.prepared_early",),
     ("daemon.uploader", "daemon.uploading", "daemon.peer_copying"),

@@ -16,8 +16,13 @@ class FakeFront(Front):
 
     is_stopping = False
 
-    def __init__(self, session: Session, send: Callable[[], None] = lambda: None) -> None:
-        self.sessions = Sessions(Limits())
+    def __init__(
+        self,
+        session: Session,
+        send: Callable[[], None] = lambda: None,
+        limits: Limits | None = None,
+    ) -> None:
+        self.sessions = Sessions(limits or Limits())
         self.sessions._by_number[session.number] = session
         self.counters: Counter[str] = Counter()
         self.ended: list[str] = []

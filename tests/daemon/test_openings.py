@@ -5,16 +5,22 @@ What openings do otherwise is tested with a whole daemon (tests/faults, tests/cl
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from fronts import FakeFront
 
+from trims_shim.daemon.front import Offer, Request
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.sessions import Limits, Session, Sessions
+from trims_shim.daemon.waiting import Waiting
+from trims_shim.errors import TooManyRequests
 from trims_shim.wire import messages
 from trims_shim.wire.handover import Peer
 
@@ -27,6 +33,12 @@ class Tiers:
 
     def ready(self, _: str) -> None:
         self.look()
+
+    def when_ready(self, _: str, ready: Callable[[Any], None]) -> None:
+        """It is being made, for ever."""
+
+    def lease_count(self, session: int) -> int:
+        return 0
 
 
 def nothing() -> None:
@@ -77,7 +89,32 @@ def test_a_ticket_cannot_take_the_place_of_a_request(session: Session) -> None:
     """Tickets are any numbers, and requests that wait are in the same table."""
     front = FakeFront(session, nothing)
     openings = Openings(front, Tiers(nothing))  # type: ignore[arg-type]
-    waiting = object()
-    openings._waiting[(1, 4)] = waiting  # type: ignore[assignment]
+    waiting = Waiting(Request(session, 4), Offer())
+    openings._waiting.put(*waiting)
     openings.offer(session, messages.FileOffer(-5, "host"))
-    assert openings._waiting == {(1, 4): waiting}
+    assert openings._waiting.get(session.number, 4) == waiting
+
+
+@pytest.mark.parametrize(
+    ("limits", "of_session", "of_user"),
+    [(Limits(requests=3), 3, 6), (Limits(requests_per_user=5), 5, 5)],
+    ids=["session", "user"],
+)
+def test_what_may_wait_is_limited(
+    session: Session, limits: Limits, of_session: int, of_user: int
+) -> None:
+    """One user's requests may be spread over any number of connections."""
+    front = FakeFront(session, limits=limits)
+    openings = Openings(front, Tiers(nothing))  # type: ignore[arg-type]
+    other = Session(session.number + 1, session.connection, session.peer, 0)
+    taken: Counter[int] = Counter()
+    for each in (session, other):
+        for number in range(1, 11):
+            each.offers[number] = os.open(__file__, os.O_RDONLY)
+            message = messages.OpenImageRequest(number, "x", "GPU-1")
+            with contextlib.suppress(TooManyRequests):
+                openings.open(Request(each, number, b"r"), message)
+                taken[each.number] += 1
+    assert (taken[session.number], taken.total()) == (of_session, of_user)
+    for each in (session, other):
+        openings.close_session(each.number)

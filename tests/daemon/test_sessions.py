@@ -71,6 +71,25 @@ def test_the_token_authenticates(client: Client, sessions: Sessions) -> None:
     assert sessions.get(client.session.number) is None
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_who_inherits_a_connection_and_has_fewer_rights_may_not_use_it(
+    client: Client, sessions: Sessions
+) -> None:
+    sessions.greet(client.session, "", 0)
+    client.offer(1)
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setuid(65534)
+            handover.send(client.connection, messages.FileOffer(2), descriptor=0)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(AccessDenied, match="user 65534 uses the connection of user 0"):
+        sessions.receive(client.session)
+    assert list(client.session.offers) == [1]
+
+
 def test_tokens_differ(sessions: Sessions) -> None:
     clients = [Client(sessions), Client(sessions)]
     tokens = {sessions.greet(each.session, "", 0) for each in clients}

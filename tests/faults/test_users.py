@@ -51,6 +51,19 @@ def test_a_private_directory_is_closed(running: World) -> None:
     assert len(running.status().images) == 0
 
 
+def test_the_connection_of_a_process_ends_with_its_rights(running: World) -> None:
+    """Else a worker that was forked and gave them up could ask for what its parent may have."""
+    os.chmod(running.root, 0o755)
+    first, second = running.file(1), running.file(2)
+    os.chmod(second, 0o644)
+    said = running.run(
+        TRY + f"data(open_file({first!r}))\n" + AS_NOBODY + "say([attempt("
+        f"lambda: data(open_file({second!r}))[:1]) for _ in range(2)])\n"
+    )
+    assert set(said) <= {"DaemonUnavailable", "ConnectionLost", "AccessDenied"}
+    assert len(running.status().images) == 1
+
+
 def test_a_daemon_of_another_user_is_not_trusted(world: World) -> None:
     """Even root does not take weights from a daemon that somebody else runs."""
     os.chmod(world.root, 0o777)

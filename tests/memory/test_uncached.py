@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -133,3 +136,22 @@ def test_a_file_that_became_shorter(on_disk: int) -> None:
             pytest.raises(FileChanged),
         ):
             fill(on_disk, view)
+
+
+def test_nobody_is_waited_for_who_holds_a_lease_on_the_file(
+    make_file: MakeFile,
+) -> None:
+    """The kernel would let the holder keep those waiting who open it, for 45 seconds."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # what the holder is told with
+    descriptor = os.open(make_file(b"x" * 4096), os.O_RDWR)
+    try:
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError as error:
+            pytest.skip(f"the temporary directory has no leases: {error}")
+        began = time.monotonic()
+        assert uncached._open(descriptor) is None
+        assert time.monotonic() - began < 20
+    finally:
+        os.close(descriptor)
+        signal.signal(signal.SIGIO, before)

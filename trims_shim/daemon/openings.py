@@ -21,7 +21,7 @@ import os
 import resource
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from trims_shim.daemon.front import INTERNAL_ERROR, Front, Offer, Request
 from trims_shim.daemon.loader import Finished
@@ -41,6 +41,7 @@ from trims_shim.daemon.store import (
     StartIngest,
 )
 from trims_shim.daemon.tiers import DeviceTier, Tier, Tiers
+from trims_shim.daemon.waiting import WaitingRequests
 from trims_shim.errors import (
     AccessDenied,
     DaemonUnavailable,
@@ -64,13 +65,6 @@ _ALLOCATIONS_IN_A_PACKET = 32
 """With 80 bytes each: below messages.HANDOVER_PACKET_LIMIT_BYTES."""
 
 
-class _Waiting(NamedTuple):
-    """A request that is not answered yet; nobody has taken its file while the tier is made."""
-
-    request: Request
-    offer: Offer
-
-
 @dataclass(frozen=True, slots=True)
 class _Copy:
     """A load that takes its image from ``source``, where it is held until the load has ended.
@@ -89,7 +83,7 @@ class Openings:
     def __init__(self, front: Front, tiers: Tiers) -> None:
         self._front = front
         self._tiers = tiers
-        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._waiting = WaitingRequests()
         self._copies: dict[int, _Copy] = {}
         """By the number of the load."""
         self._asked_once: Recent[IdentityKey, None] = Recent(_ASKED_LIMIT)
@@ -104,7 +98,7 @@ class Openings:
         except BaseException:
             offer.close()
             raise
-        self._waiting[opening.session, opening.request] = _Waiting(request, offer)
+        self._waiting.put(request, offer)
         self._tiers.when_ready(message.tier, lambda tier: self._begin(opening, tier))
 
     def offer(self, session: Session, offer: messages.FileOffer) -> None:
@@ -128,12 +122,11 @@ class Openings:
             return
         taken = self._front.take_offer(request.session, offer.ticket)
         taken.close()
-        key = (opening.session, opening.request)
-        self._waiting[key] = _Waiting(request, taken)
+        self._waiting.put(request, taken)
         try:
             self.execute(tier, tier.store.open(opening, time.time_ns()))
         finally:
-            self._waiting.pop(key, None)
+            self._waiting.pop(request.session.number, request.number)
 
     def _resident(self, request: Request, offer: messages.FileOffer, tier: Tier) -> Opening | None:
         """None where a request has to wait, or will be refused and should be told why."""
@@ -220,7 +213,7 @@ class Openings:
             for ingest, meter in tier.loader.meters().items():
                 progress = messages.Progress(meter.done_bytes, meter.total_bytes)
                 for opening in tier.store.waiters(ingest):
-                    waiting = self._waiting.get((opening.session, opening.request))
+                    waiting = self._waiting.get(opening.session, opening.request)
                     if waiting is not None:
                         self._front.answer(waiting.request, progress)
 
@@ -245,17 +238,19 @@ class Openings:
 
     def close_session(self, session: int) -> None:
         """Nobody waits for the answers of a connection any more."""
-        for key in [key for key in self._waiting if key[0] == session]:
-            self._waiting.pop(key).offer.close()
+        self._waiting.close_session(session)
 
     # --- opening ----------------------------------------------------------------------------------
 
     def _check_limits(self, request: Request) -> None:
         limits = self._front.sessions.limits
-        session = request.session.number
-        waiting = sum(1 for number, _ in self._waiting if number == session)
-        if waiting >= limits.requests or (session, request.number) in self._waiting:
+        session, user = request.session.number, request.session.peer.uid
+        if self._waiting.get(session, request.number) is not None:
+            raise TooManyRequests(f"request {request.number} is open")
+        if self._waiting.count(session) >= limits.requests:
             raise TooManyRequests(f"more than {limits.requests} open requests")
+        if self._waiting.count_of_user(user) >= limits.requests_per_user:
+            raise TooManyRequests(f"more than {limits.requests_per_user} open requests of a user")
         if self._tiers.lease_count(session) >= limits.leases:
             raise TooManyRequests(f"more than {limits.leases} leases")
         if self._front.is_stopping:
@@ -263,7 +258,7 @@ class Openings:
 
     def _begin(self, opening: Opening, tier: Tier | TrimsError) -> None:
         """The tier is there, or will not be."""
-        waiting = self._waiting.get((opening.session, opening.request))
+        waiting = self._waiting.get(opening.session, opening.request)
         if waiting is None:
             return
         try:
@@ -380,7 +375,7 @@ class Openings:
             return
         self._front.counters[f"open_{grant.outcome}"] += 1
         segment = tier.loader.segment(grant.digest)
-        waiting = self._waiting.get((session.number, grant.opening.request))
+        waiting = self._waiting.get(session.number, grant.opening.request)
         if waiting is None:
             return
         try:
@@ -405,7 +400,7 @@ class Openings:
         self._answer(opening, self._front.error_reply(error))
 
     def _answer(self, opening: Opening, message: Any) -> None:
-        waiting = self._waiting.pop((opening.session, opening.request), None)
+        waiting = self._waiting.pop(opening.session, opening.request)
         if waiting is None:
             return
         if waiting.request.routing is None:

@@ -228,6 +228,7 @@ def _evict(
 
 def _verify(server: Server, request: Request, message: admin.VerifyImageRequest) -> None:
     """At every tier that has it, or at the one that is named."""
+    server.check_jobs(request.session)
     digest = _find(server, request.session, message.image, tier=message.tier)
     tiers = server.tiers.holding(digest, tier=message.tier)
     with contextlib.ExitStack() as held:

@@ -35,7 +35,13 @@ from trims_shim.daemon.requests import add_counters, handle
 from trims_shim.daemon.sessions import Session, Sessions, descriptors_are_scarce
 from trims_shim.daemon.store import Announce
 from trims_shim.daemon.tiers import Tier, Tiers
-from trims_shim.errors import AccessDenied, MalformedMessage, TrimsError, WireError
+from trims_shim.errors import (
+    AccessDenied,
+    MalformedMessage,
+    TooManyRequests,
+    TrimsError,
+    WireError,
+)
 from trims_shim.wire import admin, codec, handover, messages
 from trims_shim.wire.endpoint import Endpoint
 
@@ -92,7 +98,8 @@ class Server(Front):
         self.prepared = prepared(self)
         self.on_stop: Callable[[], None] = lambda: None
         self.is_stopping = False
-        self._jobs_open = 0
+        self._jobs: Counter[int] = Counter()
+        """By user."""
         self._last_active = time.monotonic()
         self._next_housekeeping = 0.0
         self._next_progress = 0.0
@@ -154,7 +161,7 @@ class Server(Front):
 
     def _is_finished(self) -> bool:
         if self.is_stopping:
-            is_busy = self.tiers.ingest_count() or self.tiers.is_making() or self._jobs_open
+            is_busy = self.tiers.ingest_count() or self.tiers.is_making() or self._jobs.total()
             return not is_busy
         if self.tiers.is_needed() or self.prepared.is_needed():
             self._last_active = time.monotonic()
@@ -317,11 +324,18 @@ class Server(Front):
         def done(result: Any) -> None:
             if isinstance(result, Exception):
                 result = messages.ErrorReply("ReadFailed", str(result)[:1000])
-            self._jobs_open -= 1
+            self._jobs[user] -= 1
             self.answer(request, result)
 
-        self._jobs_open += 1
+        user = request.session.peer.uid
+        self._jobs[user] += 1
         tier.loader.run(work, done)
+
+    def check_jobs(self, session: Session) -> None:
+        """Whether one more may wait, with its descriptors. Raises TooManyRequests."""
+        limit = self.sessions.limits.checks_per_user
+        if self._jobs[session.peer.uid] >= limit:
+            raise TooManyRequests(f"more than {limit} images to verify at a time")
 
     # --- what openings and preparations need ------------------------------------------------------
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
-from trims_shim.wire.handover import Packet, Peer, peer_of, receive
+from trims_shim.wire.handover import Packet, Peer, peer_of, receive, watch_senders
 from trims_shim.wire.messages import FileOffer
 
 __all__ = ["Limits", "Session", "Sessions", "check_readable_file", "descriptors_are_scarce"]
@@ -35,6 +35,8 @@ class Limits:
     requests: int = 64
     leases: int = 4096
     sessions_per_user: int = 2048
+    requests_per_user: int = 4096
+    checks_per_user: int = 8
 
 
 @dataclass(slots=True)
@@ -48,6 +50,8 @@ class Session:
     token: bytes = b""
     package: str = ""
     pid: int = 0
+    sender: int | None = None
+    """The user who has sent the first packet, and has to send all others."""
     requests: int = 0
     offers: dict[int, int] = field(default_factory=dict)
 
@@ -75,6 +79,7 @@ class Sessions:
     def accept(self, connection: socket.socket, now_ns: int) -> Session | None:
         """A new session, or None (connection closed) when its user has too many."""
         connection.setblocking(False)
+        watch_senders(connection)
         peer = peer_of(connection)
         mine = sum(1 for each in self._by_number.values() if each.peer.uid == peer.uid)
         if mine >= self.limits.sessions_per_user:
@@ -115,6 +120,7 @@ class Sessions:
         packet = receive(session.connection)
         if packet is None:
             return None
+        self._check_sender(session, packet)
         if isinstance(packet.message, FileOffer):
             self._store_offer(session, packet)
         elif packet.descriptor is not None:
@@ -135,6 +141,16 @@ class Sessions:
                 os.close(descriptor)
         session.offers.clear()
         session.connection.close()
+
+    def _check_sender(self, session: Session, packet: Packet) -> None:
+        """Who inherits the connection of a process with more rights may not use them."""
+        if session.sender is None:
+            session.sender = packet.user
+        if packet.user == session.sender:
+            return
+        if packet.descriptor is not None:
+            os.close(packet.descriptor)
+        raise AccessDenied(f"user {packet.user} uses the connection of user {session.sender}")
 
     def _store_offer(self, session: Session, packet: Packet) -> None:
         if packet.descriptor is None:

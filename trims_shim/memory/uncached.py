@@ -84,7 +84,9 @@ def _open(descriptor: int) -> int | None:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_PATH:
         return None
+    # Who holds a lease on a file (F_SETLEASE) can keep others waiting who open it, for 45 seconds.
+    flags = os.O_RDONLY | os.O_DIRECT | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        return os.open(f"/proc/self/fd/{descriptor}", flags)
     except OSError:
         return None

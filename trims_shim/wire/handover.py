@@ -19,12 +19,25 @@ from trims_shim.errors import MalformedMessage
 from trims_shim.wire import codec
 from trims_shim.wire.messages import HANDOVER_PACKET_LIMIT_BYTES
 
-__all__ = ["Packet", "Peer", "clipped", "close_all", "new_socket", "peer_of", "receive", "send"]
+__all__ = [
+    "Packet",
+    "Peer",
+    "clipped",
+    "close_all",
+    "new_socket",
+    "peer_of",
+    "receive",
+    "send",
+    "watch_senders",
+]
 
 _MSG_CMSG_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0x40000000)
 _DESCRIPTORS_PER_PACKET = 1
+_CREDENTIALS = struct.Struct("3i")
 # Room for a few more than allowed, so that a surplus is received (and closed), not truncated away.
-_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array.array("i").itemsize)
+_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array.array("i").itemsize) + socket.CMSG_SPACE(
+    _CREDENTIALS.size
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,9 @@ class Packet:
 
     message: Any
     descriptor: int | None
+    user: int | None = None
+    """Who sent it (the real uid), by the kernel's word; None where :func:`watch_senders` was not
+    called."""
 
 
 def new_socket() -> socket.socket:
@@ -51,8 +67,13 @@ def new_socket() -> socket.socket:
 
 def peer_of(connection: socket.socket) -> Peer:
     """Credentials of the connected peer."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return Peer(*struct.unpack("3i", raw))
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Peer(*_CREDENTIALS.unpack(raw))
+
+
+def watch_senders(connection: socket.socket) -> None:
+    """Let packets say who sent them: a connection is inherited by processes that drop rights."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
 
 def send(connection: socket.socket, message: Any, *, descriptor: int | None = None) -> None:
@@ -89,7 +110,7 @@ def receive(connection: socket.socket) -> Packet | None:
     except BaseException:
         close_all(descriptors)
         raise
-    return Packet(message, descriptors[0] if descriptors else None)
+    return Packet(message, descriptors[0] if descriptors else None, _sender(ancillary))
 
 
 def clipped(text: str, *, limit_bytes: int = 1000) -> str:
@@ -102,6 +123,14 @@ def close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
+
+
+def _sender(ancillary: list[tuple[int, int, bytes]]) -> int | None:
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+            _, user, _ = _CREDENTIALS.unpack(data)
+            return int(user)
+    return None
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

@@ -1,0 +1,70 @@
+"""Requests that are not answered yet, by session and number; how many each session and user has.
+
+Every question takes the same time however many there are: one user may have thousands, and the
+server's thread asks for each request of everybody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from trims_shim.daemon.front import Offer, Request
+
+__all__ = ["Waiting", "WaitingRequests"]
+
+
+class Waiting(NamedTuple):
+    """A request that is not answered yet; nobody has taken its file while the tier is made."""
+
+    request: Request
+    offer: Offer
+
+
+class WaitingRequests:
+    """See the module docstring."""
+
+    def __init__(self) -> None:
+        self._by_session: dict[int, dict[int, Waiting]] = {}
+        self._of_user: Counter[int] = Counter()
+
+    def put(self, request: Request, offer: Offer) -> None:
+        """A request waits; its number must not be in use in its session."""
+        session = request.session
+        waiting = Waiting(request, offer)
+        self._by_session.setdefault(session.number, {})[request.number] = waiting
+        self._of_user[session.peer.uid] += 1
+
+    def get(self, session: int, request: int) -> Waiting | None:
+        """None for one that was answered, or given up."""
+        return self._by_session.get(session, {}).get(request)
+
+    def pop(self, session: int, request: int) -> Waiting | None:
+        """The same; it does not wait any more."""
+        requests = self._by_session.get(session, {})
+        waiting = requests.pop(request, None)
+        if waiting is not None:
+            self._forget(waiting)
+            if not requests:
+                del self._by_session[session]
+        return waiting
+
+    def close_session(self, session: int) -> None:
+        """None of its requests waits any more; their files are closed."""
+        for waiting in self._by_session.pop(session, {}).values():
+            self._forget(waiting)
+            waiting.offer.close()
+
+    def count(self, session: int) -> int:
+        """Of one session."""
+        return len(self._by_session.get(session, ()))
+
+    def count_of_user(self, user: int) -> int:
+        """Of all sessions of a user."""
+        return self._of_user[user]
+
+    def _forget(self, waiting: Waiting) -> None:
+        user = waiting.request.session.peer.uid
+        self._of_user[user] -= 1
+        if not self._of_user[user]:
+            del self._of_user[user]
