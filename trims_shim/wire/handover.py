@@ -73,7 +73,8 @@ def peer_of(connection: socket.socket) -> Peer:
 
 def watch_senders(connection: socket.socket) -> None:
     """Let packets say who sent them: a connection is inherited by processes that drop rights."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    with contextlib.suppress(OSError):  # sandboxes that do not know it
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
 
 def send(connection: socket.socket, message: Any, *, descriptor: int | None = None) -> None:
