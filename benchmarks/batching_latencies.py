@@ -13,7 +13,7 @@ import itertools
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,9 @@ from benchmarks.batching_policies import JITTERS, simulated
 from benchmarks.harness import ROOT, write_json
 from trims_shim.batching.policies import POLICIES
 from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.simulator import Report, gamma, requests
+from trims_shim.batching.simulator import Outcome, Report, gamma, requests
 
-__all__ = ["main"]
+__all__ = ["figures", "main", "means"]
 
 _NS_PER_MS = 1_000_000
 _LARGEST = 16
@@ -63,15 +63,23 @@ def _run(place: Place, count: int, seed: int) -> tuple[float, float, float, floa
     size = profile.largest_within(slo_ms * _NS_PER_MS / 2, _LARGEST)
     rate_qps = load * size / profile.latency_ns(size) * 1e9
     stream = requests(gamma(rate_qps, cv, Random(seed)), slo_ms=slo_ms, count=count)
-    outcome = simulated(POLICIES[policy], profile, stream, jitter=jitter, seed=seed)
+    return figures(simulated(POLICIES[policy], profile, stream, jitter=jitter, seed=seed))
+
+
+def figures(outcome: Outcome) -> tuple[float, float, float, float]:
+    """Violations, mean and 99th percentile of latencies in ms, the busy share of the device."""
     report = Report.of(outcome)
     mean_ns = statistics.fmean(end_ns - each.arrival_ns for each, end_ns in outcome.answered)
     return report.violation_ratio, mean_ns / _NS_PER_MS, report.p99_ms, report.busy_share
 
 
+def means(runs: Iterable[Sequence[float]]) -> list[float]:
+    """Of each figure over the seeds."""
+    return [round(statistics.fmean(each), 5) for each in zip(*runs, strict=True)]
+
+
 def _measure(place: Place, count: int, seeds: int) -> Cell:
-    runs = [_run(place, count, seed) for seed in range(seeds)]
-    return Cell(*place, *(round(statistics.fmean(each), 5) for each in zip(*runs, strict=True)))
+    return Cell(*place, *means(_run(place, count, seed) for seed in range(seeds)))
 
 
 def _table(cells: Sequence[Cell], policies: Sequence[str]) -> str:

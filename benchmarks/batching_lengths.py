@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
-import statistics
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +20,14 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+from benchmarks.batching_latencies import figures, means
 from benchmarks.harness import ROOT, write_json
 from trims_shim.batching.buckets import Bucket, OpenBucket
 from trims_shim.batching.policies import Auto, Immediate
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.rules import RuleMaker
-from trims_shim.batching.simulator import Report, gamma, simulate
+from trims_shim.batching.simulator import gamma, simulate
 from trims_shim.batching.single import Batching
 
 __all__ = ["main"]
@@ -121,15 +121,11 @@ def _run(place: Place, count: int, seed: int) -> tuple[float, float, float, floa
     slo_ns = round(OBJECTIVES[objective] * longest.latency_ns(_LARGEST))
     maker = WAYS[way][0]
     policy = Batching(lambda key: maker(profile_of(key), max_batch_size=_LARGEST))
-    outcome = simulate(policy, _requests(place, slo_ns, count, seed), service_ns=service_ns)
-    report = Report.of(outcome)
-    mean_ns = statistics.fmean(end_ns - each.arrival_ns for each, end_ns in outcome.answered)
-    return report.violation_ratio, mean_ns / _NS_PER_MS, report.p99_ms, report.busy_share
+    return figures(simulate(policy, _requests(place, slo_ns, count, seed), service_ns=service_ns))
 
 
 def _measure(place: Place, count: int, seeds: int) -> Cell:
-    runs = [_run(place, count, seed) for seed in range(seeds)]
-    return Cell(*place, *(round(statistics.fmean(each), 5) for each in zip(*runs, strict=True)))
+    return Cell(*place, *means(_run(place, count, seed) for seed in range(seeds)))
 
 
 def _table(cells: Sequence[Cell]) -> str:
