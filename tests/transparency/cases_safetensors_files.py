@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,27 @@ def numpy_files(work: Work) -> object:
     loaded["weight"] += 1
     by_bytes = dict(sorted(safetensors.numpy.load(path.read_bytes()).items()))
     return [loaded, safetensors.numpy.load_file(path), by_bytes]
+
+
+def _write_unaligned(path: Path) -> None:
+    sizes = {"bytes": ("U8", 3, 3), "halves": ("F16", 4, 8), "numbers": ("I64", 200_000, 1_600_000)}
+    header, end = {}, 0
+    for name, (dtype, count, size_bytes) in sizes.items():
+        end += size_bytes
+        header[name] = {"dtype": dtype, "shape": [count], "data_offsets": [end - size_bytes, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = (bytes(range(1, 12)) * (end // 11 + 1))[:end]
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@case(served=True)
+def numpy_of_tensors_that_are_not_aligned(work: Work) -> object:
+    path = work.file("odd.safetensors", _write_unaligned)
+    loaded = safetensors.numpy.load_file(path)
+    loaded["numbers"][0] = 1
+    flags = {name: (a.flags.aligned, a.flags.writeable) for name, a in sorted(loaded.items())}
+    return [loaded, flags, safetensors.numpy.load_file(path)]
 
 
 @case(served=True)

@@ -79,7 +79,9 @@ def _arrays(buffer: Any, records: Any) -> dict[str, Any] | None:
             diagnostics.fallback("unsupported_format", what=f"dtype {record.dtype}")
             return None
         part = whole[record.span.offset_bytes : record.span.end_bytes]
-        arrays[record.name] = part.view(numpy.dtype(dtype)).reshape(record.shape)
+        array = part.view(numpy.dtype(dtype)).reshape(record.shape)
+        # Compiled code may refuse what is not aligned; the original's are always views of copies.
+        arrays[record.name] = array if array.flags.aligned else array.copy()[...]
     return arrays
 
 
