@@ -391,6 +391,9 @@ class _Server(Front):
         name = message.name if is_image else message.path
         self._names[(request.session.number, request.number)] = name
 
+    def check_jobs(self, session: Session) -> None:
+        """See :class:`~trims_shim.daemon.server.Server`; any number may wait."""
+
     def run_later(self, request: Request, tier: Tier, work: Callable[[], Any]) -> None:
         """There is nobody who could be kept waiting."""
         self.answer(request, work())

@@ -75,6 +75,7 @@ def test_the_token_authenticates(client: Client, sessions: Sessions) -> None:
 def test_who_inherits_a_connection_and_has_fewer_rights_may_not_use_it(
     client: Client, sessions: Sessions
 ) -> None:
+    handover.watch_senders(client.session.connection)
     sessions.greet(client.session, "", 0)
     client.offer(1)
     child = os.fork()

@@ -33,7 +33,7 @@ def test_what_the_program_opens_next_is_left_alone(running: World, place: str) -
         f"arena = open_file(one); is_child = {place == 'a child'!r}\n"
         "if is_child and os.fork(): os.wait(); os._exit(0)\n"
         "files = close_all(); fill(files)\n"
-        "reason = error(arena.clone)\n"
+        "reason = error(arena.image.map)\n"
         "again, other = open_file(one), open_file(two)\n"
         "rights = [is_right(arena, one), is_right(again, one), is_right(other, two)]\n"
         "del arena, again, other; gc.collect()\n"

@@ -59,7 +59,7 @@ def test_mappings_survive_and_the_next_load_starts_a_daemon(running: World) -> N
         "  same = [data(arena) == open(path, 'rb').read() for arena, path in zip(arenas, paths)]\n"
         "  arenas[0].buffer[0:4] = b'mine'\n"
         "  other = open_file(paths[-1])\n"
-        "  clone = arenas[0].clone()\n"
+        "  clone = arenas[0].image.map()\n"
         "  say([same, data(clone) == open(paths[0], 'rb').read()])\n"
         "  arenas[0] = clone\n"
         "fresh = open_file(hear())\n"

@@ -69,7 +69,7 @@ attempt('F_SETFL', lambda: (fcntl.fcntl(fd, fcntl.F_SETFL, os.O_RDWR), poke(fd))
 attempt('dup', lambda: poke(os.dup(fd)))
 attempt('sendfile', lambda: os.sendfile(fd, os.open('/etc/hostname', os.O_RDONLY), 0, 4))
 arena.buffer[0:8] = b'mine all'
-attempt('private', lambda: 'seen' if memoryview(arena.clone().buffer)[:8] == b'mine all'
+attempt('private', lambda: 'seen' if memoryview(arena.image.map().buffer)[:8] == b'mine all'
         else (_ for _ in ()).throw(OSError()))
 say(allowed)
 hear()

@@ -292,7 +292,7 @@ def test_a_second_daemon_serves_while_the_first_finishes(make_world: Any) -> Non
 
 _PACKAGE = """
 import trims_shim, trims_shim._version
-import trims_shim.client.cache as a, trims_shim.client.connection as b
+import trims_shim.client.pool as a, trims_shim.client.connection as b
 a.__version__ = b.__version__ = {package!r}
 messages.PROTOCOL_VERSION = {protocol}
 """

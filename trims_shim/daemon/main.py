@@ -199,6 +199,7 @@ def _listen(endpoint: Endpoint) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
     listener.bind(temporary)
+    handover.watch_senders(listener)
     listener.listen(512)
     os.rename(temporary, endpoint.handover)
     return listener

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
-from trims_shim.wire.handover import Packet, Peer, peer_of, receive, watch_senders
+from trims_shim.wire.handover import Packet, Peer, peer_of, receive
 from trims_shim.wire.messages import FileOffer
 
 __all__ = ["Limits", "Session", "Sessions", "check_readable_file", "descriptors_are_scarce"]
@@ -79,7 +79,6 @@ class Sessions:
     def accept(self, connection: socket.socket, now_ns: int) -> Session | None:
         """A new session, or None (connection closed) when its user has too many."""
         connection.setblocking(False)
-        watch_senders(connection)
         peer = peer_of(connection)
         mine = sum(1 for each in self._by_number.values() if each.peer.uid == peer.uid)
         if mine >= self.limits.sessions_per_user:

@@ -72,7 +72,11 @@ def peer_of(connection: socket.socket) -> Peer:
 
 
 def watch_senders(connection: socket.socket) -> None:
-    """Let packets say who sent them: a connection is inherited by processes that drop rights."""
+    """Let packets say who sent them: a connection is inherited by processes that drop rights.
+
+    Of a listener that nobody can reach yet, for all connections that it will accept: later, what is
+    on its way would seem to come from nobody.
+    """
     with contextlib.suppress(OSError):  # sandboxes that do not know it
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
