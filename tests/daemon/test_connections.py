@@ -6,15 +6,15 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import zmq
+from harness import wait_until
 
-from trims_shim.daemon.connections import Doorkeeper
+from trims_shim.daemon.connections import Doorkeeper, connection_at
 
 LIMIT = 20
-PATIENCE_S = 10
 
 
 class World:
@@ -64,11 +64,15 @@ def world() -> Iterator[World]:
         made.close()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+def accepted_at(path: str) -> int | None:
+    """The number of a connection to it in this process."""
+    for name in os.listdir("/proc/self/fd"):
+        connection = connection_at(int(name), path)
+        if connection is not None:
+            with connection:
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0:
+                    return int(name)
+    return None
 
 
 def test_who_comes_beyond_the_limit_is_let_go(world: World) -> None:
@@ -113,3 +117,19 @@ def test_the_end_in_the_midst_of_a_flood(world: World) -> None:
 
 def test_a_peer_that_never_speaks_is_let_go(world: World) -> None:
     assert world.router.getsockopt(zmq.HANDSHAKE_IVL) <= 5000
+
+
+@pytest.mark.usefixtures("no_leak")
+def test_a_number_may_be_anothers_by_now(world: World) -> None:
+    """Found: of what was no socket any more, the duplicate stayed open."""
+    world.connect(1)
+    accepted = wait_until(lambda: accepted_at(world.path))
+    duplicate = connection_at(accepted, world.path)
+    assert duplicate is not None
+    assert duplicate.getsockname() == world.path
+    duplicate.close()
+    with open(os.devnull) as file, socket.socket(socket.AF_UNIX) as other:
+        assert connection_at(file.fileno(), world.path) is None
+        assert connection_at(other.fileno(), world.path) is None
+        closed = file.fileno()
+    assert connection_at(closed, world.path) is None

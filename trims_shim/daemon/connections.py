@@ -22,12 +22,32 @@ from zmq.utils.monitor import recv_monitor_message
 
 from trims_shim.wire.handover import peer_of
 
-__all__ = ["Doorkeeper"]
+__all__ = ["Doorkeeper", "connection_at"]
 
 _OF_ONE_USER = 2
 """One connection in this many, at most, for other users than the daemon's own."""
 _HANDSHAKE_MS = 5000
 """Who says nothing is let go after that; ZeroMQ's default is 30 s."""
+
+
+def connection_at(descriptor: int, path: str) -> socket.socket | None:
+    """A duplicate of a connection to ``path`` of which ZeroMQ has told the number.
+
+    None where it is closed by now and the number is another's: a duplicate stays what it is.
+    """
+    try:
+        duplicate = os.dup(descriptor)
+    except OSError:
+        return None
+    try:
+        connection = socket.socket(fileno=duplicate)
+    except OSError:  # no socket at all
+        os.close(duplicate)
+        return None
+    if connection.getsockname() == path:
+        return connection
+    connection.close()
+    return None
 
 
 class Doorkeeper:
@@ -74,10 +94,10 @@ class Doorkeeper:
                     self._admit(report["value"])
 
     def _admit(self, descriptor: int) -> None:
-        # It may be closed by now, and its number another's, but a duplicate stays what it is.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.getsockname() != self._path:
-                return
+        connection = connection_at(descriptor, self._path)
+        if connection is None:
+            return
+        with contextlib.suppress(OSError), connection:
             user = peer_of(connection).uid
             of_user = self.limit if user == os.geteuid() else self.limit // _OF_ONE_USER
             if len(self._users) >= self.limit or self._counts[user] >= max(1, of_user):

@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from trims_shim.daemon.connections import Doorkeeper
+from trims_shim.daemon.connections import Doorkeeper, connection_at
 from trims_shim.wire import codec
 
 __all__ = ["REQUEST_LIMIT_BYTES", "ControlSocket", "rebound"]
@@ -88,9 +88,10 @@ class ControlSocket:
         connection; from here on a duplicate holds it. Not at once: the error has to arrive first.
         """
         with contextlib.suppress(Exception):
-            connection = socket.socket(fileno=os.dup(int(frame.get(zmq.SRCFD))))
-            is_ours = connection.getsockname() == self._path
-            if not is_ours or len(self._condemned) >= _CONDEMNED_LIMIT:
+            connection = connection_at(int(frame.get(zmq.SRCFD)), self._path)
+            if connection is None:
+                return
+            if len(self._condemned) >= _CONDEMNED_LIMIT:
                 connection.close()
                 return
             self._condemned.append((time.monotonic() + _LAST_WORDS_S, connection))
