@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +39,10 @@ def no_leak() -> Iterator[None]:
     gc.freeze()  # what is left is not looked at again: thousands of tests, and all their imports
     before = _open_descriptors()
     yield
+    # Threads of tests before may be in the middle of something, which ends.
+    until_s = time.monotonic() + 5
+    while _open_descriptors() - before and time.monotonic() < until_s:
+        time.sleep(0.05)
     assert _open_descriptors() - before == set()
 
 
