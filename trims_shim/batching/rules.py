@@ -56,6 +56,11 @@ class Rule(ABC):
         self.drops: list[Drop] = []
         """Given up, and not taken yet."""
 
+    @property
+    def length(self) -> int:
+        """To what items of its key are padded; 0 where the key has no family."""
+        return 0 if self.family is None else self.family.length
+
     @abstractmethod
     def choose(self, now_ns: int) -> int:
         """How many of the queue's first requests to run now: 0 to wait, at most :meth:`room`.

@@ -180,7 +180,7 @@ class Batching:
         going = [(rule, size), *rule.companions(now_ns, size, others)]
         if most is not None and sum(count for _, count in going) > most:
             return rule.queue.take(size)
-        going.sort(key=_length, reverse=True)
+        going.sort(key=lambda each: each[0].length, reverse=True)
         batch = [request for each, count in going for request in each.queue.take(count)]
         for each, _ in going:
             if not each.queue and each is not rule:
@@ -204,12 +204,6 @@ class Batching:
         if rule.max_weight is None or size < 2:
             return size
         return rule.queue.within_weight(size, rule.max_weight)
-
-
-def _length(going: tuple[Rule, int]) -> int:
-    """To what its items are padded."""
-    family = going[0].family
-    return 0 if family is None else family.length
 
 
 def urgency(waiting: tuple[Hashable, Rule]) -> tuple[int, int, int]:

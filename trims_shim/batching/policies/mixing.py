@@ -82,7 +82,7 @@ class _Batch:
 
     def with_(self, mate: Rule) -> _Batch:
         """As many of them as there is room for."""
-        longest = max(self.longest, mate, key=_length)
+        longest = max(self.longest, mate, key=lambda rule: rule.length)
         count = self._room(mate)
         weight = sum(request.weight for request in mate.queue[:count])
         apart_ns = self.latency_ns + (mate.profile.latency_ns(count) if count else 0)
@@ -113,7 +113,3 @@ class _Batch:
         sooner_ns = saved_ns - before_ns * (1 - 1 / devices)
         gained_ns = count * sooner_ns + (waiting - count) * saved_ns / devices
         return gained_ns - batch.size * (together_ns - before_ns)
-
-
-def _length(rule: Rule) -> int:
-    return 0 if rule.family is None else rule.family.length
