@@ -335,15 +335,25 @@ def test_more_images_than_a_status_can_name(make_world: Any) -> None:
 # --- ZeroMQ ---------------------------------------------------------------------------------------
 
 
+def control_path(world: World) -> str:
+    """Of the control socket, once it has its name: it may be reset now."""
+
+    def named() -> list[str]:
+        return [name for name in os.listdir(world.sockets) if name.startswith("control-")]
+
+    (name,) = wait_until(named, "a control socket")
+    return os.path.join(world.sockets, name)
+
+
 @contextlib.contextmanager
 def dealer(world: World, kind: int = zmq.DEALER) -> Iterator[Any]:
-    name = next(name for name in os.listdir(world.sockets) if name.startswith("control-"))
+    path = control_path(world)
     context: Any = zmq.Context()
     control = context.socket(kind)
     control.setsockopt(zmq.LINGER, 0)
     control.setsockopt(zmq.SNDTIMEO, 200)
     control.setsockopt(zmq.RCVTIMEO, 1000)
-    control.connect(f"ipc://{world.sockets}/{name}")
+    control.connect(f"ipc://{path}")
     try:
         yield control
     finally:
@@ -387,13 +397,13 @@ def test_bad_frames(shared_watch: Watch, frames: str, kind: int) -> None:
 
 def test_not_zeromq_at_all(watch: Watch) -> None:
     """Raw bytes on the control socket: the greeting of ZMTP never comes, or comes broken."""
-    name = next(n for n in os.listdir(watch.world.sockets) if n.startswith("control-"))
+    path = control_path(watch.world)
     connections = []
     for data in (b"", b"\xff", b"GET /\r\n\r\n", b"\xff" + b"\0" * 8 + b"\x7f\x03\x01", b"\0" * 99):
         for _ in range(20):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(5)
-            connection.connect(os.path.join(watch.world.sockets, name))
+            connection.connect(path)
             with contextlib.suppress(OSError):
                 connection.send(data)
             connections.append(connection)
@@ -452,14 +462,9 @@ def test_opens_without_end(watch: Watch) -> None:
 FLOOD_BYTES = 160 << 20
 
 
-def control_path(world: World) -> str | None:
-    names = [name for name in os.listdir(world.sockets) if name.startswith("control-")]
-    return os.path.join(world.sockets, names[0]) if names else None
-
-
 def multipart_without_end(world: World, seconds: float, part: bytes) -> int:
     """Parts of one message that never ends, through ZMTP by hand: a library would wait."""
-    path = wait_until(lambda: control_path(world), "a control socket, which may be reset now")
+    path = control_path(world)
     greeting = b"\xff" + b"\0" * 8 + b"\x7f" + b"\x03\0" + b"NULL".ljust(20, b"\0") + b"\0" * 32
     ready_body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     frame = b"\x03" + struct.pack(">Q", len(part)) + part
@@ -515,14 +520,7 @@ def test_a_message_that_never_ends(running: World) -> None:
     holder.say()
     assert holder.hear() is True
     assert holder.hear() == content(2)[:8].hex()
-    mode = os.stat(
-        next(
-            os.path.join(world.sockets, name)
-            for name in os.listdir(world.sockets)
-            if name.startswith("control-")
-        )
-    ).st_mode
-    assert mode & 0o777 == 0o600
+    assert os.stat(control_path(world)).st_mode & 0o777 == 0o600
     holder.say()
     holder.wait()
     assert world.pid() == watch.pid
@@ -530,13 +528,13 @@ def test_a_message_that_never_ends(running: World) -> None:
 
 
 def test_hundreds_of_control_connections(watch: Watch) -> None:
-    name = next(n for n in os.listdir(watch.world.sockets) if n.startswith("control-"))
+    path = control_path(watch.world)
     connections = []
     try:
         for _ in range(700):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connections.append(connection)
-            connect(connection, os.path.join(watch.world.sockets, name))
+            connect(connection, path)
         watch.honest()
     finally:
         for connection in connections:
