@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -44,6 +45,17 @@ def no_leak() -> Iterator[None]:
     while _open_descriptors() - before and time.monotonic() < until_s:
         time.sleep(0.05)
     assert _open_descriptors() - before == set()
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """This process may have 4096 descriptors, as nearly every machine allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip(f"a process may have {hard} descriptors here: `ulimit -Hn`")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -50,6 +51,24 @@ def test_a_daemon_that_fails(
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(DaemonStartFailed, match=reason):
         spawn.start(endpoint, timeout_s=10)
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_program_with_thousands_of_descriptors(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """``select`` has no room for those beyond 1023."""
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/bash\neval "echo failed heard >&$4"; exit 1')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    held = [os.open("/", os.O_RDONLY) for _ in range(1100)]
+    try:
+        with pytest.raises(DaemonStartFailed, match="heard"):
+            spawn.start(endpoint, timeout_s=10)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
 
 
 @pytest.mark.parametrize("executable", ["", None, "/usr/bin/uwsgi", "/no/such/python3"])

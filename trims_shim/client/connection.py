@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import time
 from collections import deque
@@ -343,7 +342,9 @@ class Connection:
             try:
                 handover.send(self._handover, message, descriptor=descriptor)
             except BlockingIOError:  # Hardly ever: there is room for hundreds of packets.
-                if not _wait(self._handover, is_for_room=True):
+                if not handover.wait_until_ready(
+                    self._handover, _ANSWER_TIMEOUT_S, is_for_room=True
+                ):
                     raise self._timeout("does not read") from None
                 handover.send(self._handover, message, descriptor=descriptor)
         except OSError as error:
@@ -382,7 +383,8 @@ class Connection:
 
     def _next_packet(self, timeout_s: float | None) -> handover.Packet:
         try:
-            if not _wait(self._handover, timeout_s):
+            timeout_s = _ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
+            if not handover.wait_until_ready(self._handover, timeout_s):
                 raise self._timeout("does not answer")
             packet = _receive(self._handover)
         except OSError as error:
@@ -483,16 +485,3 @@ def _check_descriptors() -> None:
         raise DaemonUnavailable(f"this process has too few descriptors left: {error}") from error
     finally:
         handover.close_all(held)
-
-
-def _wait(
-    connection: socket.socket, timeout_s: float | None = None, *, is_for_room: bool = False
-) -> bool:
-    """Whether there is a packet, or room for one, in time."""
-    timeout_s = _ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
-    if not hasattr(select, "poll"):  # eventlet takes away what would stop all its threads
-        readers, writers = ([], [connection]) if is_for_room else ([connection], [])
-        return any(select.select(readers, writers, [], timeout_s))
-    poll = select.poll()
-    poll.register(connection, select.POLLOUT if is_for_room else select.POLLIN)
-    return bool(poll.poll(1000 * timeout_s))

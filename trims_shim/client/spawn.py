@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import select
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 
 from trims_shim.errors import DaemonStartFailed, DaemonTimeout, DaemonUnavailable
 from trims_shim.wire.endpoint import Endpoint
+from trims_shim.wire.handover import wait_until_ready
 
 __all__ = ["start"]
 
@@ -150,7 +150,7 @@ def _read_line(reader: int, deadline: float, endpoint: Endpoint) -> str:
     data = b""
     while not data.endswith(b"\n"):
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([reader], [], [], left)[0]:
+        if left <= 0 or not wait_until_ready(reader, left):
             raise DaemonTimeout(f"the daemon did not report in time; see {endpoint.log}")
         chunk = os.read(reader, 4096)
         if not chunk:

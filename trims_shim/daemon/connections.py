@@ -4,7 +4,8 @@ ZeroMQ accepts whoever connects, in a thread of its own, and aborts the process 
 is left for the next one (ipc_listener.cpp of libzmq 4.3 takes ENFILE for an error, EMFILE for a
 bug). So the connections are counted as ZeroMQ reports them, by a thread that does nothing else. Of
 reports that were not heard yet there are some 1000 at most: then ZeroMQ's thread waits, and accepts
-nobody. So many descriptors have to be left unused (:func:`.sessions.descriptors_are_scarce`).
+nobody. So many descriptors have to be left unused (:func:`.sessions.descriptors_are_scarce`); a
+process that may not have some thousand can still be made to abort by a flood of connections.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from trims_shim.wire.messages import FileOffer
 
 __all__ = ["Limits", "Session", "Sessions", "check_readable_file", "descriptors_are_scarce"]
 
-_DESCRIPTORS_RESERVED = 4096
-"""For ZeroMQ, too, which takes those of its connections before it can be kept from it
-(:mod:`trims_shim.daemon.connections`)."""
+_DESCRIPTORS_RESERVED = 8192
+"""For ZeroMQ, too: 5120 connections that it may have, and twice 1000 that it takes before it can be
+kept from it (:mod:`trims_shim.daemon.connections`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import struct
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ __all__ = [
     "peer_of",
     "receive",
     "send",
+    "wait_until_ready",
     "watch_senders",
 ]
 
@@ -116,6 +118,18 @@ def receive(connection: socket.socket) -> Packet | None:
         close_all(descriptors)
         raise
     return Packet(message, descriptors[0] if descriptors else None, _sender(ancillary))
+
+
+def wait_until_ready(
+    descriptor: int | socket.socket, timeout_s: float, *, is_for_room: bool = False
+) -> bool:
+    """Whether there is something to read, or room for a packet, in time."""
+    if not hasattr(select, "poll"):  # eventlet takes away what would stop all its threads
+        readers, writers = ([], [descriptor]) if is_for_room else ([descriptor], [])
+        return any(select.select(readers, writers, [], timeout_s))
+    poll = select.poll()  # select has no room for descriptors beyond 1023
+    poll.register(descriptor, select.POLLOUT if is_for_room else select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
 
 
 def clipped(text: str, *, limit_bytes: int = 1000) -> str:
