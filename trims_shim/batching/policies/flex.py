@@ -106,8 +106,8 @@ class Flex:
         self._running: dict[int, _Running] = {}
         self._reserved: dict[int, list[Request]] = {}
         """By device: taken out of their queue for when it has stopped."""
-        self._least_queued: float | None = None
-        """See :meth:`_fewest_queued`; None once other batches run."""
+        self._least_queued: dict[Hashable, float] = {}
+        """See :meth:`_fewest_queued`; emptied when other batches run."""
 
     @classmethod
     def of_paper(
@@ -173,56 +173,61 @@ class Flex:
 
     def _fill(self, now_ns: int, actions: list[Action]) -> None:
         while self._free:
-            offers = []
+            candidates = []
             for key, queue in self._queues.items():
                 if queue:
-                    offer = self._offer(now_ns, key, actions)
-                    if offer is not None:
-                        offers.append(offer)
-            if offers:
-                best, worth = self._best(now_ns, offers)
-                self._start(now_ns, best, worth, actions)
+                    candidate = self._candidate(now_ns, key, actions)
+                    if candidate is not None:
+                        candidates.append(candidate)
+            if len(candidates) == 1:  # as on every arrival that finds several devices free
+                self._start(now_ns, candidates[0], float(len(candidates[0].batch)), actions)
+            elif candidates:
+                self._start(now_ns, *self._best(now_ns, candidates), actions)
             elif not self._unreserve():
                 return
 
-    def _start(self, now_ns: int, offer: Offer, worth: float, actions: list[Action]) -> None:
-        batch = offer.batch
+    def _start(
+        self, now_ns: int, chosen: Candidate | Offer, worth: float, actions: list[Action]
+    ) -> None:
+        batch = chosen.batch
         key = batch[0].key
         queue = self._queues[key]
         _remove(queue, batch)
-        if offer.given_up:
-            _remove(queue, offer.given_up)
-            actions.append(Drop(list(offer.given_up), DropReason.SHED))
+        if chosen.given_up:
+            _remove(queue, chosen.given_up)
+            actions.append(Drop(list(chosen.given_up), DropReason.SHED))
         device = self._free.pop()
-        end_ns = now_ns + offer.latency_ns
+        end_ns = now_ns + self.models[key].profile.latency_ns(len(batch))
         self._running[device] = _Running(key, batch, now_ns, end_ns, worth)
-        self._least_queued = None
+        self._least_queued.clear()
         actions.append(Run(device, batch))
 
-    def _best(self, now_ns: int, offers: Sequence[Offer]) -> tuple[Offer, float]:
+    def _best(self, now_ns: int, candidates: Sequence[Candidate]) -> tuple[Offer, float]:
         """The one that should run now, and its worth."""
-        if len(offers) > 1:
-            highest = max([each.batch[0].priority for each in offers])
-            offers = [each for each in offers if each.batch[0].priority == highest]
+        highest = max([each.batch[0].priority for each in candidates])
+        offers = [self._offer(each) for each in candidates if each.batch[0].priority == highest]
         ends_ns = [now_ns] * (len(self._free) - 1)
         for each in self._running.values():
             ends_ns.append(each.end_ns if each.end_ns > now_ns else now_ns)
         return self._choice(now_ns, offers, ends_ns)
 
-    def _offer(self, now_ns: int, key: Hashable, actions: list[Action]) -> Offer | None:
+    def _candidate(self, now_ns: int, key: Hashable, actions: list[Action]) -> Candidate | None:
         """What a model could run now, without what is hopeless; None if nothing."""
-        latency_of, queue = self.models[key].profile.latency_ns, self._queues[key]
-        hopeless = queue.take_due(now_ns + self.margin_ns + latency_of(1))
+        queue = self._queues[key]
+        soonest_ns = now_ns + self.margin_ns + self.models[key].profile.latency_ns(1)
+        hopeless = queue.take_due(soonest_ns)
         if hopeless:
             actions.append(Drop(hopeless, DropReason.HOPELESS))
             if not queue:
                 return None
         found = self._generate(key, now_ns, queue)
-        batch = found.batch
-        if not batch:
-            return None
-        size = len(batch)
-        latency_ns = latency_of(size)
+        return found if found.batch else None
+
+    def _offer(self, candidate: Candidate) -> Offer:
+        batch = candidate.batch
+        key, size = batch[0].key, len(batch)
+        queue = self._queues[key]
+        latency_ns = self.models[key].profile.latency_ns(size)
         spent_ns = latency_ns + self.margin_ns
         due_ns = [batch[0].deadline_ns - spent_ns]
         if size < len(queue):
@@ -232,7 +237,7 @@ class Flex:
             latency_ns,
             due_ns,
             lambda start_ns: len(self._generate(key, start_ns, queue).batch),
-            found.given_up,
+            candidate.given_up,
         )
 
     # --- no device is free ------------------------------------------------------------------------
@@ -249,7 +254,7 @@ class Flex:
         device, batch = found
         running = self._running[device]
         running.worth = inf
-        self._least_queued = None
+        self._least_queued.clear()
         reserved = [each for each in batch if each not in running.batch]
         _remove(self._queues[key], reserved)
         self._reserved[device] = reserved
@@ -258,7 +263,7 @@ class Flex:
     def _preemption(self, key: Hashable, now_ns: int) -> tuple[int, Sequence[Request]] | None:
         """(device, batch instead); None if there is no good one."""
         factor, gain, queue = self._factor, self._gain, self._queues[key]
-        if factor is None or len(queue) < self._fewest_queued(factor):
+        if factor is None or len(queue) < self._fewest_queued(key, factor):
             return None
         next_ns = self._soonest_end_ns()
         # How many can be answered as well by waiting for the next device.
@@ -278,12 +283,18 @@ class Flex:
                 return device, batch
         return None
 
-    def _fewest_queued(self, factor: float) -> float:
-        """With fewer queued requests no model preempts any of the batches that run."""
-        if self._least_queued is None:
-            needed = [factor * each.worth - len(each.batch) for each in self._running.values()]
-            self._least_queued = min(needed, default=inf)
-        return self._least_queued
+    def _fewest_queued(self, key: Hashable, factor: float) -> float:
+        """With fewer queued requests this model preempts none of the batches that run."""
+        least = self._least_queued.get(key)
+        if least is None:
+            least, most = inf, self.models[key].max_batch_size
+            for each in self._running.values():
+                needed = factor * each.worth
+                if needed <= most:
+                    ours = len(each.batch) if each.key == key else 0
+                    least = min(least, needed - ours)
+            self._least_queued[key] = least
+        return least
 
     def _instead(
         self, running: _Running, key: Hashable, now_ns: int, next_ns: int
@@ -319,7 +330,7 @@ class Flex:
     def _release(self, device: int) -> None:
         """The device has stopped; what was reserved for it is up for decision again."""
         del self._running[device]
-        self._least_queued = None
+        self._least_queued.clear()
         self._free.append(device)
         if device in self._reserved:
             self._queue_again(self._reserved.pop(device))
