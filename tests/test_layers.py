@@ -68,6 +68,7 @@ LAYERS = (
     ("batching",),
     ("patches", "testing"),
     ("batching.staged.slicing.onnx_slicing",),
+    ("handles",),
     ("inspection", "api", "_activate"),
     ("", "cli", "__main__", "_bootstrap"),
 )

@@ -1,0 +1,236 @@
+"""A model that :func:`trims_shim.open` has opened, and views of its records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+from trims_shim.errors import FormatError, UnsupportedFormat
+from trims_shim.formats import read_archive, read_header
+from trims_shim.late_imports import ensure_imported
+from trims_shim.specs import Digest, Record, Span
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+    from trims_shim.client.arenas import Arena
+    from trims_shim.client.device_arenas import DeviceArena
+
+__all__ = ["DeviceHandle", "Handle"]
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_Arena = TypeVar("_Arena", "Arena", "DeviceArena")
+_Self = TypeVar("_Self", bound="_Opened[Any]")
+
+
+class _Opened(Generic[_Arena]):
+    """What handles have in common."""
+
+    def __init__(self, arena: _Arena, name: str, *, digest: Digest, size_bytes: int) -> None:
+        self._arena: _Arena | None = arena
+        self.name = name
+        self.digest = digest
+        self.size_bytes = size_bytes
+        self._records: dict[str, Record] | None = None
+
+    def close(self) -> None:
+        """Let go of the mapping; views keep it alive for as long as they need it."""
+        self._arena = None
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        return f"<trims_shim.{kind} {self.name} {self.size_bytes} bytes {self.digest[:12]}>"
+
+    def _open_arena(self) -> _Arena:
+        if self._arena is None:
+            raise ValueError(f"handle of {self.name} is closed")
+        return self._arena
+
+
+class Handle(_Opened["Arena"]):
+    """A model in the cache, mapped into this process; a context manager.
+
+    ``records`` are the named tensors of a safetensors file, or the named records of a torch zip
+    archive (``data/0``, whose dtype and shape only its pickle knows). Views stay valid after
+    :meth:`close`; the memory goes when the last of them goes. Writes to views stay private.
+    """
+
+    def __init__(self, arena: Arena, name: str) -> None:
+        super().__init__(arena, name, digest=arena.image.digest, size_bytes=arena.size_bytes)
+
+    @property
+    def records(self) -> Mapping[str, Record]:
+        """Records by name. Raises FormatError for a file of neither format."""
+        if self._records is None:
+            self._records = _read_records(self.buffer(), self.name)
+        return self._records
+
+    def buffer(self) -> memoryview:
+        """All bytes of the file, writable and private."""
+        return memoryview(self._open_arena().buffer).cast("B")
+
+    def numpy(self, name: str) -> numpy.ndarray[Any, Any]:
+        """A record as an array: with dtype and shape (safetensors), else as bytes [size].
+
+        Raises KeyError, UnsupportedFormat for a dtype that numpy does not have.
+        """
+        ensure_imported("numpy")
+        import numpy
+
+        record = self.records[name]
+        dtype = _numpy_dtype(record, "numpy")
+        buffer: Any = self._open_arena().buffer
+        part: numpy.ndarray[Any, Any] = numpy.frombuffer(buffer, dtype=numpy.uint8)
+        part = part[record.span.offset_bytes : record.span.end_bytes]
+        return part.view(dtype).reshape(record.shape)
+
+    def torch(self, name: str) -> torch.Tensor:
+        """A record as a tensor on the CPU, as :meth:`numpy`. Raises KeyError."""
+        ensure_imported("torch", "trims_shim.patches.torch_storage")
+        import torch
+
+        from trims_shim.patches.torch_storage import storage_of, torch_dtype
+
+        record = self.records[name]
+        storage = storage_of(self._open_arena())
+        part = storage[record.span.offset_bytes : record.span.end_bytes]
+        if not record.dtype:
+            return torch.empty(0, dtype=torch.uint8).set_(part)
+        tensor = torch.empty(0, dtype=torch_dtype(record.dtype)).set_(part)
+        return tensor.view(record.shape)
+
+
+class DeviceHandle(_Opened["DeviceArena"]):
+    """A model in the memory of a device; a context manager.
+
+    ``records`` are the named tensors of a safetensors file, or the storages of a torch zip archive
+    (``data/0``, whose dtype and shape only its pickle knows). Views stay valid after :meth:`close`;
+    the memory goes when the last of them goes. It is mapped read-only: a write to a view is a fault
+    that ends this process's use of the device, and harms nobody else. Open with
+    ``access="private"`` to write.
+    """
+
+    def __init__(self, arena: DeviceArena, name: str, *, is_private: bool = False) -> None:
+        super().__init__(arena, name, digest=arena.digest, size_bytes=arena.outline.size_bytes)
+        self._is_private = is_private
+        self.device = arena.device
+
+    @property
+    def records(self) -> Mapping[str, Record]:
+        """Records that are in device memory, by name; their spans are those in the file."""
+        if self._records is None:
+            arena = self._open_arena()
+            found = _read_records(memoryview(arena.outline.buffer).cast("B"), self.name)
+            self._records = {
+                name: record
+                for name, record in found.items()
+                if _device_address(arena, record) is not None
+            }
+        return self._records
+
+    def torch(self, name: str) -> torch.Tensor:
+        """A record as a tensor on the device: with dtype and shape (safetensors), else as bytes.
+
+        It has ``__dlpack__`` like any other. Raises KeyError.
+        """
+        ensure_imported("torch", "trims_shim.patches.torch_device")
+        import torch
+
+        from trims_shim.patches import torch_device
+        from trims_shim.patches.torch_modes import unseen
+        from trims_shim.patches.torch_storage import torch_dtype
+
+        arena, record, address = self._find(name)
+        dtype = torch_dtype(record.dtype) if record.dtype else torch.uint8
+        torch_device.runtime.ready(arena.index)
+        offset, size_bytes = address - arena.address, record.span.size_bytes
+        storage = torch_device.shared_storage(arena, offset, size_bytes)
+        with unseen():
+            tensor = torch.empty(0, dtype=dtype, device=storage.device)
+            tensor = tensor.set_(storage).view(record.shape)
+            return tensor.clone() if self._is_private else tensor
+
+    def as_cupy(self, name: str) -> Any:
+        """A record as a ``cupy.ndarray``, as :meth:`torch`.
+
+        Raises KeyError, ImportError without CuPy, UnsupportedFormat for a dtype it does not have.
+        """
+        try:
+            ensure_imported("cupy")
+            import cupy
+        except ImportError as error:
+            raise ImportError(
+                "as_cupy() needs CuPy: pip install cupy-cuda13x (or cupy-cuda12x)"
+            ) from error
+        arena, record, address = self._find(name)
+        dtype = _numpy_dtype(record, "CuPy")
+        memory = cupy.cuda.UnownedMemory(
+            address, record.span.size_bytes, arena, device_id=arena.index
+        )
+        array = cupy.ndarray(record.shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+        return array.copy() if self._is_private else array
+
+    def numpy(self, name: str) -> NoReturn:
+        """Raises UnsupportedFormat: numpy cannot see device memory."""
+        raise UnsupportedFormat(
+            f"{name} is in device memory, which numpy cannot see; use torch() or as_cupy(), or "
+            f"open the file without a device"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<trims_shim.DeviceHandle {self.name} {self.size_bytes} bytes {self.digest[:12]} "
+            f"on {self.device}>"
+        )
+
+    def _find(self, name: str) -> tuple[DeviceArena, Record, int]:
+        arena, record = self._open_arena(), self.records[name]
+        address = _device_address(arena, record)
+        assert address is not None
+        return arena, record, address
+
+
+def _device_address(arena: DeviceArena, record: Record) -> int | None:
+    if not record.span.size_bytes:
+        return arena.address
+    offset = arena.layout.find(record.span.offset_bytes, record.span.size_bytes)
+    return None if offset is None else arena.address + offset
+
+
+def _numpy_dtype(record: Record, library: str) -> numpy.dtype[Any]:
+    """Of a record; bytes where the file says none. Raises UnsupportedFormat."""
+    ensure_imported("numpy", "trims_shim.patches.safetensors_numpy")
+    import numpy
+
+    from trims_shim.patches.safetensors_numpy import NUMPY_DTYPES
+
+    if not record.dtype:
+        return numpy.dtype(numpy.uint8)
+    if record.dtype not in NUMPY_DTYPES:
+        raise UnsupportedFormat(
+            f"{record.name}: {library} has no dtype {record.dtype}; use torch()"
+        )
+    return numpy.dtype(NUMPY_DTYPES[record.dtype])
+
+
+def _read_records(view: memoryview, file: str) -> dict[str, Record]:
+    if bytes(view[:4]) == _ZIP_MAGIC:
+        archive = read_archive(view)
+        return {name: _bytes_record(name, span) for name, span in archive.records.items()}
+    try:
+        return {record.name: record for record in read_header(view)}
+    except FormatError as error:
+        raise type(error)(
+            f"{file} has no records: no zip archive of torch, and read as safetensors: {error}"
+        ) from error
+
+
+def _bytes_record(name: str, span: Span) -> Record:
+    return Record(name, span, "", (span.size_bytes,))
