@@ -29,6 +29,7 @@ LAYERS = (
         "daemon.eviction",
         "daemon.leases",
         "daemon.recent",
+        "daemon.workers",
     ),
     ("daemon.prepared_events", "daemon.prepared_refusals"),
     ("daemon.prepared_store", "daemon.prepared_manifest"),

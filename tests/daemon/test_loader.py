@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
-from harness import PATIENCE_S
+from harness import PATIENCE_S, wait_until
 
+from trims_shim.daemon import ingest
 from trims_shim.daemon import loader as loader_module
 from trims_shim.daemon.loader import Finished, Loader
 from trims_shim.daemon.store import Opening, StartIngest
@@ -231,3 +234,33 @@ def test_meters_show_loads_under_way(harness: Harness) -> None:
     assert harness.loader.meters()[9].done_bytes == len(CONTENT)
     harness.loader.take_finished()
     assert harness.loader.meters() == {}
+
+
+def test_loads_that_are_stuck_keep_nobody_waiting(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are threads read from a server that is gone."""
+    monkeypatch.setattr(loader_module, "_STUCK_AFTER_S", 0.05)
+    is_back, fill = threading.Event(), ingest.fill
+
+    def hang(descriptor: int, view: memoryview, **arguments: Any) -> str:
+        if arguments["name"] == "/hung":
+            is_back.wait()
+        return fill(descriptor, view, **arguments)
+
+    monkeypatch.setattr(ingest, "fill", hang)
+    identity = Identity.from_stat(harness.path.stat())
+    for number in range(100, 100 + loader_module.CONCURRENT_LOADS):
+        opening = Opening(1, 1, 0, identity, "/hung")
+        descriptor = os.open(harness.path, os.O_RDONLY)
+        harness.loader.start(StartIngest(number, opening, False), descriptor)
+    wait_until(lambda: harness.loader.stuck_count() == loader_module.CONCURRENT_LOADS)
+    harness.loader.tend()
+    assert harness.load().error is None
+    is_back.set()
+    ended: list[Finished] = []
+    wait_until(lambda: ended.extend(harness.loader.take_finished()) or len(ended) == 4)
+    assert [each.error for each in ended] == [None] * 4
+    assert harness.loader.stuck_count() == 0
+    for each in ended:
+        harness.loader.discard(each.ingest)

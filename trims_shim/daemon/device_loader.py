@@ -158,7 +158,8 @@ class DeviceLoader(Loads[DeviceSegment]):
         return is_copied
 
     def tend(self) -> None:
-        """What is to be done about every second; never blocks."""
+        """See :meth:`Loads.tend`."""
+        super().tend()
         for uploader in self._uploaders():
             uploader.retire_if_idle()
 

@@ -12,16 +12,16 @@ import abc
 import ctypes
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from trims_shim.daemon import ingest
 from trims_shim.daemon.ingest import Meter
 from trims_shim.daemon.store import Ingested, StartIngest
+from trims_shim.daemon.workers import Workers
 from trims_shim.errors import FileChanged, MemoryFailure, NoSpace, ReadFailed, TrimsError
 from trims_shim.memory.host import HostMemory, SealedSegment
 from trims_shim.specs import Digest, Identity
@@ -35,10 +35,11 @@ __all__ = [
     "check_unchanged",
     "has_change_time",
     "is_settled",
-    "started_pool",
 ]
 
 CONCURRENT_LOADS = 4
+_STUCK_AFTER_S = 5.0
+"""Without a byte more for so long, a load is none of them."""
 _SETTLED_AFTER_NS = 100_000_000
 """Local file systems stamp changes at least every 10 ms (CONFIG_HZ=100); ten times that."""
 _SETTLED_AFTER_REMOTE_NS = 2_000_000_000
@@ -85,17 +86,18 @@ class Hashing:
     close: Callable[[], None]
 
 
-def started_pool(threads: int = CONCURRENT_LOADS) -> ThreadPoolExecutor:
-    """A pool with all its threads: an executor keeps work whose thread cannot be started later.
+@dataclass(slots=True)
+class _Begun:
+    """A load in a worker, and when it was last seen to get on."""
 
-    Its descriptor would be closed by then, and its number perhaps another file's.
-    """
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="trims-load")
-    together = threading.Barrier(threads + 1, timeout=10)
-    for _ in range(threads):
-        pool.submit(together.wait)
-    together.wait()
-    return pool
+    meter: Meter
+    done_bytes: int
+    at_s: float
+
+    def is_stuck(self, now_s: float) -> bool:
+        if self.meter.done_bytes != self.done_bytes:
+            self.done_bytes, self.at_s = self.meter.done_bytes, now_s
+        return now_s - self.at_s >= _STUCK_AFTER_S
 
 
 class Loads(abc.ABC, Generic[_Segment]):
@@ -114,9 +116,10 @@ class Loads(abc.ABC, Generic[_Segment]):
         """
         self._wake = wake
         self._trusts_young_files = trusts_young_files
-        self._pool = pool or started_pool()
+        self._pool = pool or Workers(CONCURRENT_LOADS)
         # What is no load neither waits for slow files nor keeps them waiting.
-        self._aside = pool or started_pool(1)
+        self._aside = pool or Workers(1)
+        self._begun: dict[int, _Begun] = {}
         self._finished: queue.SimpleQueue[Finished[_Segment]] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._meters: dict[int, Meter] = {}
@@ -195,10 +198,20 @@ class Loads(abc.ABC, Generic[_Segment]):
         """How far each load is."""
         return dict(self._meters)
 
+    def stuck_count(self) -> int:
+        """Loads that do not get on: of files whose server is gone."""
+        now_s = time.monotonic()
+        return sum([each.is_stuck(now_s) for each in list(self._begun.values())])
+
+    def tend(self) -> None:
+        """What is to be done about every second; never blocks."""
+        if isinstance(self._pool, Workers):
+            self._pool.replace(self.stuck_count())
+
     def close(self) -> None:
-        """Wait for loads under way, then give up every segment."""
+        """Wait for loads that get on, then give up every segment."""
         self._aside.shutdown(wait=True)
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=not self.stuck_count(), cancel_futures=True)
         self.take_finished()
         for segment in [*self._segments.values(), *self._pending.values()]:
             self._give_up(segment)
@@ -212,6 +225,7 @@ class Loads(abc.ABC, Generic[_Segment]):
         result: Ingested | None = None
         segment: _Segment | None = None
         error: TrimsError | None = None
+        self._begun[action.ingest] = _Begun(meter, meter.done_bytes, time.monotonic())
         try:
             result, segment = self._load(action, descriptor, digest, meter)
             if self._trusts_young_files:
@@ -225,6 +239,7 @@ class Loads(abc.ABC, Generic[_Segment]):
             error = ReadFailed(f"{action.opening.name}: {type(failure).__name__}: {failure}")
         finally:
             os.close(descriptor)
+            del self._begun[action.ingest]
         self.deliver(Finished(action.ingest, result, segment, error))
 
     @abc.abstractmethod

@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 from trims_shim._version import __version__
 from trims_shim.daemon.front import Front, Offer, Request
 from trims_shim.daemon.interpreters import cpu_identity, interpreter_of, namespace_problem
-from trims_shim.daemon.loader import started_pool
 from trims_shim.daemon.prepared_clients import (
     flight_of,
     hit_reply,
@@ -61,6 +60,7 @@ from trims_shim.daemon.prepared_making import (
 from trims_shim.daemon.prepared_manifest import RefusalRecord
 from trims_shim.daemon.prepared_store import PreparedStore
 from trims_shim.daemon.sessions import Session
+from trims_shim.daemon.workers import Workers
 from trims_shim.errors import (
     AccessDenied,
     DaemonUnavailable,
@@ -115,7 +115,7 @@ class Prepared:
         self._wake = wake
         self._files = PreparedFiles(settings.directory, judgement=settings.judgement)
         self._store = PreparedStore(0, numbers=numbers)
-        self._aside = pool or started_pool(1)
+        self._aside = pool or Workers(1)
         self._preparations = Preparations(
             self._files,
             preparer,

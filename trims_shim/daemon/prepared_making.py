@@ -22,13 +22,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from trims_shim._version import __version__
-from trims_shim.daemon.loader import has_change_time, is_settled, started_pool
+from trims_shim.daemon.loader import has_change_time, is_settled
 from trims_shim.daemon.prepared_directory import space_of
 from trims_shim.daemon.prepared_events import Content, Failure, Known
 from trims_shim.daemon.prepared_files import PreparedFiles, Published
 from trims_shim.daemon.prepared_key import LAYOUT_VERSION
 from trims_shim.daemon.prepared_manifest import FileStamp, Manifest
 from trims_shim.daemon.preparing import Preparation
+from trims_shim.daemon.workers import Workers
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.memory.host import available_bytes
 from trims_shim.memory.memfd import is_sealed
@@ -131,7 +132,7 @@ class Preparations:
         self._preparer = preparer
         self._key_of = key_of
         self._deliver = deliver
-        self._pool = pool or started_pool(1)
+        self._pool = pool or Workers(1)
         self._trusts_young_files = trusts_young_files
         self._closing = threading.Event()
         self._waiting: dict[int, tuple[Making, Future[None]]] = {}

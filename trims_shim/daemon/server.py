@@ -161,7 +161,7 @@ class Server(Front):
 
     def _is_finished(self) -> bool:
         if self.is_stopping:
-            is_busy = self.tiers.ingest_count() or self.tiers.is_making() or self._jobs.total()
+            is_busy = self.tiers.is_loading() or self.tiers.is_making() or self._jobs.total()
             return not is_busy
         if self.tiers.is_needed() or self.prepared.is_needed():
             self._last_active = time.monotonic()

@@ -319,6 +319,10 @@ class Tiers:
         """Loads under way."""
         return sum(each.store.ingest_count() for each in self)
 
+    def is_loading(self) -> bool:
+        """Whether there are loads under way that get on."""
+        return any(each.store.ingest_count() > each.loader.stuck_count() for each in self)
+
     def is_needed(self) -> bool:
         """Whether anybody leases, waits for or has pinned anything."""
         return self.is_making() or any(each.store.is_needed() for each in self)
@@ -336,9 +340,10 @@ class Tiers:
 
     def tend(self) -> None:
         """What is to be done about every second."""
-        for each in self.devices:
-            each.measure_soon()
+        for each in self:
             each.loader.tend()
+        for device in self.devices:
+            device.measure_soon()
 
     def close(self) -> None:
         """Wait for loads under way, then give everything up."""

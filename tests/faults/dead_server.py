@@ -1,0 +1,94 @@
+"""A file system whose server answers everything but reads, as one whose network is gone (FUSE)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import stat
+import struct
+import threading
+import time
+
+__all__ = ["DeadServer"]
+
+_IN = struct.Struct("<IIQQIIII")
+_OUT = struct.Struct("<IiQ")
+_INIT = struct.Struct("<IIIIHHIIHHI28x")
+_ATTRIBUTES = struct.Struct("<QQQQQQIIIIIIIIII")
+_VALID_S = 3600
+_ENTRY = struct.Struct("<QQQQII")
+_LOOKUP, _FORGET, _GETATTR, _OPEN, _READ, _RELEASE, _INIT_CODE = 1, 2, 3, 14, 15, 18, 26
+_SILENT = (_FORGET, _READ, 36, 42)
+"""With INTERRUPT and BATCH_FORGET; the kernel expects no answer to the others."""
+_ENOSYS = 38
+_ASYNC_READ = 1
+"""As all servers have it; without, the kernel waits for reads even if their process was killed."""
+_MNT_DETACH = 2
+_SIZE_BYTES = 4 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class DeadServer:
+    """Mounted at ``path``; every name is a file there. Raises OSError where that is not allowed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+        options = f"fd={self._device},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
+        if _libc.mount(b"dead", path.encode(), b"fuse", 0, options.encode()) != 0:
+            error = ctypes.get_errno()
+            os.close(self._device)
+            raise OSError(error, os.strerror(error), path)
+        self.reads = 0
+        """How many wait for an answer."""
+        self._made_s = int(time.time()) - 60
+        self._nodes: dict[bytes, int] = {}
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Unmount it; reads under way fail."""
+        _libc.umount2(self.path.encode(), _MNT_DETACH)
+        # The last one who knows the device has to go: the connection ends then.
+        with contextlib.suppress(OSError):
+            os.close(self._device)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                request = os.read(self._device, 1 << 20)
+            except OSError:  # unmounted
+                return
+            _, code, unique, node, *_ = _IN.unpack_from(request)
+            if code == _READ:
+                self.reads += 1
+            if code in _SILENT:
+                continue
+            answer = self._answer(code, node, request[_IN.size :])
+            error = 0 if answer is not None else -_ENOSYS
+            data = answer or b""
+            with contextlib.suppress(OSError):
+                os.write(self._device, _OUT.pack(_OUT.size + len(data), error, unique) + data)
+
+    def _answer(self, code: int, node: int, body: bytes) -> bytes | None:
+        if code == _INIT_CODE:
+            _, _, read_ahead, _ = struct.unpack_from("<IIII", body)
+            return _INIT.pack(7, 31, read_ahead, _ASYNC_READ, 12, 9, 1 << 17, 1, 0, 0, 0)
+        if code == _GETATTR:
+            return struct.pack("<QII", _VALID_S, 0, 0) + self._attributes(node)
+        if code == _LOOKUP:
+            node = self._nodes.setdefault(body.rstrip(b"\0"), len(self._nodes) + 2)
+            return _ENTRY.pack(node, 0, _VALID_S, _VALID_S, 0, 0) + self._attributes(node)
+        if code == _OPEN:
+            return struct.pack("<QII", 1, 0, 0)
+        return b"" if code == _RELEASE else None
+
+    def _attributes(self, node: int) -> bytes:
+        mode = (stat.S_IFDIR | 0o755) if node == 1 else (stat.S_IFREG | 0o644)
+        made_s, size = self._made_s, 0 if node == 1 else _SIZE_BYTES
+        times = (made_s, made_s, made_s, 1, 1, 1)
+        return _ATTRIBUTES.pack(
+            node, size, size // 512, *times, mode, 1, os.getuid(), os.getgid(), 0, 4096, 0
+        )

@@ -1,0 +1,93 @@
+"""Threads for work that may block for ever, as a read from a server that is gone does.
+
+Work runs in the order in which it was submitted. Whoever submits it says how many threads are
+stuck, and as many others take their place, so that nobody waits for a file that is not his.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any
+
+__all__ = ["Workers"]
+
+_MOST_REPLACED = 64
+_Task = tuple["Future[Any]", Callable[[], Any]]
+
+
+class Workers(Executor):
+    """Some threads, all of them started at once: work waits for none that cannot be started later.
+
+    They end with the process, stuck ones too.
+    """
+
+    def __init__(self, threads: int) -> None:
+        """Raises RuntimeError where the system has no more threads."""
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        self._least = self._wanted = threads
+        self._is_shut = False
+        self._start_missing()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See :class:`concurrent.futures.Executor`."""
+        with self._lock:
+            if self._is_shut:
+                raise RuntimeError("cannot submit work after shutdown")
+            future: Future[Any] = Future()
+            self._tasks.put((future, partial(fn, *args, **kwargs)))
+            return future
+
+    def replace(self, stuck: int) -> None:
+        """So many threads are stuck: there are as many more from now on, as far as possible."""
+        with self._lock:
+            self._wanted = self._least + min(stuck, _MOST_REPLACED)
+            with contextlib.suppress(RuntimeError):  # no more threads to be had; perhaps later
+                self._start_missing()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """See :class:`concurrent.futures.Executor`."""
+        with self._lock:
+            self._is_shut = True
+            tasks = self._remaining() if cancel_futures else []
+            threads = list(self._threads)
+            for _ in threads:
+                self._tasks.put(None)
+        for future, _ in tasks:
+            future.cancel()
+        if wait:
+            for thread in threads:
+                thread.join()
+
+    def _remaining(self) -> list[_Task]:
+        tasks = []
+        with contextlib.suppress(queue.Empty):
+            while task := self._tasks.get_nowait():
+                tasks.append(task)
+        return tasks
+
+    def _start_missing(self) -> None:
+        while len(self._threads) < self._wanted:
+            thread = threading.Thread(target=self._work, name="trims-load", daemon=True)
+            thread.start()
+            self._threads.add(thread)
+
+    def _work(self) -> None:
+        while task := self._tasks.get():
+            future, work = task
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+            del task, future, work  # what they hold is not kept until the next one comes
+            with self._lock:
+                if len(self._threads) > self._wanted and not self._is_shut:
+                    self._threads.remove(threading.current_thread())
+                    return
