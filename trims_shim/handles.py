@@ -27,6 +27,8 @@ _Self = TypeVar("_Self", bound="_Opened[Any]")
 class _Opened(Generic[_Arena]):
     """What handles have in common."""
 
+    _place = ""
+
     def __init__(self, arena: _Arena, name: str, *, digest: Digest, size_bytes: int) -> None:
         self._arena: _Arena | None = arena
         self.name = name
@@ -45,8 +47,8 @@ class _Opened(Generic[_Arena]):
         self.close()
 
     def __repr__(self) -> str:
-        kind = type(self).__name__
-        return f"<trims_shim.{kind} {self.name} {self.size_bytes} bytes {self.digest[:12]}>"
+        kind, place = type(self).__name__, self._place
+        return f"<trims_shim.{kind} {self.name} {self.size_bytes} bytes {self.digest[:12]}{place}>"
 
     def _open_arena(self) -> _Arena:
         if self._arena is None:
@@ -121,6 +123,7 @@ class DeviceHandle(_Opened["DeviceArena"]):
         super().__init__(arena, name, digest=arena.digest, size_bytes=arena.outline.size_bytes)
         self._is_private = is_private
         self.device = arena.device
+        self._place = f" on {arena.device}"
 
     @property
     def records(self) -> Mapping[str, Record]:
@@ -182,12 +185,6 @@ class DeviceHandle(_Opened["DeviceArena"]):
         raise UnsupportedFormat(
             f"{name} is in device memory, which numpy cannot see; use torch() or as_cupy(), or "
             f"open the file without a device"
-        )
-
-    def __repr__(self) -> str:
-        return (
-            f"<trims_shim.DeviceHandle {self.name} {self.size_bytes} bytes {self.digest[:12]} "
-            f"on {self.device}>"
         )
 
     def _find(self, name: str) -> tuple[DeviceArena, Record, int]:

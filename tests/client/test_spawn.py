@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,19 @@ pytestmark = pytest.mark.usefixtures("no_leak")
 @pytest.fixture
 def endpoint(socket_directory: Path) -> Endpoint:
     return Endpoint(str(socket_directory / "s"))
+
+
+@pytest.fixture
+def run_instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Lines for bash take the place of the interpreter."""
+
+    def replace(script: str) -> None:
+        python = tmp_path / "python3"
+        python.write_text(f"#!/bin/bash\n{script}\n")
+        python.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(python))
+
+    return replace
 
 
 def test_an_interpreter_that_cannot_be_run(
@@ -39,29 +53,19 @@ def test_an_interpreter_that_cannot_be_run(
     ids=["silence", "a reason"],
 )
 def test_a_daemon_that_fails(
-    endpoint: Endpoint,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    script: str,
-    reason: str,
+    endpoint: Endpoint, run_instead: Callable[[str], None], script: str, reason: str
 ) -> None:
-    python = tmp_path / "python3"
-    python.write_text(f"#!/bin/bash\n{script}\n")
-    python.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(python))
+    run_instead(script)
     with pytest.raises(DaemonStartFailed, match=reason):
         spawn.start(endpoint, timeout_s=10)
 
 
 @pytest.mark.usefixtures("many_descriptors")
 def test_a_program_with_thousands_of_descriptors(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    endpoint: Endpoint, run_instead: Callable[[str], None]
 ) -> None:
     """``select`` has no room for those beyond 1023."""
-    python = tmp_path / "python3"
-    python.write_text('#!/bin/bash\neval "echo failed heard >&$4"; exit 1')
-    python.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(python))
+    run_instead('eval "echo failed heard >&$4"; exit 1')
     held = [os.open("/", os.O_RDONLY) for _ in range(1100)]
     try:
         with pytest.raises(DaemonStartFailed, match="heard"):

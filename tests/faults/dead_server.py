@@ -45,8 +45,7 @@ class DeadServer:
         """How many wait for an answer."""
         self._made_s = int(time.time()) - 60
         self._nodes: dict[bytes, int] = {}
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
         """Unmount it; reads under way fail."""

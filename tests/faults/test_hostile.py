@@ -336,19 +336,19 @@ def test_more_images_than_a_status_can_name(make_world: Any) -> None:
 # --- ZeroMQ ---------------------------------------------------------------------------------------
 
 
-def control_path(world: World) -> str:
-    """Of the control socket, once it has its name: it may be reset now."""
+def socket_path(world: World, kind: str = "control-") -> str:
+    """Of a socket of ZeroMQ, once it has its name: it may be reset now."""
 
     def named() -> list[str]:
-        return [name for name in os.listdir(world.sockets) if name.startswith("control-")]
+        return [name for name in os.listdir(world.sockets) if name.startswith(kind)]
 
-    (name,) = wait_until(named, "a control socket")
+    (name,) = wait_until(named, f"a socket {kind}")
     return os.path.join(world.sockets, name)
 
 
 @contextlib.contextmanager
 def dealer(world: World, kind: int = zmq.DEALER) -> Iterator[Any]:
-    path = control_path(world)
+    path = socket_path(world)
     context: Any = zmq.Context()
     control = context.socket(kind)
     control.setsockopt(zmq.LINGER, 0)
@@ -398,7 +398,7 @@ def test_bad_frames(shared_watch: Watch, frames: str, kind: int) -> None:
 
 def test_not_zeromq_at_all(watch: Watch) -> None:
     """Raw bytes on the control socket: the greeting of ZMTP never comes, or comes broken."""
-    path = control_path(watch.world)
+    path = socket_path(watch.world)
     connections = []
     for data in (b"", b"\xff", b"GET /\r\n\r\n", b"\xff" + b"\0" * 8 + b"\x7f\x03\x01", b"\0" * 99):
         for _ in range(20):
@@ -465,7 +465,7 @@ FLOOD_BYTES = 160 << 20
 
 def multipart_without_end(world: World, seconds: float, part: bytes) -> int:
     """Parts of one message that never ends, through ZMTP by hand: a library would wait."""
-    path = control_path(world)
+    path = socket_path(world)
     greeting = b"\xff" + b"\0" * 8 + b"\x7f" + b"\x03\0" + b"NULL".ljust(20, b"\0") + b"\0" * 32
     ready_body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     frame = b"\x03" + struct.pack(">Q", len(part)) + part
@@ -521,7 +521,7 @@ def test_a_message_that_never_ends(running: World) -> None:
     holder.say()
     assert holder.hear() is True
     assert holder.hear() == content(2)[:8].hex()
-    assert os.stat(control_path(world)).st_mode & 0o777 == 0o600
+    assert os.stat(socket_path(world)).st_mode & 0o777 == 0o600
     holder.say()
     holder.wait()
     assert world.pid() == watch.pid
@@ -529,7 +529,7 @@ def test_a_message_that_never_ends(running: World) -> None:
 
 
 def test_hundreds_of_control_connections(watch: Watch) -> None:
-    path = control_path(watch.world)
+    path = socket_path(watch.world)
     connections = []
     try:
         for _ in range(700):
@@ -578,11 +578,7 @@ def test_more_zeromq_connections_than_the_daemon_has_descriptors(
         "cache().welcome(may_start=True)\n"
     )
     watch = Watch(world)
-    path = next(
-        os.path.join(world.sockets, each)
-        for each in os.listdir(world.sockets)
-        if each.startswith(name)
-    )
+    path = socket_path(world, name)
     connections = []
     try:
         for _ in range(3000):
@@ -600,7 +596,7 @@ def test_more_zeromq_connections_than_the_daemon_has_descriptors(
 
 def subscribe(world: World, topics: str) -> subprocess.Popen[bytes]:
     """In a process of its own: ZeroMQ walks through topics with one call for each byte."""
-    name = next(n for n in os.listdir(world.sockets) if n.startswith("events-"))
+    path = socket_path(world, "events-")
     code = (
         "import os, sys, time, zmq\n"
         "listening = zmq.Context().socket(zmq.SUB)\n"
@@ -609,7 +605,7 @@ def subscribe(world: World, topics: str) -> subprocess.Popen[bytes]:
         f"for topic in {topics}: listening.subscribe(topic)\n"
         "time.sleep(60)\n"
     )
-    return subprocess.Popen([sys.executable, "-c", code, os.path.join(world.sockets, name)])
+    return subprocess.Popen([sys.executable, "-c", code, path])
 
 
 @pytest.mark.parametrize(

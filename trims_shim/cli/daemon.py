@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import select
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -110,10 +109,8 @@ def _watch(pid: int | None) -> Iterator[Callable[[], bool]]:
     if descriptor < 0:
         yield lambda: True
         return
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
     try:
-        yield lambda: bool(poll.poll(0))
+        yield lambda: handover.wait_until_ready(descriptor, 0)
     finally:
         os.close(descriptor)
 

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import re
-import select
 import shutil
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import print_json, table
+from trims_shim.wire.handover import wait_until_ready
 
 __all__ = ["demo"]
 
@@ -300,7 +300,8 @@ def _first_line(process: subprocess.Popen[bytes]) -> bytes:
     text = b""
     end = time.monotonic() + _ANSWER_DEADLINE_S
     while b"\n" not in text:
-        if not select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+        left_s = max(0.0, end - time.monotonic())
+        if not wait_until_ready(process.stdout.fileno(), left_s):
             return b""
         chunk = os.read(process.stdout.fileno(), 1 << 16)
         if not chunk:

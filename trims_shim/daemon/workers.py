@@ -88,6 +88,6 @@ class Workers(Executor):
                     future.set_exception(error)
             del task, future, work  # what they hold is not kept until the next one comes
             with self._lock:
-                if len(self._threads) > self._wanted and not self._is_shut:
+                if len(self._threads) > self._wanted:
                     self._threads.remove(threading.current_thread())
                     return
