@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from onnx_models import Sample
 
-from trims_shim.daemon import optimising
-from trims_shim.daemon.installation import installation
-from trims_shim.daemon.preparer_cuda import CudaSessions
+from trims_shim.daemon.preparer import optimising
+from trims_shim.daemon.preparer.cuda import CudaSessions
+from trims_shim.daemon.preparer.installation import installation
 from trims_shim.memory import dlpack
 from trims_shim.patches import onnxruntime_cuda
 from trims_shim.specs import PREPARED_MODEL

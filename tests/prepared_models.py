@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from trims_shim.daemon.preparing import Preparation
+from trims_shim.daemon.prepared.preparing import Preparation
 from trims_shim.specs import Identity
 from trims_shim.wire import duties
 from trims_shim.wire.duties import ExternalFile, PrepareReply
@@ -34,7 +34,7 @@ def identity_of(path: str | Path) -> Identity:
 
 
 class FakePreparer:
-    """In the place of :class:`trims_shim.daemon.preparing.Preparer`.
+    """In the place of :class:`trims_shim.daemon.prepared.preparing.Preparer`.
 
     ``externals`` are locations of weights beside the model. While ``gate`` is cleared a preparation
     waits before it hashes. ``reply`` is what it says in the end.

@@ -60,12 +60,7 @@ def test_every_reason_not_to_serve_a_session_is_explained() -> None:
     package = ROOT / "trims_shim"
     sources = [
         *package.glob("patches/onnxruntime_*.py"),
-        *package.glob("daemon/prepare*.py"),
-        *package.glob("daemon/prob*.py"),
-        *(
-            package / "daemon" / f"{name}.py"
-            for name in ("interpreters", "model_files", "optimising", "verifying")
-        ),
+        *package.glob("daemon/prepare[dr]/*.py"),
         package / "client" / "prepared.py",
     ]
     said = re.compile(r'(?:(?:NotServed|Refusal|_failed)\(\s*|reason=)"([a-z_]+)"')

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 __all__ = [
+    "PACKAGE_DIRECTORY",
     "SETTINGS",
     "Config",
     "Setting",
@@ -45,6 +46,8 @@ platform_problem = (
     "" if sys.platform == "linux" else f"the cache needs Linux, and this is {sys.platform!r}"
 )
 """Why there is no cache on this system; batching needs none."""
+PACKAGE_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+"""Where this package is: processes that it starts are told, as their search path is their own."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")

@@ -29,8 +29,8 @@ from trims_shim import config as configuration
 from trims_shim._version import __version__
 from trims_shim.client.cache import Cache, cache
 from trims_shim.config import Config
-from trims_shim.daemon import prepared_directory
-from trims_shim.daemon.prepared_directory import PreparedSettings
+from trims_shim.daemon.prepared import directory as prepared_directory
+from trims_shim.daemon.prepared.directory import PreparedSettings
 from trims_shim.errors import ConfigError, PatchError, TrimsError
 from trims_shim.memory.nvml import INSTALL
 from trims_shim.patches.points import resolve

@@ -46,9 +46,9 @@ from trims_shim.daemon.eviction import policy_named
 from trims_shim.daemon.front import Front, Offer, Request
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.openings import Openings
-from trims_shim.daemon.prepared import Prepared
-from trims_shim.daemon.prepared_directory import PreparedSettings
-from trims_shim.daemon.preparing import Preparation
+from trims_shim.daemon.prepared.directory import PreparedSettings
+from trims_shim.daemon.prepared.models import Prepared
+from trims_shim.daemon.prepared.preparing import Preparation
 from trims_shim.daemon.requests import add_counters, handle
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.store import Announce, ImageRow, Store
@@ -212,7 +212,8 @@ class _Preparer:
     def run(
         self, preparation: Preparation, decide: Callable[[duties.SourceHashed], bool]
     ) -> duties.PrepareReply | None:
-        from trims_shim.daemon import preparer, verifying
+        from trims_shim.daemon.preparer import main as preparer
+        from trims_shim.daemon.preparer import verifying
 
         verifying.share_from(0)
         return preparer.prepare(preparation.request, decide)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trims_shim.daemon import preparer
-from trims_shim.daemon.installation import installation
+from trims_shim.daemon.preparer import main as preparer
+from trims_shim.daemon.preparer.installation import installation
 from trims_shim.wire import duties, messages
 from trims_shim.wire.duties import PrepareReply, SourceHashed
 

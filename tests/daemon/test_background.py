@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from trims_shim.daemon import background
+from trims_shim.daemon.preparer import background
 
 CODE = """\
 import json, os, resource, threading
-from trims_shim.daemon import background
+from trims_shim.daemon.preparer import background
 background.{call}()
 policies = []
 thread = threading.Thread(target=lambda: policies.append(os.sched_getscheduler(0)))

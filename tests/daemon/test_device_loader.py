@@ -15,12 +15,12 @@ from device_images import MIB, safetensors
 from emulated_cuda import Emulated
 from harness import PATIENCE_S, World, wait_until
 
-from trims_shim.daemon.device_account import Shortage
-from trims_shim.daemon.device_loader import DeviceLoader
+from trims_shim.daemon.device.account import Shortage
+from trims_shim.daemon.device.loader import DeviceLoader
+from trims_shim.daemon.device.peer_copying import PeerCopies, PeerImage
+from trims_shim.daemon.device.uploading import Uploader
 from trims_shim.daemon.loader import Finished
-from trims_shim.daemon.peer_copying import PeerCopies, PeerImage
 from trims_shim.daemon.store import Opening, StartIngest
-from trims_shim.daemon.uploading import Uploader
 from trims_shim.errors import (
     FileChanged,
     MemoryFailure,
@@ -161,7 +161,7 @@ class TestErrors:
         def fail(size_bytes: int) -> int:
             raise MemoryFailure("no memfd")
 
-        monkeypatch.setattr("trims_shim.daemon.device_loader.sparse_outline", fail)
+        monkeypatch.setattr("trims_shim.daemon.device.loader.sparse_outline", fail)
         error = harness.load().error
         assert isinstance(error, NoSpace)
         assert str(error) == "/model: no memfd"
@@ -172,7 +172,7 @@ class TestErrors:
         def fail(descriptor: int) -> int:
             raise MemoryFailure("busy")
 
-        monkeypatch.setattr("trims_shim.daemon.device_loader.seal_outline", fail)
+        monkeypatch.setattr("trims_shim.daemon.device.loader.seal_outline", fail)
         assert isinstance(harness.load().error, NoSpace)
         assert harness.loader.allocated_bytes() == harness.image_bytes() == 0
 

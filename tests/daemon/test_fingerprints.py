@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from trims_shim.daemon.fingerprints import fingerprint
+from trims_shim.daemon.preparer.fingerprints import fingerprint
 
 NAN = np.array([0x7FC00000], np.uint32).view(np.float32)
 OTHER_NAN = np.array([0x7FC00001], np.uint32).view(np.float32)

@@ -10,7 +10,7 @@ import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state as binding
 import pytest
 
-from trims_shim.daemon.installation import Installation, installation
+from trims_shim.daemon.preparer.installation import Installation, installation
 
 
 @pytest.fixture

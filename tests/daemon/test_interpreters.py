@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from harness import wait_until
 
-from trims_shim.daemon import interpreters
-from trims_shim.daemon.interpreters import cpu_identity, interpreter_of
+from trims_shim.daemon.prepared import interpreters
+from trims_shim.daemon.prepared.interpreters import cpu_identity, interpreter_of
 from trims_shim.errors import NotServed
 
 

@@ -13,8 +13,9 @@ from onnx_kinds import BROKEN
 from onnx_models import perceptron, save, save_external
 from prepare_requests import Daemon, opened, prepare, request
 
-from trims_shim.daemon import model_files, preparer, verifying
-from trims_shim.daemon.optimising import Refusal
+from trims_shim.daemon.preparer import main as preparer
+from trims_shim.daemon.preparer import model_files, verifying
+from trims_shim.daemon.preparer.optimising import Refusal
 from trims_shim.errors import FileChanged
 from trims_shim.wire.duties import SourceHashed
 

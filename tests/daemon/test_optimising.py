@@ -15,8 +15,9 @@ from onnx import numpy_helper
 from onnx_models import Graph, perceptron, save
 from prepare_requests import prepare
 
-from trims_shim.daemon import optimising, preparer
-from trims_shim.daemon.optimising import Sessions
+from trims_shim.daemon.preparer import main as preparer
+from trims_shim.daemon.preparer import optimising
+from trims_shim.daemon.preparer.optimising import Sessions
 from trims_shim.wire.duties import PrepareReply
 
 

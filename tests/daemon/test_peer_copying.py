@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from trims_shim.daemon.peer_copying import PeerCopies, PeerImage
-from trims_shim.daemon.uploading import Uploader
+from trims_shim.daemon.device.peer_copying import PeerCopies, PeerImage
+from trims_shim.daemon.device.uploading import Uploader
 from trims_shim.errors import DriverFailure, NoSpace, ReadFailed
 from trims_shim.memory.device import DeviceAllocation, DeviceSegment
 from trims_shim.wire import duties

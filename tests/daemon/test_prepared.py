@@ -22,11 +22,12 @@ from harness import PATIENCE_S
 from prepared_models import RECIPE, FakePreparer, digest_of
 
 from trims_shim.config import ShareOrSize
-from trims_shim.daemon import prepared as prepared_module
-from trims_shim.daemon import prepared_clients, prepared_making
 from trims_shim.daemon.front import Front, Offer, Request
-from trims_shim.daemon.prepared import Prepared
-from trims_shim.daemon.prepared_directory import PreparedSettings, Space
+from trims_shim.daemon.prepared import clients as prepared_clients
+from trims_shim.daemon.prepared import making as prepared_making
+from trims_shim.daemon.prepared import models as prepared_module
+from trims_shim.daemon.prepared.directory import PreparedSettings, Space
+from trims_shim.daemon.prepared.models import Prepared
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.store import Announce
 from trims_shim.errors import (
@@ -637,7 +638,7 @@ class TestRoom:
         def full(path: str, data: bytes) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("trims_shim.daemon.prepared_files._write", full)
+        monkeypatch.setattr("trims_shim.daemon.prepared.files._write", full)
         world.make(model)
         assert world.outcome(model) == "refused not_prepared"
         assert world.files() == []
@@ -795,7 +796,7 @@ class TestOff:
         def fail(self: Any) -> None:
             raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr("trims_shim.daemon.prepared_files.PreparedFiles.open", fail)
+        monkeypatch.setattr("trims_shim.daemon.prepared.files.PreparedFiles.open", fail)
         world = make_world()
         assert world.outcome(model) == "refused prepared_off"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from trims_shim import config
-from trims_shim.daemon.prepared_clients import hit_reply, refusal_reply
-from trims_shim.daemon.prepared_directory import PreparedSettings
-from trims_shim.daemon.prepared_events import Grant
-from trims_shim.daemon.prepared_files import Published
+from trims_shim.daemon.prepared.clients import hit_reply, refusal_reply
+from trims_shim.daemon.prepared.directory import PreparedSettings
+from trims_shim.daemon.prepared.events import Grant
+from trims_shim.daemon.prepared.files import Published
 from trims_shim.specs import Identity
 from trims_shim.wire import codec, messages
 

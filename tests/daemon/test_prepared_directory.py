@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from trims_shim import config
-from trims_shim.daemon import prepared_directory
-from trims_shim.daemon.prepared_directory import (
+from trims_shim.daemon.prepared import directory as prepared_directory
+from trims_shim.daemon.prepared.directory import (
     PreparedSettings,
     directory_of,
     examine,
     space_of,
 )
-from trims_shim.daemon.prepared_files import PreparedFiles
+from trims_shim.daemon.prepared.files import PreparedFiles
 from trims_shim.errors import NotServed
 
 

@@ -13,14 +13,15 @@ import pytest
 from prepared_models import RECIPE
 
 from trims_shim._version import __version__
-from trims_shim.daemon import prepared_files, prepared_manifest
-from trims_shim.daemon.prepared_events import Content, Known
-from trims_shim.daemon.prepared_files import (
+from trims_shim.daemon.prepared import files as prepared_files
+from trims_shim.daemon.prepared import manifest as prepared_manifest
+from trims_shim.daemon.prepared.events import Content, Known
+from trims_shim.daemon.prepared.files import (
     PreparedFiles,
     Published,
 )
-from trims_shim.daemon.prepared_key import LAYOUT_VERSION
-from trims_shim.daemon.prepared_manifest import (
+from trims_shim.daemon.prepared.key import LAYOUT_VERSION
+from trims_shim.daemon.prepared.manifest import (
     FileStamp,
     Manifest,
     RefusalRecord,

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from trims_shim.daemon import prepared_store
-from trims_shim.daemon.prepared_events import (
+from trims_shim.daemon.prepared import store as prepared_store
+from trims_shim.daemon.prepared.events import (
     Action,
     Asking,
     Content,
@@ -35,7 +35,7 @@ from trims_shim.daemon.prepared_events import (
     Verdict,
     Wait,
 )
-from trims_shim.daemon.prepared_store import PreparedStore
+from trims_shim.daemon.prepared.store import PreparedStore
 from trims_shim.errors import NoSpace, UnknownImage
 from trims_shim.specs import Identity
 

@@ -18,9 +18,9 @@ from onnx_kinds import BROKEN, NOT_RELOADED
 from onnx_models import SAMPLES, perceptron, save, save_external
 from prepare_requests import Daemon, opened, prepare, request
 
-from trims_shim.daemon import preparer
-from trims_shim.daemon.fingerprints import fingerprint
-from trims_shim.daemon.optimising import Sessions
+from trims_shim.daemon.preparer import main as preparer
+from trims_shim.daemon.preparer.fingerprints import fingerprint
+from trims_shim.daemon.preparer.optimising import Sessions
 from trims_shim.errors import MessageTooLarge
 from trims_shim.formats.onnx import read_model
 from trims_shim.wire import duties, frames, messages

@@ -19,11 +19,13 @@ from onnx_kinds import NOT_RELOADED
 from onnx_models import SAMPLES, Graph, Sample, perceptron
 from onnx_on_host import CPU, HostSessions, prepare, recipe
 
-from trims_shim.daemon import preparer, preparer_cuda, verifying
-from trims_shim.daemon.fingerprints import fingerprint
-from trims_shim.daemon.installation import installation
-from trims_shim.daemon.optimising import Refusal, Sessions
-from trims_shim.daemon.preparer_cuda import CudaSessions, candidates, sessions_of
+from trims_shim.daemon.preparer import cuda as preparer_cuda
+from trims_shim.daemon.preparer import main as preparer
+from trims_shim.daemon.preparer import verifying
+from trims_shim.daemon.preparer.cuda import CudaSessions, candidates, sessions_of
+from trims_shim.daemon.preparer.fingerprints import fingerprint
+from trims_shim.daemon.preparer.installation import installation
+from trims_shim.daemon.preparer.optimising import Refusal, Sessions
 from trims_shim.formats import layout_of
 from trims_shim.formats.onnx import OnnxModel, StoredTensor, read_model
 from trims_shim.formats.onnx_directory import read_directory

@@ -23,9 +23,9 @@ from onnx_models import perceptron, save
 from prepare_requests import request
 
 import trims_shim
-from trims_shim.daemon import preparing
-from trims_shim.daemon.interpreters import interpreter_of
-from trims_shim.daemon.preparing import Preparation, Preparer
+from trims_shim.daemon.prepared import preparing
+from trims_shim.daemon.prepared.interpreters import interpreter_of
+from trims_shim.daemon.prepared.preparing import Preparation, Preparer
 from trims_shim.wire import frames
 from trims_shim.wire.duties import PrepareReply, SourceHashed
 

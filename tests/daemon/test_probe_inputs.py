@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from onnx import TensorProto
 
-from trims_shim.daemon import probe_inputs
-from trims_shim.daemon.probe_inputs import Argument, NoInputs
+from trims_shim.daemon.preparer import probe_inputs
+from trims_shim.daemon.preparer.probe_inputs import Argument, NoInputs
 
 
 class TestInputs:

@@ -14,10 +14,10 @@ from harness import PATIENCE_S
 from onnx import TensorProto, helper
 from onnx_models import BOOL, FLOAT, INT64, SAMPLES, STRING, Graph
 
-from trims_shim.daemon import probing
-from trims_shim.daemon.fingerprints import fingerprint
-from trims_shim.daemon.probe_inputs import Argument
-from trims_shim.daemon.probing import EQUAL, Probe, Probes
+from trims_shim.daemon.preparer import probing
+from trims_shim.daemon.preparer.fingerprints import fingerprint
+from trims_shim.daemon.preparer.probe_inputs import Argument
+from trims_shim.daemon.preparer.probing import EQUAL, Probe, Probes
 
 ONNXRUNTIME = onnxruntime.capi.onnxruntime_pybind11_state
 

@@ -15,8 +15,8 @@ from device_images import MIB, safetensors
 from emulated_cuda import Emulated
 from harness import PATIENCE_S, process_state, wait_until
 
-from trims_shim.daemon import uploader as process_module
-from trims_shim.daemon.uploading import Uploader
+from trims_shim.daemon.device import uploader as process_module
+from trims_shim.daemon.device.uploading import Uploader
 from trims_shim.errors import (
     DriverFailure,
     FileChanged,

@@ -15,9 +15,9 @@ from onnx import TensorProto, helper
 from onnx_models import Graph, perceptron, save
 from prepare_requests import prepare, recipe, request
 
-from trims_shim.daemon import optimising, verifying
-from trims_shim.daemon.optimising import Sessions
-from trims_shim.daemon.probe_inputs import Argument
+from trims_shim.daemon.preparer import optimising, verifying
+from trims_shim.daemon.preparer.optimising import Sessions
+from trims_shim.daemon.preparer.probe_inputs import Argument
 
 
 class TestVerification:

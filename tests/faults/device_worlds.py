@@ -63,7 +63,7 @@ def uploaders(world: World) -> list[int]:
     found = []
     for pid in world.processes():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
-            if "daemon.uploader" in file.read():
+            if "daemon.device.uploader" in file.read():
                 found.append(pid)
     return found
 

@@ -161,7 +161,7 @@ def preparers(world: World) -> list[int]:
     found = []
     for pid in world.processes():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
-            if "daemon.preparer" in file.read():
+            if "daemon.preparer.main" in file.read():
                 found.append(pid)
     return found
 

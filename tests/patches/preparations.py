@@ -18,7 +18,8 @@ from blake3 import blake3
 from trims_shim import config, diagnostics, patches
 from trims_shim.client import cache as caches
 from trims_shim.client.cache import Cache
-from trims_shim.daemon import preparer, verifying
+from trims_shim.daemon.preparer import main as preparer
+from trims_shim.daemon.preparer import verifying
 from trims_shim.errors import DaemonUnavailable
 from trims_shim.patches import onnxruntime_options, onnxruntime_session
 from trims_shim.patches.points import AppliedPatch, PatchState, apply, undo

@@ -29,7 +29,7 @@ from preparations import Line, Preparations, patched
 from trims_shim import patches, stats
 from trims_shim.client import cache as caches
 from trims_shim.client import device_arenas
-from trims_shim.daemon import preparer_cuda
+from trims_shim.daemon.preparer import cuda as preparer_cuda
 from trims_shim.errors import NoSpace, NotServed
 from trims_shim.formats import layout_of
 from trims_shim.formats.onnx_directory import read_directory

@@ -16,7 +16,7 @@ import pytest
 from harness import wait_until
 from preparations import apply_points
 
-from trims_shim.daemon.installation import installation
+from trims_shim.daemon.preparer.installation import installation
 from trims_shim.errors import NotServed
 from trims_shim.patches import onnxruntime_models as models
 from trims_shim.patches import onnxruntime_recipe as recipes

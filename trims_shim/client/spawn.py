@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from trims_shim.config import PACKAGE_DIRECTORY
 from trims_shim.errors import DaemonStartFailed, DaemonTimeout, DaemonUnavailable
 from trims_shim.wire.endpoint import Endpoint
 from trims_shim.wire.handover import wait_until_ready
@@ -118,14 +119,14 @@ def _spawn(endpoint: Endpoint, deadline: float) -> None:
 def _launch(executable: str, endpoint: Endpoint, writer: int) -> subprocess.Popen[bytes]:
     # Paths that depend on the working directory would let whoever owns it choose the code.
     paths = [path for path in sys.path if os.path.isabs(path)]
-    package_parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    search_path = os.pathsep.join([os.path.dirname(PACKAGE_DIRECTORY), *paths])
     environment = dict(os.environ)
     environment.update(TRIMS_ENABLED="0", TRIMS_SOCKET_DIR=endpoint.directory)
     # Nobody's link may make us write somewhere else.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(endpoint.log, flags, 0o600), "ab") as log:
         return subprocess.Popen(
-            [executable, "-I", "-c", _BOOT, str(writer), os.pathsep.join([package_parent, *paths])],
+            [executable, "-I", "-c", _BOOT, str(writer), search_path],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

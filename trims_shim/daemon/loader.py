@@ -3,7 +3,7 @@
 Owns the segments of resident images and the threads; decides nothing. A finished load is put on a
 queue and the server is woken; the server asks the store, which says adopt or discard. What is the
 same at every tier is :class:`Loads`; the host tier's loads are :class:`Loader`, a device's are in
-:mod:`trims_shim.daemon.device_loader`.
+:mod:`trims_shim.daemon.device.loader`.
 """
 
 from __future__ import annotations

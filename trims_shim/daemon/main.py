@@ -27,9 +27,9 @@ from trims_shim.config import Config
 from trims_shim.daemon.eviction import policy_named
 from trims_shim.daemon.front import Front
 from trims_shim.daemon.loader import Loader
-from trims_shim.daemon.prepared import Prepared
-from trims_shim.daemon.prepared_directory import PreparedSettings
-from trims_shim.daemon.preparing import Preparer
+from trims_shim.daemon.prepared.directory import PreparedSettings
+from trims_shim.daemon.prepared.models import Prepared
+from trims_shim.daemon.prepared.preparing import Preparer
 from trims_shim.daemon.server import Server
 from trims_shim.daemon.sessions import Limits, Sessions
 from trims_shim.daemon.store import Store

@@ -23,9 +23,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from trims_shim.daemon.device.peer_copying import PeerImage
 from trims_shim.daemon.front import INTERNAL_ERROR, Front, Offer, Request
 from trims_shim.daemon.loader import Finished
-from trims_shim.daemon.peer_copying import PeerImage
 from trims_shim.daemon.recent import Recent
 from trims_shim.daemon.sessions import Session, check_readable_file
 from trims_shim.daemon.store import (

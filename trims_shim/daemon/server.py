@@ -30,7 +30,7 @@ from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
 from trims_shim.daemon.events import EventSocket
 from trims_shim.daemon.front import Front, Offer, Request
 from trims_shim.daemon.openings import Openings
-from trims_shim.daemon.prepared import Prepared
+from trims_shim.daemon.prepared.models import Prepared
 from trims_shim.daemon.requests import add_counters, handle
 from trims_shim.daemon.sessions import Session, Sessions, descriptors_are_scarce
 from trims_shim.daemon.store import Announce

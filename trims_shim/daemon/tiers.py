@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from trims_shim.config import Config, ShareOrSize, memory_limit_bytes
-from trims_shim.daemon.device_loader import DeviceLoader
+from trims_shim.daemon.device.loader import DeviceLoader
+from trims_shim.daemon.device.peer_copying import PeerCopies
+from trims_shim.daemon.device.uploading import Uploader
 from trims_shim.daemon.eviction import EvictionPolicy, policy_named
 from trims_shim.daemon.loader import Loader, Loads
-from trims_shim.daemon.peer_copying import PeerCopies
 from trims_shim.daemon.recent import Recent
 from trims_shim.daemon.store import Store
-from trims_shim.daemon.uploading import Uploader
 from trims_shim.errors import DriverFailure, TrimsError, UnknownDevice, UnknownImage
 from trims_shim.memory import nvml
 from trims_shim.memory.device import DeviceMemory

@@ -21,7 +21,7 @@ import onnxruntime.capi.onnxruntime_pybind11_state as binding
 
 from trims_shim.client.cache import cache
 from trims_shim.client.prepared import PreparedModel
-from trims_shim.daemon.installation import installation
+from trims_shim.daemon.preparer.installation import installation
 from trims_shim.errors import NotServed
 from trims_shim.late_imports import ensure_imported
 from trims_shim.patches import onnxruntime_records as records

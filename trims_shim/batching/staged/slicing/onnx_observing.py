@@ -140,7 +140,7 @@ def _repeated(feeds: Feeds) -> list[dict[str, Any]]:
 
 
 def _made_up(inputs: Sequence[Any]) -> Iterable[list[dict[str, Any]]]:
-    from trims_shim.daemon import probe_inputs
+    from trims_shim.daemon.preparer import probe_inputs
 
     def arguments(rows: int) -> list[probe_inputs.Argument]:
         return [

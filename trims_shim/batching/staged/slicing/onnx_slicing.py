@@ -162,7 +162,7 @@ def _source(path: str, *, is_shared: bool) -> _Source:
 
 
 def _own_source(path: str) -> _Source:
-    from trims_shim.daemon import optimising
+    from trims_shim.daemon.preparer import optimising
     from trims_shim.patches.onnxruntime_recipe import default_recipe
 
     directory = tempfile.mkdtemp(prefix="trims-stages-")

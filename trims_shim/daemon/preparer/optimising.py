@@ -3,7 +3,7 @@
 Owns how sessions are created from a recipe (the original's, and one as a hit creates it), what is
 asked of onnxruntime when it saves, and the two files: ``model.onnx`` and, with every initializer
 above a kilobyte and what kernels packed of it, ``weights.bin``. Whether the result is any good is
-judged elsewhere (:mod:`trims_shim.daemon.verifying`).
+judged elsewhere (:mod:`trims_shim.daemon.preparer.verifying`).
 
 onnxruntime is used through its binding, not through ``InferenceSession``: that falls back to other
 providers by itself, prints, and may be patched. Imported by the preparer only, where onnxruntime is

@@ -2,7 +2,7 @@
 
 Owns the thread and the descriptors of models that wait for it; decides nothing. Whether a model is
 wanted, once its content is known, and what becomes of it in the end, its owner says
-(:mod:`trims_shim.daemon.prepared`), whom the thread tells by ``deliver``.
+(:mod:`trims_shim.daemon.prepared.models`), whom the thread tells by ``deliver``.
 
 What is published under a content's key was made of that content: identities are taken before the
 files are read and compared after the last time, and a preparation begins when the model was quiet
@@ -23,12 +23,12 @@ from typing import Protocol
 
 from trims_shim._version import __version__
 from trims_shim.daemon.loader import has_change_time, is_settled
-from trims_shim.daemon.prepared_directory import space_of
-from trims_shim.daemon.prepared_events import Content, Failure, Known
-from trims_shim.daemon.prepared_files import PreparedFiles, Published
-from trims_shim.daemon.prepared_key import LAYOUT_VERSION
-from trims_shim.daemon.prepared_manifest import FileStamp, Manifest
-from trims_shim.daemon.preparing import Preparation
+from trims_shim.daemon.prepared.directory import space_of
+from trims_shim.daemon.prepared.events import Content, Failure, Known
+from trims_shim.daemon.prepared.files import PreparedFiles, Published
+from trims_shim.daemon.prepared.key import LAYOUT_VERSION
+from trims_shim.daemon.prepared.manifest import FileStamp, Manifest
+from trims_shim.daemon.prepared.preparing import Preparation
 from trims_shim.daemon.workers import Workers
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.memory.host import available_bytes
@@ -53,7 +53,9 @@ _MEMORY_GROWTH = 3
 
 
 class Preparer(Protocol):
-    """What makes prepared models; :class:`trims_shim.daemon.preparing.Preparer` in production."""
+    """What makes prepared models: :class:`~trims_shim.daemon.prepared.preparing.Preparer`, but for
+    tests.
+    """
 
     def run(
         self, preparation: Preparation, decide: Callable[[duties.SourceHashed], bool]

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from trims_shim.client.session import error_from
+from trims_shim.config import PACKAGE_DIRECTORY
 from trims_shim.errors import DriverFailure, TrimsError, WireError
 from trims_shim.memory.device import DeviceAllocation
 from trims_shim.specs import DeviceId
@@ -42,7 +43,7 @@ _END_PATIENCE_S = 5.0
 _BOOT = (
     "import os, sys; "
     "sys.path[:] = sys.argv[1].split(os.pathsep); "
-    "from trims_shim.daemon.uploader import main; "
+    "from trims_shim.daemon.device.uploader import main; "
     "main(sys.argv[2:])"
 )
 
@@ -405,7 +406,6 @@ def _launch(
     descriptor: int, device: DeviceId, visible: Sequence[DeviceId], backend: str
 ) -> subprocess.Popen[bytes]:
     paths = [path for path in sys.path if os.path.isabs(path)]
-    package_parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     environment = dict(os.environ)
     # Ids stay true whatever the daemon itself was shown; an instance of MIG is visible alone.
     environment.update(TRIMS_ENABLED="0", CUDA_VISIBLE_DEVICES=",".join(visible))
@@ -415,7 +415,7 @@ def _launch(
             "-I",
             "-c",
             _BOOT,
-            os.pathsep.join([package_parent, *paths]),
+            os.pathsep.join([os.path.dirname(PACKAGE_DIRECTORY), *paths]),
             str(descriptor),
             device,
             backend,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trims_shim.daemon.uploading import Uploader
+from trims_shim.daemon.device.uploading import Uploader
 from trims_shim.errors import DriverFailure, NoSpace, ReadFailed, TrimsError
 from trims_shim.memory.device import DeviceAllocation, DeviceSegment
 from trims_shim.specs import DeviceId, Digest

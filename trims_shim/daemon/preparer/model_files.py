@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from trims_shim.daemon import ingest
 from trims_shim.daemon.ingest import Meter
-from trims_shim.daemon.optimising import Refusal
+from trims_shim.daemon.preparer.optimising import Refusal
 from trims_shim.errors import FileChanged, FormatError
 from trims_shim.formats.onnx import OnnxModel, is_ort_format, read_model
 from trims_shim.specs import Identity

@@ -4,7 +4,7 @@ Owns which inputs are tried, how long, and what it means when outputs differ: wh
 itself gives other bits for from run to run proves nothing. Knows nothing of how a session was made;
 sessions are those of onnxruntime's binding.
 
-Called by the process that prepares models (:mod:`trims_shim.daemon.preparer`).
+Called by the process that prepares models (:mod:`trims_shim.daemon.preparer.main`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trims_shim.daemon import probe_inputs
-from trims_shim.daemon.fingerprints import fingerprint
-from trims_shim.daemon.probe_inputs import FILLINGS, Argument, NoInputs
+from trims_shim.daemon.preparer import probe_inputs
+from trims_shim.daemon.preparer.fingerprints import fingerprint
+from trims_shim.daemon.preparer.probe_inputs import FILLINGS, Argument, NoInputs
 
 __all__ = ["EQUAL", "Probe", "Probes", "collect"]
 

@@ -5,12 +5,12 @@ daemon's behalf. It speaks the uploader's messages of :mod:`trims_shim.wire.duti
 it was started with, works on one device, keeps nothing between jobs (but the memory itself where
 the backend is ``ipc``), and ends when the daemon's end of the socket closes, however that came
 about. It sees that device only, or, to copy from them, its peers. The daemon's side of it is
-:class:`trims_shim.daemon.uploading.Uploader`.
+:class:`trims_shim.daemon.device.uploading.Uploader`.
 
 A job is a thread. The main thread only receives, so that the daemon's packets never pile up. A
 source that becomes shorter while it is parsed is SIGBUS, and the end of this process; the daemon
-lets one job at a time come that far (:mod:`trims_shim.daemon.uploading`). Once parsed, a source is
-only read with pread.
+lets one job at a time come that far (:mod:`trims_shim.daemon.device.uploading`). Once parsed, a
+source is only read with pread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prepared ONNX models: who gets which, and the execution of what their store decides.
 
 Owns the requests for them and the directory, with a thread that looks through it and deletes. What
-that thread and the one that prepares (:mod:`trims_shim.daemon.prepared_making`) come to is put on a
+that thread and the one that prepares (:mod:`trims_shim.daemon.prepared.making`) come to is put on a
 queue, the server is woken, and :meth:`Prepared.finish` takes it from there, so that the store needs
 no lock. All methods are called by the server's thread, and none waits for anything but ``stat``.
 
@@ -25,16 +25,15 @@ from typing import Any, TypeVar
 
 from trims_shim._version import __version__
 from trims_shim.daemon.front import Front, Offer, Request
-from trims_shim.daemon.interpreters import cpu_identity, interpreter_of, namespace_problem
-from trims_shim.daemon.prepared_clients import (
+from trims_shim.daemon.prepared.clients import (
     flight_of,
     hit_reply,
     identity_of,
     refusal_reply,
 )
-from trims_shim.daemon.prepared_directory import PreparedSettings, space_of
-from trims_shim.daemon.prepared_early import EarlyRequests
-from trims_shim.daemon.prepared_events import (
+from trims_shim.daemon.prepared.directory import PreparedSettings, space_of
+from trims_shim.daemon.prepared.early import EarlyRequests
+from trims_shim.daemon.prepared.events import (
     Action,
     Asking,
     Content,
@@ -47,9 +46,10 @@ from trims_shim.daemon.prepared_events import (
     Start,
     Wait,
 )
-from trims_shim.daemon.prepared_files import PreparedFiles, Published, Scan
-from trims_shim.daemon.prepared_key import LAYOUT_VERSION, entry_key
-from trims_shim.daemon.prepared_making import (
+from trims_shim.daemon.prepared.files import PreparedFiles, Published, Scan
+from trims_shim.daemon.prepared.interpreters import cpu_identity, interpreter_of, namespace_problem
+from trims_shim.daemon.prepared.key import LAYOUT_VERSION, entry_key
+from trims_shim.daemon.prepared.making import (
     Ended,
     Hashed,
     Making,
@@ -57,8 +57,8 @@ from trims_shim.daemon.prepared_making import (
     Preparer,
     external_identities,
 )
-from trims_shim.daemon.prepared_manifest import RefusalRecord
-from trims_shim.daemon.prepared_store import PreparedStore
+from trims_shim.daemon.prepared.manifest import RefusalRecord
+from trims_shim.daemon.prepared.store import PreparedStore
 from trims_shim.daemon.sessions import Session
 from trims_shim.daemon.workers import Workers
 from trims_shim.errors import (

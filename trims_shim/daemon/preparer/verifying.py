@@ -2,8 +2,8 @@
 
 Owns the comparison of sessions: everything a program can ask one for (inputs, outputs, overridable
 initializers, model metadata, providers), the bits of what it computes, and the time that it takes
-to create. Sessions come from :class:`trims_shim.daemon.optimising.Sessions`; the original's is gone
-before the prepared one is created, so that the memory of one model is enough.
+to create. Sessions come from :class:`trims_shim.daemon.preparer.optimising.Sessions`; the
+original's is gone before the prepared one is created, so that the memory of one model is enough.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trims_shim.daemon import probing
-from trims_shim.daemon.optimising import Refusal
-from trims_shim.daemon.probe_inputs import Argument
-from trims_shim.daemon.probing import Probes
+from trims_shim.daemon.preparer import probing
+from trims_shim.daemon.preparer.optimising import Refusal
+from trims_shim.daemon.preparer.probe_inputs import Argument
+from trims_shim.daemon.preparer.probing import Probes
 
 __all__ = ["Description", "Reference", "describe", "observe", "share_from", "verify"]
 

@@ -1,6 +1,6 @@
 """Models that cannot be prepared: for how long, and what is said about them.
 
-The negative cache of :mod:`trims_shim.daemon.prepared_store`, which is its only user: pure, without
+The negative cache of :mod:`trims_shim.daemon.prepared.store`, which is its only user: pure, without
 a clock. A model is refused for good where the reason is lasting, else for a time that grows with
 every attempt. A preparer that dies of one model twice is a lasting reason.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from trims_shim.daemon.prepared_events import Action, DropRefusal, Failure, KeepRefusal
+from trims_shim.daemon.prepared.events import Action, DropRefusal, Failure, KeepRefusal
 from trims_shim.daemon.recent import Recent
 from trims_shim.wire.admin import PreparedStatus
 

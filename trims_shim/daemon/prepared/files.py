@@ -35,10 +35,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from trims_shim._version import __version__
-from trims_shim.daemon.prepared_directory import examine, problem_of
-from trims_shim.daemon.prepared_events import Entry, Known
-from trims_shim.daemon.prepared_key import LAYOUT_VERSION
-from trims_shim.daemon.prepared_manifest import (
+from trims_shim.daemon.prepared.directory import examine, problem_of
+from trims_shim.daemon.prepared.events import Entry, Known
+from trims_shim.daemon.prepared.key import LAYOUT_VERSION
+from trims_shim.daemon.prepared.manifest import (
     FileStamp,
     Manifest,
     RefusalRecord,

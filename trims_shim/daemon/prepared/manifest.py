@@ -14,7 +14,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trims_shim.daemon.prepared_events import Content, Known
+from trims_shim.daemon.prepared.events import Content, Known
 from trims_shim.errors import CorruptFile
 from trims_shim.specs import Identity
 from trims_shim.wire.messages import SessionRecipe
@@ -44,7 +44,7 @@ class FileStamp:
 class Manifest:
     """A prepared model.
 
-    ``layout`` is :data:`trims_shim.daemon.prepared_key.LAYOUT_VERSION`, ``sources`` are files that
+    ``layout`` is :data:`trims_shim.daemon.prepared.key.LAYOUT_VERSION`, ``sources`` are files that
     are known to hold its model. ``weights`` is None where there is no such file.
     """
 

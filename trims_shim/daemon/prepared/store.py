@@ -1,10 +1,10 @@
 """The store of prepared ONNX models: which exist, who leases them, what is being made, what goes.
 
 A pure state machine, ``(state, event, now) -> (state, actions)``: no I/O, no clock, no thread. Its
-owner (:mod:`trims_shim.daemon.prepared`) feeds it events and executes the actions in order.
+owner (:mod:`trims_shim.daemon.prepared.models`) feeds it events and executes the actions in order.
 
 Rules
-1. An entry is keyed by everything that decides its content (:mod:`trims_shim.daemon.prepared_key`).
+1. An entry is keyed by everything that decides its content (:mod:`trims_shim.daemon.prepared.key`).
    A file's identity only points at its content, and only where its owner says so
    (:meth:`PreparedStore.learn`).
 2. Nobody waits: while a model is prepared, whoever asks is told so. There is one preparation for
@@ -14,7 +14,7 @@ Rules
    Entries that nobody leases go for it, least recently used first; all or nothing.
 4. A leased entry is never evicted. One whose files are damaged is lost, leases or not: what is
    mapped stays valid, as long as nobody writes to it.
-5. What cannot be prepared is refused from then on (:mod:`trims_shim.daemon.prepared_refusals`).
+5. What cannot be prepared is refused from then on (:mod:`trims_shim.daemon.prepared.refusals`).
 6. Lease numbers are unique across the daemon, which shares the counter with the tiers' stores.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from trims_shim.daemon.leases import Leases
-from trims_shim.daemon.prepared_events import (
+from trims_shim.daemon.prepared.events import (
     Action,
     Answer,
     Asking,
@@ -40,7 +40,7 @@ from trims_shim.daemon.prepared_events import (
     Verdict,
     Wait,
 )
-from trims_shim.daemon.prepared_refusals import Refusals
+from trims_shim.daemon.prepared.refusals import Refusals
 from trims_shim.daemon.recent import Recent
 from trims_shim.errors import NoSpace, UnknownImage
 from trims_shim.specs import Identity

@@ -1,6 +1,7 @@
 """Clients of prepared models: what they prove, and what they are told.
 
-Owns the form of the answers. Used by :mod:`trims_shim.daemon.prepared`, in the server's thread.
+Owns the form of the answers. Used by :mod:`trims_shim.daemon.prepared.models`, in the server's
+thread.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import os
 
 from trims_shim.daemon.front import Offer
-from trims_shim.daemon.prepared_events import Flight, Grant
-from trims_shim.daemon.prepared_files import Published
+from trims_shim.daemon.prepared.events import Flight, Grant
+from trims_shim.daemon.prepared.files import Published
 from trims_shim.daemon.sessions import check_readable_file
 from trims_shim.errors import NotServed
 from trims_shim.specs import Identity

@@ -4,7 +4,7 @@ It runs in the client's interpreter with the client's onnxruntime, at low priori
 anybody may have written: what kills it costs this one preparation. It speaks the preparer's
 messages of :mod:`trims_shim.wire.duties` over the socket it was started with
 (:mod:`trims_shim.wire.frames`), writes only to the directory that it was given, and ends when the
-daemon does. The daemon's side of it is :class:`trims_shim.daemon.preparing.Preparer`.
+daemon does. The daemon's side of it is :class:`trims_shim.daemon.prepared.preparing.Preparer`.
 
 The steps of :func:`prepare`: hash the files, ask whether the content is wanted, create and run the
 original, have onnxruntime save what it made of it, put that into its final form, and see whether a
@@ -24,10 +24,11 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 
-from trims_shim.daemon import background, optimising, preparer_cuda, verifying
-from trims_shim.daemon.installation import installation
-from trims_shim.daemon.model_files import ModelFiles
-from trims_shim.daemon.optimising import Refusal, Sessions
+from trims_shim.daemon.preparer import background, optimising, verifying
+from trims_shim.daemon.preparer import cuda as preparer_cuda
+from trims_shim.daemon.preparer.installation import installation
+from trims_shim.daemon.preparer.model_files import ModelFiles
+from trims_shim.daemon.preparer.optimising import Refusal, Sessions
 from trims_shim.errors import MessageTooLarge, TrimsError, WireError
 from trims_shim.specs import PREPARED_WEIGHTS
 from trims_shim.wire import duties, frames, messages
@@ -49,7 +50,7 @@ class _NotWanted(Exception):
 def main(arguments: Sequence[str]) -> None:
     """Do the one job that comes over the socket whose descriptor is the first argument.
 
-    The second one is for :func:`trims_shim.daemon.verifying.share_from`; then ``idle`` or
+    The second one is for :func:`trims_shim.daemon.preparer.verifying.share_from`; then ``idle`` or
     ``normal``, the priority.
     """
     descriptor, anyway_bytes, priority = arguments

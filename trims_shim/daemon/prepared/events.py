@@ -1,6 +1,6 @@
 """What the store of prepared models is asked and told, what it answers, and what it has done.
 
-Values only, between :mod:`trims_shim.daemon.prepared_store` and those that feed it events and
+Values only, between :mod:`trims_shim.daemon.prepared.store` and those that feed it events and
 execute its actions; what a model is (:class:`Content`, :class:`Known`) is written down, too.
 """
 

@@ -5,7 +5,7 @@ the host tier, and their way back to the host tier when they are evicted. Makes 
 without a context; reads no file but to hash it.
 
 The driver may have less memory than the account says, as other programs take some without asking:
-then the load waits (:class:`~trims_shim.daemon.device_account.Shortage`) while images that nobody
+then the load waits (:class:`~trims_shim.daemon.device.account.Shortage`) while images that nobody
 uses are given up, and tries again.
 
 Memory of an image that leaves is held until it has been copied to the host tier; a load that was
@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from typing import TypeVar
 
-from trims_shim.daemon.device_account import Account, Shortage
+from trims_shim.daemon.device.account import Account, Shortage
+from trims_shim.daemon.device.peer_copying import PeerCopies, PeerImage
+from trims_shim.daemon.device.uploading import Job, Uploader
 from trims_shim.daemon.ingest import Meter
 from trims_shim.daemon.loader import Finished, Hashing, Loads, check_unchanged
-from trims_shim.daemon.peer_copying import PeerCopies, PeerImage
 from trims_shim.daemon.store import Ingested, StartIngest
-from trims_shim.daemon.uploading import Job, Uploader
 from trims_shim.errors import (
     DriverFailure,
     NoSpace,

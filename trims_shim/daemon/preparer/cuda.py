@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from trims_shim.daemon.optimising import Refusal, Sessions, mapped
+from trims_shim.daemon.preparer.optimising import Refusal, Sessions, mapped
 from trims_shim.errors import TrimsError
 from trims_shim.formats.onnx import OnnxModel, read_model
 from trims_shim.formats.onnx_directory import (

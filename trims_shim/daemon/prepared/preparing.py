@@ -1,6 +1,6 @@
 """The daemon's side of a preparer: starts the process, talks to it, checks what it says.
 
-A preparer is a process for one model (:mod:`trims_shim.daemon.preparer`), in the client's
+A preparer is a process for one model (:mod:`trims_shim.daemon.preparer.main`), in the client's
 interpreter. Owns that process and the socket to it. Whatever it says is data of unknown origin: a
 model's author may have taken it over. It is ended, with all that it started, as soon as it has
 replied, said nonsense or run out of time. Where it died or stalled, the reply is made up here.
@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trims_shim.config import PACKAGE_DIRECTORY
 from trims_shim.errors import WireError
 from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS
 from trims_shim.wire import duties, frames
@@ -51,7 +52,7 @@ _BOOT = (
     "'trims_shim', package + '/__init__.py', submodule_search_locations=[package]); "
     "module = sys.modules['trims_shim'] = importlib.util.module_from_spec(spec); "
     "spec.loader.exec_module(module); "
-    "from trims_shim.daemon.preparer import main; "
+    "from trims_shim.daemon.preparer.main import main; "
     "main(arguments)"
 )
 
@@ -75,8 +76,8 @@ class Preparer:
     def __init__(self, *, timeout_s: float, anyway_bytes: int = 0, gives_way: bool = True) -> None:
         """``timeout_s`` is for one model, from its start to its reply.
 
-        ``anyway_bytes``: see :func:`trims_shim.daemon.verifying.share_from`. ``gives_way``: at idle
-        priority, which on a machine that is busy for good means never.
+        ``anyway_bytes``: see :func:`trims_shim.daemon.preparer.verifying.share_from`.
+        ``gives_way``: at idle priority, which on a machine that is busy for good means never.
         """
         self._timeout_s = timeout_s
         self._arguments = [str(anyway_bytes), "idle" if gives_way else "normal"]
@@ -231,7 +232,6 @@ def _is_file(path: str) -> bool:
 def _launch(
     preparation: Preparation, descriptor: int, arguments: list[str]
 ) -> subprocess.Popen[bytes]:
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     # Paths that depend on the working directory would let whoever owns it choose the code.
     paths = [path for path in preparation.search_path if os.path.isabs(path)]
     # onnxruntime chooses kernels by its variables. These are those of whoever started the daemon,
@@ -246,7 +246,7 @@ def _launch(
             "-S",
             "-c",
             _BOOT,
-            package,
+            PACKAGE_DIRECTORY,
             json.dumps(paths),
             str(descriptor),
             *arguments,

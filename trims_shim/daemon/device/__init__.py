@@ -1,0 +1,1 @@
+"""Tiers in device memory: their loads, and the uploader, the process that fills the memory."""
