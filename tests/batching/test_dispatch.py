@@ -23,7 +23,7 @@ from trims_shim.batching.options import Options
 from trims_shim.batching.policies.early_drop import EarlyDrop
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.protocol import NEVER_NS, TIMER, DropReason, Request
+from trims_shim.batching.protocol import NEVER_NS, TIMER, DropReason, Finished, Request
 from trims_shim.batching.replies import BatchFuture, Entry
 from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
 
@@ -285,6 +285,25 @@ def test_a_policy_that_runs_what_is_not_queued_fails_its_requests(wrong: str) ->
     dispatch.close(cancel=False)
     dispatch.run(dispatch.launched[0])
     assert later.result(0) == 5
+
+
+def test_to_the_policy_a_batch_takes_from_its_decision_on() -> None:
+    dispatch = ManualDispatch(Moody)
+    on_event, ends = dispatch._policy.on_event, list[Finished]()
+
+    def listen(now_ns: int, event: Any) -> Any:
+        if isinstance(event, Finished):
+            ends.append(event)
+        return on_event(now_ns, event)
+
+    dispatch._policy.on_event = listen  # type: ignore[method-assign]
+    decided_ns = dispatch.now_ns
+    dispatch.make()
+    (job,) = dispatch.launched
+    dispatch.now_ns += 5 * MS  # until its thread wakes up
+    dispatch.run(job)
+    assert [each.started_ns for each in ends] == [decided_ns]
+    assert job.started_ns == decided_ns + 5 * MS  # what its profile is learned from
 
 
 def test_jobs_of_a_new_policy_wait_for_those_of_the_old_one() -> None:

@@ -283,7 +283,7 @@ class Dispatch(ABC):
             self._launch(self._held.popleft())
         if job.era == self._era:
             is_typical = self.options.learning.ran(self._policy, job)
-            self._tell(now_ns, Finished(job.device, job.requests, job.started_ns, is_typical))
+            self._tell(now_ns, Finished(job.device, job.requests, job.chosen_ns, is_typical))
         job.let_go()
 
     def _withdraw(self, now_ns: int, request: Request) -> None:
@@ -315,6 +315,7 @@ class Dispatch(ABC):
             raise ValueError(f"{action!r} cannot be carried out by this executor")
 
     def _begin(self, job: Job) -> None:
+        job.chosen_ns = self._now_ns
         self._jobs.add(job)
         if len(self._jobs) > self.options.devices:
             self._held.append(job)

@@ -217,7 +217,7 @@ class FlexDispatch(ThreadDispatch):
         if self._held:
             self._launch(self._held.popleft())
         if job.era == self._era:
-            self._tell(now_ns, Preempted(job.device, list(job.live or ()), job.started_ns))
+            self._tell(now_ns, Preempted(job.device, list(job.live or ()), job.chosen_ns))
         else:
             for request in job.live or ():
                 self._tell(now_ns, request)

@@ -23,6 +23,7 @@ class Job:
 
     __slots__ = (
         "__weakref__",
+        "chosen_ns",
         "delivered",
         "device",
         "ended_ns",
@@ -48,7 +49,10 @@ class Job:
         """Of ``live``; None until it has run."""
         self.delivered = 0
         self.failed = 0
+        self.chosen_ns = 0
+        """When the policy said so."""
         self.started_ns = self.ended_ns = 0
+        """When its thread or task began, and was done."""
 
     @property
     def key(self) -> Hashable:
