@@ -104,12 +104,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["immediate", "auto"])
+    parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
     parser.add_argument("--requests", type=int, default=5000, help="in each cell, for each seed")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--jobs", type=int, default=1, help="cells at once")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
-    places = list(itertools.product(SETTINGS, JITTERS, CVS, LOADS, options.policies))
+    places = list(itertools.product(SETTINGS, JITTERS, CVS, options.loads, options.policies))
     measure = partial(_measure, count=options.requests, seeds=options.seeds)
     with multiprocessing.Pool(options.jobs) as pool:
         cells = pool.map(measure, places, chunksize=2)

@@ -13,10 +13,9 @@ from benchmarks import batching_latencies
 def test_a_row_for_each_load_and_a_figure_for_each_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batching_latencies, "LOADS", (0.1, 1.2))
     monkeypatch.setattr(batching_latencies, "JITTERS", ("none", "log-normal"))
-    arguments = ["--requests", "100", "--seeds", "1", "--output", str(tmp_path)]
-    assert batching_latencies.main([*arguments, "--policies", "auto", "cork"]) == 0
+    arguments = ["--requests", "100", "--seeds", "1", "--output", str(tmp_path), "--loads"]
+    assert batching_latencies.main([*arguments, "0.1", "1.2", "--policies", "auto", "cork"]) == 0
     content = json.loads((tmp_path / "batching_latencies.json").read_text())
     assert len(content["cells"]) == 3 * 2 * 2 * 2 * 2
     assert {each["policy"] for each in content["cells"]} == {"auto", "cork"}
