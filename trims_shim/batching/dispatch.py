@@ -40,7 +40,7 @@ from trims_shim.batching.protocol import (
     Request,
     Run,
 )
-from trims_shim.batching.replies import BatchFuture, Failure, Seat
+from trims_shim.batching.replies import FAILURES, BatchFuture, Seat
 from trims_shim.batching.statistics import BatcherStats, Record
 from trims_shim.diagnostics import signalled
 from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
@@ -49,7 +49,6 @@ __all__ = ["Dispatch"]
 
 _logger = logging.getLogger(__name__)
 
-_FAILURES = (Failure, BaseException)
 _LATE_PRIORITY = -(1 << 62)
 """Below every request that can still be in time."""
 
@@ -383,7 +382,7 @@ class Dispatch(ABC):
         record.cancelled += len(job.requests) - len(live)
         record.failed += job.failed
         for request, result in zip(live, job.results or (), strict=False):
-            if not isinstance(result, _FAILURES):
+            if not isinstance(result, FAILURES):
                 record.add_answer(request.arrival_ns, request.payload.deadline_ns, job.ended_ns)
 
     def _start_over(self, error: Exception | None) -> None:

@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from trims_shim.batching.jobs import Job
     from trims_shim.batching.protocol import Request
 
-__all__ = ["BatchFuture", "BlockedCall", "Entry", "Failure", "Reply", "Seat", "deliver"]
+__all__ = [
+    "FAILURES",
+    "BatchFuture",
+    "BlockedCall",
+    "Entry",
+    "Failure",
+    "Reply",
+    "Seat",
+    "deliver",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -132,6 +141,10 @@ class Failure:
         """It was handed out; see :meth:`Entry.let_go`. Nobody may ask for the error any more."""
         with contextlib.suppress(AttributeError):  # one for several items
             del self.error
+
+
+FAILURES = (Failure, BaseException)
+"""What is no answer, in a list of results."""
 
 
 def deliver(reply: Reply, result: Any) -> bool:

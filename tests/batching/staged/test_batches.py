@@ -93,6 +93,15 @@ def test_while_a_part_runs_its_pieces_are_the_drivers() -> None:
 # --- the table ------------------------------------------------------------------------------------
 
 
+def test_rows_are_numbered_when_some_are_taken_away() -> None:
+    first, second = Piece(requests(0, 1, 2), value="a"), Piece(requests(3, 4), value="b")
+    before = first.cut(1)
+    assert (before.rows, first.rows, second.rows) == ([0], [1, 2], None)
+    first.leave_out(first.requests[:1])
+    second.leave_out(())
+    assert (first.rows, second.rows) == ([2], None)
+
+
 def batches(table: BatchTable) -> list[int]:
     return [batch.number for batch in table]
 
@@ -124,7 +133,7 @@ def test_a_stretched_batch_has_one_more_part() -> None:
     table = BatchTable(stages=2)
     batch = table.new(0, requests(0, 1), pair=0).batch
     part = table.stretch(batch, requests(2, weight=5))
-    assert (part.stage, numbers(part), part.pieces[0].rows) == (0, [2], [0])
+    assert (part.stage, numbers(part), part.pieces[0].rows) == (0, [2], None)
     assert (batch.size, batch.live, batch.weight) == (3, 3, 7)
     assert batch.parts[1] is part
     assert not batch.is_split

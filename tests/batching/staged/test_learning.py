@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,11 @@ def make(**options: Any) -> StagedLearning:
 
 
 def ran_stage(
-    stage: int, size: int, latency_ms: float, *, key: Any = None, runs: int = 1
+    stage: int,
+    size: int,
+    *latencies_ms: float,
+    key: Any = None,
+    runs: int = 1,
 ) -> StageJob:
     requests = [
         Request(number, 0, key=key, payload=Entry((number,), BatchFuture(), 0, None))
@@ -44,7 +49,10 @@ def ran_stage(
     job = StageJob(RunStage(0, requests, stage, part), 0, is_end=stage == 1, result=list)
     job.begin(0)
     job.pieces()
-    job.end_stage(round(latency_ms * MS), StageOutput(pieces, runs=runs))
+    *before_ns, end_ns = (round(each * MS) for each in accumulate(latencies_ms))
+    for border_ns in before_ns:
+        assert job.run_on(border_ns, is_end=True)
+    job.end_stage(end_ns, StageOutput(pieces, runs=runs))
     return job
 
 
@@ -73,8 +81,8 @@ def test_all_stages_of_a_job_that_ran_on_are_learned() -> None:
     learning = make()
     policy, rule = with_rule(learning)
     for latency_ms in (500, 2):
-        job = ran_stage(0, 1, latency_ms + 10)
-        assert job.run_on(latency_ms * MS, is_end=True)
+        job = ran_stage(0, 1, latency_ms, 10)
+        assert (job.stage, job.through) == (0, 1)
         assert learning.ran(policy, job) == (latency_ms == 2)
     assert rule.profile.stage_ns(0, 1) == 2 * MS
     assert rule.profile.stage_ns(1, 1) == 10 * MS

@@ -47,8 +47,9 @@ def test_the_first_stage_gets_the_items() -> None:
     output = runner(model).run(0, [piece([1, 2]), piece([3])])
     assert seen == [[1, 2, 3]]
     (after,) = output.pieces
-    assert (asked(after.requests), after.rows, after.value) == ([1, 2, 3], [0, 1, 2], [1, 2, 3])
-    assert output.left == output.finished == []
+    assert (asked(after.requests), after.rows, after.value) == ([1, 2, 3], None, [1, 2, 3])
+    assert not output.left
+    assert not output.finished
 
 
 def test_later_stages_get_the_rows_that_are_left_of_each_piece() -> None:
@@ -61,11 +62,21 @@ def test_later_stages_get_the_rows_that_are_left_of_each_piece() -> None:
     assert output.runs == 1
 
 
+def test_a_stage_gets_the_very_value_of_which_nothing_was_taken() -> None:
+    value = object()  # no activation: who looked into it would fail
+    seen: list[Any] = []
+    model = StagedModel([*Keep, lambda state: (seen.append(state), [1, 2])[1], *Keep])
+    whole = piece([1, 2], value=value)
+    whole.rows = None
+    runner(model).run(1, [whole])
+    assert seen == [value]
+
+
 def test_the_last_stage_gives_results() -> None:
     model = StagedModel([*Keep, lambda items: [item.upper() for item in items]])
     output = runner(model).run(1, [piece("bd", rows=[1, 3], value=list("abcd"))])
     assert (asked(output.left), output.results) == (["b", "d"], ["B", "D"])
-    assert output.pieces == []
+    assert not output.pieces
 
 
 def test_what_has_no_batch_is_shared() -> None:
@@ -116,7 +127,7 @@ def test_rows_that_exit_early() -> None:
     output = runner(StagedModel([exits, *Keep]), batch_sizes=(4,)).run(0, [piece([-1, 5, -2])])
     assert (asked(output.left), output.results) == ([-1, -2], [1, 2])
     assert [(asked(each.requests), each.rows, each.value) for each in output.pieces] == [
-        ([5], [0], [5])
+        ([5], None, [5])
     ]
 
 
@@ -124,7 +135,7 @@ def test_all_rows_may_exit() -> None:
     model = StagedModel([lambda items: EarlyExit([True] * len(items), items, None), *Keep])
     output = runner(model).run(0, [piece([1, 2])])
     assert output.results == [1, 2]
-    assert output.pieces == []
+    assert not output.pieces
 
 
 def test_a_step_of_a_loop() -> None:
@@ -140,6 +151,16 @@ def test_a_step_of_a_loop() -> None:
     assert asked(output.finished) == [1]
     (after,) = output.pieces
     assert (asked(after.requests), after.rows, after.value) == ([3, 2], [0, 2], [2, 0, 1, 1])
+
+
+def test_nothing_is_taken_of_a_loop_that_nobody_has_left() -> None:
+    def take(state: list[int], rows: Sequence[int]) -> list[int]:
+        raise AssertionError("asked to take rows")
+
+    loop = Loop(lambda state: Stepped(state, state, [False] * len(state)), take=take)
+    run = runner(StagedModel([*Keep, loop])).run
+    output = run(1, run(0, [piece([3, 1])]).pieces)
+    assert run(1, output.pieces).pieces[0].value == [3, 1]
 
 
 def test_loops_join_and_take_as_they_say() -> None:

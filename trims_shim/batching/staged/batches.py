@@ -33,22 +33,28 @@ class Piece:
     """Rows of one value: of what a stage has returned, or items that have not begun."""
 
     requests: list[Request]
-    rows: list[int]
-    """Which row of the value belongs to each request."""
+    rows: list[int] | None = None
+    """Which row of the value belongs to each request; None where it has no others."""
     value: Any = field(default=None, repr=False)
     """The driver's."""
 
     def cut(self, count: int) -> Piece:
         """The first ``count`` leave, as a piece of the same value."""
-        first = Piece(self.requests[:count], self.rows[:count], self.value)
-        del self.requests[:count], self.rows[:count]
+        rows = self._numbered()
+        first = Piece(self.requests[:count], rows[:count], self.value)
+        self.requests, self.rows = self.requests[count:], rows[count:]
         return first
 
     def leave_out(self, gone: Collection[Request]) -> None:
         """Without those; their rows stay in the value until the next stage takes it."""
         kept = [index for index, each in enumerate(self.requests) if each not in gone]
-        self.requests = [self.requests[index] for index in kept]
-        self.rows = [self.rows[index] for index in kept]
+        if len(kept) < len(self.requests):
+            rows = self._numbered()
+            self.requests = [self.requests[index] for index in kept]
+            self.rows = [rows[index] for index in kept]
+
+    def _numbered(self) -> list[int]:
+        return list(range(len(self.requests))) if self.rows is None else self.rows
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +111,8 @@ class Part:
 
     def leave_out(self, gone: Collection[Request]) -> None:
         """Without those that are finished, or that nobody waits for."""
+        if not gone:
+            return
         for piece in self.pieces:
             piece.leave_out(gone)
         self.pieces = [piece for piece in self.pieces if piece.requests]
@@ -129,6 +137,10 @@ class Batch:
     is_typical: bool = True
     """It has taken what one that nobody joined on the way would have taken."""
     parts: list[Part] = field(default_factory=list)
+
+    def has_part_at(self, stage: int) -> bool:
+        """Whether one of its parts is there."""
+        return stage in [part.stage for part in self.parts]
 
     @property
     def live(self) -> int:
@@ -177,7 +189,7 @@ class BatchTable:
 
     def stretch(self, batch: Batch, requests: Sequence[Request]) -> Part:
         """More requests for a batch on its way, at the first stage."""
-        part = Part(batch, 0, [Piece(list(requests), list(range(len(requests))))])
+        part = Part(batch, 0, [Piece(list(requests))])
         batch.parts.append(part)
         batch.size += len(requests)
         return part

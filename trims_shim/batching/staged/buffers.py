@@ -41,6 +41,8 @@ class BufferState(enum.Enum):
 class BufferEvent(enum.Enum):
     """What happens to a buffer."""
 
+    ENTER = "enter"
+    """Something is put into it at once: items that begin, or what has skipped stages."""
     WRITE = "write"
     """The stage before begins."""
     WRITTEN = "written"
@@ -59,6 +61,8 @@ class BufferEvent(enum.Enum):
 
 _S, _E = BufferState, BufferEvent
 BUFFER_TRANSITIONS: Mapping[tuple[BufferState, BufferEvent], BufferState] = {
+    (_S.INVALID, _E.ENTER): _S.AVAILABLE,
+    (_S.AVAILABLE, _E.ENTER): _S.AVAILABLE,
     (_S.INVALID, _E.WRITE): _S.WRITING,
     (_S.AVAILABLE, _E.WRITE): _S.WRITING,
     (_S.WRITING, _E.WRITTEN): _S.AVAILABLE,
@@ -93,11 +97,11 @@ class Buffer:
     def handle(self, event: BufferEvent, batch: Batch) -> None:
         """Raises RuntimeError for what must not happen in this state, or to this batch."""
         state = BUFFER_TRANSITIONS.get((self.state, event))
-        is_others = self.owner is not None and self.owner is not batch
-        if state is None or is_others:
+        owner = self.owner
+        if state is None or (owner is not batch and owner is not None):
             raise RuntimeError(
                 f"a buffer that is {self.state.value} cannot take {event.value!r}"
-                + (" of another batch" if is_others else "")
+                + (" of another batch" if owner not in (None, batch) else "")
             )
         self.state = state
         self.owner = None if state is BufferState.INVALID else batch

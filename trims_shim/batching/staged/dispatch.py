@@ -19,7 +19,7 @@ from typing import Any
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.options import Options
 from trims_shim.batching.protocol import Action, Cancelled, Request
-from trims_shim.batching.replies import BlockedCall, Failure, Seat
+from trims_shim.batching.replies import FAILURES, BlockedCall, Seat
 from trims_shim.batching.staged.functions import StagedFunction
 from trims_shim.batching.staged.jobs import StageJob
 from trims_shim.batching.staged.running import StageOutput
@@ -72,7 +72,6 @@ class StagedDispatch(ThreadDispatch):
 
     def _output_of(self, job: StageJob) -> StageOutput:
         pieces = job.pieces()
-        job.ends_ns.clear()
         is_second, job.has_started = job.has_started, True
         if is_second and job.stage:
             # Its thread was interrupted, and the stage may have written into its activations.
@@ -118,6 +117,8 @@ class StagedDispatch(ThreadDispatch):
     def _set_out(self, job: Job) -> None:
         """Those that have not begun leave the queue."""
         assert isinstance(job, StageJob)
+        if job.stage:
+            return
         new = [each for each in job.requests if each.number in self._waiting]
         for request in new:
             self._active[request.number] = request
@@ -191,12 +192,12 @@ class StagedDispatch(ThreadDispatch):
         for request, result in zip(job.live or (), job.results or (), strict=True):
             if request.number not in self._active:
                 continue  # it was withdrawn meanwhile
-            if isinstance(result, Failure | BaseException):
+            if isinstance(result, FAILURES):
                 record.failed += 1
             else:
                 answered += 1
                 record.add_answer(request.arrival_ns, request.payload.deadline_ns, job.ended_ns)
-        for stage, taken_ns in enumerate(job.durations_ns(), job.stage):
+        for stage, taken_ns in enumerate(job.durations_ns, job.stage):
             self.stages.add_run(stage, job.size, taken_ns)
         if job.through < self._last and job.is_by_stage:
             self.stages.add_exits(job.through, answered)

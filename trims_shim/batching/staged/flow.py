@@ -30,6 +30,8 @@ from trims_shim.errors import BadBatch
 
 __all__ = ["NotJoinable", "join", "rows_of", "take"]
 
+_WITHOUT_ROWS = (type(None), Shared, str, bytes, bool, float, complex)
+
 
 class NotJoinable(Exception):
     """These activations cannot become one, for example because they are padded to other lengths.
@@ -75,14 +77,14 @@ def join(values: Sequence[Any]) -> Any:
 
 
 def _rows_of(value: Any, where: str) -> int | None:
-    if value is None or isinstance(value, Shared | str | bytes | bool | float | complex):
-        return None
     library = library_of(value)
     if library is not None:
         return library.count(value)
     if isinstance(value, list):
         _check_list(value, where)
         return len(value)
+    if isinstance(value, _WITHOUT_ROWS):
+        return None
     if isinstance(value, int):
         raise BadBatch(
             f"returned the number {value}{where}: the size of a batch changes between stages; wrap "

@@ -99,16 +99,15 @@ class StagedFunction(BatchFunction):
 
     def run_stage(self, stage: int, pieces: Sequence[Piece], *, device: int = 0) -> StageOutput:
         """Never raises an Exception; failures are among the results."""
-        requests = [request for piece in pieces for request in piece.requests]
         if self._has_function:
             if self.is_distrusted:
-                return self.instead(requests)
-            if not stage and self._is_to_be_checked(plain_key(requests[0].key)):
-                return self._checked_against(requests)
+                return self.instead(_requests_of(pieces))
+            if not stage and self._is_to_be_checked(plain_key(pieces[0].requests[0].key)):
+                return self._checked_against(_requests_of(pieces))
         try:
             return self._runner.run(stage, pieces, device=device)
         except Exception as error:
-            output = self.instead(requests, error)
+            output = self.instead(_requests_of(pieces), error)
             output.has_failed = True
             self._warn_of(stage, error, output)
             return output
@@ -195,6 +194,10 @@ class StagedFunction(BatchFunction):
             self.name,
         )
         return False
+
+
+def _requests_of(pieces: Sequence[Piece]) -> list[Request]:
+    return [request for piece in pieces for request in piece.requests]
 
 
 def _without_graph(model: StagedModel, *batch: Any) -> Any:

@@ -7,7 +7,6 @@ that leave; ``live`` and ``results`` are theirs once it has run.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import pairwise
 from typing import Any
 
 from trims_shim.batching.jobs import Job
@@ -41,9 +40,10 @@ class StageJob(Job):
         "_is_handed_out",
         "_output",
         "_result",
+        "_since_ns",
         "_told",
         "began",
-        "ends_ns",
+        "durations_ns",
         "has_started",
         "is_alone",
         "is_beside",
@@ -52,6 +52,7 @@ class StageJob(Job):
         "part",
         "size",
         "stage",
+        "through",
         "until",
     )
 
@@ -62,8 +63,11 @@ class StageJob(Job):
         self.stage = action.stage
         self.until = action.until
         """Up to which stage it may run on, as long as there is no news."""
-        self.ends_ns: list[int] = []
-        """When each of its stages ended but the last."""
+        self.through = action.stage
+        """The last stage that it runs, or has run."""
+        self.durations_ns: list[int] = []
+        """Of its stages that have ended."""
+        self._since_ns = 0
         self.news = 0
         """How many events there had been when it was made."""
         self.part = action.part
@@ -93,11 +97,6 @@ class StageJob(Job):
         """See :class:`Job`."""
         return self.size > 0 and self.is_alone
 
-    @property
-    def through(self) -> int:
-        """The last stage that it runs, or has run."""
-        return self.stage + len(self.ends_ns)
-
     def may_run_on(self, output: StageOutput) -> bool:
         """Whether all of it goes on, as far as it may."""
         return (
@@ -112,13 +111,13 @@ class StageJob(Job):
         if is_end and not all(each.payload.reply.begin() for each in self.requests):
             return False
         self.is_end = is_end
-        self.ends_ns.append(now_ns)
+        self._add_duration(now_ns)
+        self.through += 1
         return True
 
-    def durations_ns(self) -> list[int]:
-        """Of its stages."""
-        edges = [self.started_ns, *self.ends_ns, self.ended_ns]
-        return [end - start for start, end in pairwise(edges)]
+    def _add_duration(self, now_ns: int) -> None:
+        self.durations_ns.append(now_ns - self._since_ns)
+        self._since_ns = now_ns
 
     @property
     def has_failed(self) -> bool:
@@ -144,18 +143,22 @@ class StageJob(Job):
         return not reply.cancelled()  # it stays one that can be cancelled
 
     def pieces(self) -> list[Piece]:
-        """What to run: of those for whom somebody waits."""
+        """What to run, from its first stage on: of those for whom somebody waits."""
+        self.through, self._since_ns = self.stage, self.started_ns
+        self.durations_ns.clear()
         live = self.began = self.live or []
         self.size = len(live)
+        if self.size == len(self.requests):
+            return self.part.pieces
         pieces = [Piece(each.requests, each.rows, each.value) for each in self.part.pieces]
-        if len(live) < len(self.requests):
-            for piece in pieces:
-                piece.leave_out([each for each in piece.requests if each not in live])
+        for piece in pieces:
+            piece.leave_out([each for each in piece.requests if each not in live])
         return [piece for piece in pieces if piece.requests]
 
     def end_stage(self, now_ns: int, output: StageOutput) -> None:
         """It has run."""
         self._output = output
+        self._add_duration(now_ns)
         self.is_alone = self.is_alone and output.runs == 1
         self.live = [*output.left, *output.finished]
         self.end(now_ns, [*output.results, *[None] * len(output.finished)])
@@ -201,20 +204,20 @@ class StageJob(Job):
         leaving = self.live or () if self.results is not None else ()
         return request in (self.requests if self.is_end else leaving)
 
-    def settle_part(self) -> tuple[list[Request], list[Request]]:
+    def settle_part(self) -> tuple[Sequence[Request], Sequence[Request]]:
         """Give the part what it is now. Returns who leaves it, and who of them got nothing.
 
         Those got nothing for whom nobody waits. Under the lock.
         """
-        output, requests = self._output, self.requests
-        if output is not None and not self.live and self.size == len(requests):
-            self.part.pieces = output.pieces  # all of them go on
-            return [], []
-        going = [] if output is None else output.pieces
-        staying = {each for piece in going for each in piece.requests}
-        left = [each for each in requests if each not in staying]
-        self.part.pieces = [*going, Piece(left, [0] * len(left))] if left else going
-        answered = set(self.live or ())
+        going = [] if self._output is None else list(self._output.pieces)
+        self.part.pieces = going
+        left, live = self.requests, self.live or ()
+        if going:
+            staying = {each for piece in going for each in piece.requests}
+            left = [each for each in left if each not in staying]
+        if len(left) == len(live):
+            return left, ()
+        answered = set(live)
         return left, [each for each in left if each not in answered]
 
 

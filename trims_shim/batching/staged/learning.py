@@ -152,7 +152,7 @@ class StagedLearning(Learning):
         first, rows, is_beside = 0, len(job.live or ()), False
         durations_ns = [job.ended_ns - job.started_ns]
         if isinstance(job, StageJob):
-            first, rows, durations_ns = job.stage, job.size, job.durations_ns()
+            first, rows, durations_ns = job.stage, job.size, job.durations_ns
             is_beside = job.is_beside
         key = plain_key(job.key)
         size = padded_size(rows, self._batch_sizes)

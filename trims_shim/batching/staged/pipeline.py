@@ -108,9 +108,7 @@ class Pipeline:
         self._look()
 
     def _enter(self, part: Part) -> None:
-        entrance = self._entrance(part.batch.pair)
-        entrance.handle(BufferEvent.WRITE, part.batch)
-        entrance.handle(BufferEvent.WRITTEN, part.batch)
+        self._entrance(part.batch.pair).handle(BufferEvent.ENTER, part.batch)
         self._gather(part.batch)
 
     def _free_pair(self) -> int | None:
@@ -198,29 +196,30 @@ class Pipeline:
             batch.passed[each] += len(part.running)
         if through == self.last and not self.has_loop:
             part.pieces = []
-        part.leave_out({*part.gone, *left})
+        else:
+            part.leave_out({*part.gone, *left})
         if not part.pieces:
             batch.parts.remove(part)
         elif output is not None:
             part.stage = through + 1
         part.running, part.gone = (), []
         part.state = PartState.WAITING
-        is_left = any(each.stage == stage for each in batch.parts)
+        is_left = batch.has_part_at(stage)
         self._buffers[stage][batch.pair].handle(
             BufferEvent.REMAINDER if is_left else BufferEvent.CLEARED, batch
         )
         if output is not None:
-            is_written = any(each.stage == stage + 1 for each in batch.parts)
+            is_written = batch.has_part_at(stage + 1)
             output.handle(BufferEvent.WRITTEN if is_written else BufferEvent.NOTHING_WRITTEN, batch)
         if part.pieces and through > stage:
-            self._input(part).handle(BufferEvent.WRITE, batch)
-            self._input(part).handle(BufferEvent.WRITTEN, batch)
+            self._input(part).handle(BufferEvent.ENTER, batch)
         executor.part = None
         executor.handle(ExecutorEvent.DONE)
         queued = self._gather(batch)
         # Its input is the output of the stage before, and its output the input of the next one.
         beside = range(max(0, stage - 1), min(through + 1, self.last) + 1)
-        self._look({*beside, *(each.stage for each in queued)})
+        self._look(beside)
+        self._look([each.stage for each in queued if each.stage not in beside])
         return queued
 
     def withdraw(self, request: Request) -> bool:
@@ -242,7 +241,7 @@ class Pipeline:
         batch = part.batch
         batch.parts.remove(part)
         self._executors[part.stage].discard(part)
-        if not any(each.stage == part.stage for each in batch.parts):
+        if not batch.has_part_at(part.stage):
             buffer = self._input(part)
             # Not where the stage before is writing to it: that will say what is in it.
             if buffer.may_read(batch):

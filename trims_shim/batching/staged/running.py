@@ -11,8 +11,8 @@ run: so what one returns in one thread is fit for the next one in another.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trims_shim.batching.collate import answers
@@ -34,14 +34,14 @@ __all__ = ["StageOutput", "StageRunner", "without_graph"]
 class StageOutput:
     """What became of the requests of a part in one stage."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: Sequence[Piece] = ()
     """Of those that go on."""
-    left: list[Request] = field(default_factory=list)
-    results: list[Any] = field(default_factory=list)
+    left: Sequence[Request] = ()
+    results: Sequence[Any] = ()
     """Of those that left; not of those that a loop has finished, whose pieces are their answers."""
-    steps: list[tuple[Request, Any]] = field(default_factory=list)
+    steps: Sequence[tuple[Request, Any]] = ()
     """What a loop adds to answers."""
-    finished: list[Request] = field(default_factory=list)
+    finished: Sequence[Request] = ()
     """Those that a loop has finished; none of ``left``."""
     runs: int = 1
     """How often the stage was called."""
@@ -71,8 +71,7 @@ class StageRunner:
 
     def run(self, stage: int, pieces: Sequence[Piece], *, device: int = 0) -> StageOutput:
         """Raises what the stage raises, and BadBatch for what it may not return."""
-        outputs: list[tuple[list[Request], Any]] = []
-        total = StageOutput(runs=0)
+        outputs: list[_Group] = []
         with without_graph():
             lane = self.lanes[device]
             try:
@@ -83,41 +82,54 @@ class StageRunner:
                 # Also after a failure: the device may still read what is given up now.
                 lane.finish([output for _, output in outputs])
             # Not in the lane, which is not waited for once more.
-            for requests, output in outputs:
-                self._sort(stage, requests, output, total)
-                total.runs += 1
-        return total
+            return _together([self._sorted(stage, *each) for each in outputs])
 
     # --- before the stage -------------------------------------------------------------------------
 
     def _calls(
         self, stage: int, pieces: Sequence[Piece]
-    ) -> Iterator[tuple[list[Request], Sequence[Any]]]:
+    ) -> Sequence[tuple[list[Request], Sequence[Any]]]:
         """The batches to run, each with what the stage is called with."""
-        new = [each for piece in pieces if piece.value is None for each in piece.requests]
-        begun = [piece for piece in pieces if piece.value is not None]
-        if new and not begun:
-            yield new, self._batch(new)
-            return
         join_all, take_rows = self._ways_at(stage)
-        groups = [(piece.requests, take_rows(piece.value, piece.rows)) for piece in begun]
-        if new:  # to a loop without stages before it
-            (state,) = self._batch(new)
+        new: list[Request] = []
+        groups: list[_Group] = []
+        for piece in pieces:
+            if piece.value is None:
+                new += piece.requests
+            elif piece.rows is None:
+                groups.append((piece.requests, piece.value))
+            else:
+                groups.append((piece.requests, take_rows(piece.value, piece.rows)))
+        if new:
+            batch = self._batch(new)
+            if not groups:
+                return [(new, batch)]
+            (state,) = batch  # to a loop without stages before it
             groups.append((new, state))
-        for requests, value in _joined(groups, join_all, take_rows):
-            missing = self._size_of(len(requests)) - len(requests)
-            if missing:
-                last = take_rows(value, [len(requests) - 1])
-                value = join_all([value, *[last] * missing])
-            yield requests, (value,)
+        joined = _joined(groups, join_all, take_rows)
+        if self._batch_sizes is None:
+            return [(requests, (value,)) for requests, value in joined]
+        return [self._filled(*each, join_all, take_rows) for each in joined]
+
+    def _filled(
+        self, requests: list[Request], value: Any, join_all: _Join, take_rows: _Take
+    ) -> tuple[list[Request], Sequence[Any]]:
+        """With as many rows as the stages see."""
+        missing = self._size_of(len(requests)) - len(requests)
+        if missing:
+            last = take_rows(value, [len(requests) - 1])
+            value = join_all([value, *[last] * missing])
+        return requests, (value,)
 
     def _batch(self, requests: Sequence[Request]) -> Sequence[Any]:
         entries = [request.payload for request in self._filled_up(requests)]
         _, _, batch = self._function.joined(entries)
         return batch
 
-    def _filled_up(self, requests: Sequence[Request]) -> list[Request]:
+    def _filled_up(self, requests: Sequence[Request]) -> Sequence[Request]:
         """As many as the stages see."""
+        if self._batch_sizes is None:
+            return requests
         missing = self._size_of(len(requests)) - len(requests)
         return [*requests, *[requests[-1]] * missing]
 
@@ -130,44 +142,37 @@ class StageRunner:
 
     # --- after the stage --------------------------------------------------------------------------
 
-    def _sort(self, stage: int, requests: list[Request], output: Any, total: StageOutput) -> None:
+    def _sorted(self, stage: int, requests: list[Request], output: Any) -> StageOutput:
         """Who leaves, and who goes on with which rows."""
         if isinstance(output, Stepped):
-            self._after_step(requests, output, total)
-        elif isinstance(output, EarlyExit):
-            self._after_exit(stage, requests, output, total)
-        elif stage == len(self.model.stages) - 1:
-            total.left.extend(requests)
-            total.results.extend(self._answers(output, requests))
-        else:
-            self._go_on(stage, requests, output, total)
-
-    def _go_on(self, stage: int, requests: list[Request], value: Any, total: StageOutput) -> None:
-        found, expected = rows_of(value), self._size_of(len(requests))
+            return self._after_step(requests, output)
+        if isinstance(output, EarlyExit):
+            return self._after_exit(stage, requests, output)
+        if stage == len(self.model.stages) - 1:
+            return StageOutput(left=requests, results=self._answers(output, requests))
+        found, expected = rows_of(output), self._size_of(len(requests))
         if found != expected:
             raise BadBatch(
                 f"{self._named(stage)} returned {'no' if found is None else found} rows for a "
                 f"batch of {expected}"
             )
-        total.pieces.append(Piece(requests, list(range(len(requests))), value))
+        rows = None if expected == len(requests) else list(range(len(requests)))
+        return StageOutput([Piece(requests, rows, output)])
 
-    def _after_exit(
-        self, stage: int, requests: list[Request], output: EarlyExit, total: StageOutput
-    ) -> None:
+    def _after_exit(self, stage: int, requests: list[Request], output: EarlyExit) -> StageOutput:
         flags = self._flags(stage, output.finished, requests)
         filled = zip(self._filled_up(requests), flags, strict=True)
         ended = [each for each, is_finished in filled if is_finished]
         count = sum(flags[: len(requests)])
+        results: Sequence[Any] = ()
         if ended:
             items = self._items(ended)
-            found = answers(
+            results = answers(
                 self._collate(ended), output.results, items, function=self._named(stage)
-            )
-            total.left.extend(ended[:count])
-            total.results.extend(found[:count])
+            )[:count]
         rest = [each for each, flag in zip(requests, flags, strict=False) if not flag]
         if not rest:
-            return
+            return StageOutput(left=ended[:count], results=results)
         if stage == len(self.model.stages) - 1:
             raise BadBatch(f"{self._named(stage)} is the last one, and some rows are not finished")
         found_rows = rows_of(output.rest)
@@ -176,17 +181,19 @@ class StageRunner:
                 f"{self._named(stage)} returned {found_rows} rows of activations for "
                 f"{len(flags) - len(ended)} that are not finished"
             )
-        total.pieces.append(Piece(rest, list(range(len(rest))), output.rest))
+        rows = None if found_rows == len(rest) else list(range(len(rest)))
+        return StageOutput([Piece(rest, rows, output.rest)], left=ended[:count], results=results)
 
-    def _after_step(self, requests: list[Request], output: Stepped, total: StageOutput) -> None:
+    def _after_step(self, requests: list[Request], output: Stepped) -> StageOutput:
         last = len(self.model.stages) - 1
         flags = self._flags(last, output.finished, requests)
-        pieces = split(output.pieces, len(flags))
-        total.steps.extend(zip(requests, pieces, strict=False))
-        total.finished.extend(each for each, flag in zip(requests, flags, strict=False) if flag)
+        steps = list(zip(requests, split(output.pieces, len(flags)), strict=False))
+        finished = [each for each, flag in zip(requests, flags, strict=False) if flag]
+        if not finished and len(flags) == len(requests):
+            return StageOutput([Piece(requests, None, output.state)], steps=steps)
         rows = [row for row in range(len(requests)) if not flags[row]]
-        if rows:
-            total.pieces.append(Piece([requests[row] for row in rows], rows, output.state))
+        rest = [Piece([requests[row] for row in rows], rows, output.state)] if rows else []
+        return StageOutput(rest, steps=steps, finished=finished)
 
     def _answers(self, output: Any, requests: Sequence[Request]) -> list[Any]:
         filled = self._filled_up(requests)
@@ -224,6 +231,20 @@ class StageRunner:
 _Group = tuple[list[Request], Any]
 _Join = Callable[[Sequence[Any]], Any]
 _Take = Callable[[Any, Sequence[int]], Any]
+
+
+def _together(outputs: Sequence[StageOutput]) -> StageOutput:
+    """Of all calls of a stage."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return StageOutput(
+        pieces=[each for output in outputs for each in output.pieces],
+        left=[each for output in outputs for each in output.left],
+        results=[each for output in outputs for each in output.results],
+        steps=[each for output in outputs for each in output.steps],
+        finished=[each for output in outputs for each in output.finished],
+        runs=len(outputs),
+    )
 
 
 def _joined(groups: list[_Group], join_all: _Join, take_rows: _Take) -> list[_Group]:

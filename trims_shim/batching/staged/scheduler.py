@@ -144,9 +144,11 @@ class StagedBatching(Batching):
         for rule in self._waiting.values():
             rule.wake_ns = None
         while self._free:
-            if self._waiting:
-                self._stretch(now_ns, actions)
-            part = self._next(now_ns)
+            part = None
+            if len(self.pipeline.table):
+                if self._waiting:
+                    self._stretch(now_ns, actions)
+                part = self._next(now_ns)
             may_form = self._waiting and (part is None or self.pipeline.is_step(part))
             if may_form and self._form(now_ns, actions, only_rivals=part is not None):
                 continue
@@ -162,7 +164,8 @@ class StagedBatching(Batching):
 
     def _next(self, now_ns: int) -> Part | None:
         """What goes on."""
-        part = next(iter(self.pipeline.ready()), None)
+        ready = self.pipeline.ready()
+        part = ready[0] if ready else None
         if part is None or len(self._free) == self._devices:
             return part
         rule = self._rules.get(part.batch.key)
@@ -229,7 +232,10 @@ class StagedBatching(Batching):
             return False
         on_their_way = {batch.key for batch in self.pipeline.table} if only_rivals else ()
         waiting = self._count_waiting()
-        for key, rule in sorted(self._waiting.items(), key=urgency):
+        asking = list(self._waiting.items())
+        if len(asking) > 1:
+            asking.sort(key=urgency)
+        for key, rule in asking:
             if key in on_their_way:
                 continue
             self._tell(rule, waiting)
@@ -252,7 +258,7 @@ class StagedBatching(Batching):
             rule.others = others
 
     def _count_waiting(self) -> int:
-        return sum(len(rule.queue) for rule in self._waiting.values())
+        return sum([len(rule.queue) for rule in self._waiting.values()])
 
     def _allowance(self) -> int:
         """How many more may be on their way."""

@@ -183,7 +183,7 @@ class _Simulation:
         if part is None:
             return Finished(lane, execution.batch, started_ns)
         self._running.discard(execution.stage)
-        part.pieces = [Piece(list(execution.batch), list(range(len(execution.batch))))]
+        part.pieces = [Piece(list(execution.batch))]
         return StageEnded(lane, execution.batch, started_ns, part=part, left=left)
 
     def close(self, now_ns: int) -> StagedOutcome:
