@@ -122,10 +122,14 @@ class World:
                 yield partial(World.withdraw, index=index)
 
     def _entries(self) -> Iterator[Callable[[World], str]]:
+        if self.pipeline._untold is not None:
+            return  # the only device is busy, and nobody asks
         if self.made < self.limits.batches and self.pipeline.may_new:
             for size in range(1, min(self.left, self.limits.largest) + 1):
                 for key in range(self.limits.keys):
                     yield partial(World.new, size=size, key=key)
+                    if self.limits.devices == 1 and not self.parts:
+                        yield partial(World.new_alone, size=size, key=key)
         for index, batch in enumerate(self.pipeline.table):
             if self.pipeline.may_stretch(batch):
                 for size in range(1, min(self.left, self.limits.largest - batch.live) + 1):
@@ -157,6 +161,11 @@ class World:
         takes_turns = self._is_loop(0)
         check(is_ready or takes_turns, "a new batch was made before it could start")
         return "new"
+
+    def new_alone(self, size: int, key: int) -> str:
+        self.made += 1
+        self.pipeline.new_alone(0, self._requests(size, key))
+        return "new, alone"
 
     def stretch(self, index: int, size: int) -> str:
         batch = list(self.pipeline.table)[index]
@@ -254,6 +263,10 @@ class World:
             check(not len(self.pipeline.table), "a batch of nothing is kept")
 
     def _check_place(self, part: Part) -> None:
+        if part is self.pipeline._untold:
+            check(self.parts == [part], "what nobody is told of is not alone")
+            check(part.state is PartState.RUNNING, "what nobody is told of does not run")
+            return
         executor = self.pipeline._executors[part.stage]
         is_held = executor.part is part
         is_queued = part in executor.queue
@@ -275,8 +288,10 @@ class World:
 
     def _check_buffer(self, stage: int, pair: int) -> None:
         buffer = self.pipeline._buffers[stage][pair]
-        inside = [each for each in self.parts if each.batch.pair == pair and each.stage == stage]
-        written = any(each.batch.pair == pair and each.stage == stage - 1 for each in self.running)
+        parts = [each for each in self.parts if each is not self.pipeline._untold]
+        inside = [each for each in parts if each.batch.pair == pair and each.stage == stage]
+        running = [each for each in parts if each.state is PartState.RUNNING]
+        written = any(each.batch.pair == pair and each.stage == stage - 1 for each in running)
         read = any(each.state is PartState.RUNNING for each in inside)
         check(len({each.batch.number for each in inside}) < 2, "a buffer of two batches")
         check(not (written and read), "a buffer is read and written at once")

@@ -427,3 +427,39 @@ def test_where_all_is_a_loop_a_new_batch_gets_its_turn() -> None:
     assert not pipeline.may_new
     pipeline.finish(first.parts[0], ())
     assert pipeline.ready()[0].batch is second
+
+
+# --- alone ----------------------------------------------------------------------------------------
+
+
+def states(pipeline: Pipeline) -> list[object]:
+    buffers = [buffer.state for row in pipeline._buffers for buffer in row]
+    return [*buffers, *[each.state for each in pipeline._executors]]
+
+
+def test_what_is_alone_and_leaves_is_told_to_nobody() -> None:
+    pipeline = Pipeline(3)
+    before = states(pipeline)
+    part = pipeline.new_alone(0, requests(0, 1))
+    assert (part.state, part.size, len(pipeline.table)) == (PartState.RUNNING, 2, 1)
+    assert pipeline.finish(part, part.requests, through=2) == []
+    assert (len(pipeline.table), pipeline.active, pipeline.may_new) == (0, 0, True)
+    assert states(pipeline) == before
+    assert part.batch.passed == [2, 2, 2]
+
+
+@pytest.mark.parametrize("through", [0, 1])
+def test_what_was_alone_and_goes_on_is_where_any_other_would_be(through: int) -> None:
+    alone, other = Pipeline(3), Pipeline(3)
+    first = alone.new_alone(0, requests(0, 1, 2))
+    other.new(0, requests(0, 1, 2))
+    (second,) = other.ready()
+    other.start(second)
+    for pipeline, part in ((alone, first), (other, second)):
+        pipeline.withdraw(part.requests[1])
+        queued = pipeline.finish(part, part.requests[:1], through=through)
+        assert [each.requests for each in queued] == [part.requests]
+        assert len(part.requests) == 1
+    assert states(alone) == states(other)
+    assert places(alone) == places(other)
+    assert alone.ready() == [first]

@@ -21,6 +21,7 @@ from trims_shim.batching.staged.stage_executors import StageExecutor
 
 PIPELINED = Limits()
 SERIAL = Limits(pairs=1, batches=3, devices=3)
+SINGLE = Limits(devices=1)
 LOOPING = Limits(has_loop=True)
 LIMITS = {
     "two pairs": PIPELINED,
@@ -29,7 +30,8 @@ LIMITS = {
     "one stage": Limits(stages=1, requests=5, batches=4),
     "two stages": Limits(stages=2, requests=4, batches=3, largest=3, cancels=0),
     "four stages": Limits(stages=4, cancels=0),
-    "one device": Limits(devices=1),
+    "one device": SINGLE,
+    "one device, a loop": Limits(devices=1, has_loop=True),
     "a loop": LOOPING,
     "only a loop": Limits(stages=1, has_loop=True, keys=2, requests=4, batches=3),
     "a loop, several keys": Limits(stages=2, has_loop=True, keys=2, batches=3),
@@ -70,6 +72,11 @@ def test_with_one_buffer_pair_neighbouring_stages_take_turns() -> None:
     """That they never overlap is checked at each start; here: that with two pairs they do."""
     assert "neighbours at once" not in found(SERIAL).facts
     assert "neighbours at once" in found(PIPELINED).facts
+
+
+def test_what_is_alone_on_one_device_is_told_of_later() -> None:
+    assert "new, alone" in found(SINGLE).facts
+    assert "new, alone" not in found(PIPELINED).facts
 
 
 def test_a_loop_is_not_split() -> None:
@@ -172,6 +179,10 @@ def takes_the_last_first(executor: StageExecutor, part: Part) -> None:
     executor.part = None
 
 
+def tells_nobody(pipeline: Pipeline, part: Part) -> None:
+    pass
+
+
 def clears_nothing(pipeline: Pipeline, pair: int) -> bool:
     return pipeline._buffers[0][pair].state is not BufferState.READING
 
@@ -204,6 +215,7 @@ MUTATIONS: dict[str, tuple[Mutation, Limits]] = {
         replaced(StageExecutor, "discard", takes_the_last_first),
         PIPELINED,
     ),
+    "what was alone stays untold": (replaced(Pipeline, "_tell_of", tells_nobody), SINGLE),
     "batches are made too early": (replaced(Pipeline, "_is_clear", clears_nothing), SERIAL),
 }
 

@@ -49,6 +49,8 @@ class Pipeline:
         """The last stage."""
         self._executors = [StageExecutor() for _ in range(stages)]
         self._buffers = [[Buffer() for _ in range(pairs)] for _ in range(stages)]
+        self._untold: Part | None = None
+        """Of :meth:`new_alone`, while it runs."""
 
     @property
     def active(self) -> int:
@@ -70,6 +72,24 @@ class Pipeline:
         self._enter(part)
         self._look((0,))
         return part.batch
+
+    def new_alone(self, now_ns: int, requests: Sequence[Request]) -> Part:
+        """As ``new`` and ``start``, where nothing is on its way, and nothing will run beside it.
+
+        Buffers and executors are told when it has finished its stages, and not if it has left by
+        then, as most do. Until then only ``withdraw`` and ``finish`` may be called.
+        """
+        part = self._untold = self.table.new(now_ns, requests, pair=0)
+        self._run(part)
+        return part
+
+    def _tell_of(self, part: Part) -> None:
+        """That it has come and runs."""
+        running, part.state = part.running, PartState.WAITING
+        self._enter(part)
+        self._look((0,))
+        self.start(part)
+        part.running = running  # its pieces are those after its stage
 
     def may_stretch(self, batch: Batch) -> bool:
         """Whether requests could join it now, and would still meet it."""
@@ -173,12 +193,15 @@ class Pipeline:
     def start(self, part: Part) -> None:
         """Its stage begins; it is one of :meth:`ready`."""
         self._executors[part.stage].handle(ExecutorEvent.START)
-        part.running = part.requests
-        part.state = PartState.RUNNING
+        self._run(part)
         self._input(part).handle(BufferEvent.READ, part.batch)
         output = self._output(part)
         if output is not None:
             output.handle(BufferEvent.WRITE, part.batch)
+
+    def _run(self, part: Part) -> None:
+        part.running = part.requests
+        part.state = PartState.RUNNING
 
     def finish(
         self, part: Part, left: Collection[Request], *, through: int | None = None
@@ -189,15 +212,22 @@ class Pipeline:
         nothing has passed the place where it was since, so the buffers in between were not missed.
         Returns what was queued for the next stage by that.
         """
-        batch, stage, output = part.batch, part.stage, self._output(part)
+        batch, stage = part.batch, part.stage
         through = stage if through is None else through
-        executor = self._executors[stage]
         for each in range(stage, through + 1):
             batch.passed[each] += len(part.running)
         if through == self.last and not self.has_loop:
             part.pieces = []
         else:
             part.leave_out({*part.gone, *left})
+        if part is self._untold:
+            self._untold = None
+            if not part.pieces:
+                batch.parts.clear()
+                self.table.end(batch)
+                return []
+            self._tell_of(part)
+        output, executor = self._output(part), self._executors[stage]
         if not part.pieces:
             batch.parts.remove(part)
         elif output is not None:

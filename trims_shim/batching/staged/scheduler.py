@@ -155,12 +155,16 @@ class StagedBatching(Batching):
             if part is None:
                 break
             self.pipeline.start(part)
-            part.started_ns = now_ns
-            until = self._until(now_ns, part)
-            actions.append(RunStage(self._free.pop(), part.running, part.stage, part, until))
+            actions.append(self._run(now_ns, part))
         if self._free and self._waiting and self.pipeline.may_new:
             self._set_wake()
         return actions
+
+    def _run(self, now_ns: int, part: Part) -> RunStage:
+        """It was started."""
+        part.started_ns = now_ns
+        until = self._until(now_ns, part)
+        return RunStage(self._free.pop(), part.running, part.stage, part, until)
 
     def _next(self, now_ns: int) -> Part | None:
         """What goes on."""
@@ -245,9 +249,14 @@ class StagedBatching(Batching):
                 self._take(rule, size, now_ns, is_last=is_last, most=allowance) if size else []
             )
             self._drop_if_empty(key, rule)
-            if requests:
+            if not requests:
+                continue
+            if self._devices > 1 or self._waiting or len(self.pipeline.table):
                 self.pipeline.new(now_ns, requests)
-                return True
+            else:
+                part = self.pipeline.new_alone(now_ns, requests)
+                actions.append(self._run(now_ns, part))
+            return True
         return False
 
     def _tell(self, rule: Rule, waiting: int) -> None:
