@@ -163,6 +163,15 @@ def test_nothing_is_taken_of_a_loop_that_nobody_has_left() -> None:
     assert run(1, output.pieces).pieces[0].value == [3, 1]
 
 
+def test_a_loop_is_filled_anew_for_each_step() -> None:
+    seen: list[list[int]] = []
+    loop = Loop(lambda state: (seen.append(state), Stepped(state, state, [False] * 4))[1])
+    run = runner(StagedModel([*Keep, loop]), batch_sizes=(4,)).run
+    output = run(1, run(0, [piece([3, 1])]).pieces)
+    run(1, output.pieces)
+    assert seen == [[3, 1, 1, 1]] * 2
+
+
 def test_loops_join_and_take_as_they_say() -> None:
     calls: list[Any] = []
 
