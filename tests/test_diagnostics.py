@@ -115,3 +115,23 @@ def test_an_error_with_arguments_is_that_of_a_library(arguments: str, is_thrown:
     with pytest.raises(here["Late"]) as caught:  # type: ignore[call-overload]
         exec(f"raise Late({arguments})", here)
     assert diagnostics.signalled(caught.value) is (caught.value if is_thrown else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "is_thrown"),
+    [
+        ("Late", "trims_shim.client.pool", True),
+        ("Late", "somebodys_library", False),
+        ("Late", "concurrent.futures._base", False),  # set_exception(Late())
+        ("TimeoutError", "trims_shim.client.pool", True),
+        ("TimeoutError", "concurrent.futures._base", False),
+        ("MemoryError", "trims_shim.client.pool", False),
+    ],
+)
+def test_which_bare_errors_another_thread_may_have_thrown(
+    kind: str, module: str, is_thrown: bool
+) -> None:
+    here = {"__name__": module, "Late": type("Late", (Exception,), {"__module__": "somebodys"})}
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        exec(f"raise {kind}", here)
+    assert diagnostics.signalled(caught.value) is (caught.value if is_thrown else None)

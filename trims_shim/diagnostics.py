@@ -178,11 +178,13 @@ def _is_thrown_in(error: BaseException) -> bool:
     """Whether another thread put it here (PyThreadState_SetAsyncExc, by which stopit and others
     end threads): an error of a class that nothing knows in the place where it was raised. It has no
     arguments, as the interpreter makes it of a class alone; what a library raises says why.
+
+    Of Python's own classes only TimeoutError: a bare one of another may be what went wrong here.
     """
-    package = type(error).__module__.partition(".")[0]
-    if package in _RAISING or package in sys.stdlib_module_names:
-        return False
-    if error.args or error.__traceback__ is None:
+    kind = type(error)
+    package = kind.__module__.partition(".")[0]
+    is_known = package in _RAISING or package in sys.stdlib_module_names
+    if error.args or error.__traceback__ is None or (is_known and kind is not TimeoutError):
         return False
     place = error.__traceback__
     while place.tb_next is not None:

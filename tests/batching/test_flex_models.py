@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -161,3 +163,24 @@ def test_no_models_are_refused() -> None:
         StagedFunctions(
             {}, devices=["cpu"], lanes=[], collate="auto", isolate_failures=True, name="x"
         )
+
+
+def test_a_time_limit_is_no_failure_of_an_item() -> None:
+    """As Celery's: what a signal handler raises is the thread's."""
+    runs = []
+
+    def limit(number: int, frame: Any) -> None:
+        raise LookupError("late")
+
+    def stage(values: list[int]) -> list[int]:
+        runs.append(values)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return values
+
+    old = signal.signal(signal.SIGINT, limit)
+    try:
+        with pytest.raises(LookupError, match="late"):
+            run(functions([stage]), 1, 2)
+    finally:
+        signal.signal(signal.SIGINT, old)
+    assert runs == [[1, 2]]

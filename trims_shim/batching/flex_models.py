@@ -17,6 +17,7 @@ from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.lanes import Lane
 from trims_shim.batching.replies import Entry, Failure
 from trims_shim.batching.staged.model import Loop, check_stage
+from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BadBatch
 
 __all__ = ["StagedFunctions", "Stages", "stages_of"]
@@ -160,6 +161,7 @@ class StagedFunctions:
             lane.finish()
             return None
         except Exception as error:
+            pass_on(error)  # a time limit of the thread is no fault of an item
             if len(entries) == 1 or not model.isolates or isinstance(error, BadBatch):
                 return [Failure(error)] * len(entries)
         # Halves are not given up: those who get an answer have waited for two batches by then.
