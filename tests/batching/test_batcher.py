@@ -897,6 +897,28 @@ def test_a_method_of_the_class_gets_the_instance_first() -> None:
     assert Model.scale.stats().submitted == 0
 
 
+def test_a_wrapped_method_is_that_of_its_instance() -> None:
+    """And one that its class got later: neither has heard of a class."""
+
+    def wrapped(function: Any) -> Any:
+        return lambda *args: function(*args)
+
+    def scale(self: Any, items: list[int]) -> list[int]:
+        return [self.factor * item for item in items]
+
+    class Wrapping:
+        factor = 3
+        inside = wrapped(Batcher(scale))
+        later: Any
+
+    Wrapping.later = Batcher(scale)
+    one, two = Wrapping(), Wrapping()
+    two.factor = 5
+    assert [one.inside(2), two.inside(2)] == [6, 10]
+    assert [Wrapping.later(one, 2), Wrapping.later(two, 2), two.later(3)] == [6, 10, 15]
+    assert two.later.stats().submitted == 2
+
+
 def test_class_methods_have_a_batcher_for_each_class() -> None:
     class Sub(Model):
         pass

@@ -169,3 +169,8 @@ def test_without_the_library_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError):
         export(Stub())
+
+
+def test_what_is_no_batcher_is_named(registry: object) -> None:
+    with pytest.raises(TypeError, match="<built-in function len> is no batcher"):
+        export(len, registry)  # type: ignore[arg-type]

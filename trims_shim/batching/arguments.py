@@ -29,6 +29,7 @@ __all__ = [
     "prior_of",
     "sizes",
     "span_ns",
+    "takes_self",
     "whole",
 ]
 
@@ -117,6 +118,11 @@ def name_of(function: Callable[..., Any]) -> str:
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{module}.{name}" if module else name
+
+
+def takes_self(function: Callable[..., Any]) -> bool:
+    """Whether it is written as a method is."""
+    return inspect.isfunction(function) and function.__code__.co_varnames[:1] == ("self",)
 
 
 def lasting_name(function: Callable[..., Any]) -> str | None:

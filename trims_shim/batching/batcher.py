@@ -28,6 +28,7 @@ from trims_shim.batching.arguments import (
     prior_of,
     sizes,
     span_ns,
+    takes_self,
     whole,
 )
 from trims_shim.batching.collate import Collate, CollateSpec
@@ -440,8 +441,12 @@ class Batcher:
             self._classes += (owner,)
 
     def _bound(self, args: tuple[Any, ...]) -> tuple[Batcher, tuple[Any, ...]]:
-        """Called as ``Class.method(instance, item)``: the instance's own, and the item."""
-        if self._owner is None and len(args) > 1 and isinstance(args[0], self._classes):
+        """Called with the instance first, as ``Class.method(instance, item)`` and what wraps a
+        batched method do: the instance's own, and the item."""
+        if self._owner is not None or len(args) < 2:
+            return self, args
+        # A wrapped method, or one assigned to its class later, is told by its first parameter.
+        if isinstance(args[0], self._classes) or takes_self(self._function):
             return self.__get__(args[0]), args[1:]
         return self, args
 

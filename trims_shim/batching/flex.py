@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from trims_shim.batching.arguments import (
     choice,
@@ -172,6 +172,13 @@ class FlexBatcher(Batcher):
             wasted_s=dispatch.wasted_ns / _NS_PER_S,
             stop_p50_ms=stops_ns[len(stops_ns) // 2] / _NS_PER_MS,
             stop_p99_ms=stops_ns[int(0.99 * (len(stops_ns) - 1))] / _NS_PER_MS,
+        )
+
+    def stage_stats(self) -> NoReturn:
+        """Raises TypeError: see :meth:`stats` and :meth:`preemption_stats`."""
+        raise TypeError(
+            f"{self.name}: a FlexBatcher has no stage_stats(); stats() says what it answered, "
+            "preemption_stats() what it gave up"
         )
 
     def __repr__(self) -> str:

@@ -38,12 +38,17 @@ def export(batcher: _Exported, registry: Any = None) -> None:
     """Report ``batcher`` in ``registry``, prometheus_client's default one if None; once for each.
 
     The label ``batcher`` is its name; further ones of one name are called ``name-2`` and so on.
-    Raises ImportError where prometheus_client is not installed.
+    Raises ImportError where prometheus_client is not installed, TypeError for what is no batcher.
     """
-    if registry is None:
+    if not (hasattr(batcher, "stats") and hasattr(batcher, "name")):
+        raise TypeError(f"{batcher!r} is no batcher; give what batched() or Batcher() returned")
+    try:
         from prometheus_client import REGISTRY
-
-        registry = REGISTRY
+    except ImportError as error:
+        raise ImportError(
+            f"export() needs prometheus_client: pip install 'trims-shim[metrics]' ({error})"
+        ) from error
+    registry = REGISTRY if registry is None else registry
     with _lock:
         collector = _collectors.get(registry)
         is_new = collector is None
