@@ -308,7 +308,7 @@ def test_where_no_thread_can_be_had_there_is_an_error(monkeypatch: pytest.Monkey
     with greedy(adouble) as batcher:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(RuntimeError, match="thread"):
+            with pytest.raises(RuntimeError, match=r"adouble needs a thread .*batcher\.aio"):
                 batcher(1)
         assert batcher(1) == 2
 

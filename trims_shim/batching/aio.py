@@ -351,16 +351,22 @@ class ThreadLoop:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._name = name
+        """Of the function."""
 
     def start(self, dispatch: weakref.ref[LoopDispatch]) -> None:
         """Run it, for this dispatch. Raises RuntimeError where no thread can be had."""
         thread = threading.Thread(
-            target=_run_loop, args=(self.loop, dispatch), name=self._name, daemon=True
+            target=_run_loop, args=(self.loop, dispatch), name=f"batch-{self._name}", daemon=True
         )
         try:
             thread.start()
-        except BaseException:
+        except BaseException as error:
             self.loop.close()
+            if isinstance(error, RuntimeError):  # there are too many, or the interpreter ends
+                raise RuntimeError(
+                    f"{self._name} needs a thread for its event loop: {error}; on a loop of your "
+                    "own, `await batcher.aio(item)` needs none"
+                ) from error
             raise
 
     def stop(self) -> None:

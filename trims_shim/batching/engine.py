@@ -125,7 +125,7 @@ class Engine:
                 self._past.merge(own.record)
                 own = None
             if own is None:
-                thread = ThreadLoop(f"batch-{self.function.name}")
+                thread = ThreadLoop(self.function.name)
                 own = LoopDispatch(self.function, self.options, thread.loop)
                 own.on_rest = thread.stop
                 thread.start(weakref.ref(own))

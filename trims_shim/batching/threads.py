@@ -269,8 +269,16 @@ class ThreadDispatch(Dispatch):
         try:
             worker.thread.start()
             _started.add(worker.thread)
-        except RuntimeError as error:  # no more threads, or the interpreter ends
-            self._do_without(worker, error)
+        except RuntimeError as error:
+            self._do_without(worker, self._without_thread(error))
+
+    def _without_thread(self, error: RuntimeError) -> RuntimeError:
+        """There are too many, or the interpreter ends."""
+        needs_none = self.options.caller_runs and not self.function.is_generator
+        instead = "; a plain call, batcher(item), needs none" if needs_none else ""
+        found = RuntimeError(f"{self.function.name} needs a thread for batches: {error}{instead}")
+        found.__cause__ = error
+        return found
 
     def _do_without(self, worker: _Worker, error: RuntimeError) -> None:
         with self._turn():
