@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import threading
 import time
+import types
 from collections.abc import Coroutine
 from typing import Any
 
@@ -311,6 +313,18 @@ def test_where_no_thread_can_be_had_there_is_an_error(monkeypatch: pytest.Monkey
             with pytest.raises(RuntimeError, match=r"adouble needs a thread .*batcher\.aio"):
                 batcher(1)
         assert batcher(1) == 2
+
+
+def test_where_threads_are_gevents_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share one thread of the system, which has one running loop for asyncio."""
+    patched = types.SimpleNamespace(is_module_patched=lambda name: name == "threading")
+    monkeypatch.setitem(sys.modules, "gevent.monkey", patched)  # type: ignore[arg-type]
+    with greedy(adouble) as batcher:
+        for ask in (batcher, batcher.submit):
+            with pytest.raises(RuntimeError, match=r"adouble is asynchronous .* gevent"):
+                ask(1)
+    with greedy(lambda items: items) as plain:
+        assert plain.submit(1).result(LONG_S) == 1
 
 
 def test_closing_on_the_loop_where_nothing_is_open() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import sys
 import threading
 import weakref
 from collections import deque
@@ -346,9 +347,19 @@ async def settled(engine: Engine) -> None:
 
 
 class ThreadLoop:
-    """A loop in a thread of its own, for callers that have none. Ends with :meth:`stop`."""
+    """A loop in a thread of its own, for callers that have none. Ends with :meth:`stop`.
+
+    Raises RuntimeError under gevent, whose threads are all one: the loop would run in the midst of
+    those who wait for it, which asyncio refuses.
+    """
 
     def __init__(self, name: str) -> None:
+        gevent = sys.modules.get("gevent.monkey")
+        if gevent is not None and any(map(gevent.is_module_patched, ("threading", "select"))):
+            raise RuntimeError(
+                f"{name} is asynchronous and needs an event loop in a thread, which gevent's "
+                "patches do not allow: batch a plain function (def)"
+            )
         self.loop = asyncio.new_event_loop()
         self._name = name
         """Of the function."""
