@@ -74,6 +74,28 @@ def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert "invalid _" not in error, "the name of a function says nothing to users"
 
 
+@pytest.mark.parametrize(
+    ("words", "meant", "help"),
+    [
+        (["stauts"], "'status'", "trims --help"),
+        (["batch", "simulat"], "'simulate'", "trims batch --help"),
+        (["warm", "model.pt", "--devcie=cuda:0"], "'--device'", "trims warm --help"),
+        (["autostart", "instal"], "'install'", "trims autostart --help"),
+        (["--vresion", "status"], "'--version'", "trims --help"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else " ".join(value),
+)
+def test_a_mistyped_word_is_guessed(
+    words: list[str], meant: str, help: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == Exit.USAGE
+    error = capsys.readouterr().err
+    assert error.count(f"did you mean {meant}?") == 1
+    assert f"`{help}`" in error
+
+
 @pytest.mark.parametrize("words", NEEDS_DAEMON, ids=" ".join)
 def test_without_a_daemon_status_3_and_none_is_started(
     words: tuple[str, ...],

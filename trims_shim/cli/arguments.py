@@ -6,14 +6,56 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 from trims_shim.cli.values import count, counts, output
 
-__all__ = ["Commands", "add_command", "add_item", "add_output", "add_picture", "add_sizes"]
+__all__ = [
+    "Commands",
+    "Parser",
+    "add_command",
+    "add_item",
+    "add_output",
+    "add_picture",
+    "add_sizes",
+]
 
 Commands = argparse._SubParsersAction
+
+
+class Parser(argparse.ArgumentParser):
+    """Guesses what a mistyped word was meant to be, and names the help to read.
+
+    argparse guesses, too, but of choices only, and only from Python 3.14 on.
+    """
+
+    suggest_on_error = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Known ones are all: of a command, too, whose parser knows best what was meant."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            meant = _meant(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """End with the usage and the message."""
+        super().error(f"{message}\nMore: `{self.prog} --help`")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += _meant(value, action.choices or ())
+            raise
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    close: Sequence[str] = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def add_command(

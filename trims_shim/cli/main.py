@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from trims_shim import _activate
 from trims_shim._version import __version__
-from trims_shim.cli.arguments import Commands, add_command
+from trims_shim.cli.arguments import Commands, Parser, add_command
 from trims_shim.cli.batch_arguments import add_batch
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.stage_arguments import add_stage
@@ -111,7 +111,7 @@ def _end_of_pipe() -> Exit:
 
 def _parser() -> argparse.ArgumentParser:
     codes = "\n".join(f"  {code.value:3}  {code.meaning}" for code in Exit)
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="trims",
         description="One copy of every model's weights per machine: look at and steer the cache.",
         epilog=f"exit status:\n{codes}\n\nSettings: `trims info`.",
