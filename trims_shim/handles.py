@@ -86,7 +86,7 @@ class Handle(_Opened["Arena"]):
         ensure_imported("numpy")
         import numpy
 
-        record = self.records[name]
+        record = _record(self, name)
         dtype = _numpy_dtype(record, "numpy")
         buffer: Any = self._open_arena().buffer
         part: numpy.ndarray[Any, Any] = numpy.frombuffer(buffer, dtype=numpy.uint8)
@@ -100,7 +100,7 @@ class Handle(_Opened["Arena"]):
 
         from trims_shim.patches.torch_storage import storage_of, torch_dtype
 
-        record = self.records[name]
+        record = _record(self, name)
         storage = storage_of(self._open_arena())
         part = storage[record.span.offset_bytes : record.span.end_bytes]
         if not record.dtype:
@@ -188,10 +188,17 @@ class DeviceHandle(_Opened["DeviceArena"]):
         )
 
     def _find(self, name: str) -> tuple[DeviceArena, Record, int]:
-        arena, record = self._open_arena(), self.records[name]
+        arena, record = self._open_arena(), _record(self, name)
         address = _device_address(arena, record)
         assert address is not None
         return arena, record, address
+
+
+def _record(handle: Handle | DeviceHandle, name: str) -> Record:
+    try:
+        return handle.records[name]
+    except KeyError:
+        raise KeyError(f"{handle.name} has no record {name!r}; .records has them all") from None
 
 
 def _device_address(arena: DeviceArena, record: Record) -> int | None:

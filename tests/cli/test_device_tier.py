@@ -57,7 +57,7 @@ def test_the_life_of_an_image_on_a_device(on_devices: Trims, model: Path) -> Non
     assert (warmed["tier"], warmed["outcome"], warmed["error"]) == (second, "loaded", "")
     assert tiers(trims) == [second]
     status = trims("status").stdout
-    assert f"{second}, vmm: 1 images, 0 leases" in status
+    assert f"{second}, vmm: 1 image, 0 leases" in status
     assert "2.0 MiB of 819 MiB resident (#)" in status
     assert first not in status, "nobody has asked for this one"
     assert trims("verify", "--all").stdout == f"{warmed['digest'][:12]} sound\n"
@@ -69,15 +69,15 @@ def test_the_life_of_an_image_on_a_device(on_devices: Trims, model: Path) -> Non
     wait_until(lambda: tiers(trims) == ["host"], "it is kept in host memory", interval_s=0.1)
     assert trims("warm", "--device", "cuda:0", str(model)).returncode == Exit.OK
     assert sorted(tiers(trims)) == sorted([first, "host"])
-    assert "1 images: 1 on host, 0 on" in trims("status").stdout
+    assert "1 image: 1 on host, 0 on" in trims("status").stdout
     digits = warmed["digest"][:12]
     both = trims("verify", str(model)).stdout
     assert both == f"{digits} sound on host\n{digits} sound on {first}\n"
     assert trims("verify", "--device", "cuda:0", str(model)).stdout == f"{digits} sound\n"
     assert trims("verify", "--all", "--device", "cuda:1").stdout == ""
-    assert "evicted 1 images" in trims("evict", "--all", "--tier", "host").stdout
+    assert "evicted 1 image," in trims("evict", "--all", "--tier", "host").stdout
     assert tiers(trims) == [first]
-    assert "held 1 images (2.0 MiB)" in trims("stop").stdout
+    assert "held 1 image (2.0 MiB)" in trims("stop").stdout
 
 
 def test_warm_where_device_memory_is_not_shared(on_devices: Trims, model: Path) -> None:

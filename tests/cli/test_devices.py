@@ -157,7 +157,7 @@ def test_status_without_devices(
     daemon(PLAIN)
     assert main(["status"]) == Exit.OK
     shown = capsys.readouterr().out
-    assert "\n1 images\n" in shown
+    assert "\n1 image\n" in shown
     assert not re.search(r"^(device|moves|on GPUs)", shown, re.MULTILINE)
 
 

@@ -114,7 +114,8 @@ def test_pinned_image_stays_until_unpinned(warmed: Trims, models: Path) -> None:
     assert evicted["freed_bytes"] >= MODEL_BYTES
     unknown = warmed("pin", str(path))
     assert unknown.returncode == Exit.FAILED
-    assert "`trims ls`" in unknown.stderr
+    assert f"`trims warm --pin {path}`" in unknown.stderr
+    assert "`trims ls`" in warmed("unpin", str(path)).stderr
 
 
 def test_verify(warmed: Trims, model: Path) -> None:
@@ -155,5 +156,5 @@ def test_evict_all_leaves_the_pinned(warmed: Trims, models: Path) -> None:
     left = json.loads(warmed("ls", "--json").stdout)
     assert [image["digest"] for image in left] == [pinned["digest"]]
     warmed("unpin", pinned["digest"])
-    assert "evicted 1 images" in warmed("evict", "--all").stdout
+    assert "evicted 1 image," in warmed("evict", "--all").stdout
     assert warmed("ls").stdout == ""

@@ -96,6 +96,12 @@ def test_a_mistyped_word_is_guessed(
     assert f"`{help}`" in error
 
 
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["batch", "simulate", "--profile", "nope.json", "--slo-ms", "100"]
+    assert main(words) == Exit.FAILED
+    assert capsys.readouterr().err == "trims: nope.json: No such file or directory\n"
+
+
 @pytest.mark.parametrize("words", NEEDS_DAEMON, ids=" ".join)
 def test_without_a_daemon_status_3_and_none_is_started(
     words: tuple[str, ...],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from trims_shim import config as configuration
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.text import duration, print_json, size
+from trims_shim.cli.text import counted, duration, print_json, size
 from trims_shim.client.connection import Connection
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable
 from trims_shim.wire import admin, handover, messages
@@ -138,7 +138,7 @@ def _describe(stopped: Stopped) -> Iterator[str]:
         resident_bytes += sum(device.resident_bytes for device in last.devices)
         yield (
             f"it ran for {duration((last.now_ns - last.started_ns) / 1e9)}, held "
-            f"{len(images)} images ({size(resident_bytes)}), and answered "
+            f"{counted(len(images), 'image')} ({size(resident_bytes)}), and answered "
             f"{counters.get('open_hit', 0)} hits, {counters.get('open_miss', 0)} misses, "
             f"{counters.get('open_joined', 0)} joined loads, {counters.get('refused', 0)} refusals"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from trims_shim.cli.text import bar, size
+from trims_shim.cli.text import bar, counted, size
 from trims_shim.errors import UnknownDevice
 from trims_shim.specs import HOST_TIER, DeviceId
 from trims_shim.wire.admin import DeviceStatus, GetStatusReply, MemoryStatus
@@ -78,8 +78,9 @@ def _lines(device: DeviceStatus, reply: GetStatusReply) -> tuple[str, str]:
     leases = sum(image.leases for image in images)
     free = f"{size(device.free_bytes)} free" if device.free_bytes >= 0 else "free: ?"
     return (
-        f"device    {device.name}, {device.device}, {device.backend}: {len(images)} images, "
-        f"{leases} leases; {free} of {size(device.total_bytes)}, "
+        f"device    {device.name}, {device.device}, {device.backend}: "
+        f"{counted(len(images), 'image')}, {counted(leases, 'lease')}; "
+        f"{free} of {size(device.total_bytes)}, "
         f"{size(device.headroom_bytes)} of it left to programs",
         f"          {account(device)}",
     )
@@ -103,7 +104,7 @@ def account(memory: DeviceStatus | MemoryStatus) -> str:
 
 def image_count(reply: GetStatusReply) -> str:
     """``3 images``, and where they are when that is not the host alone."""
-    count = f"{len({image.digest for image in reply.images})} images"
+    count = counted(len({image.digest for image in reply.images}), "image")
     tiers = [HOST_TIER, *(device.device for device in reply.devices)]
     if len(tiers) == 1:
         return count

@@ -17,7 +17,7 @@ from trims_shim.cli.devices import device_named, tier_named
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import Progress
 from trims_shim.cli.status import ask
-from trims_shim.cli.text import print_json, size
+from trims_shim.cli.text import counted, print_json, size
 from trims_shim.client.cache import cache
 from trims_shim.errors import (
     ConfigError,
@@ -115,8 +115,10 @@ def _warm(path: str, tier: str, *, is_pinned: bool, progress: Progress) -> _Warm
             return _Warmed(path, handle.digest, handle.size_bytes, seconds, outcome, tier)
     except (ConfigError, DaemonUnavailable, DriverFailure, UnknownDevice):
         raise  # True of every file.
-    except (TrimsError, OSError) as error:
+    except TrimsError as error:
         return _Warmed(path, tier=tier, error=str(error))
+    except OSError as error:
+        return _Warmed(path, tier=tier, error=error.strerror or str(error))
 
 
 def _prepare(path: str, device: str | None, *, is_pinned: bool, progress: Progress) -> _Warmed:
@@ -153,8 +155,13 @@ def unpin(arguments: argparse.Namespace) -> Exit:
 
 
 def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
-    request = admin.PinImageRequest(_name_of(arguments.image), is_pinned=is_pinned)
-    reply = cache().request(request)
+    name = arguments.image
+    try:
+        reply = cache().request(admin.PinImageRequest(_name_of(name), is_pinned=is_pinned))
+    except UnknownImage:
+        if is_pinned and os.path.isfile(name):
+            raise UnknownImage(f"{name} is not in the cache; `trims warm --pin {name}`") from None
+        raise
     if arguments.json:
         print_json({"digest": reply.digest, "is_pinned": is_pinned})
     else:
@@ -171,9 +178,10 @@ def evict(arguments: argparse.Namespace) -> Exit:
         keys = {"prepared": prepared.keys, "prepared_freed_bytes": prepared.freed_bytes}
         print_json(dataclasses.asdict(images) | keys)
     else:
-        text = f"evicted {len(images.digests)} images, {size(images.freed_bytes)}"
+        text = f"evicted {counted(len(images.digests), 'image')}, {size(images.freed_bytes)}"
         if prepared.keys or not images.digests:
-            text += f", and {len(prepared.keys)} prepared models, {size(prepared.freed_bytes)}"
+            models = counted(len(prepared.keys), "prepared model")
+            text += f", and {models}, {size(prepared.freed_bytes)}"
         print(text)
     return Exit.OK
 

@@ -89,8 +89,14 @@ def _run(words: list[str]) -> int:
 def _complain(error: BaseException, code: Exit) -> Exit:
     # Of a setting that cannot be used the import of this package has told already.
     if str(error) != _activate.config_problem:
-        print(f"trims: {error}", file=sys.stderr)
+        print(f"trims: {_text(error)}", file=sys.stderr)
     return code
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _replace_closed_streams() -> None:
@@ -248,7 +254,9 @@ def _add_programs(commands: Commands[argparse.ArgumentParser]) -> None:
         "measure what the cache does for a program that does not know it; leaves nothing behind",
         "trims demo --size-mb 1000 --processes 8",
     )
-    demo.add_argument("--size-mb", type=count, default=400, metavar="MB", help="default 400")
+    demo.add_argument(
+        "--size-mb", type=count, default=400, metavar="MB", help="in steps of 50; default 400"
+    )
     demo.add_argument("--processes", type=_several, default=4, metavar="N", help="default 4")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from trims_shim.cli.devices import account, device_lines, image_count, short
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import counts, prepared_lines, prepared_table
-from trims_shim.cli.text import ago, duration, print_json, printable, size, table
+from trims_shim.cli.text import ago, counted, duration, print_json, printable, size, table
 from trims_shim.client.cache import cache
 from trims_shim.errors import DaemonUnavailable
 from trims_shim.wire.admin import (
@@ -154,7 +154,7 @@ def _show(reply: GetStatusReply) -> None:
     if reply.prepared:
         print(f"\nprepared ONNX models\n{prepared_table(reply)}")
     clients = _others(reply)
-    print(f"\n{len(clients)} clients")
+    print(f"\n{counted(len(clients), 'client')}")
     if clients:
         print(_clients(clients, reply.now_ns))
 

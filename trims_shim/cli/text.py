@@ -6,9 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["ago", "bar", "duration", "print_json", "printable", "size", "table"]
+__all__ = ["ago", "bar", "counted", "duration", "print_json", "printable", "size", "table"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 image``, ``2 images``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def size(size_bytes: float) -> str:

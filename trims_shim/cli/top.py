@@ -16,7 +16,7 @@ from trims_shim.cli.devices import short
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import TITLES, row_of
 from trims_shim.cli.status import ask, describe, headline
-from trims_shim.cli.text import ago, print_json, printable, size
+from trims_shim.cli.text import ago, counted, print_json, printable, size
 from trims_shim.errors import DaemonUnavailable
 from trims_shim.wire.admin import GetStatusReply
 
@@ -127,4 +127,4 @@ def _rates(now: GetStatusReply, before: GetStatusReply | None) -> str:
         f"{(now.counters.get(key, 0) - before.counters.get(key, 0)) / seconds:.1f} {name}/s"
         for key, name in _RATES
     ]
-    return f"rate      {', '.join(rates)}; {len(now.clients) - 1} clients"
+    return f"rate      {', '.join(rates)}; {counted(len(now.clients) - 1, 'client')}"

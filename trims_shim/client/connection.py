@@ -450,9 +450,9 @@ def _connect(endpoint: Endpoint) -> socket.socket:
         peer = handover.peer_of(connection)
     except OSError as error:
         connection.close()
+        why = error.strerror or error
         raise DaemonUnavailable(
-            f"no daemon answers at {endpoint.handover}: {error}; a load starts one, or "
-            "`trims daemon`"
+            f"no daemon answers at {endpoint.handover}: {why}; a load starts one, or `trims daemon`"
         ) from error
     if peer.uid not in (os.geteuid(), 0):
         connection.close()
