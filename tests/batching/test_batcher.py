@@ -167,6 +167,8 @@ def test_an_impossible_update_is_refused_and_changes_nothing() -> None:
 
 
 def test_not_a_function_and_no_item() -> None:
+    with pytest.raises(TypeError, match=r"100 is no function; .*@batched\(slo_ms=100\)"):
+        batched(100)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="callable"):
         Batcher(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="needs an item"):

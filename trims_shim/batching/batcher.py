@@ -535,6 +535,8 @@ def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> An
     """Decorate a function of batches, or a method; options as for :class:`Batcher`."""
     if function is None:
         return functools.partial(Batcher, **options)
+    if isinstance(function, int | float | str):
+        raise TypeError(f"{function!r} is no function; options have names: @batched(slo_ms=100)")
     return Batcher(function, **options)
 
 

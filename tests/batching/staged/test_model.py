@@ -30,6 +30,10 @@ class TestMaking:
         with pytest.raises(ValueError, match="at least one stage"):
             StagedModel([])
 
+    def test_of_a_module_that_has_to_be_cut(self) -> None:
+        with pytest.raises(TypeError, match=r"stages is a Linear; .*slice_model"):
+            StagedModel(nn.Linear(2, 2))  # type: ignore[arg-type]
+
     @pytest.mark.parametrize("stage", [3, asynchronous])
     def test_of_what_is_no_stage(self, stage: Any) -> None:
         with pytest.raises(TypeError):

@@ -71,6 +71,11 @@ class StagedModel:
     def __init__(
         self, stages: Iterable[Stage], *, profile: StagedProfile | None = None, name: str = ""
     ) -> None:
+        if not isinstance(stages, Iterable):
+            raise TypeError(
+                f"stages is a {type(stages).__name__}; it has to be a list of callables or an "
+                "nn.Sequential (slice_model and slice_blocks cut other modules)"
+            )
         self.stages = tuple(stages)
         self.profile = profile
         self.name = name

@@ -172,6 +172,11 @@ class _Any(nn.Module):
 
 
 class TestWhatCannotBeCut:
+    def test_with_an_example_that_the_model_refuses(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
+        with pytest.raises(StagingError, match="Sequential does not run with the example"):
+            slice_blocks(model, torch.ones(2, 3), 2)
+
     @pytest.mark.parametrize(
         ("kind", "message"),
         [

@@ -193,6 +193,7 @@ class TestWhatCannotBeCut:
             (lambda self, x: x.view(4, -1) + 1, "batch size must be free"),
             (lambda self, x: x + self.count.add_(1), "changes its 'count'"),
             (lambda self, x: x + torch.rand_like(x), r"rand_like.* depends on chance"),
+            (lambda self, x: x @ torch.ones(5, 5), "does not run with the example: .*5x5"),
             (lambda self, x: nn.functional.dropout(x), r"dropout.* depends on chance"),
         ],
     )

@@ -63,7 +63,7 @@ def slice_blocks(
         _path_to_blocks(model) if blocks is None else [each for each in blocks.split(".") if each]
     )
     run = Example(example)
-    run.call(model)
+    run.check_runs(model)
     body = _body(model, path, run)
     shell = body.shell
     times_ns = body.measure(run, clock_ns)

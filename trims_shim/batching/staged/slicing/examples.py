@@ -13,7 +13,7 @@ from typing import Any
 from trims_shim.batching.staged.flow import NotJoinable, join, take
 from trims_shim.errors import StagingError
 
-__all__ = ["Example", "are_identical", "check_stages"]
+__all__ = ["Example", "are_identical", "check_stages", "first_line"]
 
 _NEAR = 0.1
 """Of the largest magnitude."""
@@ -101,6 +101,22 @@ class Example:
 
         with torch.no_grad():
             return model(*self.args, **self.kwargs)
+
+    def check_runs(self, model: Callable[..., Any]) -> None:
+        """Raises StagingError where the model itself refuses it."""
+        try:
+            self.call(model)
+        except Exception as error:
+            raise StagingError(
+                f"{type(model).__name__} does not run with the example: {first_line(error)}. Give "
+                "a batch of its inputs"
+            ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in short."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def check_stages(

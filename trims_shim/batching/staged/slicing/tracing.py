@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.staged.slicing.cutting import Cut, even_cuts
-from trims_shim.batching.staged.slicing.examples import Example
+from trims_shim.batching.staged.slicing.examples import Example, first_line
 from trims_shim.batching.staged.slicing.graph_stages import GraphStage, StagedGraph, written_by
 from trims_shim.errors import StagingError
 
@@ -179,8 +179,9 @@ def _exported(model: Any, example: Example, varying: Collection[int]) -> Any:
             )
     # What torch.export raises has no common class; what the model itself raises comes through too.
     except Exception as error:
+        example.check_runs(model)
         raise StagingError(
-            f"{type(model).__name__} cannot be traced: {_first_line(error)}. Its batch size must "
+            f"{type(model).__name__} cannot be traced: {first_line(error)}. Its batch size must "
             "be free, and no branch may depend on data; cut it at its blocks (slice_blocks), or "
             "write its stages as functions"
         ) from error
@@ -230,11 +231,6 @@ def _by_name(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     if others and loose is not None:
         named[loose] = others
     return named
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 @contextlib.contextmanager
