@@ -104,8 +104,10 @@ def add_item(
         metavar="3,224,224",
         help=f"random torch tensors of this shape as items; once for each argument{shape}",
     )
-    profile.add_argument("--dtype", default="float32", help="of --shape; default float32")
-    profile.add_argument("--device", default="cpu", help=f"of --shape{device}; default cpu")
+    profile.add_argument(
+        "--dtype", default="float32", help="data type for --shape; default float32"
+    )
+    profile.add_argument("--device", default="cpu", help=f"device for --shape{device}; default cpu")
 
 
 def add_sizes(profile: argparse.ArgumentParser, *, largest: int, repeats: int) -> None:
@@ -128,7 +130,7 @@ def add_sizes(profile: argparse.ArgumentParser, *, largest: int, repeats: int) -
         type=count,
         default=repeats,
         metavar="N",
-        help=f"of each size; default {repeats}",
+        help=f"runs of each size; default {repeats}",
     )
 
 

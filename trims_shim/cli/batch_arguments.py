@@ -95,7 +95,7 @@ def _add_plot(commands: Commands[argparse.ArgumentParser]) -> None:
         type=shares,
         default=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3),
         metavar="0.2,0.4",
-        help="of `plot load`, as shares of the capacity; default 0.2 to 1.3",
+        help="what `plot load` draws, as shares of the capacity; default 0.2 to 1.3",
     )
 
 
@@ -120,30 +120,37 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="default: the profile's; 32 with --line",
     )
-    parser.add_argument("--devices", type=count, default=1, metavar="N", help="default 1")
+    parser.add_argument(
+        "--devices", type=count, default=1, metavar="N", help="batches that run at once; default 1"
+    )
     parser.add_argument(
         "--policy",
         action="append",
         metavar="NAME[:OPTION=VALUE,...]",
-        help="several times for several; default: all",
+        help="one to try, with its options; give it several times for several; default: all",
     )
     parser.add_argument(
-        "--requests", type=count, metavar="N", help="default: all of a trace, or 20000"
+        "--requests",
+        type=count,
+        metavar="N",
+        help="how many are simulated; default: all of a trace, or 20000",
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="of all that is random; default 1"
+    )
     parser.add_argument(
         "--jitter-ms",
         type=not_negative,
         default=0.0,
         metavar="MS",
-        help="mean (exponential) by which timers are late and batches take longer; default 0",
+        help="timers are late and batches take longer by so much in the mean; default 0",
     )
     parser.add_argument(
         "--spread",
         type=not_negative,
         default=0.0,
         metavar="SIGMA",
-        help="of the logarithm of the time that batches take, with the profile's mean; default 0",
+        help="how much the time of a batch varies: standard deviation of its logarithm; default 0",
     )
 
 
@@ -156,7 +163,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=0.6,
         metavar="SHARE",
-        help="of the most that the devices answer within the SLO; default 0.6",
+        help="share of the most that the devices answer within the SLO; default 0.6",
     )
     load.add_argument(
         "--trace",
@@ -165,10 +172,12 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="lines of `arrival_ms` or `arrival_ms,level,slo_ms` (a level is ignored); several "
         "files are merged",
     )
-    arrivals.add_argument("--arrivals", choices=_ARRIVALS, help="default poisson")
+    arrivals.add_argument(
+        "--arrivals", choices=_ARRIVALS, help="how irregular they are; default poisson"
+    )
     arrivals.add_argument(
         "--cv",
         type=positive,
         metavar="CV",
-        help="coefficient of variation of gamma arrivals, which it implies",
+        help="coefficient of variation of the times between requests; implies gamma arrivals",
     )

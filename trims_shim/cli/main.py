@@ -144,7 +144,13 @@ def _add_looking(commands: Commands[argparse.ArgumentParser]) -> None:
     top = add_command(
         commands, "top", "top:top", "watch the cache live (needs rich)", "trims top --interval 0.5"
     )
-    top.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="default 1")
+    top.add_argument(
+        "--interval",
+        type=_interval,
+        default=1.0,
+        metavar="SECONDS",
+        help="between two pictures; default 1",
+    )
     top.add_argument("--once", action="store_true", help="draw once and exit")
     info = add_command(
         commands,
@@ -204,7 +210,7 @@ def _add_images(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_image(parser: argparse._ActionsContainer, nargs: str | None = None) -> None:
-    help = "path of a model file, or 6 or more digits of a digest"
+    help = "path of a model file, or the first 6 or more digits of a digest (see `trims ls`)"
     parser.add_argument("image", nargs=nargs, metavar="IMAGE", help=help)
 
 
@@ -257,7 +263,9 @@ def _add_programs(commands: Commands[argparse.ArgumentParser]) -> None:
     demo.add_argument(
         "--size-mb", type=count, default=400, metavar="MB", help="in steps of 50; default 400"
     )
-    demo.add_argument("--processes", type=_several, default=4, metavar="N", help="default 4")
+    demo.add_argument(
+        "--processes", type=_several, default=4, metavar="N", help="that load it; default 4"
+    )
 
 
 def _interval(text: str) -> float:
