@@ -113,7 +113,8 @@ class Dispatch(ABC):
             if self.options.rejects_when_full:
                 self.post(self.record.add_rejection)
                 raise QueueFull(
-                    f"{self.function.name}: {self.options.queue_size} requests are waiting already"
+                    f"{self.function.name}: as many wait as queue_size allows, "
+                    f"{self.options.queue_size}"
                 ) from None
             request.payload.has_room = False
 

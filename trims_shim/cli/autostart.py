@@ -99,7 +99,7 @@ def _is_current(path: str) -> bool:
 
 def _describe(path: str, is_installed: bool) -> str:
     if not is_installed:
-        return f"not installed ({path} does not exist)"
+        return f"not installed: there is no {path}"
     if not _is_current(path):
         return f"{path} is of another version of trims_shim; run `trims autostart install` again"
     return f"{path}: programs of this Python use the cache when TRIMS_ENABLED=1 is set"
