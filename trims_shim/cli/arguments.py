@@ -31,8 +31,6 @@ class Parser(argparse.ArgumentParser):
     argparse guesses, too, but of choices only, and only from Python 3.14 on.
     """
 
-    suggest_on_error = False
-
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Known ones are all: of a command, too, whose parser knows best what was meant."""
         found, unknown = super().parse_known_args(args, namespace)
