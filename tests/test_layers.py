@@ -48,7 +48,7 @@ LAYERS = (
     ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
     ("client.pool", "client.prepared"),
     ("client.device_arenas",),
-    ("daemon.connections",),
+    ("daemon.connections", "daemon.offers"),
     ("daemon.control", "daemon.sessions", "daemon.loader"),
     ("daemon.prepared.directory",),
     ("daemon.front",),

@@ -43,8 +43,9 @@ from trims_shim.client.pool import Line
 from trims_shim.client.session import Conversation
 from trims_shim.config import Config
 from trims_shim.daemon.eviction import policy_named
-from trims_shim.daemon.front import Front, Offer, Request
+from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.loader import Loader
+from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared.directory import PreparedSettings
 from trims_shim.daemon.prepared.models import Prepared
@@ -386,7 +387,7 @@ class _Server(Front):
         if self._faults.refusals:
             self.counters["refused"] += 1
             if message.ticket:
-                os.close(request.session.offers.pop(message.ticket))
+                request.session.offers.pop(message.ticket).close()
             raise self._faults.refusals.popleft()
         is_image = isinstance(message, messages.OpenImageRequest)
         name = message.name if is_image else message.path
@@ -413,7 +414,7 @@ class _Server(Front):
     # --- the way to the clients -------------------------------------------------------------------
 
     def take_offer(self, session: Session, ticket: int) -> Offer:
-        return Offer(ticket, session.offers.pop(ticket))
+        return session.offers.pop(ticket)
 
     def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
         # Nothing is offered with a tier here, so nothing else is answered.
@@ -472,7 +473,7 @@ class _Line:
     def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted:
         self._ticket += 1
         offer = _through_codec(messages.FileOffer(self._ticket))
-        self._session.offers[offer.ticket] = os.dup(descriptor)
+        self._session.offers[offer.ticket] = Offer(offer.ticket, os.dup(descriptor))
         reply = self.request(messages.OpenImageRequest(self._ticket, name, tier))
         if not isinstance(reply, messages.OpenImageReply):
             raise WireError(f"{type(reply).__name__} answers OpenImageRequest")
@@ -488,7 +489,7 @@ class _Line:
     ) -> messages.OpenPreparedReply:
         if descriptor is not None:
             self._ticket += 1
-            self._session.offers[self._ticket] = os.dup(descriptor)
+            self._session.offers[self._ticket] = Offer(self._ticket, os.dup(descriptor))
             request = dataclasses.replace(request, ticket=self._ticket)
         reply = self.request(request)
         if not isinstance(reply, messages.OpenPreparedReply):

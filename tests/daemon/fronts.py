@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from trims_shim.daemon.front import Front, Offer
+from trims_shim.daemon.front import Front
+from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.store import Announce
 
@@ -31,7 +32,7 @@ class FakeFront(Front):
         self.send = send
 
     def take_offer(self, session: Session, ticket: int) -> Offer:
-        return Offer(ticket, session.offers.pop(ticket))
+        return session.offers.pop(ticket)
 
     def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
         self.send()

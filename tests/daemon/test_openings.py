@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from fronts import FakeFront
 
-from trims_shim.daemon.front import Offer, Request
+from trims_shim.daemon.front import Request
+from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.waiting import Waiting
@@ -110,7 +111,7 @@ def test_what_may_wait_is_limited(
     taken: Counter[int] = Counter()
     for each in (session, other):
         for number in range(1, 11):
-            each.offers[number] = os.open(__file__, os.O_RDONLY)
+            each.offers[number] = Offer(number, os.open(__file__, os.O_RDONLY))
             message = messages.OpenImageRequest(number, "x", "GPU-1")
             with contextlib.suppress(TooManyRequests):
                 openings.open(Request(each, number, b"r"), message)

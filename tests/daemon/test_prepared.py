@@ -22,7 +22,8 @@ from harness import PATIENCE_S
 from prepared_models import RECIPE, FakePreparer, digest_of
 
 from trims_shim.config import ShareOrSize
-from trims_shim.daemon.front import Front, Offer, Request
+from trims_shim.daemon.front import Front, Request
+from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared import clients as prepared_clients
 from trims_shim.daemon.prepared import making as prepared_making
 from trims_shim.daemon.prepared import models as prepared_module
@@ -96,7 +97,7 @@ class World(Front):
     def take_offer(self, session: Session, ticket: int) -> Offer:
         if ticket not in session.offers:
             raise AccessDenied("no offer")
-        return Offer(ticket, session.offers.pop(ticket))
+        return session.offers.pop(ticket)
 
     def reply(self, routing: bytes, number: int, message: Any) -> None:
         self.replies.append((number, message))
@@ -128,9 +129,8 @@ class World(Front):
         if path or data is not None:
             self._ticket += 1
             ticket = self._ticket
-            session.offers[ticket] = (
-                _memory(data) if data is not None else os.open(path, os.O_RDONLY)
-            )
+            descriptor = _memory(data) if data is not None else os.open(path, os.O_RDONLY)
+            session.offers[ticket] = Offer(ticket, descriptor)
         message = OpenPreparedRequest(
             ticket, str(path) if name is None else name, digest, recipe, "/site/onnxruntime"
         )
@@ -432,7 +432,7 @@ class TestTrust:
         assert world.session.offers == {}
 
     def test_what_cannot_be_read(self, world: World, model: Path) -> None:
-        world.session.offers[99] = os.open(model, os.O_WRONLY)
+        world.session.offers[99] = Offer(99, os.open(model, os.O_WRONLY))
         message = OpenPreparedRequest(99, str(model), "", RECIPE, "")
         with pytest.raises(AccessDenied):
             world.prepared.open(Request(world.session, 1, b"client"), message)
@@ -500,7 +500,7 @@ class TestTrust:
         assert world.outcome(digest=digest) == "refused unsettled_file"
         descriptor = _memory(b"sealed")
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK)
-        world.session.offers[99] = descriptor
+        world.session.offers[99] = Offer(99, descriptor)
         message = OpenPreparedRequest(99, "", digest_of(b"sealed"), RECIPE, "")
         assert world.prepared.open(Request(world.session, 1, b"client"), message)
         world.settle()
@@ -703,7 +703,7 @@ class TestRestart:
         gone = world.join()
         assert world.ask(model, session=gone) is None
         world.prepared.close_session(gone.number)
-        os.close(gone.offers.popitem()[1])
+        gone.offers.popitem()[1].close()
         assert world.prepared.is_needed()
         world.prepared.start()
         world.turn()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from harness import World
 
-from trims_shim.daemon.sessions import Limits, Session, Sessions, check_readable_file
+from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
 from trims_shim.wire import handover, messages
 
@@ -113,9 +112,9 @@ def test_a_user_has_so_many_sessions(client: Client, sessions: Sessions) -> None
 def test_an_offer_can_be_claimed_once(client: Client, sessions: Sessions) -> None:
     sessions.greet(client.session, "", 0)
     client.offer(7)
-    descriptor = sessions.claim_offer(client.session, 7)
-    assert descriptor is not None
-    os.close(descriptor)
+    offer = sessions.claim_offer(client.session, 7)
+    assert offer is not None
+    offer.close()
     assert sessions.claim_offer(client.session, 7) is None
     assert sessions.claim_offer(client.session, 8) is None
 
@@ -164,39 +163,3 @@ def test_nothing_to_read(client: Client, sessions: Sessions) -> None:
         sessions.receive(client.session)
     client.connection.close()
     assert sessions.receive(client.session) is None
-
-
-class TestReadableFile:
-    @pytest.fixture
-    def check(self) -> Callable[..., os.stat_result]:
-        def check(path: str, flags: int) -> os.stat_result:
-            descriptor = os.open(path, flags)
-            try:
-                return check_readable_file(descriptor)
-            finally:
-                os.close(descriptor)
-
-        return check
-
-    @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR])
-    def test_a_readable_file(
-        self, check: Callable[..., object], tmp_path: Path, flags: int
-    ) -> None:
-        (tmp_path / "file").write_bytes(b"12345")
-        status = check(str(tmp_path / "file"), flags)
-        assert isinstance(status, os.stat_result)
-        assert status.st_size == 5
-
-    @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_PATH], ids=["O_WRONLY", "O_PATH"])
-    def test_not_open_for_reading(
-        self, check: Callable[..., object], tmp_path: Path, flags: int
-    ) -> None:
-        (tmp_path / "file").touch()
-        with pytest.raises(AccessDenied, match="not open for reading"):
-            check(str(tmp_path / "file"), flags)
-
-    def test_not_a_file(self, check: Callable[..., object], tmp_path: Path) -> None:
-        os.mkfifo(tmp_path / "fifo")
-        for path in (str(tmp_path), str(tmp_path / "fifo"), "/dev/null"):
-            with pytest.raises(AccessDenied, match="not a regular file"):
-                check(path, os.O_RDONLY | os.O_NONBLOCK)

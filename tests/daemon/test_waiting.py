@@ -9,7 +9,8 @@ from contextlib import closing
 
 import pytest
 
-from trims_shim.daemon.front import Offer, Request
+from trims_shim.daemon.front import Request
+from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.sessions import Session
 from trims_shim.daemon.waiting import Waiting, WaitingRequests
 from trims_shim.wire.handover import Peer

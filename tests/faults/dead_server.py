@@ -1,4 +1,4 @@
-"""A file system whose server answers everything but reads, as one whose network is gone (FUSE)."""
+"""A file system whose server stops to answer, as one whose network is gone (FUSE)."""
 
 from __future__ import annotations
 
@@ -16,25 +16,34 @@ _IN = struct.Struct("<IIQQIIII")
 _OUT = struct.Struct("<IiQ")
 _INIT = struct.Struct("<IIIIHHIIHHI28x")
 _ATTRIBUTES = struct.Struct("<QQQQQQIIIIIIIIII")
-_VALID_S = 3600
 _ENTRY = struct.Struct("<QQQQII")
-_LOOKUP, _FORGET, _GETATTR, _OPEN, _READ, _RELEASE, _INIT_CODE = 1, 2, 3, 14, 15, 18, 26
-_SILENT = (_FORGET, _READ, 36, 42)
+_LOOKUP, _FORGET, _GETATTR, _OPEN, _READ, _RELEASE, _FLUSH, _INIT_CODE = 1, 2, 3, 14, 15, 18, 25, 26
+_SILENT = (_FORGET, 36, 42)
 """With INTERRUPT and BATCH_FORGET; the kernel expects no answer to the others."""
 _ENOSYS = 38
 _ASYNC_READ = 1
 """As all servers have it; without, the kernel waits for reads even if their process was killed."""
-_MNT_DETACH = 2
+_MNT_FORCE, _MNT_DETACH = 1, 2
 _SIZE_BYTES = 4 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class DeadServer:
-    """Mounted at ``path``; every name is a file there. Raises OSError where that is not allowed."""
+    """Mounted at ``path``; every name is a file of zeros there.
 
-    def __init__(self, path: str) -> None:
+    Reads are answered once ``is_alive`` is set, and nothing at all after :meth:`die`.
+    """
+
+    def __init__(self, path: str, *, valid_s: int = 3600) -> None:
+        """``valid_s``: the kernel asks for attributes again then.
+
+        Raises OSError where nothing may be mounted.
+        """
         self.path = path
+        self.is_alive = False
+        self._is_dead = False
+        self._valid_s = valid_s
         self._device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
         options = f"fd={self._device},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
         if _libc.mount(b"dead", path.encode(), b"fuse", 0, options.encode()) != 0:
@@ -47,8 +56,13 @@ class DeadServer:
         self._nodes: dict[bytes, int] = {}
         threading.Thread(target=self._serve, daemon=True).start()
 
+    def die(self) -> None:
+        """Answer nothing any more."""
+        self._is_dead = True
+
     def close(self) -> None:
-        """Unmount it; reads under way fail."""
+        """Unmount it; whoever waits for an answer gets an error."""
+        _libc.umount2(self.path.encode(), _MNT_FORCE)
         _libc.umount2(self.path.encode(), _MNT_DETACH)
         # The last one who knows the device has to go: the connection ends then.
         with contextlib.suppress(OSError):
@@ -63,7 +77,7 @@ class DeadServer:
             _, code, unique, node, *_ = _IN.unpack_from(request)
             if code == _READ:
                 self.reads += 1
-            if code in _SILENT:
+            if self._is_dead or code in _SILENT or (code == _READ and not self.is_alive):
                 continue
             answer = self._answer(code, node, request[_IN.size :])
             error = 0 if answer is not None else -_ENOSYS
@@ -76,13 +90,16 @@ class DeadServer:
             _, _, read_ahead, _ = struct.unpack_from("<IIII", body)
             return _INIT.pack(7, 31, read_ahead, _ASYNC_READ, 12, 9, 1 << 17, 1, 0, 0, 0)
         if code == _GETATTR:
-            return struct.pack("<QII", _VALID_S, 0, 0) + self._attributes(node)
+            return struct.pack("<QII", self._valid_s, 0, 0) + self._attributes(node)
         if code == _LOOKUP:
             node = self._nodes.setdefault(body.rstrip(b"\0"), len(self._nodes) + 2)
-            return _ENTRY.pack(node, 0, _VALID_S, _VALID_S, 0, 0) + self._attributes(node)
+            return _ENTRY.pack(node, 0, self._valid_s, self._valid_s, 0, 0) + self._attributes(node)
         if code == _OPEN:
             return struct.pack("<QII", 1, 0, 0)
-        return b"" if code == _RELEASE else None
+        if code == _READ:
+            _, offset, size = struct.unpack_from("<QQI", body)
+            return bytes(max(0, min(size, _SIZE_BYTES - offset)))
+        return b"" if code in (_RELEASE, _FLUSH) else None
 
     def _attributes(self, node: int) -> bytes:
         mode = (stat.S_IFDIR | 0o755) if node == 1 else (stat.S_IFREG | 0o644)

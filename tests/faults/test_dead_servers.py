@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,18 +14,37 @@ from harness import World, content, process_state, wait_until
 from faults.dead_server import DeadServer
 from trims_shim.daemon.loader import CONCURRENT_LOADS
 
+_CLIENT = """
+descriptor = os.open({path!r}, os.O_RDONLY)
+connection = Connection(cache().endpoint, config_hash="", stall_timeout_s=60)
+def ask():
+    return connection.open_image(descriptor, "on a server")
+"""
+
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[DeadServer]:
-    try:
-        server = DeadServer(str(tmp_path))
-    except OSError as error:
-        pytest.skip(f"no file system can be mounted here: {error}")
-    yield server
-    server.close()
+def serve(tmp_path: Path) -> Iterator[Callable[..., DeadServer]]:
+    """Mounts it where that can be done."""
+    servers = []
+
+    def serve(**settings: int) -> DeadServer:
+        try:
+            servers.append(DeadServer(str(tmp_path), **settings))
+        except OSError as error:
+            pytest.skip(f"no file system can be mounted here: {error}")
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.close()
 
 
-def test_loads_of_dead_files_keep_nobody_waiting(server: DeadServer, running: World) -> None:
+@pytest.fixture
+def server(serve: Callable[..., DeadServer]) -> DeadServer:
+    return serve()
+
+
+def test_loads_of_dead_files_keep_nobody_waiting(running: World, server: DeadServer) -> None:
     pid, path = running.pid(), running.file(1)
     clients = []
     for number in range(CONCURRENT_LOADS + 1):
@@ -42,4 +61,54 @@ def test_loads_of_dead_files_keep_nobody_waiting(server: DeadServer, running: Wo
     for client in clients:
         client.kill()
     running.signal(pid, signal.SIGTERM)
+    wait_until(lambda: process_state(pid) in ("", "Z"), "the daemon ends")
+
+
+def _load_local(world: World) -> None:
+    path = world.file(1)
+    began = time.monotonic()
+    assert world.run(f"arena = open_file({path!r}); say(len(data(arena)))") == len(content(1))
+    assert time.monotonic() - began < 25, "as long as it takes until loads are given up"
+
+
+def test_attributes_that_are_not_answered(running: World, serve: Callable[..., DeadServer]) -> None:
+    server = serve(valid_s=0)
+    pid = running.pid()
+    client = running.spawn(
+        _CLIENT.format(path=os.path.join(server.path, "a")) + "say(); hear(); ask()"
+    )
+    client.hear()
+    server.die()
+    client.say()
+    wait_until(lambda: server.reads, "the load begins")
+    _load_local(running)
+    assert running.pid() == pid
+    server.close()
+
+
+def test_closing_that_is_not_answered(running: World, serve: Callable[..., DeadServer]) -> None:
+    """Of files of answered requests, and of offers that are refused, or left."""
+    server = serve(valid_s=0)
+    server.is_alive = True
+    pid, path = running.pid(), os.path.join(server.path, "a")
+    client = running.spawn(
+        _CLIENT.format(path=path) + "say(ask().reply.outcome)\n"
+        "hear(); say(ask().reply.outcome)\n"
+        "for ticket in (90, 91, 91):\n"
+        "    connection._send_handover(messages.FileOffer(ticket), descriptor)\n"
+        "say()\n"
+    )
+    assert client.hear() == "miss"
+    server.die()
+    client.say()
+    assert client.hear() == "hit"
+    client.hear()
+    _load_local(running)
+    assert running.pid() == pid
+
+    # It cannot end either, and makes room for another one all the same.
+    running.signal(pid, signal.SIGTERM)
+    _load_local(running)
+    assert running.pid() != pid
+    server.close()
     wait_until(lambda: process_state(pid) in ("", "Z"), "the daemon ends")

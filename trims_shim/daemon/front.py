@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import abc
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.sessions import Session, Sessions
 from trims_shim.daemon.store import Announce
 from trims_shim.errors import TrimsError
 from trims_shim.wire.handover import clipped
 from trims_shim.wire.messages import ErrorReply
 
-__all__ = ["INTERNAL_ERROR", "Front", "Offer", "Request"]
+__all__ = ["INTERNAL_ERROR", "Front", "Request"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
@@ -36,31 +36,6 @@ class Request(NamedTuple):
     session: Session
     number: int = 0
     routing: bytes | None = None
-
-
-class Offer:
-    """A file that a client has offered; closed at the end of the block unless somebody took it."""
-
-    def __init__(self, ticket: int = 0, descriptor: int = -1) -> None:
-        """Owns the descriptor; by default there is none."""
-        self.ticket = ticket
-        self.descriptor = descriptor
-
-    def __enter__(self) -> Offer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def take(self) -> int:
-        """The descriptor, which is the caller's now."""
-        descriptor, self.descriptor = self.descriptor, -1
-        return descriptor
-
-    def close(self) -> None:
-        """Nobody wants it."""
-        if self.descriptor >= 0:
-            os.close(self.take())
 
 
 class Front(abc.ABC):

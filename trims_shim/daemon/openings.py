@@ -17,17 +17,17 @@ that: whoever offers makes a private copy unless the image is there, or about to
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from trims_shim.daemon.device.peer_copying import PeerImage
-from trims_shim.daemon.front import INTERNAL_ERROR, Front, Offer, Request
+from trims_shim.daemon.front import INTERNAL_ERROR, Front, Request
 from trims_shim.daemon.loader import Finished
+from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.recent import Recent
-from trims_shim.daemon.sessions import Session, check_readable_file
+from trims_shim.daemon.sessions import Session
 from trims_shim.daemon.store import (
     Action,
     AdoptSegment,
@@ -52,7 +52,7 @@ from trims_shim.errors import (
     TrimsError,
 )
 from trims_shim.memory.device import DeviceSegment
-from trims_shim.specs import HOST_TIER, Digest, Identity
+from trims_shim.specs import HOST_TIER, Digest
 from trims_shim.wire import messages
 
 __all__ = ["Openings"]
@@ -94,7 +94,7 @@ class Openings:
         offer = self._front.take_offer(request.session, message.ticket)
         try:
             self._check_limits(request)
-            opening = _opening(request, message, offer.descriptor)
+            opening = _opening(request, message, offer)
         except BaseException:
             offer.close()
             raise
@@ -121,12 +121,12 @@ class Openings:
             self._front.answer(request, messages.OfferReply(offer.ticket, is_loading=is_loading))
             return
         taken = self._front.take_offer(request.session, offer.ticket)
-        taken.close()
         self._waiting.put(request, taken)
         try:
             self.execute(tier, tier.store.open(opening, time.time_ns()))
         finally:
             self._waiting.pop(request.session.number, request.number)
+            taken.close()
 
     def _resident(self, request: Request, offer: messages.FileOffer, tier: Tier) -> Opening | None:
         """None where a request has to wait, or will be refused and should be told why."""
@@ -300,17 +300,23 @@ class Openings:
         if digest is None or not isinstance(tier, DeviceTier):
             tier.loader.start(action, offer.take())
             return
-        host = self._tiers.host
-        is_promoted = host.store.is_resident(digest)
-        if is_promoted:
-            segment = host.loader.segment(digest)
-            # In the place of the file: this cannot fail for want of a descriptor.
-            os.dup2(segment.descriptor, offer.descriptor, inheritable=False)
+        is_promoted = self._promote(digest, offer)
         source = self._begin_copy(tier, action.ingest, digest, is_promoted=is_promoted)
         if source is None and is_promoted:
             self._front.counters["images_promoted"] += 1
         known = digest if is_promoted else ""
         tier.loader.start(action, offer.take(), digest=known, source=source)
+
+    def _promote(self, digest: Digest, offer: Offer) -> bool:
+        """Have the image at the host tier, if it is there, in the place of the file."""
+        host = self._tiers.host
+        if not host.store.is_resident(digest):
+            return False
+        try:
+            offer.replace(host.loader.segment(digest).descriptor)
+        except OSError:  # Out of descriptors: the file does as well.
+            return False
+        return True
 
     def _begin_copy(
         self, tier: DeviceTier, ingest: int, digest: Digest, *, is_promoted: bool
@@ -411,17 +417,16 @@ class Openings:
 def _opening(
     request: Request,
     asked: messages.OpenImageRequest | messages.FileOffer,
-    descriptor: int,
+    offer: Offer,
 ) -> Opening:
-    status = check_readable_file(descriptor)
+    identity = offer.identity()
     name, lead_bytes = asked.name, asked.lead_bytes
-    if status.st_size == 0:
+    if identity.size_bytes == 0:
         raise ReadFailed(f"{name[:200]} is empty")
     if not 0 <= lead_bytes < (messages.ALIGNMENT_BYTES if asked.tier == HOST_TIER else 1):
         raise AccessDenied(
             f"no image at {asked.tier[:80]!r} has {lead_bytes} bytes before the file"
         )
-    identity = Identity.from_stat(status)
     session, user = request.session.number, request.session.peer.uid
     return Opening(session, request.number, user, identity, name[:_NAME_LIMIT], lead_bytes)
 

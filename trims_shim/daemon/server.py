@@ -28,7 +28,8 @@ import zmq
 from trims_shim._version import __version__
 from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
 from trims_shim.daemon.events import EventSocket
-from trims_shim.daemon.front import Front, Offer, Request
+from trims_shim.daemon.front import Front, Request
+from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared.models import Prepared
 from trims_shim.daemon.requests import add_counters, handle
@@ -151,6 +152,7 @@ class Server(Front):
             self._next_housekeeping = now + _HOUSEKEEPING_INTERVAL_S
             self._events.tend()
             self._guard_against_bloat()
+            self.sessions.closer.tend()
             self.tiers.tend()
             self.openings.relieve_pressure()
 
@@ -171,6 +173,7 @@ class Server(Front):
     def _close(self) -> None:
         for session in self.sessions:
             self.end_session(session, "the daemon has stopped")
+        self.sessions.closer.shutdown()
         self._listener.close()
         self.prepared.close()
         self.tiers.close()
@@ -341,14 +344,14 @@ class Server(Front):
 
     def take_offer(self, session: Session, ticket: int) -> Offer:
         """See :class:`Front`."""
-        descriptor = self.sessions.claim_offer(session, ticket)
-        if descriptor is None:
+        offer = self.sessions.claim_offer(session, ticket)
+        if offer is None:
             # The offer was sent first but on another socket: it is in that socket's buffer now.
             self._read_session(session, until_ticket=ticket)
-            descriptor = self.sessions.claim_offer(session, ticket)
-        if descriptor is None:
+            offer = self.sessions.claim_offer(session, ticket)
+        if offer is None:
             raise AccessDenied(f"no file was offered under ticket {ticket}")
-        return Offer(ticket, descriptor)
+        return offer
 
     def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
         """See :class:`Front`."""

@@ -6,21 +6,18 @@ ends when its connection does; whoever closes it tells the store.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import resource
 import secrets
 import socket
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from trims_shim.daemon.offers import Closer, Offer
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
 from trims_shim.wire.handover import Packet, Peer, peer_of, receive
 from trims_shim.wire.messages import FileOffer
 
-__all__ = ["Limits", "Session", "Sessions", "check_readable_file", "descriptors_are_scarce"]
+__all__ = ["Limits", "Session", "Sessions", "descriptors_are_scarce"]
 
 _DESCRIPTORS_RESERVED = 8192
 """For ZeroMQ, too: 5120 connections that it may have, and twice 1000 that it takes before it can be
@@ -41,7 +38,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Session:
-    """One client connection. ``offers`` are open descriptors that no request has claimed yet."""
+    """One client connection. ``offers`` are files that no request has claimed yet."""
 
     number: int
     connection: socket.socket
@@ -53,7 +50,7 @@ class Session:
     sender: int | None = None
     """The user who has sent the first packet, and has to send all others."""
     requests: int = 0
-    offers: dict[int, int] = field(default_factory=dict)
+    offers: dict[int, Offer] = field(default_factory=dict)
 
     @property
     def is_greeted(self) -> bool:
@@ -66,6 +63,7 @@ class Sessions:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.closer = Closer()
         self._by_number: dict[int, Session] = {}
         self._by_token: dict[bytes, Session] = {}
         self._next = 1
@@ -116,28 +114,27 @@ class Sessions:
         Raises BlockingIOError when there is nothing, WireError, AccessDenied or TooManyRequests
         when the session must be closed.
         """
-        packet = receive(session.connection)
+        packet = receive(session.connection, discard=self.closer.close_all)
         if packet is None:
             return None
         self._check_sender(session, packet)
         if isinstance(packet.message, FileOffer):
             self._store_offer(session, packet)
         elif packet.descriptor is not None:
-            os.close(packet.descriptor)
+            self.closer.close(packet.descriptor)
             raise MalformedMessage(f"{type(packet.message).__name__} carries a descriptor")
         return packet
 
-    def claim_offer(self, session: Session, ticket: int) -> int | None:
-        """The descriptor offered under a ticket; the caller owns it now."""
+    def claim_offer(self, session: Session, ticket: int) -> Offer | None:
+        """What was offered under a ticket; the caller closes it."""
         return session.offers.pop(ticket, None)
 
     def close(self, session: Session) -> None:
         """Close the connection and every unclaimed descriptor."""
         self._by_number.pop(session.number, None)
         self._by_token.pop(session.token, None)
-        for descriptor in session.offers.values():
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        for offer in session.offers.values():
+            offer.close()
         session.offers.clear()
         session.connection.close()
 
@@ -148,7 +145,7 @@ class Sessions:
         if packet.user == session.sender:
             return
         if packet.descriptor is not None:
-            os.close(packet.descriptor)
+            self.closer.close(packet.descriptor)
         raise AccessDenied(f"user {packet.user} uses the connection of user {session.sender}")
 
     def _store_offer(self, session: Session, packet: Packet) -> None:
@@ -163,9 +160,9 @@ class Sessions:
             if ticket in session.offers or len(session.offers) >= self.limits.offers:
                 raise TooManyRequests(f"more than {self.limits.offers} unclaimed file offers")
         except BaseException:
-            os.close(packet.descriptor)
+            self.closer.close(packet.descriptor)
             raise
-        session.offers[ticket] = packet.descriptor
+        session.offers[ticket] = Offer(ticket, packet.descriptor, self.closer)
 
 
 def descriptors_are_scarce(newest: int, *, reserved: int = 0) -> bool:
@@ -176,17 +173,3 @@ def descriptors_are_scarce(newest: int, *, reserved: int = 0) -> bool:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return newest >= soft - min(_DESCRIPTORS_RESERVED, soft // 4) - reserved
-
-
-def check_readable_file(descriptor: int) -> os.stat_result:
-    """Status of an offered file. Raises AccessDenied unless it is a regular file open for reading.
-
-    A write-only or O_PATH descriptor can be had without the right to read.
-    """
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_PATH:
-        raise AccessDenied("the offered descriptor is not open for reading")
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        raise AccessDenied("the offered descriptor is not a regular file")
-    return status

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from trims_shim.daemon.front import Offer, Request
+from trims_shim.daemon.front import Request
+from trims_shim.daemon.offers import Offer
 
 __all__ = ["Waiting", "WaitingRequests"]
 

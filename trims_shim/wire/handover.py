@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,11 +97,13 @@ def send(connection: socket.socket, message: Any, *, descriptor: int | None = No
     connection.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
 
 
-def receive(connection: socket.socket) -> Packet | None:
+def receive(
+    connection: socket.socket, *, discard: Callable[[list[int]], None] | None = None
+) -> Packet | None:
     """The next packet, or None when the peer has closed.
 
     Raises WireError for a packet that is too long, malformed or carries more than one descriptor
-    (its descriptors are closed), OSError of the socket.
+    (its descriptors are closed, by ``discard`` if given), OSError of the socket.
     """
     data, ancillary, message_flags, _ = connection.recvmsg(
         HANDOVER_PACKET_LIMIT_BYTES, _ANCILLARY_BYTES, _MSG_CMSG_CLOEXEC
@@ -115,7 +118,7 @@ def receive(connection: socket.socket) -> Packet | None:
             raise MalformedMessage(f"handover packet carries {len(descriptors)} descriptors")
         message = codec.decode(data)
     except BaseException:
-        close_all(descriptors)
+        (discard or close_all)(descriptors)
         raise
     return Packet(message, descriptors[0] if descriptors else None, _sender(ancillary))
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 
-from trims_shim.daemon.front import Offer
+from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared.events import Flight, Grant
 from trims_shim.daemon.prepared.files import Published
-from trims_shim.daemon.sessions import check_readable_file
 from trims_shim.errors import NotServed
 from trims_shim.specs import Identity
 from trims_shim.wire import messages
@@ -29,10 +28,10 @@ def identity_of(offer: Offer) -> Identity | None:
     """Of what is offered, if anything is. Raises AccessDenied, NotServed."""
     if offer.descriptor < 0:
         return None
-    status = check_readable_file(offer.descriptor)
-    if status.st_size == 0:
+    identity = offer.identity()
+    if identity.size_bytes == 0:
         raise NotServed("not_a_model", "the offered file is empty")
-    return Identity.from_stat(status)
+    return identity
 
 
 def hit_reply(grant: Grant, published: Published) -> messages.OpenPreparedReply:

@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from trims_shim._version import __version__
-from trims_shim.daemon.front import Front, Offer, Request
+from trims_shim.daemon.front import Front, Request
+from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared.clients import (
     flight_of,
     hit_reply,

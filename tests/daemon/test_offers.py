@@ -1,0 +1,172 @@
+"""What clients offer is looked at and closed without waiting for whoever serves it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness import wait_until
+
+from trims_shim.daemon import offers
+from trims_shim.daemon.offers import Closer, FileStatus, Offer, check_readable_file, status_of
+from trims_shim.errors import AccessDenied, ReadFailed
+from trims_shim.memory.memfd import new_memfd
+from trims_shim.specs import Identity
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[int]:
+    """A file of 5 bytes."""
+    (tmp_path / "file").write_bytes(b"12345")
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    yield descriptor
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files are on servers."""
+    monkeypatch.setattr(offers, "_STATX_ATTR_NODUMP", 0)
+
+
+def is_open(descriptor: int) -> bool:
+    return os.path.exists(f"/proc/self/fd/{descriptor}")
+
+
+class TestStatus:
+    def test_is_that_of_fstat(self, opened: int) -> None:
+        memory = new_memfd("test")
+        try:
+            for descriptor in (opened, memory):
+                expected = os.fstat(descriptor)
+                status = status_of(descriptor)
+                assert status.identity == Identity.from_stat(expected)
+                assert status.mode == expected.st_mode
+                assert status.is_local
+        finally:
+            os.close(memory)
+
+    def test_without_statx(self, opened: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = status_of(opened)
+        for absent in (None, lambda *_: -1):
+            monkeypatch.setattr(offers, "_statx", absent)
+            assert status_of(opened) == expected
+
+    def test_a_file_that_the_kernel_says_nothing_of(
+        self, opened: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(descriptor: int) -> FileStatus:
+            raise OSError("Transport endpoint is not connected")
+
+        monkeypatch.setattr(offers, "status_of", fail)
+        with pytest.raises(ReadFailed, match="not connected"):
+            check_readable_file(opened)
+
+
+class TestOffer:
+    def test_is_looked_at_once(self, opened: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        with Offer(1, opened, Closer()) as offer:
+            identity = offer.identity()
+            monkeypatch.setattr(offers, "status_of", None)
+            assert offer.identity() == identity
+        assert not is_open(opened)
+        offer.close()
+
+    def test_stands_for_another_file(self, opened: int) -> None:
+        with open(os.devnull) as other:
+            offer = Offer(1, opened)
+            assert offer.identity().size_bytes == 5
+            with pytest.raises(OSError, match="Bad file"):
+                offer.replace(-1)
+            assert offer.identity().size_bytes == 5
+            offer.replace(other.fileno())
+            assert not is_open(opened) or opened == offer.descriptor
+            with pytest.raises(AccessDenied):
+                offer.identity()
+            offer.close()
+
+
+class TestCloser:
+    def test_local_files_at_once(self, opened: int) -> None:
+        before = threading.active_count()
+        closer = Closer()
+        closer.close(opened)
+        assert not is_open(opened)
+        closer.tend()
+        closer.shutdown()
+        assert threading.active_count() == before
+
+    def test_others_by_a_thread(self, opened: int, remote: None) -> None:
+        closer = Closer()
+        closer.close_all([os.dup(opened), opened])
+        wait_until(lambda: not is_open(opened))
+        closer.shutdown()
+
+    def test_what_is_stuck_is_left_to_another_thread(
+        self, opened: int, remote: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answers, begun = threading.Event(), threading.Event()
+        close = os.close
+        dead = os.dup(opened)
+
+        def close_slowly(descriptor: int) -> None:
+            if descriptor == dead:
+                begun.set()
+                assert answers.wait(60)
+            close(descriptor)
+
+        closer = Closer()
+        monkeypatch.setattr(os, "close", close_slowly)
+        closer.close(dead)
+        assert begun.wait(60)
+        closer.close(opened)
+        closer.tend()
+        assert is_open(opened), "not stuck for long"
+        monkeypatch.setattr(offers, "_STUCK_AFTER_S", 0.0)
+        closer.tend()
+        wait_until(lambda: not is_open(opened))
+        assert is_open(dead)
+        answers.set()
+        wait_until(lambda: not is_open(dead))
+        closer.shutdown()
+
+
+class TestReadableFile:
+    @pytest.fixture
+    def check(self) -> Callable[..., FileStatus]:
+        def check(path: str, flags: int) -> FileStatus:
+            descriptor = os.open(path, flags)
+            try:
+                return check_readable_file(descriptor)
+            finally:
+                os.close(descriptor)
+
+        return check
+
+    @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR])
+    def test_a_readable_file(
+        self, check: Callable[..., object], tmp_path: Path, flags: int
+    ) -> None:
+        (tmp_path / "file").write_bytes(b"12345")
+        status = check(str(tmp_path / "file"), flags)
+        assert isinstance(status, FileStatus)
+        assert status.identity.size_bytes == 5
+
+    @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_PATH], ids=["O_WRONLY", "O_PATH"])
+    def test_not_open_for_reading(
+        self, check: Callable[..., object], tmp_path: Path, flags: int
+    ) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(AccessDenied, match="not open for reading"):
+            check(str(tmp_path / "file"), flags)
+
+    def test_not_a_file(self, check: Callable[..., object], tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        for path in (str(tmp_path), str(tmp_path / "fifo"), "/dev/null"):
+            with pytest.raises(AccessDenied, match="not a regular file"):
+                check(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -1,0 +1,169 @@
+"""Files that clients offer: what the kernel knows of them, and how their descriptors are closed.
+
+A file may be served by a process that answers nothing (FUSE) or by a machine that is gone (NFS),
+and who asks for its attributes or closes a descriptor of it may wait for ever. The server's thread
+must not. So it takes the attributes that the kernel has: a client has just asked for them, which
+brings them up to date, and what is remembered of a file was compared after it was read, with what
+the file system says itself. And descriptors of what is not known to be local are closed by threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import stat
+import struct
+import time
+from typing import NamedTuple
+
+from trims_shim.daemon.workers import Workers
+from trims_shim.errors import AccessDenied, ReadFailed
+from trims_shim.specs import Identity
+
+__all__ = ["Closer", "Offer", "check_readable_file", "status_of"]
+
+_AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000
+_STATX_BASIC_STATS = 0x7FF
+_STATX_ATTR_NODUMP = 0x40
+"""File systems with flags for chattr(1), on disks and in memory, tell them; those of servers have
+none. Of overlays, what the layer below says."""
+_STATX = struct.Struct("=28xH2xQQ8xQ32xqI4xqI12xII")
+"""Mode, inode, size, known attributes, ctime, mtime, device (linux/stat.h)."""
+_STATX_BYTES = 256
+_SECOND_NS = 1_000_000_000
+_STUCK_AFTER_S = 5.0
+
+_statx = getattr(ctypes.CDLL(None), "statx", None)
+
+
+class FileStatus(NamedTuple):
+    """``is_local``: whatever is asked of the file needs no answer of anybody."""
+
+    mode: int
+    identity: Identity
+    is_local: bool
+
+
+class Offer:
+    """A file that a client has offered; closed at the end of the block unless somebody took it."""
+
+    def __init__(self, ticket: int = 0, descriptor: int = -1, closer: Closer | None = None) -> None:
+        """Owns the descriptor; by default there is none."""
+        self.ticket = ticket
+        self.descriptor = descriptor
+        self._closer = closer
+        self._status: FileStatus | None = None
+
+    def __enter__(self) -> Offer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def identity(self) -> Identity:
+        """Of the file. Raises AccessDenied, ReadFailed; see :func:`check_readable_file`."""
+        if self._status is None:
+            self._status = check_readable_file(self.descriptor)
+        return self._status.identity
+
+    def replace(self, descriptor: int) -> None:
+        """Stand for a duplicate of another one. Raises OSError, and stands for what it was then."""
+        duplicate = os.dup(descriptor)
+        self.close()
+        self.descriptor, self._status = duplicate, None
+
+    def take(self) -> int:
+        """The descriptor, which is the caller's now."""
+        descriptor, self.descriptor = self.descriptor, -1
+        return descriptor
+
+    def close(self) -> None:
+        """Nobody wants it."""
+        if self.descriptor < 0:
+            return
+        if self._closer is None or (self._status is not None and self._status.is_local):
+            os.close(self.take())
+        else:
+            self._closer.close(self.take())
+
+
+class Closer:
+    """Closes descriptors of clients without waiting for it. Used by the server's thread only."""
+
+    def __init__(self) -> None:
+        self._workers: Workers | None = None
+        self._begun: dict[object, float] = {}
+
+    def close(self, descriptor: int) -> None:
+        """At once, where the file is local."""
+        with contextlib.suppress(OSError):
+            if status_of(descriptor).is_local:
+                os.close(descriptor)
+                return
+        if self._workers is None:
+            self._workers = Workers(1)
+        self._workers.submit(self._close, descriptor)
+
+    def close_all(self, descriptors: list[int]) -> None:
+        """Each of them."""
+        for descriptor in descriptors:
+            self.close(descriptor)
+
+    def tend(self) -> None:
+        """What is to be done about every second: others close what waits behind stuck ones."""
+        if self._workers is not None:
+            since_s = time.monotonic() - _STUCK_AFTER_S
+            begun = list(self._begun.values())
+            self._workers.replace(sum(each <= since_s for each in begun))
+
+    def shutdown(self) -> None:
+        """Wait for nothing; what is stuck ends with the process."""
+        if self._workers is not None:
+            self._workers.shutdown(wait=False)
+
+    def _close(self, descriptor: int) -> None:
+        close = object()
+        self._begun[close] = time.monotonic()
+        try:
+            os.close(descriptor)
+        finally:
+            del self._begun[close]
+
+
+def check_readable_file(descriptor: int) -> FileStatus:
+    """Status of an offered file. Raises AccessDenied unless it is a regular file open for reading.
+
+    A write-only or O_PATH descriptor can be had without the right to read. Raises ReadFailed where
+    the kernel says nothing of it.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_PATH:
+        raise AccessDenied("the offered descriptor is not open for reading")
+    try:
+        status = status_of(descriptor)
+    except OSError as error:
+        raise ReadFailed(f"the offered file cannot be looked at: {error}") from error
+    if not stat.S_ISREG(status.mode):
+        raise AccessDenied("the offered descriptor is not a regular file")
+    return status
+
+
+def status_of(descriptor: int) -> FileStatus:
+    """What the kernel has, by statx(2); where that is not to be had, fstat. Raises OSError."""
+    found = ctypes.create_string_buffer(_STATX_BYTES)
+    flags = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
+    if _statx is None or _statx(descriptor, b"", flags, _STATX_BASIC_STATS, found) != 0:
+        status = os.fstat(descriptor)
+        return FileStatus(status.st_mode, Identity.from_stat(status), is_local=True)
+    mode, inode, size, attributes, *times, major, minor = _STATX.unpack_from(found)
+    changed_s, changed_ns, modified_s, modified_ns = times
+    identity = Identity(
+        device=os.makedev(major, minor),
+        inode=inode,
+        size_bytes=size,
+        mtime_ns=modified_s * _SECOND_NS + modified_ns,
+        ctime_ns=changed_s * _SECOND_NS + changed_ns,
+    )
+    return FileStatus(mode, identity, bool(attributes & _STATX_ATTR_NODUMP))
