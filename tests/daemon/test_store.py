@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -252,11 +252,35 @@ class TestBudget:
         assert [type(each) for each in actions] == [RefuseRequest]
         assert len(store.images()) == 2
 
+    def test_candidates_come_by_their_last_use_and_only_as_many_as_are_needed(self) -> None:
+        seen: list[Digest] = []
+
+        class Watched(LeastRecentlyUsed):
+            def rank(self, candidates: Iterable[Candidate], now_ns: int) -> Iterator[Candidate]:
+                for each in candidates:
+                    seen.append(each.digest)
+                    yield each
+
+        store = Store(60, policy=Watched())
+        leases = [
+            load(store, opening(session=inode, inode=inode), loaded(digest), now=inode)
+            for inode, digest in enumerate("abcdef", 1)
+        ]
+        store.release(1, leases[0], 10)
+        store.close_session(3, 11)
+        store.release(2, leases[1], 12)
+        again = granted(store.open(opening(session=9, inode=1), 13))
+        store.release(9, again.lease, 14)
+        store.relieve(20, 15)
+        assert seen == ["c", "b"]
+        assert [row.digest for row in store.images()] == ["a", "f", "e", "d"]
+        assert [row.digest for row in store.images(2)] == ["a", "f"]
+
     def test_a_policy_may_keep_an_image(self) -> None:
         class Never:
             name = "never"
 
-            def rank(self, candidates: Iterable[Candidate], now_ns: int) -> list[Digest]:
+            def rank(self, candidates: Iterable[Candidate], now_ns: int) -> list[Candidate]:
                 return []
 
         store = Store(10, policy=Never())

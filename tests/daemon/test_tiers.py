@@ -102,6 +102,16 @@ class TestMaking:
         harness.tiers.tend()
         assert not harness.tiers.is_needed()
 
+    def test_loads_that_are_stuck_are_not_waited_for(
+        self, make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tiers = make().tiers
+        identity = Identity(device=1, inode=1, size_bytes=1, mtime_ns=0, ctime_ns=0)
+        tiers.host.store.open(Opening(1, 1, 0, identity, "/model"), 1)
+        assert tiers.is_needed()
+        monkeypatch.setattr(tiers.host.loader, "stuck_count", lambda: 1)
+        assert not tiers.is_needed()
+
     def test_it_is_made_once_and_in_a_thread(
         self,
         make: Callable[..., Harness],

@@ -3,6 +3,10 @@
 Pure. A policy sees candidates only (never a leased, pinned or loading image) and ranks them; how
 many go is the store's business. Policies are stateless over :class:`Candidate`, so that the store
 and a simulation run the same object.
+
+Candidates come in the order of their last use, and the ranking is read only as far as room is
+needed: with many images, each of which may make room for the next one, nobody should look at all of
+them for every load.
 """
 
 from __future__ import annotations
@@ -34,8 +38,11 @@ class EvictionPolicy(Protocol):
 
     name: str
 
-    def rank(self, candidates: Iterable[Candidate], now_ns: int) -> list[Digest]:
-        """Digests in the order in which they should go; leaving one out keeps it."""
+    def rank(self, candidates: Iterable[Candidate], now_ns: int) -> Iterable[Candidate]:
+        """The order in which they should go; leaving one out keeps it.
+
+        ``candidates``: the one that was used longest ago is the first.
+        """
 
 
 class LeastRecentlyUsed:
@@ -43,10 +50,9 @@ class LeastRecentlyUsed:
 
     name = "lru"
 
-    def rank(self, candidates: Iterable[Candidate], now_ns: int) -> list[Digest]:
-        """Oldest use first; ties by digest, so that the order is reproducible."""
-        ordered = sorted(candidates, key=lambda each: (each.used_ns, each.digest))
-        return [each.digest for each in ordered]
+    def rank(self, candidates: Iterable[Candidate], now_ns: int) -> Iterable[Candidate]:
+        """Oldest use first: as they come."""
+        return candidates
 
 
 _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {LeastRecentlyUsed.name: LeastRecentlyUsed}

@@ -281,18 +281,18 @@ class Loader(Loads[SealedSegment]):
         super().__init__(wake=wake, pool=pool, trusts_young_files=trusts_young_files)
         self.memory = memory
         self._threads = threads
-        self._own: dict[Digest, tuple[int, int]] = {}
+        self._own: set[tuple[int, int]] = set()
         """The files of resident segments. Read by workers, too."""
 
     def adopt(self, ingest_number: int, digest: Digest) -> None:
         """See :meth:`Loads.adopt`."""
         super().adopt(ingest_number, digest)
-        self._own[digest] = _file_of(self._segments[digest].descriptor)
+        self._own.add(_file_of(self._segments[digest].descriptor))
 
     def drop(self, digest: Digest) -> None:
         """See :meth:`Loads.drop`."""
+        self._own.discard(_file_of(self._segments[digest].descriptor))
         super().drop(digest)
-        del self._own[digest]
 
     def hashing(self, digest: Digest) -> Hashing:
         """See :meth:`Loads.hashing`."""
@@ -336,7 +336,7 @@ class Loader(Loads[SealedSegment]):
 
     def _is_own(self, descriptor: int) -> bool:
         """Whether the file is a segment of ours: that never changes."""
-        return _file_of(descriptor) in list(self._own.values())
+        return _file_of(descriptor) in self._own
 
 
 def _file_of(descriptor: int) -> tuple[int, int]:

@@ -125,9 +125,10 @@ def _images_status(server: Server, session: Session) -> list[admin.ImageStatus]:
     """As many images as fit a reply, most recently used first; names go before images do."""
     found = []
     left = _STATUS_NAMES_LIMIT_BYTES
-    rows = [(tier.name, row) for tier in server.tiers for row in tier.store.images()]
+    limit = _IMAGES_IN_STATUS
+    rows = [(tier.name, row) for tier in server.tiers for row in tier.store.images(limit)]
     rows.sort(key=lambda each: -each[1].used_ns)
-    for tier, row in rows[:_IMAGES_IN_STATUS]:
+    for tier, row in rows[:limit]:
         image = _image_status(row, session, tier)
         names, left = _fitting(image.names, left)
         found.append(dataclasses.replace(image, names=names))

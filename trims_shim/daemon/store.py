@@ -283,7 +283,10 @@ class Store:
         self._setting = setting
         self._policy = policy
         self._footprint_bytes = footprint_bytes
-        self._images: dict[Digest, _Image] = {}
+        self._images: OrderedDict[Digest, _Image] = OrderedDict()
+        """In the order of their last use."""
+        self._pinned: set[Digest] = set()
+        self._resident_bytes = self._reserved_bytes = 0
         self._identities: _Pointers[IdentityKey] = _Pointers()
         self._hints: _Pointers[tuple[Identity, int]] = _Pointers()
         self._ingests: dict[int, _Ingest] = {}
@@ -335,7 +338,7 @@ class Store:
         if self._missing_bytes(needed, withheld_bytes) > 0:
             raise self._no_space("an image of another tier", needed, withheld_bytes)
         ingest = next(self._numbers)
-        self._ingests[ingest] = _Ingest(identities, names, size_bytes, needed)
+        self._begin(ingest, _Ingest(identities, names, size_bytes, needed))
         return ingest
 
     def ingest_done(self, ingest: int, result: Ingested, now_ns: int) -> list[Action]:
@@ -354,6 +357,7 @@ class Store:
                 size_bytes=load.size_bytes,
             )
             self._images[result.digest] = image
+            self._resident_bytes += image.resident_bytes
             actions.append(AdoptSegment(ingest, result.digest))
             actions.append(Announce("loaded", image.digest, image.size_bytes))
         else:
@@ -378,13 +382,13 @@ class Store:
         digest = self._leases.release(session, lease)
         if digest is None:
             return False
-        self._images[digest].used_ns = now_ns
+        self._use(digest, now_ns)
         return True
 
     def close_session(self, session: int, now_ns: int) -> None:
         """The connection is gone, and with it its leases and its place in every queue."""
         for digest in self._leases.close_session(session):
-            self._images[digest].used_ns = now_ns
+            self._use(digest, now_ns)
         for load in self._ingests.values():
             load.waiters = [each for each in load.waiters if each.session != session]
 
@@ -394,6 +398,7 @@ class Store:
         if image.is_pinned == is_pinned:
             return []
         image.is_pinned = is_pinned
+        (self._pinned.add if is_pinned else self._pinned.discard)(digest)
         return [Announce("pinned" if is_pinned else "unpinned", digest, image.size_bytes)]
 
     def hold(self, digest: Digest) -> None:
@@ -471,22 +476,16 @@ class Store:
         return digest in self._images
 
     def is_needed(self) -> bool:
-        """Whether anybody leases, waits for or has pinned anything."""
-        # Asked after every event: images, of which there may be many, last.
-        is_used = bool(self._leases or self._ingests)
-        return is_used or any(image.is_pinned for image in self._images.values())
+        """Whether anybody leases or has pinned anything."""
+        return bool(self._leases or self._pinned)
 
     def totals(self) -> Totals:
         """The account of the tier."""
-        return Totals(
-            self._budget_bytes,
-            sum(image.resident_bytes for image in self._images.values()),
-            sum(load.reserved_bytes for load in self._ingests.values()),
-        )
+        return Totals(self._budget_bytes, self._resident_bytes, self._reserved_bytes)
 
-    def images(self) -> list[ImageRow]:
-        """Every resident image, most recently used first."""
-        rows = sorted(self._images.values(), key=lambda each: -each.used_ns)
+    def images(self, limit: int | None = None) -> list[ImageRow]:
+        """Resident images, most recently used first; all of them, or so many."""
+        rows = itertools.islice(reversed(self._images.values()), limit)
         return [
             ImageRow(
                 image.digest,
@@ -528,7 +527,7 @@ class Store:
         needed = self._footprint_bytes(opening.image_bytes)
         actions = self._make_room(opening.name, needed, now_ns, withheld_bytes)
         ingest = next(self._numbers)
-        self._ingests[ingest] = _Ingest(
+        load = _Ingest(
             (opening.key,),
             ((opening.user, opening.name),),
             opening.image_bytes,
@@ -536,6 +535,7 @@ class Store:
             waiters[0] if waiters else None,
             waiters,
         )
+        self._begin(ingest, load)
         self._loading[opening.key] = ingest
         known = self._hints.get(opening.key[1:]) in self._images
         return [*actions, StartIngest(ingest, opening, is_likely_known=known)]
@@ -552,21 +552,20 @@ class Store:
         return [action for image in chosen for action in self._drop(image)]
 
     def _missing_bytes(self, needed_bytes: int, withheld_bytes: int) -> int:
-        totals = self.totals()
-        used = totals.resident_bytes + totals.reserved_bytes + withheld_bytes
+        used = self._resident_bytes + self._reserved_bytes + withheld_bytes
         return used + needed_bytes - self._budget_bytes
 
     def _choose_victims(self, missing_bytes: int, now_ns: int) -> list[_Image]:
         """Free images in the policy's order, as many as are needed or there are."""
         if missing_bytes <= 0:
             return []
-        candidates = [each for each in self._images.values() if self._is_free(each)]
+        candidates = (each for each in self._images.values() if self._is_free(each))
         chosen: list[_Image] = []
-        for digest in self._policy.rank(candidates, now_ns):
+        for candidate in self._policy.rank(candidates, now_ns):
+            chosen.append(self._images[candidate.digest])
+            missing_bytes -= candidate.resident_bytes
             if missing_bytes <= 0:
                 break
-            chosen.append(self._images[digest])
-            missing_bytes -= chosen[-1].resident_bytes
         return chosen
 
     def _no_space(self, name: str, needed: int, withheld_bytes: int) -> NoSpace:
@@ -583,7 +582,7 @@ class Store:
     ) -> GrantLease:
         image = self._images[digest]
         lease = self._leases.grant(opening.session, digest)
-        image.used_ns = now_ns
+        self._use(digest, now_ns)
         image.opens += 1
         image.names.put((opening.user, opening.name), None)
         return GrantLease(opening, lease, digest, outcome, is_settled)
@@ -594,8 +593,17 @@ class Store:
             if result.is_settled:
                 self._identities.point(key, result.digest)
 
+    def _use(self, digest: Digest, now_ns: int) -> None:
+        self._images[digest].used_ns = now_ns
+        self._images.move_to_end(digest)
+
+    def _begin(self, ingest: int, load: _Ingest) -> None:
+        self._ingests[ingest] = load
+        self._reserved_bytes += load.reserved_bytes
+
     def _end(self, ingest: int) -> _Ingest:
         load = self._ingests.pop(ingest)
+        self._reserved_bytes -= load.reserved_bytes
         for key in load.keys:
             if self._loading.get(key) == ingest:
                 del self._loading[key]
@@ -603,6 +611,8 @@ class Store:
 
     def _drop(self, image: _Image) -> list[Action]:
         del self._images[image.digest]
+        self._resident_bytes -= image.resident_bytes
+        self._pinned.discard(image.digest)
         self._leases.forget(image.digest)
         keys = self._identities.forget(image.digest)
         self._hints.forget(image.digest)

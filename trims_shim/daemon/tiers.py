@@ -324,8 +324,12 @@ class Tiers:
         return any(each.store.ingest_count() > each.loader.stuck_count() for each in self)
 
     def is_needed(self) -> bool:
-        """Whether anybody leases, waits for or has pinned anything."""
-        return self.is_making() or any(each.store.is_needed() for each in self)
+        """Whether anybody leases, waits for or has pinned anything.
+
+        Loads that are stuck are waited for in vain.
+        """
+        is_busy = self.is_making() or self.is_loading()
+        return is_busy or any(each.store.is_needed() for each in self)
 
     def release(self, session: int, lease: int, now_ns: int) -> None:
         """The client gave a lease up, at whichever tier."""
