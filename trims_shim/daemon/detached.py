@@ -7,10 +7,13 @@ import logging
 import os
 import resource
 import signal
+import stat
 import sys
+from typing import TextIO
 
-__all__ = ["main"]
+__all__ = ["LogHandler", "main"]
 
+_LOG_LIMIT_BYTES = 1 << 20
 _LIMITS = (
     resource.RLIMIT_AS,
     resource.RLIMIT_CPU,
@@ -31,11 +34,41 @@ def main(report_descriptor: int) -> None:
     os.umask(0o022)
     _lift_limits()
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s"
+        level=logging.INFO,
+        format="%(asctime)s %(process)d %(levelname)s %(message)s",
+        handlers=[LogHandler()],
     )
     from trims_shim.daemon.main import run
 
     sys.exit(run(report_descriptor=report_descriptor))
+
+
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes to standard error, and begins the file behind it anew when it has become long.
+
+    One old file is kept. Not logging's own rotation: what is no record is written there, too, by
+    the interpreter, libraries and processes of ours.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._path = os.readlink("/proc/self/fd/2")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See :class:`logging.StreamHandler`."""
+        super().emit(record)
+        with contextlib.suppress(OSError):
+            status = os.fstat(2)
+            if stat.S_ISREG(status.st_mode) and status.st_size > _LOG_LIMIT_BYTES:
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        os.rename(self._path, f"{self._path}.old")
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fresh = os.open(self._path, flags, 0o600)
+        for stream in (1, 2):
+            os.dup2(fresh, stream)
+        os.close(fresh)
 
 
 def _lift_limits() -> None:
