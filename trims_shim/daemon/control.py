@@ -30,7 +30,10 @@ _logger = logging.getLogger("trims_shim.daemon")
 REQUEST_LIMIT_BYTES = 64 << 10
 """Longest request; replies may be longer (messages.CONTROL_MESSAGE_LIMIT_BYTES)."""
 _BLOAT_LIMIT_BYTES = 256 << 20
-_MESSAGES_PER_TURN = 256
+_TURN_S = 0.01
+_UNREAD_REPLIES = 64
+"""For each client, beside what the kernel takes. It waits for one reply at a time, and is told four
+times a second how far it is; a status has a quarter of a megabyte."""
 _REBIND_PATIENCE_MS = 2000
 _LAST_WORDS_S = 0.1
 _CONDEMNED_LIMIT = 64
@@ -56,18 +59,19 @@ class ControlSocket:
         return bool(int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
-        """What has come, as [routing, frame...], up to a limit: a flood must not keep the loop.
+        """What has come, as [routing, frame...], for a moment: a flood must not keep the loop.
 
         The descriptor is edge-triggered: call this after every turn, whatever caused it.
         """
-        for _ in range(_MESSAGES_PER_TURN):
-            if not self.has_messages():
-                return
+        end_s = time.monotonic() + _TURN_S
+        while self.has_messages():
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             yield frames
+            if time.monotonic() >= end_s:
+                return
 
     def reply(self, routing: bytes, request: int, message: Any) -> bool:
         """Send a reply; False when the peer is gone (EHOSTUNREACH) or does not read (EAGAIN)."""
@@ -137,7 +141,7 @@ class ControlSocket:
         router.setsockopt(zmq.MAXMSGSIZE, REQUEST_LIMIT_BYTES)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.RCVHWM, 1000)
-        router.setsockopt(zmq.SNDHWM, 1000)
+        router.setsockopt(zmq.SNDHWM, _UNREAD_REPLIES)
         router.setsockopt(zmq.BACKLOG, 512)
         self._door = Doorkeeper(router, self._path, share=4, limit=4096)
         router.bind(f"ipc://{self._path}")
