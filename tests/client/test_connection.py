@@ -402,6 +402,23 @@ def test_an_offer_that_is_not_answered(daemon: Daemon) -> None:
         assert daemon.open_parts() == []
 
 
+def test_what_answers_nothing_does_not_prolong_the_wait(daemon: Daemon) -> None:
+    given_up = threading.Event()
+    said: list[int] = []
+
+    def turn(ticket: int) -> None:
+        while not given_up.wait(0.02) and len(said) < 500:
+            daemon.answer(None, ticket=999)
+            said.append(999)
+
+    daemon.is_resident = True
+    with Opening(daemon, turn, stall=0.3) as opening:
+        with pytest.raises(DaemonTimeout, match="does not answer"):
+            opening.open()
+        given_up.set()
+    assert len(said) < 500
+
+
 def test_a_program_that_has_no_poll(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """eventlet's ``monkey_patch`` takes it away."""
     monkeypatch.delattr(select, "poll")

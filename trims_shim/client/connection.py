@@ -161,16 +161,15 @@ class Connection:
 
     def _answer_to_offer(self, parts: _Parts) -> messages.OfferReply:
         """With the image, where it was resident: one round trip, and no thread of ZeroMQ."""
-        while not parts.answers:
-            self._receive_handover(timeout_s=self._stall_timeout_s)
+        self._receive_until(lambda: parts.answers, self._stall_timeout_s)
         return parts.answers[0]
 
     def _receive_parts(self, parts: _Parts, count: int, name: str) -> tuple[int, ...]:
         """Wait for the parts ``0 .. count - 1`` of the request under way."""
         came = parts.descriptors
-        while len(came) < count:
+        while (before := len(came)) < count:
             try:
-                self._receive_handover()
+                self._receive_until(lambda: len(came) > before, _ANSWER_TIMEOUT_S)
             except DaemonTimeout as error:
                 raise WireError(f"{len(came)} of {count} parts of {name} came") from error
         if sorted(came) != list(range(count)):
@@ -201,8 +200,7 @@ class Connection:
         """One round trip over the handover socket, and no thread of ZeroMQ."""
         self._replies.clear()
         self._send_handover(request, None)
-        while not self._replies:
-            self._receive_handover(timeout_s=self._stall_timeout_s)
+        self._receive_until(lambda: self._replies, self._stall_timeout_s)
         reply = self._replies.pop()
         if isinstance(reply, messages.ErrorReply):
             raise error_from(reply)
@@ -242,7 +240,7 @@ class Connection:
                     return reply
             elif self._handover.fileno() in ready:
                 try:
-                    self._receive_handover()
+                    self._receive_handover(time.monotonic() + _ANSWER_TIMEOUT_S)
                 except DaemonUnavailable:
                     # A stopping daemon answers on one socket and says goodbye on the other.
                     if not control.poll(_LAST_WORDS_MS):
@@ -284,7 +282,7 @@ class Connection:
         if not data:
             return False
         with contextlib.suppress(DaemonUnavailable, WireError, OSError):
-            self._receive_handover()
+            self._receive_handover(time.monotonic() + _ANSWER_TIMEOUT_S)
             return True
         return False
 
@@ -297,7 +295,7 @@ class Connection:
     # --- inside -----------------------------------------------------------------------------------
 
     def _receive_welcome(self) -> None:
-        packet = self._next_packet(None)
+        packet = self._next_packet(time.monotonic() + _ANSWER_TIMEOUT_S)
         if packet.descriptor is not None:
             os.close(packet.descriptor)
         if not isinstance(packet.message, messages.Welcome):
@@ -352,10 +350,16 @@ class Connection:
                 self._receive_welcome()  # It says why, where the daemon has closed because of it.
             raise DaemonUnavailable(f"the daemon has closed the connection: {error}") from error
 
-    def _receive_handover(self, *, timeout_s: float | None = None) -> None:
+    def _receive_until(self, is_there: Callable[[], object], timeout_s: float) -> None:
+        """Whatever else comes does not make it longer. Raises DaemonTimeout."""
+        deadline_s = time.monotonic() + timeout_s
+        while not is_there():
+            self._receive_handover(deadline_s)
+
+    def _receive_handover(self, deadline_s: float) -> None:
         if self._welcome is None:
             self._receive_welcome()
-        packet = self._next_packet(timeout_s)
+        packet = self._next_packet(deadline_s)
         message, parts = packet.message, self._parts
         if isinstance(message, messages.SegmentGrant) and self._takes(message, packet.descriptor):
             return
@@ -381,10 +385,10 @@ class Connection:
         parts.descriptors[grant.part] = descriptor
         return True
 
-    def _next_packet(self, timeout_s: float | None) -> handover.Packet:
+    def _next_packet(self, deadline_s: float) -> handover.Packet:
+        left_s = deadline_s - time.monotonic()
         try:
-            timeout_s = _ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
-            if not handover.wait_until_ready(self._handover, timeout_s):
+            if left_s <= 0 or not handover.wait_until_ready(self._handover, left_s):
                 raise self._timeout("does not answer")
             packet = _receive(self._handover)
         except OSError as error:
