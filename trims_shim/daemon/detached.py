@@ -63,7 +63,8 @@ class LogHandler(logging.StreamHandler[TextIO]):
                 self._begin_anew()
 
     def _begin_anew(self) -> None:
-        os.rename(self._path, f"{self._path}.old")
+        with contextlib.suppress(FileNotFoundError):  # removed, or there was no room for another
+            os.rename(self._path, f"{self._path}.old")
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fresh = os.open(self._path, flags, 0o600)
         for stream in (1, 2):
