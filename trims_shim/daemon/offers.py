@@ -22,7 +22,7 @@ from trims_shim.daemon.workers import Workers
 from trims_shim.errors import AccessDenied, ReadFailed
 from trims_shim.specs import Identity
 
-__all__ = ["Closer", "Offer", "check_readable_file", "status_of"]
+__all__ = ["Closer", "FileStatus", "Offer", "check_readable_file", "status_of"]
 
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000
 _STATX_BASIC_STATS = 0x7FF
