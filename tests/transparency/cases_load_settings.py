@@ -347,3 +347,14 @@ def config_is_not_changed(work: Work) -> object:
         str(torch.serialization.get_default_load_endianness()),
         len(torch.serialization._package_registry),
     ]
+
+
+@cases({"mapped": {"mmap": True}, "read": {}}, served=True)
+def compiled_program_loads(work: Work, options: dict[str, Any]) -> object:
+    """torch.compile leaves torch's files alone, and warns of what it cannot compile elsewhere."""
+    path = work.file("model.pt", saved(net().state_dict()))
+
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        return inputs @ torch.load(path, **options)["large.weight"]
+
+    return torch.compile(step, backend="eager")(torch.ones(2, 1024))

@@ -20,6 +20,7 @@ import torch
 from trims_shim import diagnostics, patches
 from trims_shim.patches.asking import arena_of_file, opened
 from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_modes import uncompiled
 from trims_shim.patches.torch_storage import storage_of
 
 __all__ = ["POINTS", "loads", "served"]
@@ -52,6 +53,7 @@ def _probe() -> str | None:
 def _wrap(original: Any) -> Any:
     inner: Callable[..., Any] = original.__func__ if hasattr(original, "__func__") else original
 
+    @uncompiled
     @functools.wraps(inner)
     def from_file(*args: Any, **kwargs: Any) -> Any:
         if patches.active():

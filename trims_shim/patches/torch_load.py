@@ -39,7 +39,7 @@ from trims_shim.patches.asking import arena_of_file
 from trims_shim.patches.originals import is_own
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_from_file import loads
-from trims_shim.patches.torch_modes import has_foreign_mode, has_mode, unseen
+from trims_shim.patches.torch_modes import has_foreign_mode, has_mode, uncompiled, unseen
 from trims_shim.patches.torch_rebuild import Built
 from trims_shim.patches.torch_storage import bytes_over, storage_of
 from trims_shim.specs import Span
@@ -104,6 +104,7 @@ class _Reader(_FileReader):  # type: ignore[misc]
             self._served = self._ask() if patches.active() else None
         return self._served
 
+    @uncompiled
     def get_storage_from_record(self, name: str, numel: int, dtype: Any) -> Any:
         if dtype is torch.UntypedStorage and numel > 0:
             served = self.served()
@@ -186,18 +187,21 @@ def _position_of(file: Any) -> int:
 
 def _wrap_reader(original: type) -> type:
     class _open_zipfile_reader(original):  # type: ignore[misc]
+        @uncompiled
         def __init__(self, name_or_buffer: Any) -> None:
             if patches.active() and not isinstance(name_or_buffer, (str, os.PathLike)):
                 serialization._opener.__init__(self, _Reader(name_or_buffer))
             else:
                 super().__init__(name_or_buffer)
 
+        @uncompiled
         def __enter__(self) -> Any:
             reader = super().__enter__()
             if isinstance(reader, _Reader):
                 loads.open.append(reader)
             return reader
 
+        @uncompiled
         def __exit__(self, *error: Any) -> Any:
             _maps_no_more(self.file_like)
             return super().__exit__(*error)
@@ -227,6 +231,7 @@ def _probe_reader() -> str | None:
 def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     is_torchs_own = is_own(original, "torch.serialization")
 
+    @uncompiled
     @functools.wraps(original)
     def _load(
         zip_file: Any,
@@ -430,6 +435,7 @@ def _probe_load() -> str | None:
 
 
 def _wrap_legacy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @uncompiled
     @functools.wraps(original)
     def _legacy_load(*args: Any, **kwargs: Any) -> Any:
         if patches.active():
