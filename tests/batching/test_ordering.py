@@ -91,8 +91,11 @@ def test_others_among_them_in_the_same_order(added: list[Request], count: int) -
     for request in added[:count]:
         queue.discard(request)
     before = list(queue)
-    assert queue.merged(added[:count]) == in_order(added)
+    others = in_order(added[:count])
+    assert queue.merged(others) == in_order(added)
     assert list(queue) == before
+    queue.add_all(others)
+    assert list(queue) == in_order(added)
 
 
 @given(requests, st.integers(-1, 25))

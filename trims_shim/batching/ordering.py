@@ -44,9 +44,16 @@ class DeadlineQueue(list[Request]):
                 return
         self.append(request)
 
+    def add_all(self, others: Sequence[Request]) -> None:
+        """Put others, which are in the same order, in their places."""
+        self[:] = self.merged(others)
+
     def merged(self, others: Sequence[Request]) -> list[Request]:
-        """Those here and others, in the same order; this queue stays as it is."""
-        return sorted([*self, *others], key=_order)
+        """Those here and others, which are in the same order; this queue stays as it is."""
+        both = [*others, *self]
+        if others and self and _order(others[-1]) > _order(self[0]):
+            both.sort(key=_order)
+        return both
 
     def take(self, count: int) -> list[Request]:
         """Remove the first ``count``, all of them if there are fewer."""

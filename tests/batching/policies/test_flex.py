@@ -230,6 +230,14 @@ def test_a_batch_grows_by_preempting_its_own_model() -> None:
     assert send(policy, more[2:]) == [Preempt(0)]
 
 
+def test_who_could_wait_preempts_its_own_model_but_no_other() -> None:
+    for key, is_preempted in (("long", True), ("short", False)):
+        policy = Flex(MODELS)
+        busy_with(policy, "long")
+        waiting = requests_of(key, 5, 10_000, at_ns=1, first=10)
+        assert (Preempt(0) in send(policy, waiting)) == is_preempted
+
+
 def test_the_smallest_of_several_batches_is_preempted() -> None:
     """Both could be: four are twice as many as two, and more than one."""
     policy = Flex.of_paper(MODELS, devices=2, preemption_factor=2)

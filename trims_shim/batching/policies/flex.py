@@ -97,7 +97,7 @@ class Flex:
         self.models = dict(models)
         """By key; replace a model here when its profile has changed."""
         self.margin_ns = margin_ns
-        self._factor = preemption_factor
+        self._factor = inf if preemption_factor is None else preemption_factor
         self._gain = preemption_gain
         self._generation = generation
         self._choice = choice
@@ -248,6 +248,8 @@ class Flex:
         Only the model that has a new request is looked at: with the paper's rules the candidates of
         others were too small when the batches that run now were started, and only shrink with time.
         """
+        if len(self._queues[key]) < self._fewest_queued(key):
+            return
         found = self._preemption(key, now_ns)
         if found is None:
             return
@@ -263,36 +265,39 @@ class Flex:
     def _preemption(self, key: Hashable, now_ns: int) -> tuple[int, Sequence[Request]] | None:
         """(device, batch instead); None if there is no good one."""
         factor, gain, queue = self._factor, self._gain, self._queues[key]
-        if factor is None or len(queue) < self._fewest_queued(key, factor):
-            return None
         next_ns = self._soonest_end_ns()
         # How many can be answered as well by waiting for the next device.
         waiting = len(self._generate(key, next_ns, queue).batch) if gain else 0
         queued, most = len(queue), self.models[key].max_batch_size
+        can_all_wait = waiting == queued  # then another model's batch is not given up for them
         possible = []
         for device, running in self._running.items():
-            instead = queued + len(running.batch) if running.key == key else queued
+            is_own = running.key == key
+            if can_all_wait and not is_own:
+                continue
+            instead = queued + len(running.batch) if is_own else queued
             worth = running.worth
-            if waiting + gain * worth <= instead >= factor * worth:
-                least = max(factor * worth, waiting + gain * worth)
-                if least <= most:
-                    possible.append((worth, device, least))
+            least = max(factor * worth, waiting + gain * worth)
+            if least <= instead and least <= most:
+                possible.append((worth, device, least))
         for _, device, least in sorted(possible):
             batch = self._instead(self._running[device], key, now_ns, next_ns)
             if len(batch) >= least:
                 return device, batch
         return None
 
-    def _fewest_queued(self, key: Hashable, factor: float) -> float:
+    def _fewest_queued(self, key: Hashable) -> float:
         """With fewer queued requests this model preempts none of the batches that run."""
         least = self._least_queued.get(key)
         if least is None:
             least, most = inf, self.models[key].max_batch_size
             for each in self._running.values():
-                needed = factor * each.worth
+                needed = self._factor * each.worth
                 if needed <= most:
-                    ours = len(each.batch) if each.key == key else 0
-                    least = min(least, needed - ours)
+                    if each.key == key:
+                        needed -= len(each.batch)
+                    if needed < least:
+                        least = needed
             self._least_queued[key] = least
         return least
 
@@ -339,23 +344,24 @@ class Flex:
         """Queue again what is reserved, for a device that would idle; False if nothing is."""
         if not self._reserved:
             return False
-        reserved = [each for requests in self._reserved.values() for each in requests]
+        reserved = [each for each in self._reserved.values() if each]
         self._reserved.clear()
-        self._queue_again(reserved)
+        for requests in reserved:
+            self._queue_again(requests)
         return bool(reserved)
 
     def _queue_again(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._queues[request.key].add(request)
+        """Of one model, and in the order of its queue."""
+        if requests:
+            self._queues[requests[0].key].add_all(requests)
 
     def _requeue(self, event: Preempted, now_ns: int, actions: list[Action]) -> None:
         """What was preempted has just arrived, once more."""
         self._release(event.device)
         self._queue_again(event.batch)
         self._fill(now_ns, actions)
-        for key in {request.key for request in event.batch}:
-            if not self._free and self._queues[key]:
-                self._preempt_for(key, now_ns, actions)
+        if event.batch and not self._free and self._queues[event.batch[0].key]:
+            self._preempt_for(event.batch[0].key, now_ns, actions)
 
     def _cancel(self, request: Request) -> None:
         if self._queue_of(request.key).discard(request):
