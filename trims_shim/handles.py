@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -24,7 +25,7 @@ _Arena = TypeVar("_Arena", "Arena", "DeviceArena")
 _Self = TypeVar("_Self", bound="_Opened[Any]")
 
 
-class _Opened(Generic[_Arena]):
+class _Opened(ABC, Generic[_Arena]):
     """What handles have in common."""
 
     _place = ""
@@ -35,6 +36,11 @@ class _Opened(Generic[_Arena]):
         self.digest = digest
         self.size_bytes = size_bytes
         self._records: dict[str, Record] | None = None
+
+    @property
+    @abstractmethod
+    def records(self) -> Mapping[str, Record]:
+        """By name."""
 
     def close(self) -> None:
         """Let go of the mapping; views keep it alive for as long as they need it."""
@@ -54,6 +60,12 @@ class _Opened(Generic[_Arena]):
         if self._arena is None:
             raise ValueError(f"handle of {self.name} is closed")
         return self._arena
+
+    def _record(self, name: str) -> Record:
+        try:
+            return self.records[name]
+        except KeyError:
+            raise KeyError(f"{self.name} has no record {name!r}; .records has them all") from None
 
 
 class Handle(_Opened["Arena"]):
@@ -86,7 +98,7 @@ class Handle(_Opened["Arena"]):
         ensure_imported("numpy")
         import numpy
 
-        record = _record(self, name)
+        record = self._record(name)
         dtype = _numpy_dtype(record, "numpy")
         buffer: Any = self._open_arena().buffer
         part: numpy.ndarray[Any, Any] = numpy.frombuffer(buffer, dtype=numpy.uint8)
@@ -100,7 +112,7 @@ class Handle(_Opened["Arena"]):
 
         from trims_shim.patches.torch_storage import storage_of, torch_dtype
 
-        record = _record(self, name)
+        record = self._record(name)
         storage = storage_of(self._open_arena())
         part = storage[record.span.offset_bytes : record.span.end_bytes]
         if not record.dtype:
@@ -188,17 +200,10 @@ class DeviceHandle(_Opened["DeviceArena"]):
         )
 
     def _find(self, name: str) -> tuple[DeviceArena, Record, int]:
-        arena, record = self._open_arena(), _record(self, name)
+        arena, record = self._open_arena(), self._record(name)
         address = _device_address(arena, record)
         assert address is not None
         return arena, record, address
-
-
-def _record(handle: Handle | DeviceHandle, name: str) -> Record:
-    try:
-        return handle.records[name]
-    except KeyError:
-        raise KeyError(f"{handle.name} has no record {name!r}; .records has them all") from None
 
 
 def _device_address(arena: DeviceArena, record: Record) -> int | None:
