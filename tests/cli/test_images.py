@@ -45,6 +45,20 @@ def test_warm_takes_files_patterns_and_directories(warmed: Trims, models: Path) 
     assert again.stdout == ""
 
 
+def test_warm_says_what_will_not_be_served(warmed: Trims, tmp_path: Path, models: Path) -> None:
+    entry = {"dtype": "U8", "shape": [MODEL_BYTES], "data_offsets": [0, MODEL_BYTES]}
+    header = json.dumps({"weight": entry}).encode()
+    good, small = tmp_path / "good.safetensors", tmp_path / "small.pt"
+    good.write_bytes(len(header).to_bytes(8, "little") + header + bytes(MODEL_BYTES))
+    small.write_bytes(b"PK" * 50)
+    done = warmed("warm", str(models / "b.pt"), str(small), str(good))
+    said = dict(zip(("no model", "small", "good"), done.stderr.splitlines(), strict=True))
+    assert done.returncode == Exit.OK, "they can be opened all the same"
+    assert "neither a zip of torch.save nor safetensors" in said["no model"]
+    assert "smaller than TRIMS_MIN_BYTES (1.0 MiB)" in said["small"]
+    assert ";" not in said["good"]
+
+
 def test_warm_goes_on_after_a_file_that_fails(warmed: Trims, models: Path) -> None:
     done = warmed("warm", "/nonexistent/x.pt", str(models / "b.pt"), "--json")
     assert done.returncode == Exit.FAILED

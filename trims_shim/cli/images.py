@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trims_shim import api
+from trims_shim import api, config
 from trims_shim.cli.devices import device_named, tier_named
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import Progress
@@ -23,10 +23,12 @@ from trims_shim.errors import (
     ConfigError,
     DaemonUnavailable,
     DriverFailure,
+    FormatError,
     TrimsError,
     UnknownDevice,
     UnknownImage,
 )
+from trims_shim.handles import DeviceHandle, Handle
 from trims_shim.specs import HOST_TIER
 from trims_shim.wire import admin
 
@@ -52,6 +54,8 @@ class _Warmed:
     outcome: str = ""
     tier: str = HOST_TIER
     error: str = ""
+    note: str = ""
+    """Why it may be of no use there."""
 
 
 def warm(arguments: argparse.Namespace) -> Exit:
@@ -67,7 +71,7 @@ def warm(arguments: argparse.Namespace) -> Exit:
             progress.begin(path)
             warmed = _warm(path, tier, is_pinned=arguments.pin, progress=progress)
             done.append(warmed)
-            progress.end(warmed.outcome, error=warmed.error)
+            progress.end(warmed.outcome, error=warmed.error, note=warmed.note)
     if arguments.json:
         print_json([dataclasses.asdict(each) for each in done])
     for each in done:
@@ -112,13 +116,34 @@ def _warm(path: str, tier: str, *, is_pinned: bool, progress: Progress) -> _Warm
                 cache().request(admin.PinImageRequest(handle.digest, is_pinned=True))
             seconds = time.monotonic() - start
             outcome = "in the cache already" if _hits() > before else "loaded"
-            return _Warmed(path, handle.digest, handle.size_bytes, seconds, outcome, tier)
+            return _Warmed(
+                path,
+                handle.digest,
+                handle.size_bytes,
+                seconds,
+                outcome,
+                tier,
+                note=_note_of(handle),
+            )
     except (ConfigError, DaemonUnavailable, DriverFailure, UnknownDevice):
         raise  # True of every file.
     except TrimsError as error:
         return _Warmed(path, tier=tier, error=str(error))
     except OSError as error:
         return _Warmed(path, tier=tier, error=error.strerror or str(error))
+
+
+def _note_of(handle: Handle | DeviceHandle) -> str:
+    least = config.current().min_bytes
+    if handle.size_bytes < least:
+        return f"smaller than TRIMS_MIN_BYTES ({size(least)}), so frameworks read it themselves"
+    try:
+        has_records = bool(handle.records)
+    except FormatError:
+        has_records = False
+    if has_records:
+        return ""
+    return "neither a zip of torch.save nor safetensors, so frameworks read it themselves"
 
 
 def _prepare(path: str, device: str | None, *, is_pinned: bool, progress: Progress) -> _Warmed:

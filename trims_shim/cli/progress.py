@@ -59,8 +59,8 @@ class Progress:
             print(f"{self._place()}: {reason} ...", file=sys.stderr, flush=True)
         self._is_waiting = True
 
-    def end(self, outcome: str, *, error: str) -> None:
-        """It is there, or it failed."""
+    def end(self, outcome: str, *, error: str, note: str) -> None:
+        """It is there, or it failed; a note is shown beside what became of it."""
         place, size_bytes = self._place(), self._sizes[self._number]
         self._number += 1
         if self._is_quiet:
@@ -68,6 +68,7 @@ class Progress:
         seconds = max(1e-6, time.monotonic() - self._start)
         rate = f", {size(size_bytes / seconds)}/s" if outcome == "loaded" else ""
         line = error or f"{outcome}, {size(size_bytes)} in {seconds:.2f} s{rate}"
+        line += note and f"; {note}"
         text = f"{place}: {line}"
         if self._bar is None:
             print(text, file=sys.stderr, flush=True)
