@@ -15,6 +15,7 @@ import pytest
 
 from tests.batching.waiting import LONG_S, Gate, wait_until
 from trims_shim.batching import Batcher
+from trims_shim.batching.aio import AwaitedReply, Mailbox
 from trims_shim.batching.policies.window import Window
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
 
@@ -325,6 +326,33 @@ def test_where_threads_are_gevents_it_says_so(monkeypatch: pytest.MonkeyPatch) -
                 ask(1)
     with greedy(lambda items: items) as plain:
         assert plain.submit(1).result(LONG_S) == 1
+
+
+def test_how_long_answers_take_from_a_thread_to_those_who_await_them() -> None:
+    taken: list[int] = []
+    learning: Any = types.SimpleNamespace(delivered=taken.append)
+    clock = types.SimpleNamespace(now_ns=100)
+
+    options: Any = types.SimpleNamespace(clock_ns=lambda: clock.now_ns, learning=learning)
+
+    async def caller(future: asyncio.Future[int]) -> None:
+        taken_ns = await future
+        clock.now_ns += taken_ns
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        mailbox = Mailbox(loop, options)
+        futures = [loop.create_future() for _ in range(2)]
+        tasks = [asyncio.create_task(caller(future)) for future in futures]
+        await settle()
+        for future in futures:
+            AwaitedReply(future, mailbox).answer(7)
+        clock.now_ns += 50  # until the loop wakes up
+        await asyncio.gather(*tasks)
+        await settle()
+
+    run(main())
+    assert taken == [50 + 7 + 7]
 
 
 def test_closing_on_the_loop_where_nothing_is_open() -> None:

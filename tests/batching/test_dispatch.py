@@ -287,8 +287,7 @@ def test_a_policy_that_runs_what_is_not_queued_fails_its_requests(wrong: str) ->
     assert later.result(0) == 5
 
 
-def test_to_the_policy_a_batch_takes_from_its_decision_on() -> None:
-    dispatch = ManualDispatch(Moody)
+def _ends_that_the_policy_hears_of(dispatch: ManualDispatch) -> list[Finished]:
     on_event, ends = dispatch._policy.on_event, list[Finished]()
 
     def listen(now_ns: int, event: Any) -> Any:
@@ -297,6 +296,12 @@ def test_to_the_policy_a_batch_takes_from_its_decision_on() -> None:
         return on_event(now_ns, event)
 
     dispatch._policy.on_event = listen  # type: ignore[method-assign]
+    return ends
+
+
+def test_to_the_policy_a_batch_takes_from_its_decision_on() -> None:
+    dispatch = ManualDispatch(Moody)
+    ends = _ends_that_the_policy_hears_of(dispatch)
     decided_ns = dispatch.now_ns
     dispatch.make()
     (job,) = dispatch.launched
@@ -304,6 +309,21 @@ def test_to_the_policy_a_batch_takes_from_its_decision_on() -> None:
     dispatch.run(job)
     assert [each.started_ns for each in ends] == [decided_ns]
     assert job.started_ns == decided_ns + 5 * MS  # what its profile is learned from
+
+
+def test_to_the_policy_the_way_of_answers_to_their_loop_is_part_of_a_batch() -> None:
+    dispatch = ManualDispatch(Moody)
+    ends = _ends_that_the_policy_hears_of(dispatch)
+    decided_ns = []
+    for _ in range(3):
+        decided_ns.append(dispatch.now_ns)
+        dispatch.make()
+        dispatch.run(dispatch.launched[-1])
+        if len(ends) == 1:  # on two loops
+            dispatch.options.learning.delivered(3 * MS)
+            dispatch.options.learning.delivered(2 * MS)
+    earlier = [chosen - end.started_ns for chosen, end in zip(decided_ns, ends, strict=True)]
+    assert earlier == [0, 3 * MS, 0]
 
 
 def test_jobs_of_a_new_policy_wait_for_those_of_the_old_one() -> None:

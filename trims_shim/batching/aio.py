@@ -51,10 +51,14 @@ _running: contextvars.ContextVar[weakref.ref[Job] | None] = contextvars.ContextV
 class Mailbox:
     """Answers on their way from other threads to one loop."""
 
-    __slots__ = ("_is_due", "_letters", "loop")
+    __slots__ = ("_clock_ns", "_is_due", "_learning", "_letters", "_sent_ns", "loop")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: Options) -> None:
+        """What ``options.learning`` learns: how long it takes until their callers have them."""
         self.loop = loop
+        self._clock_ns = options.clock_ns
+        self._learning = options.learning
+        self._sent_ns = 0
         self._letters: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._is_due = False
 
@@ -64,6 +68,7 @@ class Mailbox:
         if self._is_due:
             return
         self._is_due = True
+        self._sent_ns = self._clock_ns()
         try:
             self.loop.call_soon_threadsafe(self._open)
         except RuntimeError:
@@ -73,9 +78,15 @@ class Mailbox:
     def _open(self) -> None:
         # Before the first letter: one that comes later than the last look makes a new call.
         self._is_due = False
+        sent_ns = self._sent_ns
         while self._letters:
             receive, letter = self._letters.popleft()
             receive(letter)
+        # After the callers whom these letters wake.
+        self.loop.call_soon(self._measure, sent_ns)
+
+    def _measure(self, sent_ns: int) -> None:
+        self._learning.delivered(self._clock_ns() - sent_ns)
 
 
 class AwaitedReply:

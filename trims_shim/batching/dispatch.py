@@ -283,7 +283,10 @@ class Dispatch(ABC):
             self._launch(self._held.popleft())
         if job.era == self._era:
             is_typical = self.options.learning.ran(self._policy, job)
-            self._tell(now_ns, Finished(job.device, job.requests, job.chosen_ns, is_typical))
+            # To its callers a batch ends when they have the answers. These are on their way yet;
+            # the last ones were as long.
+            started_ns = job.chosen_ns - self.options.learning.take_delivery_ns()
+            self._tell(now_ns, Finished(job.device, job.requests, started_ns, is_typical))
         job.let_go()
 
     def _withdraw(self, now_ns: int, request: Request) -> None:

@@ -146,7 +146,7 @@ class Engine:
                 for number, each in self._mailboxes.items()
                 if not each.loop.is_closed()
             }
-            return self._mailboxes.setdefault(id(loop), Mailbox(loop))
+            return self._mailboxes.setdefault(id(loop), Mailbox(loop, self.options))
 
     def dispatches(self) -> list[Dispatch]:
         """All that there are."""

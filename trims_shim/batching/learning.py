@@ -83,6 +83,7 @@ class Learning:
         self._learned: dict[Hashable, LearnedProfile] = {}
         self._seen: dict[Hashable, set[Hashable]] = {}
         self._measured: set[Hashable] = set()
+        self._delivery_ns = 0
         # Raises here, not at the first request, for what no rule can be made of.
         maker(self._trial_profile(), max_batch_size=max_batch_size)
         self.make_policy()
@@ -114,6 +115,15 @@ class Learning:
         learned.observe(size, job.ended_ns - job.started_ns)
         self._refresh(policy, key, learned)
         return True
+
+    def delivered(self, taken_ns: int) -> None:
+        """So long were answers on their way to an event loop, and those who await them there."""
+        self._delivery_ns = max(self._delivery_ns, taken_ns)
+
+    def take_delivery_ns(self) -> int:
+        """The longest way since this was asked last; 0 where there was none."""
+        taken_ns, self._delivery_ns = self._delivery_ns, 0
+        return taken_ns
 
     def gave_up(self, policy: Policy, drop: Drop, now_ns: int) -> None:
         """Doubt a profile by which nothing can be in time, although a device is free for it."""

@@ -83,7 +83,8 @@ class Finished:
     device: int
     batch: Sequence[Request]
     started_ns: int
-    """When the policy said so: handing a batch over is part of what it takes."""
+    """When the policy said so, and before: to hand a batch over to its thread, and answers to event
+    loops, is part of what it takes."""
     is_typical: bool = True
     """False where the time says nothing about others: the batch failed, or was the first one."""
 
