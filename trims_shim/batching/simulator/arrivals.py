@@ -33,7 +33,7 @@ def uniform(rate_qps: float) -> Iterator[int]:
 def poisson(rate_qps: float, random: Random) -> Iterator[int]:
     """Independent arrivals: gaps are exponential, their coefficient of variation is 1."""
     _positive(rate_qps)
-    return _renewals(random.expovariate(rate_qps) for _ in repeat(None))
+    return _renewals(map(random.expovariate, repeat(rate_qps)))
 
 
 def gamma(rate_qps: float, cv: float, random: Random) -> Iterator[int]:
@@ -44,7 +44,7 @@ def gamma(rate_qps: float, cv: float, random: Random) -> Iterator[int]:
     """
     shape = 1 / _positive(cv) ** 2
     scale_s = 1 / (shape * _positive(rate_qps))
-    return _renewals(random.gammavariate(shape, scale_s) for _ in repeat(None))
+    return _renewals(map(random.gammavariate, repeat(shape), repeat(scale_s)))
 
 
 def bursty(
