@@ -36,6 +36,14 @@ def test_a_name_that_is_missing() -> None:
         Example({"ids": IDS}).like(({"id": IDS},))
 
 
+@pytest.mark.parametrize(("batch", "found"), [((IDS,), "Tensor"), ((IDS, 2), "Tensor, int")])
+def test_what_is_no_mapping(batch: Any, found: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"is \({found}\), and has to be one mapping of 'ids', 'scale'"
+    ):
+        Example({"ids": IDS, "scale": 2}).like(batch)
+
+
 @pytest.mark.parametrize("example", [(IDS, IDS[:1]), (torch.tensor(1.0),), {"a": 1}])
 def test_tensors_without_a_common_batch(example: Any) -> None:
     with pytest.raises(StagingError, match="the batch as its first axis"):

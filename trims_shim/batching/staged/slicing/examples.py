@@ -48,11 +48,18 @@ class Example:
     def arguments(self, batch: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's arguments for what the first stage is called with.
 
-        That is one mapping, if the example is one. Raises TypeError for a name that is missing.
+        That is one mapping, if the example is one. Raises TypeError for anything else then, and for
+        a name that is missing.
         """
         if not self.kwargs:
             return tuple(batch), {}
-        (mapping,) = batch
+        mapping = batch[0] if len(batch) == 1 else None
+        if not isinstance(mapping, Mapping):
+            found = ", ".join(type(each).__name__ for each in batch)
+            raise TypeError(
+                f"the batch is ({found}), and has to be one mapping of "
+                f"{', '.join(map(repr, self.kwargs))}, as the example was"
+            )
         missing = [name for name in self.kwargs if name not in mapping]
         if missing:
             raise TypeError(f"the batch has no {', '.join(map(repr, missing))}")

@@ -3,13 +3,14 @@
 The trace is ``torch.export``'s before any decomposition: the very operations that the model calls,
 in their order, with its own parameters and buffers. So stages compute what the model computes, bit
 for bit. The size of the batch is free in it; other axes are as in the example, unless they are
-said to vary. An input of another shape raises AssertionError, with the guard that fails, and one of
-another type TypeError. A model that is moved to another device has to be traced there.
+said to vary. Inputs of another structure, type or shape raise TypeError: not all that is built into
+a trace has a guard of torch's. A model that is moved to another device has to be traced there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import reprlib
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -54,7 +55,7 @@ class TracedModel:
         self._graph = StagedGraph(
             module,
             self.example,
-            leaves=_Leaves(self.example, program.call_spec.in_spec),
+            leaves=_Leaves(self.example, program.call_spec.in_spec, free={0, *varying}),
             unflatten=_Unflatten(program.call_spec.out_spec),
         )
 
@@ -119,28 +120,62 @@ def check_evaluates(model: Any) -> None:
 
 
 class _Leaves:
-    """The flat list of the inputs of a batch."""
+    """The flat list of the inputs of a batch. ``free``: the axes of any size."""
 
-    def __init__(self, example: Example, shape: Any) -> None:
+    def __init__(self, example: Example, shape: Any, *, free: Collection[int]) -> None:
         self._example = example
         self._shape = shape
-        self._constants = [_constant(each) for each in example.leaves()]
+        self._free = frozenset(free)
+        self._constants = [self._constant(each) for each in example.leaves()]
 
     def __call__(self, *batch: Any) -> Sequence[Any]:
+        """Raises TypeError for what the trace is not of."""
         import torch.utils._pytree as pytree
 
-        leaves, shape = pytree.tree_flatten(self._example.arguments(batch))
-        if shape != self._shape:
+        arguments = self._example.arguments(batch)
+        leaves, shape = pytree.tree_flatten(arguments)
+        if shape != self._shape or [self._constant(each) for each in leaves] != self._constants:
+            expected = self._example.args, self._example.kwargs
             raise TypeError(
-                f"the arguments are not of the example's structure: {shape}, not {self._shape}"
+                f"the stages were traced with {self._described(expected)}, and are called with "
+                f"{self._described(arguments)}"
             )
-        for leaf, constant in zip(leaves, self._constants, strict=True):
-            found = _constant(leaf)
-            if found != constant:
-                raise TypeError(
-                    f"the stages were traced with {constant!r}, and are called with {found!r}"
-                )
         return leaves
+
+    def _constant(self, leaf: Any) -> tuple[Any, ...]:
+        """What is built into a trace: of a tensor its type and sizes, anything else as it is."""
+        import torch
+
+        if not isinstance(leaf, torch.Tensor):
+            return type(leaf), leaf
+        sizes = [None if axis in self._free else size for axis, size in enumerate(leaf.shape)]
+        return leaf.dtype, leaf.device, sizes
+
+    def _described(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> str:
+        import torch
+        import torch.utils._pytree as pytree
+
+        def of(leaf: Any) -> Any:
+            return _Tensor(*self._constant(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+
+        args, kwargs = pytree.tree_map(of, arguments)
+        return _short.repr(kwargs or (args[0] if len(args) == 1 else args))
+
+
+class _Tensor:
+    """In messages."""
+
+    def __init__(self, dtype: Any, device: Any, sizes: Sequence[int | None]) -> None:
+        axes = ("any" if size is None else str(size) for size in sizes[1:])
+        shape = ", ".join(("batch", *axes) if sizes else ())
+        self._text = f"{str(dtype).removeprefix('torch.')} [{shape}] on {device}"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+_short = reprlib.Repr()
+_short.maxother = 80
 
 
 class _Unflatten:
@@ -151,13 +186,6 @@ class _Unflatten:
         import torch.utils._pytree as pytree
 
         return pytree.tree_unflatten(outputs, self._shape)
-
-
-def _constant(leaf: Any) -> Any:
-    """What is built into a trace: of a tensor its type, anything else as it is."""
-    import torch
-
-    return (leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _exported(model: Any, example: Example, varying: Collection[int]) -> Any:
