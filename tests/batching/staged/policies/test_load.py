@@ -156,7 +156,10 @@ def test_beside_a_batch_nobody_joins_who_can_go_on_his_own() -> None:
     assert joining(rule, (2, 2, None)) == 0
 
 
-def test_nobody_is_held_up_once_the_device_is_busy() -> None:
+@pytest.mark.parametrize(("stage", "aboard", "joined"), [(2, 2, 2), (2, 14, 0), (1, 14, 2)])
+def test_once_the_device_is_busy_only_the_first_stage_is_waited_for(
+    stage: int, aboard: int, joined: int
+) -> None:
     rule = rule_with(*[LATER_NS] * 2, profile=BOTTLENECK)
     rule.devices = 2
-    assert joining(rule, (1, 14, None)) == 0
+    assert joining(rule, (stage, aboard, None)) == joined

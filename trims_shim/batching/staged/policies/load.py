@@ -94,11 +94,15 @@ class LoadDiversity(StagedAuto):
     def _saves_in_pipeline(self, now_ns: int, batch: Batch, size: int) -> bool:
         """Where the new ones could go beside those on board.
 
-        Once the device is busy with what is on its way, nothing is saved by making some of it wait;
-        but where two at once gain little, as much as where only one runs at a time.
+        Once the device is busy with what is on its way, nothing is saved by making some of it wait,
+        unless the newcomers are only the first stage behind; but where two at once gain little, as
+        much as where only one runs at a time.
         """
-        if self.load(size) + sum(self.load(each.live) for each in self.ahead) > 1:
-            return not self.is_wide and self._saves_alone(now_ns, batch, size)
+        is_busy = self.load(size) + sum(self.load(each.live) for each in self.ahead) > 1
+        if is_busy and not self.is_wide:
+            return self._saves_alone(now_ns, batch, size)
+        if is_busy and levels_of(batch)[-1][0] > 1:
+            return False
         aboard = batch.live
         apart = self.timetable(now_ns, without=batch)
         joined = apart.copy()
