@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import threading
@@ -201,6 +202,24 @@ class TestErrors:
     def test_whatever_else(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(harness.memory, "create", lambda size: None)
         assert isinstance(harness.load().error, ReadFailed)
+
+
+def test_a_server_with_an_error_for_who_closes_its_file(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: a load whose file (FUSE) could not be closed without one never ended."""
+    close = os.close
+
+    def fail(descriptor: int) -> None:
+        is_the_file = os.readlink(f"/proc/self/fd/{descriptor}") == str(harness.path)
+        close(descriptor)
+        if is_the_file:
+            raise OSError(errno.EIO, "the server is not content")
+
+    monkeypatch.setattr(os, "close", fail)
+    finished = harness.load()
+    assert finished.error is None
+    harness.loader.discard(finished.ingest)
 
 
 def test_jobs_come_back_to_the_caller(harness: Harness) -> None:

@@ -283,6 +283,22 @@ class TestLife:
         reply = world.hit(model)
         assert (reply.weights, reply.weights_identity) == ("", None)
 
+    def test_a_server_with_an_error_for_who_closes_its_file(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        close = os.close
+
+        def fail(descriptor: int) -> None:
+            is_the_model = os.readlink(f"/proc/self/fd/{descriptor}") == str(model)
+            close(descriptor)
+            if is_the_model:
+                raise OSError("the server is not content")
+
+        monkeypatch.setattr(os, "close", fail)
+        world.make(model)
+        monkeypatch.undo()
+        world.hit(model)
+
     def test_the_end_gives_up_what_runs_and_what_waits(
         self, make_world: Callable[..., World], model: Path
     ) -> None:

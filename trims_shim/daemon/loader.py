@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import ctypes
+import math
 import os
 import queue
 import time
@@ -25,6 +26,7 @@ from trims_shim.daemon.workers import Workers
 from trims_shim.errors import FileChanged, MemoryFailure, NoSpace, ReadFailed, TrimsError
 from trims_shim.memory.host import HostMemory, SealedSegment
 from trims_shim.specs import Digest, Identity
+from trims_shim.wire.handover import close_all
 
 __all__ = [
     "Finished",
@@ -87,12 +89,12 @@ class Hashing:
 
 
 @dataclass(slots=True)
-class _Begun:
-    """A load in a worker, and when it was last seen to get on."""
+class _Load:
+    """A load's meter, and when it was last seen to get on; in the future while no worker has it."""
 
     meter: Meter
-    done_bytes: int
-    at_s: float
+    done_bytes: int = 0
+    at_s: float = math.inf
 
     def is_stuck(self, now_s: float) -> bool:
         if self.meter.done_bytes != self.done_bytes:
@@ -119,10 +121,9 @@ class Loads(abc.ABC, Generic[_Segment]):
         self._pool = pool or Workers(CONCURRENT_LOADS)
         # What is no load neither waits for slow files nor keeps them waiting.
         self._aside = pool or Workers(1)
-        self._begun: dict[int, _Begun] = {}
         self._finished: queue.SimpleQueue[Finished[_Segment]] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._meters: dict[int, Meter] = {}
+        self._loads: dict[int, _Load] = {}
         self._pending: dict[int, _Segment] = {}
         self._segments: dict[Digest, _Segment] = {}
 
@@ -131,9 +132,8 @@ class Loads(abc.ABC, Generic[_Segment]):
 
         ``digest``: of the content, where the descriptor is not of a file but of an image's segment.
         """
-        meter = Meter(action.opening.image_bytes)
-        self._meters[action.ingest] = meter
-        self._pool.submit(self._run, action, descriptor, digest, meter)
+        load = self._loads[action.ingest] = _Load(Meter(action.opening.image_bytes))
+        self._pool.submit(self._run, action, descriptor, digest, load)
 
     def deliver(self, finished: Finished[_Segment]) -> None:
         """A load that was done elsewhere has ended. Any thread may call this."""
@@ -166,7 +166,7 @@ class Loads(abc.ABC, Generic[_Segment]):
         finished = []
         while not self._finished.empty():
             each = self._finished.get()
-            self._meters.pop(each.ingest, None)
+            self._loads.pop(each.ingest, None)
             if each.segment is not None:
                 self._pending[each.ingest] = each.segment
             finished.append(each)
@@ -196,12 +196,12 @@ class Loads(abc.ABC, Generic[_Segment]):
 
     def meters(self) -> dict[int, Meter]:
         """How far each load is."""
-        return dict(self._meters)
+        return {ingest: load.meter for ingest, load in self._loads.items()}
 
     def stuck_count(self) -> int:
         """Loads that do not get on: of files whose server is gone."""
         now_s = time.monotonic()
-        return sum([each.is_stuck(now_s) for each in list(self._begun.values())])
+        return sum([each.is_stuck(now_s) for each in self._loads.values()])
 
     def tend(self) -> None:
         """What is to be done about every second; never blocks."""
@@ -221,13 +221,13 @@ class Loads(abc.ABC, Generic[_Segment]):
     def _give_up(self, segment: _Segment) -> None:
         segment.close()
 
-    def _run(self, action: StartIngest, descriptor: int, digest: Digest, meter: Meter) -> None:
+    def _run(self, action: StartIngest, descriptor: int, digest: Digest, load: _Load) -> None:
         result: Ingested | None = None
         segment: _Segment | None = None
         error: TrimsError | None = None
-        self._begun[action.ingest] = _Begun(meter, meter.done_bytes, time.monotonic())
+        load.at_s = time.monotonic()
         try:
-            result, segment = self._load(action, descriptor, digest, meter)
+            result, segment = self._load(action, descriptor, digest, load.meter)
             if self._trusts_young_files:
                 result = replace(result, is_settled=True)
         except MemoryFailure as failure:
@@ -238,8 +238,8 @@ class Loads(abc.ABC, Generic[_Segment]):
         except Exception as failure:
             error = ReadFailed(f"{action.opening.name}: {type(failure).__name__}: {failure}")
         finally:
-            os.close(descriptor)
-            del self._begun[action.ingest]
+            close_all([descriptor])  # a server may have an error for who closes its file
+            load.at_s = math.inf
         self.deliver(Finished(action.ingest, result, segment, error))
 
     @abc.abstractmethod

@@ -35,6 +35,7 @@ from trims_shim.memory.host import available_bytes
 from trims_shim.memory.memfd import is_sealed
 from trims_shim.specs import Identity
 from trims_shim.wire import duties, messages
+from trims_shim.wire.handover import close_all
 
 __all__ = ["Ended", "Hashed", "Making", "Preparations", "Preparer", "external_identities"]
 
@@ -177,7 +178,7 @@ class Preparations:
             text = f"{type(error).__name__}: {error}"
             making.failure = Failure("not_prepared", text, is_lasting=False)
         finally:
-            os.close(making.descriptor)
+            close_all([making.descriptor])  # a server may have an error for who closes its file
         self._deliver(Ended(making, published))
 
     def _make(self, making: Making) -> Published | None:
