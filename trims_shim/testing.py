@@ -413,8 +413,8 @@ class _Server(Front):
 
     # --- the way to the clients -------------------------------------------------------------------
 
-    def take_offer(self, session: Session, ticket: int) -> Offer:
-        return session.offers.pop(ticket)
+    def take_offer(self, request: Request, ticket: int) -> Offer:
+        return request.session.offers.pop(ticket)
 
     def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
         # Nothing is offered with a tier here, so nothing else is answered.

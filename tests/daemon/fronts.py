@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from trims_shim.daemon.front import Front
+from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.store import Announce
@@ -31,8 +31,8 @@ class FakeFront(Front):
         self.replies: list[tuple[bytes, int, Any]] = []
         self.send = send
 
-    def take_offer(self, session: Session, ticket: int) -> Offer:
-        return session.offers.pop(ticket)
+    def take_offer(self, request: Request, ticket: int) -> Offer:
+        return request.session.offers.pop(ticket)
 
     def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
         self.send()

@@ -94,10 +94,10 @@ class World(Front):
         peer = Peer(pid or os.getpid(), os.geteuid() if uid is None else uid, 0)
         return self.sessions.add(_NoSocket(), peer, time.time_ns())  # type: ignore[arg-type]
 
-    def take_offer(self, session: Session, ticket: int) -> Offer:
-        if ticket not in session.offers:
+    def take_offer(self, request: Request, ticket: int) -> Offer:
+        if ticket not in request.session.offers:
             raise AccessDenied("no offer")
-        return session.offers.pop(ticket)
+        return request.session.offers.pop(ticket)
 
     def reply(self, routing: bytes, number: int, message: Any) -> None:
         self.replies.append((number, message))

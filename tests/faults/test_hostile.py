@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import os
 import random
 import socket
@@ -19,8 +20,9 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
-from harness import PATIENCE_S, World, content, raw_connection, wait_until
+from harness import PATIENCE_S, InProcessDaemon, World, content, raw_connection, wait_until
 
+from trims_shim.daemon import server as server_module
 from trims_shim.errors import TrimsError
 from trims_shim.wire import admin, codec, messages
 
@@ -212,6 +214,56 @@ def test_answers_that_nobody_reads(watch: Watch) -> None:
         for _ in range(20_000):
             connection.send(prepared_request(0))
         raise AssertionError("the daemon goes on")
+
+
+def test_requests_without_their_offers(watch: Watch) -> None:
+    """Found: each was handled within the one before, until Python allowed no further call."""
+    requests = 100
+    with raw_connection(watch.world) as connection:
+        connection.recv(4096)
+        connection.setblocking(False)  # a timeout waits until most of the room is free
+        with watch.world.stopped(watch.pid):
+            for _ in range(requests):
+                connection.send(prepared_request(7))
+        connection.settimeout(PATIENCE_S)
+        for _ in range(requests):
+            reply = codec.decode(connection.recv(4096))
+            assert (reply.error, "ticket 7" in reply.message) == ("AccessDenied", True)
+
+
+def test_many_connections_share_a_turn(make_world: Any) -> None:
+    """All have more packets than fit a turn; those of one are not all handled before another's."""
+    world = make_world()
+    daemon = InProcessDaemon(world)
+    handled: list[int] = []
+    may_go_on = threading.Event()
+    on_packet = daemon.server._on_packet
+
+    def note(session: Any, message: Any) -> None:
+        if isinstance(message, messages.LeaseRelease):
+            assert may_go_on.wait(PATIENCE_S)
+            handled.append(session.number)
+        on_packet(session, message)
+
+    daemon.server._on_packet = note  # type: ignore[method-assign]
+    clients, packets = 8, 100
+    try:
+        with contextlib.ExitStack() as opened:
+            connections = [opened.enter_context(raw_connection(world)) for _ in range(clients)]
+            for connection in connections:
+                connection.recv(4096)
+                connection.setblocking(False)
+            for connection in connections * packets:
+                connection.send(codec.encode(messages.LeaseRelease(1)))
+            may_go_on.set()
+            wait_until(lambda: len(handled) == clients * packets, "all packets")
+    finally:
+        may_go_on.set()
+        daemon.close()
+    # The first turn began with one of them; afterwards all are ready.
+    shared = handled[server_module._PACKETS_PER_TURN :][: 2 * server_module._PACKETS_PER_TURN]
+    runs = [len(list(run)) for _, run in itertools.groupby(shared)]
+    assert max(runs) <= server_module._PACKETS_PER_TURN // clients
 
 
 Attacker = Callable[[], contextlib.AbstractContextManager[Callable[[], bool]]]

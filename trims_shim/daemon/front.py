@@ -77,8 +77,11 @@ class Front(abc.ABC):
         return ErrorReply("DaemonError", INTERNAL_ERROR)
 
     @abc.abstractmethod
-    def take_offer(self, session: Session, ticket: int) -> Offer:
-        """What was offered under a ticket; the caller closes it. Raises AccessDenied."""
+    def take_offer(self, request: Request, ticket: int) -> Offer:
+        """What a request's client offered under a ticket; the caller closes it.
+
+        Raises AccessDenied.
+        """
 
     @abc.abstractmethod
     def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:

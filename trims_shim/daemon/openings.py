@@ -91,7 +91,7 @@ class Openings:
 
     def open(self, request: Request, message: messages.OpenImageRequest) -> None:
         """Take a request; it is answered now or later. Raises TrimsError instead of answering."""
-        offer = self._front.take_offer(request.session, message.ticket)
+        offer = self._front.take_offer(request, message.ticket)
         try:
             self._check_limits(request)
             opening = _opening(request, message, offer)
@@ -120,7 +120,7 @@ class Openings:
             is_loading = bool(offer.lead_bytes) and self._consider(request, offer)
             self._front.answer(request, messages.OfferReply(offer.ticket, is_loading=is_loading))
             return
-        taken = self._front.take_offer(request.session, offer.ticket)
+        taken = self._front.take_offer(request, offer.ticket)
         self._waiting.put(request, taken)
         try:
             self.execute(tier, tier.store.open(opening, time.time_ns()))
@@ -156,7 +156,7 @@ class Openings:
             return True  # It is refused when it is requested, and told why.
         if host.store.is_hit(opening):
             return True
-        with self._front.take_offer(request.session, offer.ticket) as taken:
+        with self._front.take_offer(request, offer.ticket) as taken:
             if opening.key not in self._asked_once:
                 self._asked_once.put(opening.key, None)
             elif self._has_descriptors(host):

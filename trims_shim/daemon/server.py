@@ -54,6 +54,8 @@ _PROGRESS_INTERVAL_S = 0.25
 _HOUSEKEEPING_INTERVAL_S = 1.0
 _ACCEPTS_PER_TURN = 64
 _PACKETS_PER_TURN = 64
+"""Of all clients that have sent some; one of each at least."""
+_PACKETS_OF_A_GREETING = 2
 _PACKETS_BEFORE_AN_OFFER = 4096
 """More than the kernel queues on one socket (net.core.wmem_default, 212992 bytes)."""
 _WARNING_INTERVAL_S = 60.0
@@ -136,9 +138,11 @@ class Server(Front):
         os.eventfd_write(self._wake_descriptor, 1)
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(self._timeout()):
+        ready = self._selector.select(self._timeout())
+        packets = max(1, _PACKETS_PER_TURN // max(1, len(ready)))
+        for key, _ in ready:
             if isinstance(key.data, Session):
-                self._read_session(key.data)
+                self._read_session(key.data, packets)
             else:
                 key.data()
         for frames in self._control.receive():
@@ -203,7 +207,8 @@ class Server(Front):
             session = self.sessions.accept(connection, time.time_ns())
             if session is not None:
                 self._selector.register(connection, selectors.EVENT_READ, session)
-                self._read_session(session)  # Its Hello, and the request behind it, may be there.
+                # Its Hello, and the request behind it, may be there.
+                self._read_session(session, _PACKETS_OF_A_GREETING)
             if self.is_stopping:
                 return  # It was asked to, and the listener is closed.
 
@@ -214,11 +219,12 @@ class Server(Front):
             self._next_accept_warning = now + _WARNING_INTERVAL_S
             _logger.warning("a client cannot be accepted: %s", reason)
 
-    def _read_session(self, session: Session, *, until_ticket: int | None = None) -> None:
-        """Read a turn's worth of packets, or on until a file is offered under ``until_ticket``."""
-        limit = _PACKETS_PER_TURN if until_ticket is None else _PACKETS_BEFORE_AN_OFFER
+    def _read_session(
+        self, session: Session, packets: int, *, until_ticket: int | None = None
+    ) -> None:
+        """Read so many packets, or as far as the offer of a file under ``until_ticket``."""
         try:
-            for _ in range(limit):
+            for _ in range(packets):
                 if until_ticket in session.offers:
                     return
                 packet = self.sessions.receive(session)
@@ -342,12 +348,13 @@ class Server(Front):
 
     # --- what openings and preparations need ------------------------------------------------------
 
-    def take_offer(self, session: Session, ticket: int) -> Offer:
+    def take_offer(self, request: Request, ticket: int) -> Offer:
         """See :class:`Front`."""
+        session = request.session
         offer = self.sessions.claim_offer(session, ticket)
-        if offer is None:
+        if offer is None and request.routing is not None:
             # The offer was sent first but on another socket: it is in that socket's buffer now.
-            self._read_session(session, until_ticket=ticket)
+            self._read_session(session, _PACKETS_BEFORE_AN_OFFER, until_ticket=ticket)
             offer = self.sessions.claim_offer(session, ticket)
         if offer is None:
             raise AccessDenied(f"no file was offered under ticket {ticket}")

@@ -146,7 +146,7 @@ class Prepared:
         self, request: Request, message: messages.OpenPreparedRequest
     ) -> messages.OpenPreparedReply | None:
         """The reply; None: it is answered later. Raises TrimsError."""
-        return self._when_open(request, lambda: self._open(request.session, message))
+        return self._when_open(request, lambda: self._open(request, message))
 
     def evict(
         self, request: Request, message: admin.EvictPreparedRequest
@@ -226,14 +226,14 @@ class Prepared:
         return None
 
     def _open(
-        self, session: Session, message: messages.OpenPreparedRequest
+        self, request: Request, message: messages.OpenPreparedRequest
     ) -> messages.OpenPreparedReply:
         # Taken first of all: offers that are left would add up.
         ticket = message.ticket
-        with self._front.take_offer(session, ticket) if ticket else Offer() as offer:
+        with self._front.take_offer(request, ticket) if ticket else Offer() as offer:
             try:
-                self._check(session, message)
-                reply = self._answer(session, message, offer)
+                self._check(request.session, message)
+                reply = self._answer(request.session, message, offer)
             except NotServed as error:
                 reply = refusal_reply(error.reason, str(error))
         self._front.counters[f"prepared_{reply.outcome}"] += 1
