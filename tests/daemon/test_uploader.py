@@ -16,6 +16,7 @@ from emulated_cuda import Emulated
 from harness import PATIENCE_S, process_state, wait_until
 
 from trims_shim.daemon.device import uploader as process_module
+from trims_shim.daemon.device import uploading
 from trims_shim.daemon.device.uploading import Uploader
 from trims_shim.errors import (
     DriverFailure,
@@ -29,7 +30,7 @@ from trims_shim.errors import (
 from trims_shim.formats.device_layout import layout_of
 from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceAllocation, DeviceMemory, sparse_outline
-from trims_shim.wire import duties
+from trims_shim.wire import codec, duties, messages
 
 CONTENT = safetensors((3 * MIB, 5, MIB))
 SLOW_HEADER = safetensors([1] * 400_000)
@@ -325,6 +326,26 @@ def test_it_cannot_be_started(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(DriverFailure, match="cannot be started"):
         harness.upload(source)
+
+
+def test_one_that_talks_nonsense_is_replaced(
+    make: Callable[..., Harness], source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: a message of another kind ended the thread that listens, and the device was lost."""
+    harness = make()
+    nonsense = codec.encode(messages.Goodbye("whoever has taken it over"))
+    boot = (
+        "import socket, sys; connection = socket.socket(fileno=int(sys.argv[2])); "
+        f"connection.recv(4096); connection.send({nonsense!r}); connection.recv(4096)"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(uploading, "_BOOT", boot)
+        with pytest.raises(DriverFailure, match="died"):
+            harness.upload(source)
+    memory, outline, digest = harness.upload(source)
+    assert digest == blake3(CONTENT).hexdigest()
+    os.close(outline)
+    memory.close()
 
 
 def test_a_closed_one_starts_nothing(make: Callable[..., Harness], source: int) -> None:

@@ -47,6 +47,10 @@ _BOOT = (
     "main(sys.argv[2:])"
 )
 
+_ANSWERS = (
+    duties.PlanUploadReply | duties.UploadProgress | duties.UploadReply | duties.UploadFailed
+)
+
 _Reply = TypeVar("_Reply")
 
 
@@ -374,6 +378,10 @@ class _Process:
                 break
             if packet.descriptor is not None:
                 os.close(packet.descriptor)
+            if not isinstance(packet.message, _ANSWERS):
+                kind = type(packet.message).__name__
+                _logger.error("uploader %d of %s said %s", self.pid, self.device, kind)
+                break
             inbox = self.inboxes.get(packet.message.job)
             if inbox is not None:
                 inbox.put(packet.message)
