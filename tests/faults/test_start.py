@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from harness import LARGE_BYTES, World, content, process_state, raw_connection, wait_until
 
+from trims_shim.daemon import main as daemon_main
 from trims_shim.errors import DaemonUnavailable, IncompatibleDaemon, TrimsError
-from trims_shim.wire import admin, codec, messages
+from trims_shim.wire import admin, codec, endpoint, messages
 
 CROWD = """
 path, number = {path!r}, {number}
@@ -266,6 +267,18 @@ def test_a_signal_finishes_the_load_in_flight(make_world: Any, number: int) -> N
     assert "daemon:started" not in events, "the load was answered by another daemon"
     wait_until(lambda: process_state(pid) == "", "the daemon ends")
     assert "Traceback" not in world.log()
+
+
+def test_a_signal_before_it_serves(make_world: Any) -> None:
+    """Found: between its handlers and its loop a daemon ended with a traceback."""
+    world = make_world()
+    config = world.config()
+    directory = endpoint.choose(config)
+    directory.create()
+    server = daemon_main._build(directory, config)
+    server.stop()
+    server.run()
+    os.close(server._wake_descriptor)
 
 
 def test_a_second_daemon_serves_while_the_first_finishes(make_world: Any) -> None:

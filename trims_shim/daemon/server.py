@@ -93,7 +93,10 @@ class Server(Front):
         self.counters: Counter[str] = Counter()
         self._listener = listener
         self._wake_descriptor = wake_descriptor
+        listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(wake_descriptor, selectors.EVENT_READ, self._woken)
         self._context = zmq.Context(io_threads=1)
         self._control = ControlSocket(self._context, endpoint.control(instance), self._selector)
         self._events = EventSocket(self._context, endpoint.events(instance))
@@ -112,9 +115,6 @@ class Server(Front):
 
     def run(self) -> None:
         """Serve until idle, stopped or drained; then close everything."""
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_descriptor, selectors.EVENT_READ, self._woken)
         self.prepared.start()
         try:
             while not self._is_finished():
@@ -125,8 +125,8 @@ class Server(Front):
     def stop(self) -> None:
         """Accept nobody any more, finish what is in flight, then end :meth:`run`.
 
-        May be called from a signal handler. ``on_stop`` runs once, so that a successor can start
-        while loads under way are finished here.
+        May be called from a signal handler, before :meth:`run`, too. ``on_stop`` runs once, so that
+        a successor can start while loads under way are finished here.
         """
         if self.is_stopping:
             return

@@ -47,9 +47,7 @@ _BOOT = (
     "main(sys.argv[2:])"
 )
 
-_ANSWERS = (
-    duties.PlanUploadReply | duties.UploadProgress | duties.UploadReply | duties.UploadFailed
-)
+_ANSWERS = duties.PlanUploadReply | duties.UploadProgress | duties.UploadReply | duties.UploadFailed
 
 _Reply = TypeVar("_Reply")
 
