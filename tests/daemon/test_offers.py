@@ -101,6 +101,37 @@ class TestCloser:
         closer.shutdown()
         assert threading.active_count() == before
 
+    @pytest.mark.parametrize("is_offered", [False, True])
+    def test_an_error_of_the_close_is_the_end_of_it(
+        self, opened: int, is_offered: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The number may be another file's by then."""
+        closed: list[int] = []
+
+        def fail(descriptor: int) -> None:
+            closed.append(descriptor)
+            raise OSError("the server is not content")
+
+        closer = Closer()
+        offer = Offer(1, opened, closer)
+        if is_offered:
+            offer.identity()
+        monkeypatch.setattr(os, "close", fail)
+        offer.close()
+        closer.shutdown()
+        monkeypatch.undo()
+        assert closed == [opened]
+
+    def test_without_a_thread(
+        self, opened: int, remote: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        Closer().close(opened)
+        assert not is_open(opened)
+
     def test_others_by_a_thread(self, opened: int, remote: None) -> None:
         closer = Closer()
         closer.close_all([os.dup(opened), opened])

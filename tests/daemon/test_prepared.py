@@ -11,6 +11,7 @@ import itertools
 import os
 import queue
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -310,6 +311,28 @@ class TestLife:
         world.prepared.close()
         assert len(world.preparer.preparations) <= 1
         assert world.directory.exists() is False or os.listdir(world.directory) == []
+
+    def test_the_end_does_not_wait_for_a_file_whose_server_is_gone(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        is_asked, answers, fstat = threading.Event(), threading.Event(), os.fstat
+
+        def hang(descriptor: int) -> os.stat_result:
+            if os.readlink(f"/proc/self/fd/{descriptor}") == str(model):
+                is_asked.set()
+                answers.wait(PATIENCE_S)
+            return fstat(descriptor)
+
+        world = make_world()
+        monkeypatch.setattr(prepared_making, "_END_PATIENCE_S", 0.05)
+        monkeypatch.setattr(os, "fstat", hang)
+        assert world.outcome(model) == "preparing"
+        assert is_asked.wait(PATIENCE_S)
+        began = time.monotonic()
+        world.prepared.close()
+        took_s = time.monotonic() - began
+        answers.set()
+        assert took_s < PATIENCE_S / 2
 
     def test_the_end_while_the_server_is_asked(
         self, make_world: Callable[..., World], model: Path

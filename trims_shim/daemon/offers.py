@@ -21,6 +21,7 @@ from typing import NamedTuple
 from trims_shim.daemon.workers import Workers
 from trims_shim.errors import AccessDenied, ReadFailed
 from trims_shim.specs import Identity
+from trims_shim.wire.handover import close_all
 
 __all__ = ["Closer", "FileStatus", "Offer", "check_readable_file", "status_of"]
 
@@ -84,7 +85,7 @@ class Offer:
         if self.descriptor < 0:
             return
         if self._closer is None or (self._status is not None and self._status.is_local):
-            os.close(self.take())
+            close_all([self.take()])
         else:
             self._closer.close(self.take())
 
@@ -97,14 +98,12 @@ class Closer:
         self._begun: dict[object, float] = {}
 
     def close(self, descriptor: int) -> None:
-        """At once, where the file is local."""
-        with contextlib.suppress(OSError):
-            if status_of(descriptor).is_local:
-                os.close(descriptor)
-                return
-        if self._workers is None:
-            self._workers = Workers(1)
-        self._workers.submit(self._close, descriptor)
+        """At once, where the file is local, or nobody else can be had to do it."""
+        workers = None if _is_local(descriptor) else self._started()
+        if workers is None:
+            close_all([descriptor])
+        else:
+            workers.submit(self._close, descriptor)
 
     def close_all(self, descriptors: list[int]) -> None:
         """Each of them."""
@@ -123,6 +122,11 @@ class Closer:
         if self._workers is not None:
             self._workers.shutdown(wait=False)
 
+    def _started(self) -> Workers | None:
+        with contextlib.suppress(RuntimeError):  # no more threads
+            self._workers = self._workers or Workers(1)
+        return self._workers
+
     def _close(self, descriptor: int) -> None:
         close = object()
         self._begun[close] = time.monotonic()
@@ -130,6 +134,13 @@ class Closer:
             os.close(descriptor)
         finally:
             del self._begun[close]
+
+
+def _is_local(descriptor: int) -> bool:
+    try:
+        return status_of(descriptor).is_local
+    except OSError:
+        return False
 
 
 def check_readable_file(descriptor: int) -> FileStatus:

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,6 +44,8 @@ _logger = logging.getLogger("trims_shim.daemon")
 _SETTLE_PATIENCE_S = 2.5
 """Longer than any identity takes to settle; a file from the future never does."""
 _POLL_S = 0.02
+_END_PATIENCE_S = 10.0
+"""Longer than a preparer is waited for. A file whose server is gone keeps the thread for ever."""
 _GROWTH = 2
 """Of a model when it is prepared: packed weights are stored beside the original ones. The largest
 that was measured is 1.8 (BERT-base, GPT-2)."""
@@ -154,14 +156,11 @@ class Preparations:
         return sum(each.identity.size_bytes for each in waiting if each.is_memory)
 
     def close(self) -> None:
-        """Give up what runs and what waits; returns when the thread has ended."""
+        """Give up what runs and what waits; a thread that is stuck ends with the process."""
         self._closing.set()
-        for making, future in self._waiting.values():
-            if future.cancel():
-                os.close(making.descriptor)
-        self._waiting.clear()
         self._preparer.close()
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown(wait=False)
+        wait([future for _, future in self._waiting.values()], timeout=_END_PATIENCE_S)
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -183,6 +182,8 @@ class Preparations:
 
     def _make(self, making: Making) -> Published | None:
         """None where it was not wanted, or ``making.failure`` says why there is nothing."""
+        if self._closing.is_set():
+            raise NotServed("stopping", "the daemon is stopping")
         self._wait_until_settled(making)
         started_ns = time.time_ns()
         directory = self._files.make()
