@@ -7,9 +7,9 @@ from trims_shim.daemon.recent import Recent
 
 def test_the_oldest_of_too_many_goes() -> None:
     table: Recent[str, int] = Recent(2)
-    for number, key in enumerate("abc"):
-        table.put(key, number)
+    gone = [table.put(key, number) for number, key in enumerate("abc")]
     assert list(table.items()) == [("b", 1), ("c", 2)]
+    assert gone == [None, None, "a"]
 
 
 def test_what_is_put_again_is_the_newest() -> None:

@@ -392,25 +392,43 @@ class TestNames:
         store = new_store()
         load(store, opening(inode=1, name="/a"), loaded("abcdef" + "0" * 58))
         load(store, opening(inode=2, name="/b", user=7), loaded("abcdef" + "1" * 58))
-        assert store.find("abcdef1", user=1).endswith("1")
-        assert store.find("ABCDEF0", user=1).endswith("0")
-        assert store.find("/a", user=1).endswith("0")
-        assert store.find("/b", user=7, may_see_all=False).endswith("1")
-        with pytest.raises(UnknownImage, match="more digits"):
-            store.find("abcdef", user=1)
-        for text in ("abcde", "/c", ""):
-            with pytest.raises(UnknownImage):
-                store.find(text, user=1)
-        with pytest.raises(UnknownImage):
-            store.find("/b", user=1000, may_see_all=False)
+        ends = {text: [each[-1] for each in store.matching(text)] for text in ("abcde", "ABCDEF")}
+        assert ends == {"abcde": [], "ABCDEF": ["0", "1"]}
+        assert store.matching("abcdef1") == ["abcdef" + "1" * 58]
+        assert store.named("/a", user=1) == "abcdef" + "0" * 58
+        assert store.named("/b", user=7, may_see_all=False) == "abcdef" + "1" * 58
+        assert store.named("/b", user=1000, may_see_all=False) is None
+        assert store.named("/c", user=1) is None
+        assert store.is_named_by("abcdef" + "1" * 58, 7)
+        assert not store.is_named_by("abcdef" + "1" * 58, 1000)
+        store.forget("abcdef" + "1" * 58)
+        assert store.named("/b", user=7) is None
+        assert not store.is_named_by("abcdef" + "1" * 58, 7)
+
+    def test_names_take_only_so_much_however_many_images_there_are(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: a client with tiny images of long names took all the daemon's memory."""
+        monkeypatch.setattr(stores, "_NAMES_LIMIT", 3)
+        store = new_store(1000)
+        load(store, opening(inode=1, name="/gone"), loaded(f"{1:064x}"))
+        store.forget(f"{1:064x}")
+        for inode in (2, 3):
+            load(store, opening(inode=inode, name=f"/{inode}"), loaded(f"{inode:064x}"))
+        store.open(opening(inode=2, name="/2"), 3)
+        store.open(opening(inode=2, name="/again"), 3)
+        store.open(opening(inode=2, name="/and again"), 3)
+        named = [[name for _, name in row.names] for row in store.images()]
+        assert named == [["/2", "/again", "/and again"], []]
+        assert store.named("/3", user=1000) is None
 
     def test_ones_own_name_comes_before_anothers(self) -> None:
         """Anybody can call an image by anybody's path."""
         store = new_store()
         load(store, opening(inode=1, name="/a", user=7), loaded("abcdef" + "0" * 58))
         load(store, opening(inode=2, name="/a", user=0), loaded("abcdef" + "1" * 58))
-        assert store.find("/a", user=0).endswith("1")
-        assert store.find("/a", user=7).endswith("0")
+        assert store.named("/a", user=0) == "abcdef" + "1" * 58
+        assert store.named("/a", user=7) == "abcdef" + "0" * 58
 
     def test_rows_come_most_recently_used_first(self) -> None:
         store = new_store()

@@ -18,9 +18,11 @@ class Recent(OrderedDict[_Key, _Value]):
         super().__init__()
         self._limit = limit
 
-    def put(self, key: _Key, value: _Value) -> None:
-        """The newest from now on, whether it was there or not; the oldest of too many goes."""
+    def put(self, key: _Key, value: _Value) -> _Key | None:
+        """The newest from now on, whether it was there or not; the oldest of too many goes.
+
+        What has gone is returned.
+        """
         self[key] = value
         self.move_to_end(key)
-        if len(self) > self._limit:
-            self.popitem(last=False)
+        return self.popitem(last=False)[0] if len(self) > self._limit else None

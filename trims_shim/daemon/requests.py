@@ -64,12 +64,9 @@ def _is_privileged(session: Session) -> bool:
 def _find(server: Server, session: Session, text: str, *, tier: str = "") -> Digest:
     user, may_see_all = session.peer.uid, _is_privileged(session)
     digest = server.tiers.find(text, user=user, may_see_all=may_see_all, tier=tier)
-    if not may_see_all:
-        rows = [row for each in server.tiers for row in each.store.images()]
-        owners = {owner for row in rows if row.digest == digest for owner, _ in row.names}
-        if user not in owners:
-            raise AccessDenied(f"image {digest[:12]} is not yours")
-    return digest
+    if may_see_all or any(each.store.is_named_by(digest, user) for each in server.tiers):
+        return digest
+    raise AccessDenied(f"image {digest[:12]} is not yours; load its file first")
 
 
 def _open_image(server: Server, request: Request, message: messages.OpenImageRequest) -> None:
@@ -209,22 +206,22 @@ def _evict(
         tiers = [server.tiers.named(message.tier)] if message.tier else list(server.tiers)
     else:
         raise AccessDenied("only the daemon's own user may evict everything; name an image")
-    dropped: dict[Digest, int] = {}
+    dropped: dict[Digest, None] = {}
+    freed_bytes = 0
     refusal: NoSpace | None = None
     for tier in tiers:
-        sizes = {image.digest: image.resident_bytes for image in tier.store.images()}
+        before = tier.store.totals()
         try:
             actions = tier.store.evict(digest) if digest else tier.store.evict_all()
         except NoSpace as error:
             refusal = error
             continue
-        for each in actions:
-            if isinstance(each, DropImage):
-                dropped[each.digest] = dropped.get(each.digest, 0) + sizes[each.digest]
+        freed_bytes += before.resident_bytes - tier.store.totals().resident_bytes
+        dropped.update((each.digest, None) for each in actions if isinstance(each, DropImage))
         server.openings.execute(tier, actions, may_demote=bool(message.tier))
     if refusal is not None and not dropped:
         raise refusal
-    return admin.EvictImageReply(tuple(dropped), sum(dropped.values()))
+    return admin.EvictImageReply(tuple(dropped), freed_bytes)
 
 
 def _verify(server: Server, request: Request, message: admin.VerifyImageRequest) -> None:

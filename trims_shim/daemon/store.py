@@ -57,6 +57,9 @@ __all__ = [
 
 _IDENTITIES_LIMIT = 65536
 _NAMES_PER_IMAGE = 16
+_NAMES_LIMIT = 8192
+"""Of all images, however small they are. A name may take 16 KiB: half of what is taken for bloat
+(:mod:`trims_shim.daemon.control`)."""
 
 IdentityKey = tuple[int, Identity, int]
 """(user, identity, lead bytes)."""
@@ -289,6 +292,8 @@ class Store:
         self._resident_bytes = self._reserved_bytes = 0
         self._identities: _Pointers[IdentityKey] = _Pointers()
         self._hints: _Pointers[tuple[Identity, int]] = _Pointers()
+        self._names: Recent[tuple[Digest, NameKey], None] = Recent(_NAMES_LIMIT)
+        """Those that images were asked for by, also of images that have gone."""
         self._ingests: dict[int, _Ingest] = {}
         self._loading: dict[IdentityKey, int] = {}
         self._leases: Leases[Digest] = Leases(self._numbers)
@@ -364,7 +369,7 @@ class Store:
             actions.append(DiscardSegment(ingest))
         self._remember(load.keys, result)
         for name in load.names:
-            image.names.put(name, None)
+            self._name(image, name)
         for opening in load.waiters:
             outcome = "miss" if opening is load.first else "joined"
             actions.append(
@@ -439,27 +444,32 @@ class Store:
 
     # --- questions --------------------------------------------------------------------------------
 
-    def find(self, text: str, *, user: int, may_see_all: bool = True) -> Digest:
-        """The digest meant by a digest prefix of 6 or more digits, or a name. Raises UnknownImage.
+    def matching(self, text: str) -> list[Digest]:
+        """The images that a digest prefix means; none for less than 6 digits."""
+        if len(text) < 6:
+            return []
+        return [digest for digest in self._images if digest.startswith(text.lower())]
+
+    def named(self, name: str, *, user: int, may_see_all: bool = True) -> Digest | None:
+        """The image that was asked for by a name.
 
         Names that ``user`` gave come first, since anybody can call an image by anybody's path;
         others' names only when ``may_see_all``.
         """
-        if len(text) >= 6:
-            matches = [digest for digest in self._images if digest.startswith(text.lower())]
-            if len(matches) == 1:
-                return matches[0]
-            if matches:
-                raise UnknownImage(f"{text} means {len(matches)} images; write more digits")
         owners = {
-            owner: image.digest
-            for image in self._images.values()
-            for owner, path in image.names
-            if path == text and (may_see_all or owner == user)
+            owner: digest
+            for digest, (owner, path) in self._names
+            if path == name
+            and (may_see_all or owner == user)
+            and digest in self._images
+            and (owner, path) in self._images[digest].names
         }
-        if owners:
-            return owners.get(user) or next(iter(owners.values()))
-        raise UnknownImage(f"no resident image {text!r}; `trims ls` shows them")
+        return owners.get(user) or next(iter(owners.values()), None)
+
+    def is_named_by(self, digest: Digest, user: int) -> bool:
+        """Whether a user has asked for an image."""
+        image = self._images.get(digest)
+        return image is not None and any(owner == user for owner, _ in image.names)
 
     def is_hit(self, opening: Opening) -> bool:
         """Whether :meth:`open` would need no room: the image is there, or being loaded."""
@@ -584,8 +594,15 @@ class Store:
         lease = self._leases.grant(opening.session, digest)
         self._use(digest, now_ns)
         image.opens += 1
-        image.names.put((opening.user, opening.name), None)
+        self._name(image, (opening.user, opening.name))
         return GrantLease(opening, lease, digest, outcome, is_settled)
+
+    def _name(self, image: _Image, name: NameKey) -> None:
+        """It was asked for by this name; the name that was used longest ago is forgotten."""
+        image.names.put(name, None)
+        gone = self._names.put((image.digest, name), None)
+        if gone is not None and gone[0] in self._images:
+            self._images[gone[0]].names.pop(gone[1], None)
 
     def _remember(self, keys: tuple[IdentityKey, ...], result: Ingested) -> None:
         for key in keys:

@@ -279,19 +279,19 @@ class Tiers:
         return bool(self._making)
 
     def find(self, text: str, *, user: int, may_see_all: bool, tier: str = "") -> Digest:
-        """As :meth:`Store.find`, in one tier or in all of them."""
+        """The image that a digest prefix or a name means, in one tier or in all of them.
+
+        See :meth:`Store.named`. Raises UnknownImage, UnknownDevice.
+        """
         tiers = [self.named(tier)] if tier else list(self)
-        digests = {image.digest for each in tiers for image in each.store.images()}
-        matches = {digest for digest in digests if digest.startswith(text.lower())}
-        if len(text) >= 6 and len(matches) > 1:
+        matches = {digest for each in tiers for digest in each.store.matching(text)}
+        if len(matches) > 1:
             raise UnknownImage(f"{text} means {len(matches)} images; write more digits")
-        refusal = UnknownImage(f"no resident image {text!r}; `trims ls` shows them")
-        for each in tiers:
-            try:
-                return each.store.find(text, user=user, may_see_all=may_see_all)
-            except UnknownImage as error:
-                refusal = error
-        raise refusal
+        named = (each.store.named(text, user=user, may_see_all=may_see_all) for each in tiers)
+        for digest in (*matches, *named):
+            if digest is not None:
+                return digest
+        raise UnknownImage(f"no resident image {text!r}; `trims ls` shows them")
 
     def holding(self, digest: Digest, *, tier: str = "") -> list[Tier]:
         """Tiers where an image is resident; all of them, or the one of a name."""
