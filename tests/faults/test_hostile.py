@@ -22,9 +22,11 @@ import pytest
 import zmq
 from harness import PATIENCE_S, InProcessDaemon, World, content, raw_connection, wait_until
 
+from trims_shim.daemon import main as daemon_main
 from trims_shim.daemon import server as server_module
+from trims_shim.daemon.front import Request
 from trims_shim.errors import TrimsError
-from trims_shim.wire import admin, codec, messages
+from trims_shim.wire import admin, codec, endpoint, handover, messages
 
 ANSWER_S = 2.0
 RSS_SLACK = 48 << 20
@@ -498,6 +500,35 @@ def test_requests_without_end_and_no_answer_read(watch: Watch) -> None:
         for _ in range(5):
             time.sleep(0.3)
             watch.honest(8)
+
+
+def test_the_status_is_for_the_end_of_a_turn(make_world: Any) -> None:
+    """Found: a hundred clients that asked for it kept others waiting for seconds."""
+    config = make_world().config()
+    directory = endpoint.choose(config)
+    directory.create()
+    server = daemon_main._build(directory, config)
+    answers: list[tuple[int, str]] = []
+    server.reply = lambda _, number, message: answers.append(  # type: ignore[method-assign]
+        (number, type(message).__name__)
+    )
+    ends = [socket.socketpair() for _ in range(3)]
+    sessions = [server.sessions.add(ours, handover.peer_of(ours), 0) for ours, _ in ends]
+    for number, session in enumerate([*sessions, sessions[0]]):
+        server._on_request(Request(session, number, b"route"), admin.GetStatusRequest())
+    server._on_request(Request(sessions[2], 9, b"route"), admin.PinImageRequest("x", True))
+    server.end_session(sessions[1], "")
+    expected = [(3, "ErrorReply"), (9, "ErrorReply")]
+    assert answers == expected
+    for number in (0, 2):
+        server._turn()
+        expected.append((number, "GetStatusReply"))
+        assert answers == expected
+    server.stop()
+    server.run()
+    os.close(server._wake_descriptor)
+    for _, theirs in ends:
+        theirs.close()
 
 
 def test_opens_without_end(watch: Watch) -> None:

@@ -104,6 +104,8 @@ class Server(Front):
         self.prepared = prepared(self)
         self.on_stop: Callable[[], None] = lambda: None
         self.is_stopping = False
+        self._watchers: dict[int, Request] = {}
+        """Who waits for the status, by session. It takes long; nobody else is to wait for it."""
         self._jobs: Counter[int] = Counter()
         """By user."""
         self._last_active = time.monotonic()
@@ -147,6 +149,9 @@ class Server(Front):
                 key.data()
         for frames in self._control.receive():
             self._on_frames(frames)
+        if self._watchers:
+            request = self._watchers.pop(next(iter(self._watchers)))
+            self.serve(request, lambda: handle(self, request, admin.GetStatusRequest()))
         now = time.monotonic()
         if now >= self._next_progress:
             self._next_progress = now + _PROGRESS_INTERVAL_S
@@ -161,7 +166,7 @@ class Server(Front):
             self.openings.relieve_pressure()
 
     def _timeout(self) -> float:
-        if self._control.has_messages():
+        if self._watchers or self._control.has_messages():
             return 0.0
         return _PROGRESS_INTERVAL_S if self.tiers.ingest_count() else _HOUSEKEEPING_INTERVAL_S
 
@@ -293,6 +298,7 @@ class Server(Front):
                 handover.send(session.connection, messages.Goodbye(reason[:500]))
         self.sessions.close(session)
         number = session.number
+        self._watchers.pop(number, None)
         if self.tiers.lease_count(number) or self.prepared.lease_count(number):
             self._last_active = time.monotonic()  # Else it has only watched, or ended long ago.
         self.tiers.close_session(number, time.time_ns())
@@ -318,10 +324,19 @@ class Server(Front):
         self._on_request(Request(session, envelope.request_id, routing), envelope.message)
 
     def _on_request(self, request: Request, message: Any) -> None:
-        if not isinstance(message, admin.GetStatusRequest):
-            self._last_active = time.monotonic()  # Being watched is not being used.
         self._count(request.session)
+        if isinstance(message, admin.GetStatusRequest):
+            self.serve(request, lambda: self._watch(request))
+            return
+        self._last_active = time.monotonic()  # Being watched is not being used.
         self.serve(request, lambda: handle(self, request, message))
+
+    def _watch(self, request: Request) -> None:
+        """Answer at the end of a turn, one session in each. Raises TooManyRequests."""
+        session = request.session.number
+        if session in self._watchers:
+            raise TooManyRequests("more than one open request for the status")
+        self._watchers[session] = request
 
     def _count(self, session: Session) -> None:
         self.counters["requests"] += 1
