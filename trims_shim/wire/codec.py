@@ -22,11 +22,20 @@ from trims_shim.errors import MalformedMessage, MessageTooLarge, UnknownMessage
 from trims_shim.late_imports import ensure_imported
 from trims_shim.wire import messages
 
-__all__ = ["Envelope", "decode", "decode_envelope", "encode", "encode_envelope", "prepare"]
+__all__ = [
+    "Envelope",
+    "checked",
+    "decode",
+    "decode_envelope",
+    "encode",
+    "encode_envelope",
+    "prepare",
+]
 
 _TOKEN_BYTES_LIMIT = 64
 _FIELDS: dict[Any, tuple[tuple[str, Any], ...]] = {}
 _PLAIN_TYPES = (int, float, bool, str, bytes)
+_Kind = typing.TypeVar("_Kind")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +77,15 @@ def decode_envelope(
     if type(request_id) is not int or type(token) is not bytes or len(token) > _TOKEN_BYTES_LIMIT:
         raise MalformedMessage("control message without a valid id and token")
     return Envelope(request_id, token, _from_map(body))
+
+
+def checked(kind: type[_Kind], value: Any) -> _Kind:
+    """A dataclass of what a map of its fields holds, as read from elsewhere.
+
+    Raises MalformedMessage.
+    """
+    built: _Kind = _checked(kind, value, kind.__name__)
+    return built
 
 
 def prepare() -> None:
@@ -160,8 +178,12 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint) and type(value) is dict:
         return _build(hint, value)
     if origin is tuple and type(value) is list:
-        item = typing.get_args(hint)[0]
-        return tuple(_checked(item, each, where) for each in value)
+        items = typing.get_args(hint)
+        if items[-1] is Ellipsis:
+            return tuple(_checked(items[0], each, where) for each in value)
+        if len(items) == len(value):
+            pairs = zip(items, value, strict=True)
+            return tuple(_checked(item, each, where) for item, each in pairs)
     if origin is dict and type(value) is dict:
         key, item = typing.get_args(hint)
         return {_checked(key, k, where): _checked(item, v, where) for k, v in value.items()}

@@ -8,15 +8,14 @@ is checked; anything odd is CorruptFile, and its reader starts afresh.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import typing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trims_shim.daemon.prepared.events import Content, Known
-from trims_shim.errors import CorruptFile
+from trims_shim.errors import CorruptFile, MalformedMessage
 from trims_shim.specs import Identity
+from trims_shim.wire import codec
 from trims_shim.wire.messages import SessionRecipe
 
 __all__ = ["FileStamp", "Manifest", "RefusalRecord", "parse", "render", "with_source"]
@@ -89,11 +88,10 @@ def render(record: Manifest | RefusalRecord) -> bytes:
 def parse(kind: type[_Record], data: bytes) -> _Record:
     """As it was written. Raises CorruptFile."""
     try:
-        value = json.loads(data)
+        record: _Record = codec.checked(kind, json.loads(data))
     # RecursionError: brackets without end.
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MalformedMessage) as error:
         raise CorruptFile(f"{kind.__name__}: {error}") from error
-    record: _Record = _checked(kind, value, kind.__name__)
     return record
 
 
@@ -106,34 +104,3 @@ def with_source(record: _WithSources, known: Known) -> _WithSources:
 def _place(known: Known) -> tuple[int, int, str]:
     """A file that was replaced in place has another identity; its old one will not come back."""
     return known.identity.device, known.identity.inode, known.directory
-
-
-@functools.cache
-def _fields(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {each.name: hints[each.name] for each in dataclasses.fields(kind)}
-
-
-def _checked(hint: Any, value: Any, where: str) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if type(None) in arguments:
-        return None if value is None else _checked(arguments[0], value, where)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and type(value) is dict:
-        try:
-            return hint(
-                **{
-                    name: _checked(kind, value[name], f"{where}.{name}")
-                    for name, kind in _fields(hint).items()
-                }
-            )
-        except KeyError as error:
-            raise CorruptFile(f"{where} has no {error}") from error
-    if origin is tuple and type(value) is list:
-        if arguments[-1] is Ellipsis:
-            return tuple(_checked(arguments[0], each, where) for each in value)
-        if len(arguments) == len(value):
-            pairs = zip(arguments, value, strict=True)
-            return tuple(_checked(each, item, where) for each, item in pairs)
-    if hint in (int, str, bool) and type(value) is hint:
-        return value
-    raise CorruptFile(f"{where}: {value!r:.60} where {hint} is expected")
