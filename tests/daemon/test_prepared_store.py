@@ -251,6 +251,13 @@ class TestRefusals:
         assert isinstance(store.open(asking(), 10**18, may_start=True), Failure)
         started(store, asking(flight="another file"))
 
+    def test_another_reason_does_not_hold_when_the_clock_was_set_back(self) -> None:
+        """By hours, as where it showed local time until the network told it better."""
+        store = new_store()
+        fail(store, SLOW, now=10_000 * SECOND)
+        assert isinstance(store.open(asking(A), 10_001 * SECOND, may_start=False), Failure)
+        assert store.open(asking(A), 1_000 * SECOND, may_start=False) == Unknown()
+
     def test_another_reason_holds_for_a_while_that_grows(self) -> None:
         store = new_store()
         now, pauses = 1, []

@@ -38,7 +38,8 @@ class _Refusal:
     deaths: int = 0
 
     def holds(self, now_ns: int) -> bool:
-        return self.failure.is_lasting or now_ns < self.until_ns
+        # Before it was refused: the clock was set back, and the pause may never end.
+        return self.failure.is_lasting or self.refused_ns <= now_ns < self.until_ns
 
 
 class Refusals:
