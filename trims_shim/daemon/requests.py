@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from trims_shim._version import __version__
@@ -125,14 +125,15 @@ def _images_status(server: Server, session: Session) -> list[admin.ImageStatus]:
     limit = _IMAGES_IN_STATUS
     rows = [(tier.name, row) for tier in server.tiers for row in tier.store.images(limit)]
     rows.sort(key=lambda each: -each[1].used_ns)
+    may_see_all, user = _is_privileged(session), session.peer.uid
     for tier, row in rows[:limit]:
-        image = _image_status(row, session, tier)
-        names, left = _fitting(image.names, left)
-        found.append(dataclasses.replace(image, names=names))
+        names = [path for owner, path in row.names if may_see_all or owner == user]
+        fitting, left = _fitting(names, left)
+        found.append(_image_status(row, fitting, tier))
     return found
 
 
-def _fitting(names: tuple[str, ...], left_bytes: int) -> tuple[tuple[str, ...], int]:
+def _fitting(names: Iterable[str], left_bytes: int) -> tuple[tuple[str, ...], int]:
     """The first of some names, and what is left for others."""
     found = []
     for name in names:
@@ -152,10 +153,7 @@ def _prepared_status(server: Server) -> list[admin.PreparedStatus]:
     return found
 
 
-def _image_status(row: ImageRow, session: Session, tier: str) -> admin.ImageStatus:
-    names = tuple(
-        path for owner, path in row.names if _is_privileged(session) or owner == session.peer.uid
-    )
+def _image_status(row: ImageRow, names: tuple[str, ...], tier: str) -> admin.ImageStatus:
     return admin.ImageStatus(
         digest=row.digest,
         size_bytes=row.size_bytes,
