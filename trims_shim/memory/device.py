@@ -77,7 +77,8 @@ class DeviceSegment:
     """Immutable memory of one image on a device, as the daemon holds it; the owner closes it.
 
     ``outline`` is a read-only descriptor. ``size_bytes`` is the file's size, ``layout`` the
-    fingerprint of where its tensors are (:mod:`trims_shim.formats.device_layout`).
+    fingerprint of where its tensors are (:mod:`trims_shim.formats.device_layout`). ``job`` made
+    the memory in another process, which keeps it (ipc); 0: the descriptors do.
     """
 
     device: DeviceId
@@ -88,6 +89,7 @@ class DeviceSegment:
     outline: int
     size_bytes: int
     layout: str
+    job: int = 0
 
     def resident_bytes(self) -> int:
         """What it takes of the device."""

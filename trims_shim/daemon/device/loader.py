@@ -82,7 +82,6 @@ class DeviceLoader(Loads[DeviceSegment]):
         self.uploader = uploader
         self.peers = peers
         self._account = Account()
-        self._jobs_of: dict[int, int] = {}
         self._sources: dict[int, PeerImage] = {}
         self._from_peers: set[int] = set()
         self._shortages: queue.SimpleQueue[Shortage] = queue.SimpleQueue()
@@ -107,7 +106,7 @@ class DeviceLoader(Loads[DeviceSegment]):
         return [
             digest
             for digest, segment in self._segments.items()
-            if segment.handles and not self.uploader.keeps(self._jobs_of.get(segment.outline, 0))
+            if segment.job and not self.uploader.keeps(segment.job)
         ]
 
     def demote(
@@ -134,13 +133,11 @@ class DeviceLoader(Loads[DeviceSegment]):
 
     def hashing(self, digest: Digest) -> Hashing:
         """See :meth:`Loads.hashing`: of what is in device memory, and passes through the host."""
-        segment = self._segments[digest]
-        memory = self._jobs_of.get(segment.outline, 0)
-        held = segment.hold()
+        held = self._segments[digest].hold()
 
         def compute() -> Digest:
             with open(os.devnull, "wb") as nowhere:
-                return self._read_back(held, memory, nowhere.fileno())
+                return self._read_back(held, nowhere.fileno())
 
         return Hashing(compute, held.close)
 
@@ -366,7 +363,6 @@ class DeviceLoader(Loads[DeviceSegment]):
             self.uploader.free(job.number)
             raise
         if memory is None:
-            self._jobs_of[sealed] = job.number
             self._account.add(sum(reply.allocations))
         return DeviceSegment(
             device=self.memory.device,
@@ -377,14 +373,14 @@ class DeviceLoader(Loads[DeviceSegment]):
             outline=sealed,
             size_bytes=os.fstat(sealed).st_size,
             layout=planned.layout,
+            job=job.number if memory is None else 0,
         )
 
     def _give_up(self, segment: DeviceSegment) -> None:
         size = segment.resident_bytes()
-        job = self._jobs_of.pop(segment.outline, None)
         segment.close()
-        if job is not None:
-            self.uploader.free(job)
+        if segment.job:
+            self.uploader.free(segment.job)
         self._account.add(-size)
 
     def _copied(
@@ -392,7 +388,7 @@ class DeviceLoader(Loads[DeviceSegment]):
     ) -> Finished[SealedSegment]:
         started_ns = time.time_ns()
         try:
-            computed, copy = self._download(segment, self._jobs_of.get(segment.outline, 0), to)
+            computed, copy = self._download(segment, to)
         except TrimsError as error:
             return Finished(ingest, None, None, error)
         # Border: the reservation at the host tier has to end, whatever happened.
@@ -406,18 +402,16 @@ class DeviceLoader(Loads[DeviceSegment]):
         result = Ingested(digest, copy.resident_bytes(), True, time.time_ns() - started_ns)
         return Finished(ingest, result, copy, None)
 
-    def _download(
-        self, segment: DeviceSegment, memory: int, to: HostMemory
-    ) -> tuple[Digest, SealedSegment]:
+    def _download(self, segment: DeviceSegment, to: HostMemory) -> tuple[Digest, SealedSegment]:
         writable = to.create(segment.size_bytes)
         try:
-            digest = self._read_back(segment, memory, writable.descriptor)
+            digest = self._read_back(segment, writable.descriptor)
         except BaseException:
             writable.discard()
             raise
         return digest, writable.seal()
 
-    def _read_back(self, segment: DeviceSegment, memory: int, target: int) -> Digest:
+    def _read_back(self, segment: DeviceSegment, target: int) -> Digest:
         """Write an image to a file; the digest of what was written."""
         with self.uploader.job() as job:
             reply = job.download(
@@ -426,7 +420,7 @@ class DeviceLoader(Loads[DeviceSegment]):
                 size_bytes=segment.size_bytes,
                 allocations=segment.allocations,
                 descriptors=segment.descriptors,
-                memory=memory,
+                memory=segment.job,
             )
         return reply.digest
 
