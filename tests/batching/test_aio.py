@@ -304,13 +304,16 @@ def test_a_coroutine_that_is_closed_gives_its_request_up() -> None:
     run(main())
 
 
-def test_where_no_thread_can_be_had_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: threading.Thread) -> None:
+@pytest.mark.parametrize("step", ["__init__", "start"])
+def test_where_no_thread_can_be_had_there_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
         raise RuntimeError("can't start new thread")
 
     with greedy(adouble) as batcher:
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr(threading.Thread, step, refuse)
             with pytest.raises(RuntimeError, match=r"adouble needs a thread .*batcher\.aio"):
                 batcher(1)
         assert batcher(1) == 2

@@ -340,6 +340,21 @@ def test_jobs_of_a_new_policy_wait_for_those_of_the_old_one() -> None:
     dispatch.check_empty()
 
 
+def test_a_batch_that_nobody_can_be_given_keeps_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(job: Job) -> None:
+        raise RuntimeError("no")
+
+    dispatch = ManualDispatch(Moody)
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "_launch", refuse)
+        refused, _ = dispatch.make(1)
+    assert isinstance(refused.exception(0), RuntimeError)
+    later, _ = dispatch.make(2)
+    dispatch.run(dispatch.launched[0])
+    assert later.result(0) == 2
+    dispatch.check_empty()
+
+
 def test_a_drop_says_the_reason() -> None:
     dispatch = ManualDispatch(EarlyDrop)
     future, _ = dispatch.make(deadline_ns=dispatch.now_ns + MS)

@@ -355,13 +355,21 @@ def test_workers_adopt_torchs_number_of_threads(monkeypatch: pytest.MonkeyPatch)
         assert batcher.submit(1).result(LONG_S) == asked[0]
 
 
-def test_where_no_thread_can_be_had_requests_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+# Subinterpreters allow no daemon threads, and say so as one is made.
+no_thread = pytest.mark.parametrize("step", ["__init__", "start"])
 
+
+def refuse_thread(*args: object, **options: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@no_thread
+def test_where_no_thread_can_be_had_requests_fail(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     with greedy(runners) as batcher:
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr(threading.Thread, step, refuse_thread)
             future = batcher.submit(1)
             with pytest.raises(RuntimeError, match=r"runners needs a thread .*a plain call"):
                 future.result(LONG_S)
@@ -369,13 +377,13 @@ def test_where_no_thread_can_be_had_requests_fail(monkeypatch: pytest.MonkeyPatc
         assert batcher.submit(1).result(LONG_S) is not None
 
 
-def test_where_no_thread_keeps_the_time_requests_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+@no_thread
+def test_where_no_thread_keeps_the_time_requests_fail(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     with Batcher(runners, policy=functools.partial(Window, wait_ms=10)) as batcher:
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr(threading.Thread, step, refuse_thread)
             future = batcher.submit(1)
             assert isinstance(future.exception(LONG_S), RuntimeError)
         assert batcher.submit(1).result(LONG_S) is not None

@@ -377,14 +377,12 @@ class ThreadLoop:
 
     def start(self, dispatch: weakref.ref[LoopDispatch]) -> None:
         """Run it, for this dispatch. Raises RuntimeError where no thread can be had."""
-        thread = threading.Thread(
-            target=_run_loop, args=(self.loop, dispatch), name=f"batch-{self._name}", daemon=True
-        )
+        name, arguments = f"batch-{self._name}", (self.loop, dispatch)
         try:
-            thread.start()
+            threading.Thread(target=_run_loop, args=arguments, name=name, daemon=True).start()
         except BaseException as error:
             self.loop.close()
-            if isinstance(error, RuntimeError):  # there are too many, or the interpreter ends
+            if isinstance(error, RuntimeError):  # see ThreadDispatch._without_thread
                 raise RuntimeError(
                     f"{self._name} needs a thread for its event loop: {error}; on a loop of your "
                     "own, `await batcher.aio(item)` needs none"

@@ -398,6 +398,7 @@ class Dispatch(ABC):
         self._era += 1
         self._policy = self.options.learning.make_policy()
         self._late.clear()
+        self._tidy_up()
         waiting = list(self._waiting.values())
         if error is not None:
             _logger.error("the batching policy of %s failed", self.function.name, exc_info=error)
@@ -405,12 +406,11 @@ class Dispatch(ABC):
             self._leave(waiting)
             self._inbox.append(_nothing)  # those behind the full queue get their places
             return
-        self._tidy_up()
-        for request in list(self._waiting.values()):
+        for request in waiting:
             self._tell(self._now_ns, request)
 
     def _tidy_up(self) -> None:
-        """After an interrupt: a job was handed out and its requests left the queue, or neither."""
+        """A job was handed out and its requests left the queue, or neither."""
         for job in list(self._jobs):
             if self._is_begun(job):
                 self._leave([each for each in job.requests if each.number in self._waiting])

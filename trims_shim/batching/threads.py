@@ -41,9 +41,7 @@ _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class _Worker(Seat):
-    __slots__ = ("thread",)
-
-    thread: threading.Thread
+    __slots__ = ()
 
 
 class ThreadDispatch(Dispatch):
@@ -256,24 +254,24 @@ class ThreadDispatch(Dispatch):
 
     def _new_worker(self) -> _Worker:
         worker = _Worker()
-        worker.thread = threading.Thread(
-            target=_live,
-            args=(weakref.ref(self), worker),
-            name=f"batch-{self.function.name}",
-            daemon=True,
-        )
         self._outside.append(lambda: self._start(worker))
         return worker
 
     def _start(self, worker: _Worker) -> None:
         try:
-            worker.thread.start()
-            _started.add(worker.thread)
+            thread = threading.Thread(
+                target=_live,
+                args=(weakref.ref(self), worker),
+                name=f"batch-{self.function.name}",
+                daemon=True,
+            )
+            thread.start()
+            _started.add(thread)
         except RuntimeError as error:
             self._do_without(worker, self._without_thread(error))
 
     def _without_thread(self, error: RuntimeError) -> RuntimeError:
-        """There are too many, or the interpreter ends."""
+        """There are too many, or the interpreter ends, or is one that allows no daemons."""
         needs_none = self.options.caller_runs and not self.function.is_generator
         instead = "; a plain call, batcher(item), needs none" if needs_none else ""
         found = RuntimeError(f"{self.function.name} needs a thread for batches: {error}{instead}")
