@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import sys
 import threading
 import time
 import types
-from collections.abc import Coroutine
+import weakref
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -358,6 +360,55 @@ def test_how_long_answers_take_from_a_thread_to_those_who_await_them() -> None:
     assert taken == [50 + 7 + 7]
 
 
+def test_a_loop_that_is_interrupted_hands_the_other_answers_out_when_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupts = [KeyboardInterrupt]
+    hand_out = AwaitedReply._set
+
+    def interrupted(reply: AwaitedReply, result: Any) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        hand_out(reply, result)
+
+    async def ask() -> list[int]:
+        return await asyncio.gather(*(batcher.aio(item) for item in range(5)))
+
+    monkeypatch.setattr(AwaitedReply, "_set", interrupted)
+    loop = asyncio.new_event_loop()
+    with greedy(double) as batcher:
+        asking = loop.create_task(ask())
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(asking)
+        answers = asyncio.wait_for(asking, LONG_S)
+        assert loop.run_until_complete(answers) == [0, 2, 4, 6, 8]
+    loop.close()
+
+
+def test_answers_after_an_interrupt_on_their_way_to_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: Any = types.SimpleNamespace(
+        clock_ns=time.monotonic_ns, learning=types.SimpleNamespace(delivered=lambda taken_ns: None)
+    )
+
+    def interrupted(function: Any) -> None:
+        raise KeyboardInterrupt
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        mailbox = Mailbox(loop, options)
+        futures = [loop.create_future() for _ in range(2)]
+        replies = [AwaitedReply(future, mailbox) for future in futures]
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "call_soon_threadsafe", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                replies[0].answer(1)
+        for reply in replies:
+            reply.answer(2)
+        assert await asyncio.gather(*futures) == [1, 2]
+
+    run(main())
+
+
 def test_closing_on_the_loop_where_nothing_is_open() -> None:
     async def main() -> None:
         with greedy(adouble) as batcher:
@@ -413,6 +464,28 @@ def test_from_inside_an_asynchronous_batch() -> None:
         assert await gatherer.aio(5) == 0
 
     run(main())
+
+
+@pytest.mark.parametrize("wait", ["adrain", "astream"])
+def test_what_a_batch_would_wait_for_in_vain_is_an_error(wait: str) -> None:
+    async def waits() -> None:
+        if wait == "adrain":
+            await batcher.adrain()
+        async for _ in batcher.astream(1):
+            pass
+
+    async def function(items: list[int]) -> list[int]:
+        await waits()
+        return items
+
+    def plain(items: list[int]) -> list[int]:
+        run(waits())
+        return items
+
+    for batcher in (greedy(function), greedy(plain)):
+        with pytest.raises(RuntimeError, match="batch"):
+            run(batcher.aio(0))
+        batcher.close()
 
 
 def test_what_a_batch_leaves_behind_is_not_inside_it() -> None:
@@ -485,6 +558,58 @@ def test_a_loop_that_is_closed_with_an_asynchronous_batch_running() -> None:
     run(main())
     assert run(batcher.aio(1)) == 1
     batcher.close(timeout_s=LONG_S)
+
+
+def test_a_stream_ends_when_its_loop_is_closed() -> None:
+    ended = threading.Event()
+
+    def endless(items: list[int]) -> Iterator[list[int]]:
+        try:
+            while True:
+                time.sleep(0.001)
+                yield items
+        finally:
+            ended.set()
+
+    loop = asyncio.new_event_loop()
+    batcher = greedy(endless)
+    pieces = batcher.astream(1)
+    assert loop.run_until_complete(anext(pieces)) == 1
+    loop.close()
+    assert ended.wait(LONG_S)
+    batcher.close()
+
+
+@both
+@pytest.mark.filterwarnings("ignore:unclosed event loop:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_loops_that_nobody_closes_are_not_kept(function: Any) -> None:
+    loops: list[weakref.ref[Any]] = []
+    with greedy(function) as batcher:
+        for item in range(6):
+            loop = asyncio.new_event_loop()
+            loops.append(weakref.ref(loop))
+            assert loop.run_until_complete(batcher.aio(item)) == 2 * item
+            del loop
+        gc.collect()
+        left = [loop for each in loops if (loop := each()) is not None]
+        assert len(left) <= 2
+        batcher.drain(LONG_S)
+        assert batcher.stats().answered == 6
+    for loop in left:
+        loop.close()
+
+
+@both
+def test_two_loops_by_turns(function: Any) -> None:
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+    with greedy(function) as batcher:
+        for item in range(6):
+            assert loops[item % 2].run_until_complete(batcher.aio(item)) == 2 * item
+        batcher.drain(LONG_S)
+        assert batcher.stats().answered == batcher.stats().submitted == 6
+    for loop in loops:
+        loop.close()
 
 
 def test_the_batchers_own_loop_is_replaced_when_somebody_stops_it() -> None:

@@ -63,25 +63,36 @@ class Mailbox:
         self._is_due = False
 
     def send(self, receive: Callable[[Any], None], letter: Any) -> None:
-        """From any thread. A loop that is closed loses its own answers, and nobody else's."""
+        """From any thread. A loop that is closed loses its own answers, and nobody else's.
+
+        An interrupt may make ``receive`` get it twice.
+        """
         self._letters.append((receive, letter))
         if self._is_due:
             return
-        self._is_due = True
-        self._sent_ns = self._clock_ns()
         try:
+            self._is_due = True
+            self._sent_ns = self._clock_ns()
             self.loop.call_soon_threadsafe(self._open)
         except RuntimeError:
             self._is_due = False
             self._letters.clear()
+        except BaseException:  # of a signal handler: who goes on with the batch sends it again
+            self._is_due = False
+            raise
 
     def _open(self) -> None:
         # Before the first letter: one that comes later than the last look makes a new call.
         self._is_due = False
         sent_ns = self._sent_ns
-        while self._letters:
-            receive, letter = self._letters.popleft()
-            receive(letter)
+        try:
+            while self._letters:
+                receive, letter = self._letters[0]
+                receive(letter)
+                self._letters.popleft()
+        except BaseException:  # of a signal handler
+            self.loop.call_soon(self._open)
+            raise
         # After the callers whom these letters wake.
         self.loop.call_soon(self._measure, sent_ns)
 
@@ -137,15 +148,18 @@ class AwaitedStream(StreamReply):
             await self._arrived.wait()
         return self.get()
 
-    def _put(self, piece: Any) -> None:
-        if self._mailbox is None:
-            self._receive(piece)
-        else:
-            self._mailbox.send(self._receive, piece)
+    def step(self, piece: Any) -> bool:
+        """See :class:`StreamReply`. On a loop that is closed nobody listens."""
+        if self._mailbox is not None and self._mailbox.loop.is_closed():
+            self.is_abandoned = True
+        return super().step(piece)
 
-    def _receive(self, piece: Any) -> None:
+    def _put(self, piece: Any) -> None:
         super()._put(piece)
-        self._arrived.set()
+        if self._mailbox is None:
+            self._arrived.set()
+        else:
+            self._mailbox.send(asyncio.Event.set, self._arrived)
 
 
 def _set(future: asyncio.Future[Any], result: Any) -> None:
@@ -191,6 +205,11 @@ class LoopDispatch(Dispatch):
     def is_lost(self) -> bool:
         """Whether its loop is closed."""
         return self.loop.is_closed()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its loop is closed, or stands with nothing open, and may have been forgotten."""
+        return self.is_lost or not (self.is_alive() or self.queued or self.running)
 
     def lose(self) -> None:
         """Its loop is closed, or was stopped for good: what is open fails."""
@@ -339,6 +358,11 @@ async def stream(engine: Engine, make: Callable[[Reply], Request]) -> AsyncGener
     else:
         reply, dispatch = AwaitedStream(engine.mailbox(loop)), engine.threads()
     request = make(reply)
+    if engine.options.devices == 1 and dispatch.is_running_here():
+        raise RuntimeError(
+            f"{engine.function.name}: this is in the middle of a batch, and the answer it wants to "
+            "iterate over comes after it; await aio(), which then runs the item at once"
+        )
     dispatch.submit(request)
     try:
         while (piece := await reply.aget()) is not END:
@@ -350,6 +374,7 @@ async def stream(engine: Engine, make: Callable[[Reply], Request]) -> AsyncGener
 
 async def settled(engine: Engine) -> None:
     """Await that all that was requested until now is answered."""
+    engine.check_may_end()
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     reply = AwaitedReply(future, engine.mailbox(loop))

@@ -78,7 +78,7 @@ class Engine:
         self._own: LoopDispatch | None = None
         self._mailboxes: dict[int, Mailbox] = {}
         self._past = Record(devices=self.options.devices)
-        """Of loops that are closed."""
+        """Of loops that are gone."""
 
     # --- dispatches -------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Engine:
 
     def _bury(self) -> None:
         for number, dispatch in list(self._loops.items()):
-            if dispatch.loop.is_closed():
+            if dispatch.is_over:
                 self._past.merge(dispatch.record)
                 del self._loops[number]
 
@@ -141,10 +141,9 @@ class Engine:
         from trims_shim.batching.aio import Mailbox
 
         with self._lock:
+            # A loop that stands may have been forgotten; letters on their way have their mailbox.
             self._mailboxes = {
-                number: each
-                for number, each in self._mailboxes.items()
-                if not each.loop.is_closed()
+                number: each for number, each in self._mailboxes.items() if each.loop.is_running()
             }
             return self._mailboxes.setdefault(id(loop), Mailbox(loop, self.options))
 
@@ -185,14 +184,18 @@ class Engine:
         for dispatch in self.dispatches():
             if dispatch.queued or dispatch.running:
                 dispatch.check_may_wait()
-            if dispatch.is_running_here():
-                raise RuntimeError(f"{self.function.name}: a batch cannot wait for its own end")
+        self.check_may_end()
         done = threading.Event()
         self.watch(done.set)
         if not done.wait(timeout_s):
             raise TimeoutError(
                 f"{self.function.name}: requests are still open after {timeout_s} s: {self.stats()}"
             )
+
+    def check_may_end(self) -> None:
+        """Raises RuntimeError in the middle of a batch."""
+        if any(dispatch.is_running_here() for dispatch in self.dispatches()):
+            raise RuntimeError(f"{self.function.name}: a batch cannot wait for its own end")
 
     def close(self, *, cancel: bool) -> None:
         """Take no more requests. Does not wait."""
