@@ -888,6 +888,23 @@ def test_methods_have_a_batcher_for_each_instance() -> None:
     assert Model.scale.stats().submitted == 0
 
 
+def test_static_methods_may_be_anything_that_functions_may() -> None:
+    class Model:
+        @batched(policy="immediate")
+        @staticmethod
+        async def later(items: list[int]) -> list[int]:
+            return await asyncio.sleep(0, [2 * item for item in items])
+
+        @batched(policy="immediate")
+        @staticmethod
+        def pieces(items: list[int]) -> Iterator[list[int]]:
+            yield items
+            yield [2 * item for item in items]
+
+    assert asyncio.run(Model().later.aio(2)) == 4
+    assert list(Model().pieces.stream(2)) == list(Model.pieces.stream(2)) == [2, 4]
+
+
 def test_a_method_of_the_class_gets_the_instance_first() -> None:
     model = Model(3)
     assert Model.scale(model, 2) == 6

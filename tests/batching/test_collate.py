@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -175,6 +176,24 @@ def test_structure_decides_who_shares_a_batch() -> None:
     assert not share_batch({"a": torch.ones(2)}, {"a": torch.ones(3)})
     assert not share_batch((1, 2), (1, 2, 3))
     assert not share_batch(Point(1, 2), (1, 2))
+
+
+def test_what_a_dataclass_has_computed_of_its_fields_is_its_own() -> None:
+    """Of one item it is not that of a batch, nor the reverse."""
+
+    @dataclass
+    class Item:
+        values: Any
+
+        @functools.cached_property
+        def total(self) -> Any:
+            return self.values.sum(-1)
+
+    items = [Item(np.array([1, 2])), Item(np.array([3, 4]))]
+    assert items[0].total == 3
+    batch = AUTO.join(items)
+    assert list(batch.total) == [3, 7]
+    assert [each.total for each in AUTO.split(batch, items)] == [3, 7]
 
 
 def test_tuples_and_dataclasses_are_batched_by_part() -> None:

@@ -130,6 +130,22 @@ def test_a_methods_batcher_is_reported_while_its_owner_lives(registry: object) -
     assert value(registry, "queued") is None
 
 
+def test_a_method_of_no_instance_is_refused(registry: object) -> None:
+    class Model:
+        @batched(name="classify")
+        def classify(self, items: list[int]) -> list[int]:
+            return items
+
+        @batched
+        @classmethod
+        def of_class(cls, items: list[int]) -> list[int]:
+            return items
+
+    with pytest.raises(TypeError, match="classify has other numbers for each instance"):
+        export(Model.classify, registry)
+    export(Model.of_class, registry)
+
+
 def test_stages_are_reported_where_there_are_any(registry: object) -> None:
     def first(items: list[int]) -> EarlyExit:
         flags = [item % 2 == 1 for item in items]

@@ -440,6 +440,11 @@ class Batcher:
         if inspect.isfunction(self._function):
             self._classes += (owner,)
 
+    @property
+    def _is_unbound(self) -> bool:
+        """Whether it is a method of no instance, which serves nobody."""
+        return self._owner is None and bool(self._classes)
+
     def _bound(self, args: tuple[Any, ...]) -> tuple[Batcher, tuple[Any, ...]]:
         """Called with the instance first, as ``Class.method(instance, item)`` and what wraps a
         batched method do: the instance's own, and the item."""

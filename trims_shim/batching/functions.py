@@ -157,6 +157,8 @@ def without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """What tells whether it is asynchronous: a function, or the ``__call__`` of an object."""
     function = without_partial(function)
+    if isinstance(function, staticmethod):
+        function = function.__func__
     if inspect.isroutine(function) or inspect.isclass(function):
         return function
     return getattr(function, "__call__", function)  # noqa: B004  (it is looked at, not called)

@@ -38,10 +38,13 @@ def export(batcher: _Exported, registry: Any = None) -> None:
     """Report ``batcher`` in ``registry``, prometheus_client's default one if None; once for each.
 
     The label ``batcher`` is its name; further ones of one name are called ``name-2`` and so on.
-    Raises ImportError where prometheus_client is not installed, TypeError for what is no batcher.
+    Raises ImportError where prometheus_client is not installed, TypeError for what is no batcher,
+    and for a method of no instance.
     """
     if not (hasattr(batcher, "stats") and hasattr(batcher, "name")):
         raise TypeError(f"{batcher!r} is no batcher; give what batched() or Batcher() returned")
+    if getattr(batcher, "_is_unbound", False):
+        raise TypeError(f"{batcher.name} has other numbers for each instance; export that of one")
     try:
         from prometheus_client import REGISTRY
     except ImportError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -77,8 +78,11 @@ def rebuilt_dataclass(like: Any, values: dict[str, Any]) -> Any:
     """
     kind: Any = type(like)
     rebuilt = kind.__new__(kind)
-    # What is not a field; those with __slots__ have none.
-    getattr(rebuilt, "__dict__", {}).update(getattr(like, "__dict__", {}))
+    # What is not a field, unless it was computed from them; those with __slots__ have none.
+    others = getattr(like, "__dict__", {})
+    for name in others.keys() - values.keys():
+        if not isinstance(getattr(kind, name, None), functools.cached_property):
+            rebuilt.__dict__[name] = others[name]
     for name, value in values.items():
         object.__setattr__(rebuilt, name, value)
     return rebuilt
