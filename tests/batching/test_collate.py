@@ -178,6 +178,17 @@ def test_structure_decides_who_shares_a_batch() -> None:
     assert not share_batch(Point(1, 2), (1, 2))
 
 
+def test_a_named_tuple_that_is_made_of_something_else() -> None:
+    class Square(NamedTuple("Rectangle", [("width", Any), ("height", Any)])):
+        def __new__(cls, width: int) -> Square:
+            return super().__new__(cls, width, width)
+
+    batch = AUTO.join([Square(1), Square(2)])
+    assert type(batch) is Square
+    assert batch == ([1, 2], [1, 2])
+    assert AUTO.split(batch, [0, 0]) == [Square(1), Square(2)]
+
+
 def test_what_a_dataclass_has_computed_of_its_fields_is_its_own() -> None:
     """Of one item it is not that of a batch, nor the reverse."""
 

@@ -49,8 +49,8 @@ def rebuilt_tuple(like: tuple[Any, ...], values: Iterable[Any]) -> Any:
     kind: Any = type(like)
     if kind is tuple:
         return tuple(values)
-    if hasattr(like, "_fields"):
-        return kind(*values)
+    if hasattr(like, "_make"):
+        return kind._make(values)
     values = tuple(values)
     try:
         return kind(values)  # as torch's own, of `max` and `topk`
