@@ -628,6 +628,31 @@ def test_the_batchers_own_loop_is_replaced_when_somebody_stops_it() -> None:
     batcher.close(timeout_s=LONG_S)
 
 
+def test_who_waits_for_requests_of_a_loop_that_is_stopped_is_told() -> None:
+    stopping, may_go = threading.Event(), threading.Event()
+
+    async def stops(items: list[int]) -> list[int]:
+        asyncio.get_running_loop().stop()
+        stopping.set()
+        may_go.wait(LONG_S)
+        await asyncio.sleep(LONG_S)
+        return items
+
+    batcher = greedy(stops)
+    requests = [batcher.submit(1)]
+    assert stopping.wait(LONG_S)
+    # What is reported now, the loop will not see.
+    requests.append(batcher.submit(2))
+    drained = threading.Event()
+    batcher._engine.watch(drained.set)
+    may_go.set()
+    assert drained.wait(LONG_S)
+    assert all("has ended" in str(request.exception(LONG_S)) for request in requests)
+    stats = batcher.stats()
+    assert (stats.submitted, stats.failed, stats.queued, stats.running) == (2, 2, 0, 0)
+    batcher.close(timeout_s=LONG_S)
+
+
 def test_the_batchers_own_loop_is_gone_with_it() -> None:
     before = set(threading.enumerate())
     assert greedy(adouble)(1) == 2

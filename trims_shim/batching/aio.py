@@ -213,22 +213,14 @@ class LoopDispatch(Dispatch):
 
     def lose(self) -> None:
         """Its loop is closed, or was stopped for good: what is open fails."""
-        error = BatchingError(f"{self.function.name}: the event loop of its batches has ended")
         with self._turn():
-            unseen = [event for event in self._inbox if type(event) is Request]
-            watches = self._watches
-            requests = [*self._open_requests(), *unseen]
-            self._inbox.clear()
-            self._waiting.clear()
-            self._overflow.clear()
-            self._jobs.clear()
-            self._watches = []
-            self.record.failed += len(requests)
-        for request in requests:
-            request.payload.open_gate()
-            request.payload.lose(error)
-        for watch in watches:
-            watch.on_done()
+            self._end_all()
+        super().settle()
+
+    def _closed(self) -> BatchingError:
+        if self.is_lost:
+            return BatchingError(f"{self.function.name}: the event loop of its batches has ended")
+        return super()._closed()
 
     def rest(self) -> None:
         """See :class:`Dispatch`."""

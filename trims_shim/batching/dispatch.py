@@ -43,7 +43,7 @@ from trims_shim.batching.protocol import (
 from trims_shim.batching.replies import FAILURES, BatchFuture, Seat
 from trims_shim.batching.statistics import BatcherStats, Record
 from trims_shim.diagnostics import signalled
-from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
+from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
 
 __all__ = ["Dispatch"]
 
@@ -498,7 +498,17 @@ class Dispatch(ABC):
         running = (request for job in self._jobs for request in job.requests)
         return [*self._waiting.values(), *self._overflow, *running]
 
-    def _closed(self) -> BatcherClosed:
+    def _end_all(self) -> None:
+        """Under the lock: nobody runs batches any more, so all requests fail, also later ones."""
+        self._is_shut = True
+        self._fail(self._open_requests(), self._closed())
+        for each in (self._waiting, self._overflow, self._late, self._jobs, self._held):
+            each.clear()
+        self._era += 1
+        self._policy = self.options.learning.make_policy()
+        self._inbox.append(_nothing)  # those who wait for what has failed are told
+
+    def _closed(self) -> BatchingError:
         return BatcherClosed(f"{self.function.name} takes no more requests: it was closed")
 
 
