@@ -432,6 +432,16 @@ def test_whatever_an_asynchronous_function_raises_in_the_batchers_own_loop(
         assert batcher(1) == 1
 
 
+def test_a_function_in_a_thread_that_was_cancelled_cancels_no_caller() -> None:
+    def cancelled(items: list[int]) -> list[int]:
+        raise asyncio.CancelledError
+
+    batcher = greedy(cancelled)
+    with pytest.raises(RuntimeError, match="the batch function raised CancelledError"):
+        run(batcher.aio(1))
+    batcher.close()
+
+
 @both
 def test_one_failing_item_fails_alone(function: Any) -> None:
     async def main() -> list[Any]:

@@ -167,9 +167,10 @@ def _set(future: asyncio.Future[Any], result: Any) -> None:
         return  # its caller was cancelled
     if type(result) is not Failure:
         future.set_result(result)
-    elif isinstance(result.error, StopIteration):
-        # A future refuses it, and a coroutine would turn it into a RuntimeError all the same.
-        future.set_exception(RuntimeError("the batch function raised StopIteration"))
+    elif isinstance(result.error, StopIteration | asyncio.CancelledError):
+        # A future refuses the one, and with the other its caller would seem to be cancelled.
+        raised = type(result.error).__name__
+        future.set_exception(RuntimeError(f"the batch function raised {raised}"))
     else:
         future.set_exception(result.error)
 
