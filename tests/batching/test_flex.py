@@ -115,6 +115,16 @@ def test_models_are_called_by_name() -> None:
         assert batcher.stats().answered == 2
 
 
+def test_many_items_of_one_model_or_of_several() -> None:
+    def double(items: list[int]) -> list[int]:
+        return [2 * item for item in items]
+
+    with FlexBatcher({"d": [double], "double": [double, double]}) as batcher:
+        assert list(batcher.map("double", range(3))) == [0, 4, 8]
+        assert list(batcher.map("d", range(3), deadline_ms=1e6)) == [0, 2, 4]
+        assert list(batcher.map(["d", "double"], [1, 1])) == [2, 4]
+
+
 def test_and_awaited() -> None:
     async def ask(batcher: FlexBatcher) -> list[Any]:
         rows = [torch.full((3,), float(number)) for number in range(5)]

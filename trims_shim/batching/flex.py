@@ -8,9 +8,10 @@ answers many more requests. What runs when is decided by
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -61,6 +62,7 @@ class FlexBatcher(Batcher):
 
         batcher = FlexBatcher({"detect": detector, "name": [embed, *blocks, head]}, slo_ms=100)
         box = batcher("detect", image)             # blocks; also submit(...) and await aio(...)
+        boxes = batcher.map("detect", images)
 
     ``models``: by name, an ``nn.Sequential`` or a list of callables. The first is called with the
     batch, ``[batch, ...]``, each other one with the result before it; the last returns one result
@@ -160,6 +162,13 @@ class FlexBatcher(Batcher):
             slo_ns=slo_ns,
             make_threads=lambda: FlexDispatch(functions, options),
         )
+
+    def map(self, *iterables: Iterable[Any], **options: Any) -> Iterator[Any]:
+        """As of a Batcher; first comes the name of a model for all items, or one for each."""
+        if iterables and isinstance(iterables[0], str):
+            # It is iterable, too: by its letters.
+            iterables = (itertools.repeat(iterables[0]), *iterables[1:])
+        return super().map(*iterables, **options)
 
     def preemption_stats(self) -> PreemptionStats:
         """How often batches were given up, and what it cost; beside :meth:`stats`."""
