@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -42,6 +43,27 @@ def test_each_item_has_its_own_end(function: Any) -> None:
         assert list(batcher.stream(5)) == [0, 1, 2, 3, 4]
         assert other.result(LONG_S) == [0, 1]
         assert batcher.stats().batch_sizes == {2: 1}
+
+
+@pytest.mark.parametrize("end", [lambda pieces: pieces.close(), lambda pieces: None])
+def test_a_stream_that_nobody_begins_to_read_is_given_up(end: Any) -> None:
+    ended = threading.Event()
+
+    def endless(items: list[int]) -> Iterator[list[int]]:
+        try:
+            while True:
+                time.sleep(0.001)
+                yield items
+        finally:
+            ended.set()
+
+    batcher = Batcher(endless, policy="immediate")
+    pieces = batcher.stream(1)
+    wait_until(lambda: batcher.stats().running == 1)
+    end(pieces)
+    del pieces
+    assert ended.wait(LONG_S)
+    batcher.close(timeout_s=LONG_S)
 
 
 @both

@@ -279,7 +279,9 @@ class Batcher:
         request = self._request(args, reply, deadline_ms, priority)
         dispatch.check_may_wait()
         dispatch.submit_and_wait_for_room(request)
-        return _pieces(reply, dispatch, request)
+        pieces = _pieces(reply, dispatch, request)
+        next(pieces)  # so that closing or forgetting it ends it, also before the first piece
+        return pieces
 
     def astream(
         self, *args: Any, deadline_ms: float | None = None, priority: int = 0
@@ -589,6 +591,7 @@ def _outcome(future: BatchFuture) -> Any:
 
 def _pieces(reply: StreamReply, dispatch: Dispatch, request: Request) -> Generator[Any, None, None]:
     try:
+        yield
         while (piece := reply.get()) is not END:
             yield piece
     finally:
