@@ -60,3 +60,28 @@ def test_a_socket_of_the_program_is_not_taken_for_ours(running: World) -> None:
         timeout_s=30,
     )
     assert said == [True, True]
+
+
+def test_a_program_that_holds_many_files_keeps_most_of_its_descriptors(running: World) -> None:
+    """All are served, over few descriptors; what is loaded again, and aligned, too."""
+    paths = [running.file(number) for number in range(60)]
+    said = running.run(
+        "import resource\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        f"paths = {paths!r}\n"
+        "arenas = [open_file(path) for path in paths]\n"
+        "free = [os.open('/', os.O_RDONLY) for _ in range(40)]\n"
+        "for each in free: os.close(each)\n"
+        "again = [open_file(path) for path in paths]\n"
+        "last = arenas[-1].image\n"
+        "def error(work):\n"
+        "    try: work()\n"
+        "    except errors.TrimsError as failure: return failure.reason\n"
+        "reasons = [error(last.map), error(lambda: cache().aligned(last, 8))]\n"
+        "rights = [data(arena) == open(path, 'rb').read()\n"
+        "          for arena, path in zip(arenas + again, paths + paths)]\n"
+        "say([all(rights), arenas[0].image.is_open, last.is_open, reasons])\n"
+    )
+    assert said == [True, True, False, ["memory", "memory"]]
+    running.assert_account()

@@ -26,6 +26,10 @@ from trims_shim.memory.mapping import map_private, unmap
 
 __all__ = ["Arena", "Image", "find"]
 
+_PROGRAMS_SHARE = 4
+"""Images keep their descriptors as long as three of four are left to the program, whose own loads
+keep none: one that holds a thousand small models would else run out of them because of us."""
+
 
 class Image:
     """One leased image. When the last reference goes, it closes its descriptor and its lease."""
@@ -56,20 +60,32 @@ class Image:
 
     @property
     def is_open(self) -> bool:
-        """Whether the program has left our descriptor open."""
+        """Whether our descriptor is open: neither spared, nor closed by the program."""
         return self._segment.is_open()
 
     @property
     def descriptor(self) -> int:
-        """The open segment. Raises MemoryFailure where the program has closed it."""
+        """The open segment. Raises MemoryFailure where it is closed."""
         if not self.is_open:
-            raise MemoryFailure(f"{self.name}: the program has closed the segment's descriptor")
+            raise MemoryFailure(f"{self.name}: the segment's descriptor is closed")
         return self._segment.number
+
+    def spare_descriptor(self) -> bool:
+        """Whether the descriptor was closed, as the program is short of them: no more mappings.
+
+        Only before any other thread has the image: it might be mapping what is opened next.
+        """
+        limit = os.sysconf("SC_OPEN_MAX")
+        # The lowest free number is what the kernel hands out: so many are open, about.
+        if not 0 <= limit <= _PROGRAMS_SHARE * self._segment.number:
+            return False
+        self._segment.close()
+        return True
 
     def map(self) -> Arena:
         """A fresh private mapping: what is written to another arena is not seen in it.
 
-        Raises MemoryFailure where the kernel refuses, or the program has closed the descriptor.
+        Raises MemoryFailure where the kernel refuses, or the descriptor is closed.
         """
         return Arena(self)
 

@@ -63,17 +63,16 @@ class Cache:
         """
         identity = self._check(descriptor, name, min_bytes)
         image = self._local(identity)
-        if image is None:
-            image = self._lease(descriptor, identity, name)
-        arena = image.map()
-        diagnostics.count("bytes_shared", amount=image.size_bytes)
+        arena = self._lease(descriptor, identity, name) if image is None else image.map()
+        diagnostics.count("bytes_shared", amount=arena.size_bytes)
         return arena
 
     def aligned(self, image: Image, lead_bytes: int) -> Image | None:
         """The image whose bytes are those of ``image`` behind ``lead_bytes`` zeros.
 
-        None where it is not there (yet); see :meth:`Connection.open_aligned`. Starts no daemon.
-        Raises TrimsError when the cache cannot help.
+        None where it is not there (yet), see :meth:`Connection.open_aligned`, or could not be
+        mapped later (:meth:`Image.spare_descriptor`). Starts no daemon. Raises TrimsError when the
+        cache cannot help.
         """
         key = (image.digest, lead_bytes)
         found = self._aligned.get(key)
@@ -81,9 +80,11 @@ class Cache:
             diagnostics.count("open", "local")
             return found
 
+        descriptor = image.descriptor
+
         def ask(connection: Line) -> Image | None:
             name = f"{image.name} (aligned)"
-            granted = connection.open_aligned(image.descriptor, name, lead_bytes)
+            granted = connection.open_aligned(descriptor, name, lead_bytes)
             if granted is None:
                 return None
             made = _image_of(granted, name, connection)
@@ -92,9 +93,10 @@ class Cache:
             return made
 
         made = self._pool.ask(ask, may_start=False)
-        if made is not None:
-            self._aligned[key] = made
-            diagnostics.count("bytes_shared", amount=made.size_bytes)
+        if made is None or made.spare_descriptor():
+            return None
+        self._aligned[key] = made
+        diagnostics.count("bytes_shared", amount=made.size_bytes)
         return made
 
     def open_device(
@@ -168,16 +170,17 @@ class Cache:
         diagnostics.count("open", "local")
         return image
 
-    def _lease(self, descriptor: int, identity: Identity, name: str) -> Image:
-        def ask(connection: Line) -> Image:
+    def _lease(self, descriptor: int, identity: Identity, name: str) -> Arena:
+        def ask(connection: Line) -> tuple[Image, bool]:
             granted = connection.open_image(descriptor, name)
-            image = _image_of(granted, name, connection)
-            if granted.reply.is_settled:
-                self._settle(identity, image.digest)
-                self._images[image.digest] = image
-            return image
+            return _image_of(granted, name, connection), granted.reply.is_settled
 
-        return self._pool.ask(ask, may_start=self.config.autostart)
+        image, is_settled = self._pool.ask(ask, may_start=self.config.autostart)
+        arena = image.map()
+        if not image.spare_descriptor() and is_settled:
+            self._settle(identity, image.digest)
+            self._images[image.digest] = image
+        return arena
 
     def _lease_device(
         self, descriptor: int, identity: Identity, name: str, device: DeviceId

@@ -227,6 +227,7 @@ def _map(
     if grant is None:
         raise WireError(f"no device memory was granted for {name}")
     mapped_outline = outline.map()
+    outline.spare_descriptor()
     layout = _read_layout(mapped_outline, name)
     if layout.fingerprint() != grant.layout or layout.size_bytes > sum(grant.allocations):
         raise WireError(

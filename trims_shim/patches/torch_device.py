@@ -221,7 +221,11 @@ def arena_of_image(image: Image, place: Place) -> DeviceArena | None:
     arena: DeviceArena | None = _arenas().held(image.digest, place.id)
     if arena is not None:
         return arena
-    return _arena(image.descriptor, f"image {image.digest[:12]}", place)
+    name = f"image {image.digest[:12]}"
+    if not image.is_open:
+        skip("memory", what=name)
+        return None
+    return _arena(image.descriptor, name, place)
 
 
 def record_of(arena: DeviceArena, offset_bytes: int, size_bytes: int) -> int | None:

@@ -198,6 +198,8 @@ class _Call:
             return False
         target = self._targets.get(image)
         if target is None:
+            if not image.is_open:
+                return False
             target = self._targets[image] = _Target.of(image)
         if not target.take(offset, offset + size):
             return False
