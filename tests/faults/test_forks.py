@@ -189,6 +189,32 @@ def test_forks_while_threads_load(running: World) -> None:
     wait_until(lambda: not any(i.leases for i in world.status().images), "leases released")
 
 
+def test_a_fork_in_the_midst_of_a_load_leaves_the_collector_to_the_child(
+    running: World, tmp_path: Path
+) -> None:
+    """A load pauses it, and the thread that would go on is not in the child."""
+    path = str(tmp_path / "model.pt")
+    said = running.run(
+        FORK + "import gc, threading, torch\n"
+        "from trims_shim.patches import torch_rebuild\n"
+        f"torch.save({{'w': torch.zeros(1000)}}, {path!r})\n"
+        "assemble = torch_rebuild.assemble\n"
+        "begun, forked = threading.Event(), threading.Event()\n"
+        "def slowly(*arguments):\n"
+        "  begun.set(); forked.wait(60)\n"
+        "  return assemble(*arguments)\n"
+        "torch_rebuild.assemble = slowly\n"
+        f"thread = threading.Thread(target=lambda: torch.load({path!r}))\n"
+        "thread.start(); begun.wait(60)\n"
+        "during = gc.isenabled()\n"
+        "child = join(fork(gc.isenabled))\n"
+        "forked.set(); thread.join()\n"
+        "say([during, child, gc.isenabled()])\n",
+        min_bytes="1",
+    )
+    assert said == [False, True, True]
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_multiprocessing(running: World, method: str) -> None:
     world = running

@@ -277,14 +277,31 @@ def _collector_paused() -> Iterator[None]:
     A full collection takes 80 ms in a program that has imported torch, ten times the load. Should
     another thread turn the collector off meanwhile, it is on again afterwards, which is harmless.
     """
+    global _is_collector_paused
     if not gc.isenabled():
         yield
         return
-    gc.disable()
     try:
+        _is_collector_paused = True
+        gc.disable()
         yield
     finally:
         gc.enable()
+        _is_collector_paused = False
+
+
+_is_collector_paused = False
+
+
+def _resume_collector() -> None:
+    """In a forked child, which has not the thread that would."""
+    global _is_collector_paused
+    if _is_collector_paused:
+        gc.enable()
+        _is_collector_paused = False
+
+
+os.register_at_fork(after_in_child=_resume_collector)
 
 
 def _is_plain_call(pickle_module: Any, pickle_file: str, arguments: dict[str, Any]) -> bool:
