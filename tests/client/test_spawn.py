@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,20 @@ def test_a_daemon_that_fails(
     run_instead(script)
     with pytest.raises(DaemonStartFailed, match=reason):
         spawn.start(endpoint, timeout_s=10)
+
+
+def test_a_daemon_that_fails_where_there_is_no_room_for_the_reason(
+    endpoint: Endpoint, run_instead: Callable[[str], None]
+) -> None:
+    """So that whoever asked does not have it started again for each file."""
+    run_instead('eval "echo failed no memory here >&$4"; exit 1')
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(DaemonStartFailed, match="no memory here"):
+            spawn.start(endpoint, timeout_s=5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.usefixtures("many_descriptors")

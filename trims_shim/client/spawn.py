@@ -51,7 +51,8 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
             try:
                 _spawn(endpoint, deadline)
             except DaemonStartFailed as error:
-                os.pwrite(lock, str(error).encode()[:_REASON_LIMIT_BYTES], 0)
+                with contextlib.suppress(OSError):  # no room, which may be why it cannot start
+                    os.pwrite(lock, str(error).encode()[:_REASON_LIMIT_BYTES], 0)
                 raise
     except OSError as error:
         raise DaemonUnavailable(
