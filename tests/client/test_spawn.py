@@ -97,3 +97,17 @@ def test_a_program_that_is_no_python(
     monkeypatch.setattr(sys, "executable", executable)
     with pytest.raises(DaemonUnavailable, match="trims daemon"):
         spawn.start(endpoint, timeout_s=5)
+
+
+def test_a_frozen_program_is_not_run_again(
+    endpoint: Endpoint,
+    run_instead: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Its executable is the program, whatever it is called, and takes no ``-c``."""
+    run_instead(f"touch {tmp_path}/ran")
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(DaemonUnavailable, match="trims daemon"):
+        spawn.start(endpoint, timeout_s=5)
+    assert not (tmp_path / "ran").exists()

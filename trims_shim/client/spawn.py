@@ -140,7 +140,10 @@ def _launch(executable: str, endpoint: Endpoint, writer: int) -> subprocess.Pope
 
 def _interpreter() -> str:
     executable = sys.executable or ""
-    if "python" not in os.path.basename(executable).lower() or not os.path.exists(executable):
+    name = os.path.basename(executable).lower()
+    # One that is frozen (PyInstaller, cx_Freeze) would run the program a second time.
+    is_python = "python" in name and not getattr(sys, "frozen", False)
+    if not is_python or not os.path.exists(executable):
         raise DaemonUnavailable(
             f"this program's interpreter ({executable or 'unknown'}) cannot start the daemon; "
             f"run `trims daemon` first"
