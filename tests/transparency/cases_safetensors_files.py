@@ -247,6 +247,23 @@ def missing_and_wrong_files(work: Work) -> object:
     ]
 
 
+class _OddPath:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __fspath__(self) -> Any:
+        return self.value
+
+
+@case()
+def names_that_are_none(work: Work) -> object:
+    """Of a file that is there, but for the last two."""
+    path = str(_file(work))
+    names: list[Any] = [path.encode(), _OddPath(path.encode()), _OddPath(3), path + "\0", "\ud800"]
+    seen = [attempt(safetensors.numpy.load_file, name) for name in names]
+    return [*seen, attempt(torch.UntypedStorage.from_file, path + "\0", False, 4096)]
+
+
 @case()
 def backends_of_load_file(work: Work) -> object:
     """Keyword arguments that newer versions know, and the public names."""

@@ -29,7 +29,7 @@ def opened(filename: str | os.PathLike[str]) -> Iterator[int | None]:
     """
     try:
         descriptor = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a null byte, a character that no name can have
         yield None
         return
     try:

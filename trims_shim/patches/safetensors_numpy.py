@@ -50,22 +50,32 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _serve(filename: Any) -> dict[str, Any] | None:
-    if not isinstance(filename, (str, os.PathLike)):
+    path = _path_of(filename)
+    if path is None:
         return None
-    with opened(filename) as descriptor:
+    with opened(path) as descriptor:
         if descriptor is None:
             return None
-        arena = arena_of_file(descriptor, os.fspath(filename))
+        arena = arena_of_file(descriptor, path)
     if arena is None:
         return None
     try:
         arrays = _arrays(arena.buffer, read_header(arena.buffer))
     except FormatError as error:
-        diagnostics.fallback("unsupported_format", error, what=os.fspath(filename))
+        diagnostics.fallback("unsupported_format", error, what=path)
         return None
     if arrays is not None:
         diagnostics.count("served", "safetensors_numpy")
     return arrays
+
+
+def _path_of(filename: Any) -> str | None:
+    """What safetensors takes for a path; None for what it refuses, paths of bytes among it."""
+    try:
+        path = os.fspath(filename)
+    except TypeError:
+        return None
+    return path if isinstance(path, str) else None
 
 
 def _arrays(buffer: Any, records: Any) -> dict[str, Any] | None:
