@@ -56,6 +56,27 @@ def test_an_unexpected_cause_is_warned_about_once(caplog: pytest.LogCaptureFixtu
     assert diagnostics.stats().fallbacks == {"no_space": 3, "wire": 1}
 
 
+class _Failing(logging.Handler):
+    """As one that lets a test fail for each warning."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError(record.getMessage())
+
+
+@pytest.mark.parametrize("reason", ["no_space", "small_file"])
+def test_a_logging_handler_that_raises_fails_no_load(reason: str) -> None:
+    logger = logging.getLogger("trims_shim")
+    handler, level = _Failing(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        diagnostics.fallback(reason, ValueError("full"), what="/model")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert diagnostics.stats().fallbacks == {reason: 1}
+
+
 @pytest.mark.parametrize("reason", sorted(diagnostics.EXPECTED_REASONS))
 def test_expected_reasons_are_counted_and_never_warned_about(
     reason: str, caplog: pytest.LogCaptureFixture

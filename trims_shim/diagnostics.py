@@ -24,6 +24,7 @@ __all__ = [
     "Stats",
     "count",
     "fallback",
+    "log",
     "pass_on",
     "reason_of",
     "reset_after_fork",
@@ -132,17 +133,31 @@ def fallback(reason: str, error: BaseException | None = None, *, what: str = "")
     pass_on(error)
     count("fallback", reason)
     if reason in EXPECTED_REASONS:
-        _logger.debug("%s: the framework's own loader is used (%s)", what, reason)
+        log(logging.DEBUG, "%s: the framework's own loader is used (%s)", what, reason)
         return
     if reason in _warned:
         return
     _warned.add(reason)
-    _logger.warning(
+    log(
+        logging.WARNING,
         "%s: the framework's own loader is used (%s): %s. Run `trims info` for details.",
         what or "load",
         reason,
         error,
     )
+
+
+def log(level: int, text: str, *arguments: object, error: BaseException | None = None) -> None:
+    """Log a message, with the traceback of ``error``.
+
+    Raises what a signal handler raised, and nothing that a logging handler of the program did: the
+    program would fail of what is ours alone.
+    """
+    try:
+        _logger.log(level, text, *arguments, exc_info=error)
+    # Border: see above.
+    except Exception as failure:
+        pass_on(failure)
 
 
 def reason_of(error: BaseException) -> str:

@@ -47,7 +47,6 @@ __all__ = [
     "reap",
 ]
 
-_logger = logging.getLogger(__name__)
 
 _CAPTURE = "STREAM_CAPTURE"
 """In the name of every result that says that a capture is in the way."""
@@ -268,7 +267,7 @@ def _synchronize(index: int) -> bool:
 def _note(reason: str, error: DriverFailure) -> None:
     # No warning: where this happens, the program's own next call on the device fails.
     diagnostics.count("device", reason)
-    _logger.debug("%s: %s", reason, error)
+    diagnostics.log(logging.DEBUG, "%s: %s", reason, error)
 
 
 def _retire(image: DeviceImage) -> None:

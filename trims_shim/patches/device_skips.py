@@ -12,8 +12,6 @@ from trims_shim.client.cache import cache
 
 __all__ = ["Skips"]
 
-_logger = logging.getLogger("trims_shim")
-
 
 class Skips:
     """Of one library; ``expected`` are reasons that are no fault, beside those of every load."""
@@ -25,7 +23,7 @@ class Skips:
     def __call__(self, reason: str, *, what: str) -> None:
         """Count it; it is no fault."""
         diagnostics.count("not_on_device", reason)
-        _logger.debug("%s: not on shared device memory (%s)", what, reason)
+        diagnostics.log(logging.DEBUG, "%s: not on shared device memory (%s)", what, reason)
 
     def error(self, error: Exception, *, what: str) -> None:
         """Count it; warn once if it is a fault. Raises ``error`` under TRIMS_STRICT then.
@@ -41,7 +39,8 @@ class Skips:
             raise error
         if reason not in self.warned:
             self.warned.add(reason)
-            _logger.warning(
+            diagnostics.log(
+                logging.WARNING,
                 "%s: not shared on the device (%s): %s. Run `trims info` for details.",
                 what,
                 reason,

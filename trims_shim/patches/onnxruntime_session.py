@@ -51,8 +51,6 @@ from trims_shim.wire.messages import SessionRecipe
 
 __all__ = ["POINTS"]
 
-_logger = logging.getLogger("trims_shim")
-
 _CPU = "CPUExecutionProvider"
 _GRAPH_BYTES = 16 << 20
 """What a session of a few hundred nodes allocates for itself. Besides, one weight at a time is
@@ -167,7 +165,8 @@ def _offer(plan: _Plan, data: bytes, digest: str) -> None:
     except Exception as error:
         diagnostics.pass_on(error)
         reason = diagnostics.reason_of(error)
-        _logger.debug("%s is not offered to the daemon: %r", plan.model.name, error)
+        what = plan.model.name
+        diagnostics.log(logging.DEBUG, "%s is not offered to the daemon: %r", what, error)
     diagnostics.count("offered", reason)
 
 

@@ -81,7 +81,6 @@ matrix at 8 modulo 16 gives other last bits than the same matrix at 0."""
 _ALIGNED_FROM_BYTES = 8 << 20
 _SHIFTS_LIMIT = 8
 _COPY = torch.Tensor.copy_
-_logger = logging.getLogger(__name__)
 
 _own_arenas: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]] = (
     weakref.WeakValueDictionary()
@@ -311,7 +310,7 @@ class _CopyMode(TorchFunctionMode):
 
 def _count_error(error: Exception) -> None:
     diagnostics.pass_on(error)
-    _logger.debug("load_state_dict: copying, elision failed", exc_info=error)
+    diagnostics.log(logging.DEBUG, "load_state_dict: copying, elision failed", error=error)
     diagnostics.count("elision_error", type(error).__name__)
 
 

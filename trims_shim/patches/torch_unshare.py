@@ -49,7 +49,6 @@ __all__ = [
     "writes_own_parameters",
 ]
 
-_logger = logging.getLogger("trims_shim")
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -77,18 +76,20 @@ def unshare(tensors: Iterable[Any], why: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _warn_of_aliases() -> None:
-    _logger.warning(
+    diagnostics.log(
+        logging.WARNING,
         "a tensor became private while something that this torch has no way to move (an expression "
         "saved for backward, a storage object) reads its shared memory: it will not see the writes "
-        "to the tensor. Load with TRIMS_DEVICE_ACCESS=private if it has to."
+        "to the tensor. Load with TRIMS_DEVICE_ACCESS=private if it has to.",
     )
 
 
 @functools.lru_cache(maxsize=1)
 def _warn_of_graphs() -> None:
-    _logger.warning(
+    diagnostics.log(
+        logging.WARNING,
         "a parameter became private after a CUDA graph was captured; the graph goes on reading "
-        "the shared weights. Set TRIMS_DEVICE_ACCESS=private to update weights under graphs."
+        "the shared weights. Set TRIMS_DEVICE_ACCESS=private to update weights under graphs.",
     )
 
 
