@@ -239,6 +239,14 @@ def program_in_development_mode(work: Work) -> object:
 
 
 @case(fresh=True)
+def program_that_takes_no_bytes_for_text(work: Work) -> object:
+    """``-bb`` makes an error of ``str()`` of bytes, which the name of an open file may be."""
+    _make(work)
+    body = "print(torch.load(open(b'model.pt', 'rb'))['bias'].tolist())\n"
+    return _script(work, "bytes", "import torch", body, options=("-bb",), orders=("first",))
+
+
+@case(fresh=True)
 def program_ends_in_every_way(work: Work) -> object:
     """Exit handlers, tensors alive at the end, an error, exit codes."""
     _make(work)

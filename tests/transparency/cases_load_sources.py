@@ -166,6 +166,24 @@ def open_file_after_reading(work: Work, buffering: int) -> object:
     return seen
 
 
+class _Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+@case(served=True)
+def open_file_whose_name_is_no_text(work: Work) -> object:
+    """Programs may put anything there."""
+    seen: list[object] = []
+    for name in (b"bytes", b"\xff", 7, None, _Unprintable()):
+        with work.file("model.pt", saved(state())).open("rb") as file:
+            file.raw.name = name
+            seen.append(attempt(torch.load, file))
+    return seen
+
+
 @cases({"zeros": bytes(640), "text": b"header\n" * 9, "zip_magic": b"PK\x03\x04" + bytes(60)})
 def archive_behind_a_header(work: Work, header: bytes) -> object:
     path = work.file("model.pt", lambda path: path.write_bytes(header + saved_bytes(state())))

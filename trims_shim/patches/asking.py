@@ -41,27 +41,31 @@ def opened(filename: str | os.PathLike[str]) -> Iterator[int | None]:
 def absolute(name: Any) -> str:
     """What the cache calls a file that the program calls ``name``: its absolute path.
 
-    So that ``trims pin PATH`` means the same file in every directory.
+    So that ``trims pin PATH`` means the same file in every directory. Raises nothing.
     """
     if isinstance(name, int):
         return f"file descriptor {name}"
+    found = "an open file"
     try:
-        return os.path.abspath(os.fsdecode(name))
-    except (OSError, TypeError):  # The working directory is gone; an object with a name of its own.
-        return str(name)
+        found = os.fsdecode(name)
+        return os.path.abspath(found)
+    # Border: the working directory is gone; the program has put an object there.
+    except Exception:
+        return found
 
 
 def arena_of_file(descriptor: int, name: object) -> Arena | None:
     """The arena of an open file, or None (counted) when the framework has to load it itself."""
     shared = cache()
+    path = absolute(name)
     try:
-        return shared.open(descriptor, name=absolute(name))
+        return shared.open(descriptor, name=path)
     # Border: the shim never makes a load fail; whatever it was, the original loader runs.
     except Exception as error:
         reason = diagnostics.reason_of(error)
         if shared.config.strict and reason not in diagnostics.EXPECTED_REASONS:
             raise
-        diagnostics.fallback(reason, error, what=str(name))
+        diagnostics.fallback(reason, error, what=path)
         return None
 
 

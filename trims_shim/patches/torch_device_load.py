@@ -26,6 +26,7 @@ from trims_shim import diagnostics
 from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats import Recipe, StorageSpec, TorchArchive, read_recipe
 from trims_shim.patches import torch_device, torch_rebuild
+from trims_shim.patches.asking import absolute
 from trims_shim.patches.torch_device import Place
 from trims_shim.patches.torch_modes import unseen
 from trims_shim.patches.torch_rebuild import Built
@@ -63,7 +64,6 @@ def build(reader: Any, map_location: Any, *, file: Any) -> Built | None:
     place = torch_device.place_of(device)
     if place is None:
         return None
-    name = str(file.name)
     arena = torch_device.arena_of_file(file.fileno(), file.name, place)
     if arena is None:
         return None
@@ -72,11 +72,11 @@ def build(reader: Any, map_location: Any, *, file: Any) -> Built | None:
         with unseen(), _access(data):
             result = image.assemble(recipe, data)
     except FormatError as error:
-        torch_device.skip(error.reason, what=f"{name}: {error}")
+        torch_device.skip(error.reason, what=f"{absolute(file.name)}: {error}")
         return None
     # Border: what fails here, allocating for small tensors above all, torch meets as well.
     except Exception as error:
-        torch_device.skip.error(error, what=name)
+        torch_device.skip.error(error, what=absolute(file.name))
         return None
     if image.end_bytes:
         file.seek(image.end_bytes)

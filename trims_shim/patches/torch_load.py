@@ -116,7 +116,7 @@ class _Reader(_FileReader):  # type: ignore[misc]
 
     def defer(self, filename: str) -> bool:
         """Whether :meth:`mapped` will be asked about the mapping of this file that is made now."""
-        if self.file is None or str(self.file.name) != filename:
+        if self.file is None or type(self.file.name) is not str or self.file.name != filename:
             return False
         if torch_device.missing_capability() is not None:
             return False
@@ -127,7 +127,7 @@ class _Reader(_FileReader):  # type: ignore[misc]
         """The file's mapping, now that it is looked at: in the cache where it can be."""
         if not self._is_deferred or self.file is None or mapping is None:
             return mapping
-        served = torch_from_file.served(str(self.file.name), mapping.nbytes())
+        served = torch_from_file.served(self.file.name, mapping.nbytes())
         return mapping if served is None else served
 
     def leave_file_at(self, position: int) -> None:
@@ -149,7 +149,7 @@ class _Reader(_FileReader):  # type: ignore[misc]
         arena = arena_of_file(file.fileno(), file.name)
         if arena is None:
             return None
-        served = _serve(storage_of(arena), memoryview(arena.buffer).cast("B"), str(file.name))
+        served = _serve(storage_of(arena), memoryview(arena.buffer).cast("B"), arena.image.name)
         if served is not None:
             diagnostics.count("served", "torch_zip")
         return served
