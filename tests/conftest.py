@@ -23,6 +23,10 @@ settings.register_profile(
 )
 settings.load_profile("short")
 
+# Before anything imports torch: threads for tensors of a few numbers cost more than what they do,
+# and on a busy machine a time slice each time that they wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Before anything imports trims_shim. Tests that want a daemon make a socket directory of their own.
 for _name in [name for name in os.environ if name.startswith("TRIMS_")]:
     del os.environ[_name]

@@ -34,8 +34,6 @@ LARGEST = 5
 NUMBERS = 24
 MS = 1_000_000
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 @functools.cache
 def subject(kind: str, dtype: torch.dtype = torch.float64, is_exact: bool = True) -> Subject:

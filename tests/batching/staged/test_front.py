@@ -379,8 +379,6 @@ def test_stages_of_tensors_have_no_graph_whoever_asks() -> None:
 
 def test_many_threads_with_tensors() -> None:
     torch = pytest.importorskip("torch")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     layers = [torch.nn.Linear(8, 8, dtype=torch.float64).requires_grad_(False) for _ in range(3)]
     for layer in layers:
         layer.weight.copy_(torch.randint(-3, 4, (8, 8)))  # sums of whole numbers are exact
@@ -397,6 +395,5 @@ def test_many_threads_with_tensors() -> None:
         join(*[start(functools.partial(ask, number)) for number in range(6)])
         batcher.drain(LONG_S)
         stats = batcher.stage_stats()
-    torch.set_num_threads(before)
     assert wrong == []
     assert stats.failures == 0

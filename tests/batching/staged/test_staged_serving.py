@@ -29,8 +29,6 @@ from trims_shim.batching.collate import collate_of  # noqa: E402
 MS = 1_000_000
 served_of = functools.cache(make_served)
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 # --- models ---------------------------------------------------------------------------------------
 

@@ -27,8 +27,6 @@ from trims_shim.errors import StagingError
 ENDS = (3, 7)
 MOST = 9
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 @functools.cache
 def decoder() -> HandWritten:

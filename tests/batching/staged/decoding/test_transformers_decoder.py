@@ -28,8 +28,6 @@ SIZES = {
 }
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 @functools.cache
 def model_of(kind: str, attention: str = "sdpa") -> Any:

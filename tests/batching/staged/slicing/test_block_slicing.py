@@ -16,8 +16,6 @@ from trims_shim.batching.staged.slicing.block_slicing import slice_blocks
 from trims_shim.batching.staged.slicing.examples import Example, are_identical
 from trims_shim.errors import StagingError
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 def check(model: nn.Module, example: Any, stages: int, **options: Any) -> Any:
     """Alone bit for bit; joined and taken apart at the borders as far as kernels are exact."""
@@ -114,7 +112,6 @@ class TestOwnModels:
         results: list[bool] = []
 
         def run(batch: torch.Tensor) -> None:
-            torch.set_num_threads(1)
             for _ in range(5):
                 results.append(are_identical(staged(batch), Example(batch).call(model)))
 

@@ -23,8 +23,6 @@ from trims_shim.testing import FakeDaemon
 
 IMAGE = torch.rand(2, 3, 8, 8)
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 @pytest.fixture(scope="module")
 def traced() -> TracedModel:

@@ -20,8 +20,6 @@ from trims_shim.errors import StagingError
 
 Forward = Callable[..., Any]
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 class Function(nn.Module):
     """A model of one function."""
