@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 from devices import BOTH_WAYS
@@ -64,14 +65,48 @@ def where(tensor):
 """
 
 
-@pytest.fixture(params=BOTH_WAYS)
-def world(emulated_environment: dict[str, str], request: pytest.FixtureRequest) -> Iterator[World]:
+@dataclass(frozen=True)
+class Saved:
+    """A file of a Net's state, and what the Net makes of ``torch.ones`` without the shim."""
+
+    path: str
+    result: float
+
+
+@pytest.fixture(scope="module")
+def saved() -> Iterator[Saved]:
+    world = World(enabled="0")
+    path = f"{world.root}/model.pt"
+    result = world.run(
+        PROGRAM
+        + "torch.manual_seed(0)\n"
+        + f"torch.save(Net().state_dict(), {path!r})\n"
+        + f"net = Net(); net.load_state_dict(torch.load({path!r})); net.eval()\n"
+        + "say(float(net(torch.ones(2, 1024)).double().sum()))\n"
+    )
+    yield Saved(path, result)
+    world.close()
+
+
+@pytest.fixture
+def path(saved: Saved) -> str:
+    return saved.path
+
+
+@pytest.fixture
+def world(emulated_environment: dict[str, str]) -> Iterator[World]:
     world = World(device_headroom_bytes="0", enabled="0", min_bytes="1", uploader_idle="1")
     world.variables = dict(emulated_environment)
-    if not request.param:
-        world.variables["WITHOUT_SWAP"] = "1"
     yield world
     world.close()
+
+
+@pytest.fixture(params=BOTH_WAYS)
+def either_world(world: World, request: pytest.FixtureRequest) -> World:
+    """For tests in which tensors that exist are put on other memory."""
+    if not request.param:
+        world.variables["WITHOUT_SWAP"] = "1"
+    return world
 
 
 @pytest.fixture
@@ -79,16 +114,8 @@ def machine(emulated_environment: dict[str, str]) -> Emulated:
     return Emulated.of(emulated_environment)
 
 
-@pytest.fixture
-def path(world: World) -> str:
-    path = f"{world.root}/model.pt"
-    world.run(
-        PROGRAM + f"torch.manual_seed(0)\ntorch.save(Net().state_dict(), {path!r})\n", enabled="0"
-    )
-    return path
-
-
-def test_processes_share_one_copy(world: World, machine: Emulated, path: str) -> None:
+def test_processes_share_one_copy(either_world: World, machine: Emulated, saved: Saved) -> None:
+    world, path = either_world, saved.path
     world.start()
     script = (
         PROGRAM
@@ -106,12 +133,7 @@ def test_processes_share_one_copy(world: World, machine: Emulated, path: str) ->
     for child in children:
         child.say()
         results.append(child.hear())
-    expected = world.run(
-        PROGRAM + f"net = Net(); net.load_state_dict(torch.load({path!r})); net.eval()\n"
-        "say(float(net(torch.ones(2, 1024)).double().sum()))",
-        enabled="0",
-    )
-    assert results == [expected] * 3
+    assert results == [saved.result] * 3
 
 
 def test_a_write_ends_its_process_alone(world: World, machine: Emulated, path: str) -> None:
@@ -136,7 +158,8 @@ def test_a_write_ends_its_process_alone(world: World, machine: Emulated, path: s
                      "['first.weight']))") == "device"  # fmt: skip
 
 
-def test_training_and_the_other_seams_write_private_memory(world: World, path: str) -> None:
+def test_training_and_the_other_seams_write_private_memory(either_world: World, path: str) -> None:
+    world = either_world
     world.start()
     said = world.run(
         PROGRAM
@@ -158,7 +181,8 @@ def test_training_and_the_other_seams_write_private_memory(world: World, path: s
     assert said == ["device", "here", "here"]
 
 
-def test_a_loop_of_loads_leaves_nothing(world: World, machine: Emulated, path: str) -> None:
+def test_a_loop_of_loads_leaves_nothing(either_world: World, machine: Emulated, path: str) -> None:
+    world = either_world
     world.start()
     said = world.run(
         PROGRAM
@@ -188,8 +212,9 @@ torch_modes.passive_modes.add(ToCuda)
 
 
 def test_a_module_moves_onto_the_image_of_its_host_memory(
-    world: World, machine: Emulated, path: str
+    either_world: World, machine: Emulated, path: str
 ) -> None:
+    world = either_world
     world.start()
     said = world.run(
         PROGRAM
@@ -208,7 +233,8 @@ def test_a_module_moves_onto_the_image_of_its_host_memory(
     assert len(on_device) == 1
 
 
-def test_safetensors(world: World, machine: Emulated) -> None:
+def test_safetensors(either_world: World, machine: Emulated) -> None:
+    world = either_world
     world.start()
     path = f"{world.root}/model.safetensors"
     said = world.run(
