@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 # The CPU build of torch is enough for everything here; any torch from 2.4 on works.
 TORCH ?= torch==2.13.0
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# In the order of tests/conftest.py: xdist's own has the files of few tests last, which take longest.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 STAMP = $(VENV)/.installed
 
 .PHONY: demo test lint bench bench-ort bench-batching gpu-check docs setup clean

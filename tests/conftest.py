@@ -37,6 +37,12 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="trims-tests-cache-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with a slow test come first: at the end, nobody is left to share such a file with."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture
 def no_leak() -> Iterator[None]:
     """The test leaves no descriptor open."""

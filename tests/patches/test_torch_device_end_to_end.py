@@ -16,6 +16,8 @@ from devices import BOTH_WAYS
 from emulated_cuda import Emulated
 from harness import World
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 WEIGHT_BYTES = 1024 * 1024 * 4
 

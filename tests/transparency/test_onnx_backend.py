@@ -11,6 +11,8 @@ import pytest
 
 from . import onnx_backend, shim
 
+pytestmark = pytest.mark.slow
+
 SELECTION = {"match": "", "every": 48, "start": 0}
 
 

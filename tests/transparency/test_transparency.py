@@ -15,6 +15,8 @@ import pytest
 from . import compare, runs, shim
 from .registry import CASES, Case, load_topics
 
+pytestmark = pytest.mark.slow
+
 load_topics()
 ALL = list(CASES.values())
 PAIR = tuple[runs.Results, runs.Results | None]
