@@ -229,8 +229,11 @@ class World:
 
     def environment(self, **settings: str) -> dict[str, str]:
         """The environment of a process of this world."""
+        # Programs compute in as many threads as those of users.
         environment = {
-            key: value for key, value in os.environ.items() if not key.startswith("TRIMS_")
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("TRIMS_") and key != "OMP_NUM_THREADS"
         }
         environment.update(self.variables)
         environment["TRIMS_SOCKET_DIR"] = self.sockets
