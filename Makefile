@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 # The CPU build of torch is enough for everything here; any torch from 2.4 on works.
 TORCH ?= torch==2.13.0
-# In the order of tests/conftest.py: xdist's own has the files of few tests last, slow or not.
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# For two processors; some tests mostly wait. In the order of tests/conftest.py: xdist's own has the
+# files of few tests last, slow or not.
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 STAMP = $(VENV)/.installed
 
 .PHONY: demo test lint bench bench-ort bench-batching gpu-check docs setup clean

@@ -21,6 +21,7 @@ from trims_shim.client import pool
 from trims_shim.client.cache import Cache, exchange
 from trims_shim.client.connection import Granted, check_protocol
 from trims_shim.errors import (
+    DaemonDied,
     DaemonStartFailed,
     DaemonTimeout,
     DaemonUnavailable,
@@ -219,6 +220,42 @@ def test_a_daemon_that_hangs_is_asked_less_and_less(
         connections.ask(hang, may_start=True)
     assert connections._pause is not None
     assert connections._pause.length_s == pool._LEAST_PAUSE_S, "it had answered"
+
+
+def test_a_daemon_that_dies_of_each_request_is_left_alone(
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(config.load({}, socket_dir=str(socket_directory)))
+    listener = handover.new_socket()
+    listener.bind(cache.endpoint.handover)
+    listener.listen()
+    taken: list[None] = []
+
+    def die_each_time() -> None:
+        while True:
+            connection, _ = listener.accept()
+            connection.recv(1)
+            taken.append(None)
+            connection.close()
+
+    threading.Thread(target=die_each_time, daemon=True).start()
+    starts: list[object] = []
+    monkeypatch.setattr(pool.spawn, "start", lambda endpoint, timeout_s: starts.append(endpoint))
+    for _ in range(3):
+        with pytest.raises(DaemonDied):
+            cache.welcome(may_start=False)
+    assert len(taken) == 3, "somebody may start another one at any time"
+    for _ in range(3):
+        with pytest.raises(DaemonDied, match="has closed"):
+            cache.welcome(may_start=True)
+    assert len(starts) == 1
+    asked = len(taken)
+    later = time.monotonic() + pool._LEAST_PAUSE_S
+    monkeypatch.setattr(pool.time, "monotonic", lambda: later)
+    with pytest.raises(DaemonDied):
+        cache.welcome(may_start=True)
+    assert len(starts) == 2
+    assert len(taken) > asked
 
 
 def test_a_load_that_stalls_is_no_reason_to_ask_for_no_other(socket_directory: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_connection_of_a_process_ends_with_its_rights(running: World) -> Non
         TRY + f"data(open_file({first!r}))\n" + AS_NOBODY + "say([attempt("
         f"lambda: data(open_file({second!r}))[:1]) for _ in range(2)])\n"
     )
-    assert set(said) <= {"DaemonUnavailable", "ConnectionLost", "AccessDenied"}
+    assert set(said) <= {"DaemonDied", "DaemonUnavailable", "ConnectionLost", "AccessDenied"}
     assert len(running.status().images) == 1
 
 
@@ -191,7 +191,7 @@ def test_tokens_and_tickets_of_another_session(shared: World) -> None:
         "say(results)\n"
     )
     assert said[:2] == ["AccessDenied"] * 2
-    assert set(said[2:6]) <= {"AccessDenied", "DaemonTimeout", "DaemonUnavailable"}
+    assert set(said[2:6]) <= {"AccessDenied", "DaemonDied", "DaemonTimeout", "DaemonUnavailable"}
     assert said[6:] == ["OpenImageReply", "AccessDenied"]
 
 

@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any
 from trims_shim._version import __version__
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.client.session import Conversation, error_from
-from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
+from trims_shim.errors import (
+    DaemonDied,
+    DaemonTimeout,
+    DaemonUnavailable,
+    IncompatibleDaemon,
+    WireError,
+)
 from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import HOST_TIER
 from trims_shim.wire import codec, handover, messages
@@ -348,7 +354,7 @@ class Connection:
         except OSError as error:
             if isinstance(error, ConnectionError) and self._welcome is None:
                 self._receive_welcome()  # It says why, where the daemon has closed because of it.
-            raise DaemonUnavailable(f"the daemon has closed the connection: {error}") from error
+            raise _lost(error) from error
 
     def _receive_until(self, is_there: Callable[[], object], timeout_s: float) -> None:
         """Whatever else comes does not make it longer. Raises DaemonTimeout."""
@@ -392,9 +398,9 @@ class Connection:
                 raise self._timeout("does not answer")
             packet = _receive(self._handover)
         except OSError as error:
-            raise DaemonUnavailable(f"the daemon has closed the connection: {error}") from error
+            raise _lost(error) from error
         if packet is None:
-            raise DaemonUnavailable("the daemon has closed the connection")
+            raise DaemonDied("the daemon has closed the connection")
         return packet
 
     def _flush_releases(self) -> None:
@@ -437,6 +443,12 @@ def _part_count(reply: Any, tier: str) -> int:
     if len(grant.handles) != len(grant.allocations):
         raise WireError(f"{len(grant.handles)} handles of {len(grant.allocations)} allocations")
     return 1
+
+
+def _lost(error: OSError) -> DaemonUnavailable:
+    """The connection cannot be used; also for another reason than the daemon's end."""
+    kind = DaemonDied if isinstance(error, ConnectionError) else DaemonUnavailable
+    return kind(f"the daemon has closed the connection: {error}")
 
 
 def _connect(endpoint: Endpoint) -> socket.socket:

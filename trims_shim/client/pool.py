@@ -1,7 +1,8 @@
 """The connections of this process to the daemon, and what is done where there is none.
 
 Owns how many there are, which one a request is sent on, that a daemon is started, that an older one
-makes room for its successor, and that one which does not start or hangs is left alone for a while.
+makes room for its successor, and that one which does not start, hangs, or dies of what it is asked
+is left alone for a while.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from trims_shim.client import spawn
 from trims_shim.client.connection import Connection, Granted, check_protocol
 from trims_shim.config import Config
 from trims_shim.errors import (
+    DaemonDied,
     DaemonError,
     DaemonStartFailed,
     DaemonTimeout,
@@ -60,7 +62,7 @@ class Line(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Pause:
-    """Nobody is asked until then: a daemon that does not start or hangs costs seconds each time."""
+    """Nobody is asked until then: what does not start, hangs or dies costs seconds each time."""
 
     until_s: float
     length_s: float
@@ -103,8 +105,10 @@ class Pool:
             raise before.kind(before.reason)
         try:
             result = self._ask_twice(ask, may_start)
-        except (DaemonStartFailed, DaemonTimeout) as error:
-            self._pause_after(error, before)
+        except (DaemonDied, DaemonStartFailed, DaemonTimeout) as error:
+            # One that may be started has died twice: for lack of memory, say.
+            if may_start or not isinstance(error, DaemonDied):
+                self._pause_after(error, before)
             raise
         self._pause = None
         return result
