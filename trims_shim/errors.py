@@ -12,7 +12,6 @@
     │   └── UnknownMessage           its verb is not part of this protocol version
     ├── DaemonError              the daemon cannot be used
     │   ├── DaemonUnavailable        nobody listens, and none may or could be started
-    │   │   ├── DaemonDied               it closed the connection in the midst of a request
     │   │   └── UnusableSocketDir        the directory of the sockets cannot be made, or be trusted
     │   ├── DaemonStartFailed        it was started and reported a failure
     │   ├── DaemonTimeout            it stopped answering
@@ -50,7 +49,6 @@ __all__ = [
     "BatchingError",
     "ConfigError",
     "CorruptFile",
-    "DaemonDied",
     "DaemonError",
     "DaemonStartFailed",
     "DaemonTimeout",
@@ -165,10 +163,6 @@ class DaemonStartFailed(DaemonError):
     """The daemon was started and reported a failure."""
 
     reason = "daemon_start_failed"
-
-
-class DaemonDied(DaemonUnavailable):
-    """The daemon closed the connection in the midst of a request."""
 
 
 class DaemonTimeout(DaemonError):

@@ -19,9 +19,8 @@ from trims_shim import config
 from trims_shim.client import cache as caches
 from trims_shim.client import pool
 from trims_shim.client.cache import Cache, exchange
-from trims_shim.client.connection import Granted, check_protocol
+from trims_shim.client.connection import DaemonDied, Granted, check_protocol
 from trims_shim.errors import (
-    DaemonDied,
     DaemonStartFailed,
     DaemonTimeout,
     DaemonUnavailable,

@@ -25,13 +25,7 @@ from typing import TYPE_CHECKING, Any
 from trims_shim._version import __version__
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.client.session import Conversation, error_from
-from trims_shim.errors import (
-    DaemonDied,
-    DaemonTimeout,
-    DaemonUnavailable,
-    IncompatibleDaemon,
-    WireError,
-)
+from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
 from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import HOST_TIER
 from trims_shim.wire import codec, handover, messages
@@ -40,7 +34,7 @@ from trims_shim.wire.endpoint import Endpoint
 if TYPE_CHECKING:
     import zmq  # elsewhere where it is used: many processes need none of it
 
-__all__ = ["Connection", "Granted", "check_protocol"]
+__all__ = ["Connection", "DaemonDied", "Granted", "check_protocol"]
 
 _CONNECT_TIMEOUT_S = 3.0
 _ANSWER_TIMEOUT_S = 3.0
@@ -48,6 +42,10 @@ _LAST_WORDS_MS = 100
 _DESCRIPTORS_NEEDED = 16
 """Of a ZeroMQ context with one connected socket (8 with libzmq 4.3), a segment, and some to spare.
 """
+
+
+class DaemonDied(DaemonUnavailable):
+    """It closed the connection in the midst of a request."""
 
 
 @dataclass(frozen=True, slots=True)

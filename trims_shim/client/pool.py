@@ -17,10 +17,9 @@ from typing import Any, Protocol, TypeVar
 from trims_shim import diagnostics
 from trims_shim._version import __version__
 from trims_shim.client import spawn
-from trims_shim.client.connection import Connection, Granted, check_protocol
+from trims_shim.client.connection import Connection, DaemonDied, Granted, check_protocol
 from trims_shim.config import Config
 from trims_shim.errors import (
-    DaemonDied,
     DaemonError,
     DaemonStartFailed,
     DaemonTimeout,
