@@ -10,12 +10,12 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
-from tests.batching.waiting import LONG_S, Gate, wait_until
+from tests.batching.waiting import LONG_S, Endless, Gate, wait_until
 from trims_shim.batching import Batcher
 from trims_shim.batching.aio import AwaitedReply, Mailbox
 from trims_shim.batching.policies.window import Window
@@ -571,22 +571,13 @@ def test_a_loop_that_is_closed_with_an_asynchronous_batch_running() -> None:
 
 
 def test_a_stream_ends_when_its_loop_is_closed() -> None:
-    ended = threading.Event()
-
-    def endless(items: list[int]) -> Iterator[list[int]]:
-        try:
-            while True:
-                time.sleep(0.001)
-                yield items
-        finally:
-            ended.set()
-
+    endless = Endless()
     loop = asyncio.new_event_loop()
     batcher = greedy(endless)
     pieces = batcher.astream(1)
     assert loop.run_until_complete(anext(pieces)) == 1
     loop.close()
-    assert ended.wait(LONG_S)
+    assert endless.ended.wait(LONG_S)
     batcher.close()
 
 

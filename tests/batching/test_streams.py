@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 from tests.batching.test_aio import run
-from tests.batching.waiting import LONG_S, wait_until
+from tests.batching.waiting import LONG_S, Endless, wait_until
 from trims_shim.batching import Batcher
 from trims_shim.batching.policies.window import Window
 from trims_shim.errors import BadBatch
@@ -47,22 +46,13 @@ def test_each_item_has_its_own_end(function: Any) -> None:
 
 @pytest.mark.parametrize("end", [lambda pieces: pieces.close(), lambda pieces: None])
 def test_a_stream_that_nobody_begins_to_read_is_given_up(end: Any) -> None:
-    ended = threading.Event()
-
-    def endless(items: list[int]) -> Iterator[list[int]]:
-        try:
-            while True:
-                time.sleep(0.001)
-                yield items
-        finally:
-            ended.set()
-
+    endless = Endless()
     batcher = Batcher(endless, policy="immediate")
     pieces = batcher.stream(1)
     wait_until(lambda: batcher.stats().running == 1)
     end(pieces)
     del pieces
-    assert ended.wait(LONG_S)
+    assert endless.ended.wait(LONG_S)
     batcher.close(timeout_s=LONG_S)
 
 

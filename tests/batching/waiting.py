@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 from harness import PATIENCE_S, wait_until
 
-__all__ = ["LONG_S", "Gate", "join", "start", "wait_until"]
+__all__ = ["LONG_S", "Endless", "Gate", "join", "start", "wait_until"]
 
 LONG_S = PATIENCE_S
 
@@ -48,3 +49,18 @@ class Gate:
         """Let so many batches go."""
         for _ in range(times):
             self._may_go.release()
+
+
+class Endless:
+    """A batch function that answers in pieces without end; ``ended`` once it was closed."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def __call__(self, items: list[int]) -> Iterator[list[int]]:
+        try:
+            while True:
+                time.sleep(0.001)
+                yield items
+        finally:
+            self.ended.set()

@@ -40,15 +40,11 @@ IDLE_S = 30.0
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-class _Worker(Seat):
-    __slots__ = ()
-
-
 class ThreadDispatch(Dispatch):
     """See the module docstring."""
 
     def __init__(self, function: BatchFunction, options: Options) -> None:
-        self._idle: list[_Worker] = []
+        self._idle: list[Seat] = []
         super().__init__(function, options)
         weakref.finalize(self, _wake_all, self._idle).atexit = False
 
@@ -140,7 +136,7 @@ class ThreadDispatch(Dispatch):
 
     # --- workers ----------------------------------------------------------------------------------
 
-    def work(self, worker: _Worker) -> bool:
+    def work(self, worker: Seat) -> bool:
         """One step of a worker's life; False if it has nothing to do and keeps no time."""
         job = worker.job
         if job is not None:
@@ -154,7 +150,7 @@ class ThreadDispatch(Dispatch):
             return False
         return True
 
-    def retire(self, worker: _Worker) -> bool:
+    def retire(self, worker: Seat) -> bool:
         """End an idle worker, unless it was given something meanwhile."""
         with self._turn():
             is_idle = worker.job is None and worker.wake_ns is None
@@ -232,7 +228,7 @@ class ThreadDispatch(Dispatch):
 
     def _seat_for(self, job: Job) -> Seat:
         me = self._me
-        if isinstance(me, _Worker) and me in self._idle:
+        if me is not None and me in self._idle:
             self._idle.remove(me)
             return me
         if self._may_be_callers(job):
@@ -245,19 +241,19 @@ class ThreadDispatch(Dispatch):
                 return me if me in callers else callers[0]
         return self._free_worker()
 
-    def _free_worker(self) -> _Worker:
+    def _free_worker(self) -> Seat:
         return self._idle.pop() if self._idle else self._new_worker()
 
     def _may_be_callers(self, job: Job) -> bool:
         """Whether a caller may run it in his thread."""
         return self.options.caller_runs and not self.function.is_generator
 
-    def _new_worker(self) -> _Worker:
-        worker = _Worker()
+    def _new_worker(self) -> Seat:
+        worker = Seat()
         self._outside.append(lambda: self._start(worker))
         return worker
 
-    def _start(self, worker: _Worker) -> None:
+    def _start(self, worker: Seat) -> None:
         try:
             thread = threading.Thread(
                 target=_live,
@@ -278,7 +274,7 @@ class ThreadDispatch(Dispatch):
         found.__cause__ = error
         return found
 
-    def _do_without(self, worker: _Worker, error: RuntimeError) -> None:
+    def _do_without(self, worker: Seat, error: RuntimeError) -> None:
         with self._turn():
             job, worker.job = worker.job, None
             if self._keeper is worker:
@@ -299,7 +295,7 @@ class ThreadDispatch(Dispatch):
     def _rescue(self) -> None:
         self._idle_worker().wake()
 
-    def _idle_worker(self) -> _Worker:
+    def _idle_worker(self) -> Seat:
         if not self._idle:
             self._idle.append(self._new_worker())
         return self._idle[-1]
@@ -345,7 +341,7 @@ class ThreadDispatch(Dispatch):
             self._keeper = None
 
 
-def _live(dispatch_ref: weakref.ref[ThreadDispatch], worker: _Worker) -> None:
+def _live(dispatch_ref: weakref.ref[ThreadDispatch], worker: Seat) -> None:
     while (dispatch := dispatch_ref()) is not None:
         while _step(dispatch, worker):
             pass
@@ -357,7 +353,7 @@ def _live(dispatch_ref: weakref.ref[ThreadDispatch], worker: _Worker) -> None:
             return
 
 
-def _step(dispatch: ThreadDispatch, worker: _Worker) -> bool:
+def _step(dispatch: ThreadDispatch, worker: Seat) -> bool:
     """False if there is nothing to do."""
     try:
         dispatch.settle(worker)
@@ -390,6 +386,6 @@ def adopt_torch_threads() -> None:
         ask()
 
 
-def _wake_all(workers: list[_Worker]) -> None:
+def _wake_all(workers: list[Seat]) -> None:
     for worker in workers:
         worker.wake()

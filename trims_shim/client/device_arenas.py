@@ -47,7 +47,6 @@ __all__ = [
     "reap",
 ]
 
-
 _CAPTURE = "STREAM_CAPTURE"
 """In the name of every result that says that a capture is in the way."""
 _LONGEST_CAPTURE_S = 300.0
