@@ -25,7 +25,7 @@ from benchmarks.harness import (
     describe_machine,
     write_json,
 )
-from benchmarks.peers import CATALOGUE
+from benchmarks.peers import CATALOGUE, check_installed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -151,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     machine = describe_machine()
     sides = [each for each in _SIDES if each.policy in (options.policies or CATALOGUE)]
+    check_installed(side.policy for side in sides)
     measured = {side.title: _sample(side, options.calls, 1) for side in sides}
     measured |= {side.shared_title: _sample(side, options.calls, _CLIENTS) for side in sides}
     measured["direct"] = lambda: _direct(options.calls)

@@ -46,7 +46,7 @@ from benchmarks.harness import (
     rounded,
     write_json,
 )
-from benchmarks.peers import CATALOGUE
+from benchmarks.peers import CATALOGUE, check_installed
 
 __all__ = ["main"]
 
@@ -194,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         content["calibrations"].clear()
     end = time.monotonic() + options.minutes * 60
     if not options.report:
+        check_installed(options.policies)
         content["machine"] = describe_machine()
         cells = _cells(options, content["calibrations"])
         for group in _jobs(options, cells, records):

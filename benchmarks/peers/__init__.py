@@ -8,16 +8,25 @@ of each, and its settings to choose from: every peer is shown with the best of s
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.batching_devices import Device
 
-__all__ = ["CATALOGUE", "Dropped", "Kind", "LoopPeer", "Peer", "Settings", "make_peer"]
+__all__ = [
+    "CATALOGUE",
+    "Dropped",
+    "Kind",
+    "LoopPeer",
+    "Peer",
+    "Settings",
+    "check_installed",
+    "make_peer",
+]
 
 Settings = Mapping[str, Any]
 Done = Callable[[Any, BaseException | None], None]
@@ -104,6 +113,8 @@ class Kind:
     adapter: str
     variants: tuple[Settings, ...] = ({},)
     note: str = ""
+    package: str = "trims_shim"
+    """What it is imported as."""
 
 
 def _waits(*waits_ms: float, **fixed: Any) -> tuple[Settings, ...]:
@@ -135,20 +146,45 @@ CATALOGUE: dict[str, Kind] = {
         "Cork",
         tuple({"latency_share": share} for share in (1.0, 0.95, 0.9)),
         "private class; told the objective, or a little less; trained by the warm-up",
+        package="bentoml",
     ),
-    "batched": Kind("batched, thread", "batched_dynamically", "Thread", _waits(1, 5, 10)),
-    "batched-asyncio": Kind("batched, asyncio", "batched_dynamically", "Asyncio", _waits(1, 5, 10)),
-    "async-batcher": Kind("async-batcher", "async_batchers", "Batcher", _waits(0, 5, 10)),
-    "batch-inference": Kind("batch-inference", "batch_inference_host", "Host", _waits(0, 5, 10)),
+    "batched": Kind(
+        "batched, thread", "batched_dynamically", "Thread", _waits(1, 5, 10), package="batched"
+    ),
+    "batched-asyncio": Kind(
+        "batched, asyncio", "batched_dynamically", "Asyncio", _waits(1, 5, 10), package="batched"
+    ),
+    "async-batcher": Kind(
+        "async-batcher", "async_batchers", "Batcher", _waits(0, 5, 10), package="async_batcher"
+    ),
+    "batch-inference": Kind(
+        "batch-inference",
+        "batch_inference_host",
+        "Host",
+        _waits(0, 5, 10),
+        package="batch_inference",
+    ),
     "ray": Kind(
         "Ray @serve.batch",
         "ray_serve",
         "ServeBatch",
         _RAY,
         "outside of a replica, whose context is replaced",
+        package="ray",
     ),
 }
 """By the name that the command line takes."""
+
+
+def check_installed(names: Iterable[str]) -> None:
+    """Raises SystemExit where a library is missing here, and says where it is not."""
+    packages = {CATALOGUE[name].package for name in names}
+    missing = sorted(each for each in packages if importlib.util.find_spec(each) is None)
+    if missing:
+        raise SystemExit(
+            f"{', '.join(missing)} cannot be imported here; benchmarks/peers/setup.sh installs "
+            "them into .venv-peers, so use .venv-peers/bin/python, or leave them out"
+        )
 
 
 def make_peer(
