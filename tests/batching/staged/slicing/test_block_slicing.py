@@ -77,6 +77,32 @@ class TestOwnModels:
         with pytest.raises(NotJoinable):
             join([first(up), first(down)])
 
+    def test_what_has_no_batch_axis_but_depends_on_the_data(self) -> None:
+        """As masks that are one for all where nothing is padded."""
+        model = Wrong("scale").eval()
+        staged = slice_blocks(model, torch.ones(2, 4), 2)
+        assert len(staged) == 2
+        one, same, other = torch.ones(1, 4), torch.ones(3, 4), torch.full((1, 4), 3.0)
+        first, last = staged
+        assert last(join([first(one), first(same)])).tolist() == [[2.0] * 4] * 4
+        with pytest.raises(NotJoinable):
+            join([first(one), first(other)])
+        with pytest.raises(NotJoinable):
+            join([first(other), first(other)])
+        assert last(first(other)).tolist() == model(other).tolist() == [[12.0] * 4]
+
+    def test_kinds_are_forgotten_and_never_confused(self) -> None:
+        """Also where what is joined has other lengths each time."""
+        first, _ = slice_blocks(Wrong("offset").eval(), torch.ones(2, 4), 2)
+        before = first(torch.ones(1, 4))
+        for length in range(5, 80):
+            one, other = first(torch.ones(1, length)), first(torch.ones(2, length))
+            assert join([one, other])[1].shape == (3, length)
+        after = first(torch.full((1, 4), 2.0))
+        with pytest.raises(NotJoinable):
+            join([before, after])
+        join([after, first(torch.full((1, 4), 2.0))])
+
     def test_hooks_of_blocks_run(self) -> None:
         model = Encoder().eval()
         staged = slice_blocks(model, torch.randint(0, 50, (2, 5)), 2)
@@ -156,6 +182,10 @@ class Wrong(nn.Module):
             return three(two(one(x, len(x))))
         if self.kind == "branch":
             return three(two(one(x, scale=1 if x.sum() > 0 else 2)))
+        if self.kind == "scale":
+            return three(two(one(x, scale=x[:1].mean(1, keepdim=True) + 1)))
+        if self.kind == "offset":
+            return three(two(one(x, scale=x[0] + 1)))
         if self.kind == "attention":
             return three(two(one(x, returns_more=True)[0]))
         return three(two(one(x))[:, :2].reshape(len(x), 2))
@@ -163,7 +193,7 @@ class Wrong(nn.Module):
 
 class _Any(nn.Module):
     def forward(
-        self, x: torch.Tensor, other: Any = None, *, returns_more: bool = False, scale: int = 1
+        self, x: torch.Tensor, other: Any = None, *, returns_more: bool = False, scale: Any = 1
     ) -> Any:
         return (x, x) if returns_more else x * scale
 

@@ -109,8 +109,7 @@ class _Body:
         self.shell = shell
         self.blocks: list[Callable[..., Any]] = list(shell.blocks)
         self._example = example
-        self._kinds: list[tuple[BlockCalls, tuple[bool, ...]]] = []
-        """For calls that are known, which of the prelude's tensors have the batch as an axis."""
+        self._kinds: list[_Kind] = []
         self.begin(example.batch())
 
     @property
@@ -122,36 +121,33 @@ class _Body:
         """The prelude: what goes from stage to stage."""
         run = self._example.like(batch)
         prelude = self.shell.prelude(run)
-        calls, is_batched = self._kind(prelude, run)
+        kind = self._kind(prelude, run)
         tensors = tuple(
             tensor if has_rows else Shared(tensor)
-            for tensor, has_rows in zip(prelude.tensors, is_batched, strict=True)
+            for tensor, has_rows in zip(prelude.tensors, kind.is_batched, strict=True)
         )
         leaves = tuple(each if _is_array(each) else Shared(each) for each in run.leaves())
-        return leaves, prelude.hidden, tensors, Shared(calls)
+        return leaves, prelude.hidden, tensors, Shared(kind.of_contents(tensors))
 
     def through(self, state: tuple[Any, ...], begin: int, end: int) -> tuple[Any, ...]:
         """Some blocks."""
-        leaves, hidden, tensors, calls = state
+        leaves, hidden, tensors, kind = state
         plain = _without_shared(tensors)
         for number in range(begin, end):
-            args, kwargs = calls.value.arguments(number, hidden, plain)
+            args, kwargs = kind.value.calls.arguments(number, hidden, plain)
             hidden = self.shell.hidden_of(self.blocks[number](*args, **kwargs))
-        return leaves, hidden, tensors, calls
+        return leaves, hidden, tensors, kind
 
     def end(self, state: tuple[Any, ...]) -> Any:
         """The postlude: the model's output."""
         leaves, hidden, *_ = state
         return self.shell.postlude(self._example.of_leaves(_without_shared(leaves)), hidden)
 
-    def _kind(self, prelude: Prelude, run: Example) -> tuple[BlockCalls, tuple[bool, ...]]:
-        """The calls as they were seen first, and which tensors have rows.
-
-        The same object for equal ones, so that they are quickly compared when they are joined.
-        """
-        for calls, is_batched in self._kinds:
-            if calls == prelude.calls and len(is_batched) == len(prelude.tensors):
-                return calls, is_batched
+    def _kind(self, prelude: Prelude, run: Example) -> _Kind:
+        """That of batches which were called alike."""
+        for kind in self._kinds:
+            if kind.calls == prelude.calls and len(kind.is_batched) == len(prelude.tensors):
+                return kind
         # With all of its rows and one more, what depends on the contents stays as it is.
         larger = self.shell.prelude(run.with_rows(run.rows + 1))
         if larger.calls != prelude.calls:
@@ -159,7 +155,7 @@ class _Body:
                 f"{self.shell.name} calls its blocks in another way with {run.rows} rows than with "
                 f"{run.rows + 1}; what they are called with may not depend on the size of the batch"
             )
-        kind = (
+        kind = _Kind(
             prelude.calls,
             tuple(
                 _has_rows(one, other, run.rows)
@@ -192,6 +188,37 @@ class _Body:
         return self.end(value) if step == self.last else self.through(value, step - 1, step)
 
 
+class _Kind:
+    """Of batches that may be joined, as each is the same object: their calls are equal, and which
+    of the prelude's tensors have the batch as an axis; and so are the contents of the others.
+    """
+
+    __slots__ = ("_seen", "calls", "is_batched")
+
+    def __init__(self, calls: BlockCalls, is_batched: tuple[bool, ...]) -> None:
+        self.calls = calls
+        self.is_batched = is_batched
+        self._seen: dict[tuple[Any, ...], tuple[tuple[Any, ...], _Kind]] = {}
+        """By shapes, what had no batch axis first, and the kind of all that have the same."""
+
+    def of_contents(self, tensors: Sequence[Any]) -> _Kind:
+        """Of a batch that was called like this. Threads may ask at the same time."""
+        values = tuple(each.value for each in tensors if isinstance(each, Shared))
+        if not values:
+            return self
+        shapes = tuple((*each.shape, each.dtype, each.device) for each in values)
+        found = self._seen.get(shapes)
+        if found is None:
+            if len(self._seen) >= _KINDS:
+                self._seen = {}
+            found = self._seen.setdefault(shapes, (values, self._new()))
+        first, kind = found
+        return kind if all(map(_is_equal, first, values)) else self._new()
+
+    def _new(self) -> _Kind:
+        return _Kind(self.calls, self.is_batched)
+
+
 class BlockStage:
     """Some of a model's steps: the prelude, blocks, the postlude. ``end`` is not among them."""
 
@@ -214,6 +241,10 @@ class BlockStage:
 
 def _has_rows(one: Any, other: Any, rows: int) -> bool:
     return bool(one.dim() and one.shape[0] == rows and other.shape == (rows + 1, *one.shape[1:]))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return one is other or bool((one == other).all())
 
 
 def _is_array(leaf: Any) -> bool:
