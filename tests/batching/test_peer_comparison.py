@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,19 @@ def test_report_shows_every_measured_batcher(tmp_path: Path) -> None:
 # --- for real -------------------------------------------------------------------------------------
 
 
+def test_libraries_that_are_missing_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    nowhere = {
+        each: replace(CATALOGUE[each], package=f"no_{each}_here") for each in ("cork", "ray")
+    }
+    monkeypatch.setattr("benchmarks.peers.CATALOGUE", CATALOGUE | nowhere)
+    with pytest.raises(SystemExit, match=r"no_cork_here, no_ray_here cannot.*setup\.sh installs"):
+        batching_peers.main(["--output", str(tmp_path), "--policies", "trims", "cork", "ray"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_interrupted_run_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +255,7 @@ def test_interrupted_run_goes_on_where_it_was(
     monkeypatch.setattr(batching_peers, "_run", pretend)
     monkeypatch.setattr(batching_peers, "_calibrate", lambda *_: Calibration({1: 20.0}))
     monkeypatch.setattr(batching_peers, "_report", lambda *_: None)
+    monkeypatch.setattr(batching_peers, "check_installed", lambda *_: None)
     command = ["--devices", "sleep", "--rates", "200", "--cvs", "1", "--output", str(tmp_path)]
     command += ["--policies", "trims", "cork"]
     assert batching_peers.main([*command, "--repeats", "1"]) == 0

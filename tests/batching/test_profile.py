@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile import LatencyProfile, without_noise
 
 latencies = st.lists(st.integers(1, 1000), min_size=1, max_size=20)
 
@@ -23,9 +23,25 @@ def test_a_line() -> None:
 
 
 @given(latencies)
-def test_a_larger_batch_is_never_quicker(measured: list[int]) -> None:
-    found = table(LatencyProfile(measured))
-    assert found == [max(measured[: size + 1]) for size in range(len(measured))]
+def test_no_batch_is_quicker_than_one_item(measured: list[int]) -> None:
+    assert table(LatencyProfile(measured)) == [max(measured[0], each) for each in measured]
+
+
+@given(st.lists(st.integers(100, 109), min_size=1, max_size=20))
+def test_small_dips_are_noise(measured: list[int]) -> None:
+    found = without_noise(measured)
+    assert found == sorted(found)
+    assert sum(found) == pytest.approx(sum(measured))
+    assert without_noise(found) == pytest.approx(found)
+
+
+def test_deep_dips_are_real() -> None:
+    assert without_noise([5, 10, 13, 10, 12, 11.9, 14]) == [5, 10, 13, 10, 11.95, 11.95, 14]
+    measured = LatencyProfile.measured({1: 50, 2: 100, 3: 130, 4: 100}, pads=False)
+    assert table(measured) == [50, 100, 130, 100]
+    assert measured.largest_within(100, 4) == 4
+    assert measured.largest_within(100, 3) == 2
+    assert measured.largest_within(49, 4) == measured.largest_within(-1, 4) == 0
 
 
 @given(latencies, st.integers(0, 1100), st.integers(1, 25))

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
-__all__ = ["LatencyProfile"]
+__all__ = ["LatencyProfile", "without_noise"]
 
 _NS_PER_MS = 1_000_000
+_REAL_DIP = 0.9
+"""A batch that takes less than this share of a smaller one does so for a reason: libraries choose
+other kernels for it. Measured sizes vary by less (docs/decisions/0009)."""
 
 
 class LatencyProfile:
     """Latency of a batch, in nanoseconds, for every size from 1 to ``max_batch_size``.
 
-    Never decreasing in the size: where a measurement says that more take less, the less of the
-    smaller size is noise, or could be had by padding.
+    No size takes less than one item alone. A larger one may take less than a smaller one, as some
+    products of matrices do: of a perceptron on a processor, 3 rows 13 ms, and 4 rows 10.
     """
 
-    __slots__ = ("_table", "max_batch_size")
+    __slots__ = ("_least", "_table", "max_batch_size")
 
     def __init__(self, latencies_ns: Iterable[float]) -> None:
         """Of sizes 1, 2, 3, ... Raises ValueError for none, or for one that is not positive."""
@@ -34,10 +38,12 @@ class LatencyProfile:
                 raise ValueError(
                     f"a batch of {len(table)} takes {latency_ns} ns: not positive and finite"
                 )
-            table.append(max(table[-1], round(latency_ns), 1))
+            table.append(max(table[min(1, len(table) - 1)], round(latency_ns), 1))
         if len(table) == 1:
             raise ValueError("a profile needs the latency of at least one batch size")
         self._table = table
+        # By size, the least that it or any larger one takes.
+        self._least = [*accumulate(reversed(table), min)][::-1]
         self.max_batch_size = len(table) - 1
         """The largest size it knows."""
 
@@ -63,7 +69,8 @@ class LatencyProfile:
             raise ValueError("a profile needs the latency of at least one batch size from 1 on")
         sizes = sorted(latencies_ns)
         last = sizes[-1] if max_batch_size is None else max_batch_size
-        return cls(_at(size, sizes, latencies_ns, pads=pads) for size in range(1, last + 1))
+        found = (_at(size, sizes, latencies_ns, pads=pads) for size in range(1, last + 1))
+        return cls(without_noise(found))
 
     def latency_ns(self, size: int) -> int:
         """Of a batch of ``size``, from 1 to ``max_batch_size``."""
@@ -71,7 +78,11 @@ class LatencyProfile:
 
     def largest_within(self, budget_ns: float, limit: int) -> int:
         """The largest size up to ``limit`` that takes at most ``budget_ns``; 0 if none does."""
-        return bisect_right(self._table, budget_ns, 1, min(limit + 1, len(self._table))) - 1
+        table = self._table
+        size = bisect_right(self._least, budget_ns, 1, min(limit + 1, len(table))) - 1
+        while size and table[size] > budget_ns:  # one beyond the limit does not
+            size -= 1
+        return size
 
     def check_knows(self, max_batch_size: int) -> None:
         """Raises ValueError for a size of batches that is none, or beyond its own."""
@@ -108,6 +119,33 @@ class LatencyProfile:
             f"<LatencyProfile of 1 to {self.max_batch_size}: about "
             f"{beta / _NS_PER_MS:.3g} + {alpha / _NS_PER_MS:.3g} b ms>"
         )
+
+
+def without_noise(latencies_ns: Iterable[float]) -> list[float]:
+    """Measured ones of sizes 1, 2, 3, ..., of which larger ones take no less.
+
+    Where they do by measurement, but not much, all of these take what they take on average
+    (isotonic regression, by pooling neighbours: Ayer et al., 1955). A dip that is deep is real.
+    """
+    found: list[float] = []
+    rising: list[float] = []
+    for latency_ns in latencies_ns:
+        if rising and latency_ns < _REAL_DIP * max(rising):
+            found += _isotonic(rising)
+            rising = []
+        rising.append(latency_ns)
+    return found + _isotonic(rising)
+
+
+def _isotonic(values: Sequence[float]) -> list[float]:
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, size = pools.pop()
+            mean, count = (before * size + mean * count) / (size + count), size + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
 
 
 def _at(size: int, sizes: list[int], latencies_ns: Mapping[int, float], *, pads: bool) -> float:

@@ -26,7 +26,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile import LatencyProfile, without_noise
 
 __all__ = ["LearnedProfile", "measure", "sizes_to_measure"]
 
@@ -201,7 +201,7 @@ class LearnedProfile:
 
     def _profile_of(self, latencies_ns: Mapping[int, float], max_batch_size: int) -> LatencyProfile:
         if self._batch_sizes is None:
-            return LatencyProfile(latencies_ns.values())
+            return LatencyProfile(without_noise(latencies_ns.values()))
         return LatencyProfile.measured(latencies_ns, max_batch_size=max_batch_size, pads=True)
 
     def _forget(self, found: Mapping[int, float], max_batch_size: int) -> bool:
