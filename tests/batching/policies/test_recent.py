@@ -26,14 +26,16 @@ def test_one_outlier_among_few_values_is_above_every_quantile_but_the_last() -> 
     assert recent.quantile(1) == 1000
 
 
-def test_what_is_cleared_is_forgotten() -> None:
+def test_what_is_replaced_is_forgotten() -> None:
     recent = Recent(2)
     recent.add(7)
-    recent.clear()
+    recent.replace(())
     assert len(recent) == 0
     assert recent.quantile(0.5) == 0
-    recent.add(1)
-    assert recent.quantile(0.5) == 1
+    recent.replace([9, 3, 1])
+    assert recent.quantiles((0, 1)) == [1, 3]
+    recent.add(2)
+    assert recent.quantiles((0, 1)) == [1, 2]
 
 
 def test_a_value_that_takes_the_place_of_its_equal_changes_no_quantile() -> None:

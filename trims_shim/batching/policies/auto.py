@@ -21,10 +21,11 @@ queued.
 Two things bound both. Waiting ends while there is time for a batch of one more. And it happens not
 while another key waits for the device.
 
-No time is certain. What batches really took, over what their profile says, is kept as quantiles.
-What goes is chosen by how many are expected to be in time, from the quickest of them to the
-slowest; hopeless is only what would be late even with the quickest, because a late answer costs no
-more than none. Waiting ends by what few batches exceed, and by how late timers have come.
+No time is certain. What batches really took, over what their profile and the present tempo
+(:class:`~trims_shim.batching.policies.tempo.Tempo`) say, is kept as quantiles. What goes is chosen
+by how many are expected to be in time, from the quickest of them to the slowest; hopeless is only
+what would be late even with the quickest, because a late answer costs no more than none. Waiting
+ends by what few batches exceed, and by how late timers have come.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from collections import deque
 from trims_shim.batching.policies.company import Company
 from trims_shim.batching.policies.goodput import Goodput
 from trims_shim.batching.policies.recent import Recent
+from trims_shim.batching.policies.tempo import Tempo
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Finished, Request
 
@@ -66,6 +68,7 @@ class Auto(Goodput):
         """Arrivals in a nanosecond while a batch ran."""
         self._durations_ns: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         """Sizes and times of what the stretches are made of."""
+        self._tempo = Tempo()
         self._usual_stretch = self._wait_stretch = self._worst_stretch = 1.0
         self._wait_margin_ns = 0
         self._worst_pace = 0.0
@@ -104,7 +107,9 @@ class Auto(Goodput):
         if self._known is not profile:
             self._know(profile)
         self._durations_ns.append((size, took_ns))
-        if self._taken.add(took_ns / profile.latency_ns(size)):
+        ratio = took_ns / profile.latency_ns(size)
+        has_news = self._taken.add(ratio / self._tempo.now)
+        if self._tempo.add(ratio) or has_news:
             self._learn_stretches()
         if self._paces.add(queued / took_ns if took_ns > 1 else queued):
             pace = self._paces.quantile(_WORST_QUANTILE)
@@ -145,10 +150,14 @@ class Auto(Goodput):
         super()._know(profile)
         self._company.know(profile)
         # Past ones are seen as they would have been with the new one.
-        self._taken.clear()
+        tempo, taken = Tempo(), []
         for size, took_ns in self._durations_ns:
             if size <= profile.max_batch_size:
-                self._taken.add(took_ns / profile.latency_ns(size))
+                ratio = took_ns / profile.latency_ns(size)
+                taken.append(ratio / tempo.now)
+                tempo.add(ratio)
+        self._tempo = tempo
+        self._taken.replace(taken)
         self._learn_stretches()
 
     def _learn_stretches(self) -> None:
@@ -157,6 +166,7 @@ class Auto(Goodput):
             self.stretches = (1.0,)
             self._usual_stretch = self._wait_stretch = self._worst_stretch = 1.0
             return
-        few, usual, many, wait, worst = self._taken.quantiles(_QUANTILES)
+        tempo = self._tempo.now
+        few, usual, many, wait, worst = [tempo * each for each in self._taken.quantiles(_QUANTILES)]
         self.stretches = [few] if few == many else [few, usual, many]
         self._usual_stretch, self._wait_stretch, self._worst_stretch = usual, wait, worst

@@ -84,7 +84,7 @@ class Proteus(EarlyDrop):
         """See :class:`~trims_shim.batching.rules.Rule`."""
         if self._overruns_of is not self.profile:
             self._overruns_of = self.profile
-            self._overruns_ns.clear()
+            self._overruns_ns.replace(())
         size = len(finished.batch)
         if finished.is_typical and size <= self.profile.max_batch_size:
             took_ns = now_ns - finished.started_ns

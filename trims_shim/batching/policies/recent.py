@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = ["Recent"]
 
@@ -35,10 +35,10 @@ class Recent:
         insort(ascending, value)
         return True
 
-    def clear(self) -> None:
-        """Forget all."""
-        self._values.clear()
-        self._ascending.clear()
+    def replace(self, values: Iterable[float]) -> None:
+        """These instead of those until now, the oldest first."""
+        self._values = deque(values, self._values.maxlen)
+        self._ascending = sorted(self._values)
 
     def quantile(self, share: float) -> float:
         """The value below which ``share`` of the others are; 0 for none.
