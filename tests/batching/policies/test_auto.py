@@ -267,7 +267,7 @@ def test_late_timers_and_long_batches_make_it_wait_less() -> None:
     slow.arrive(1000, slo_ms=40)
     assert calm.wakes_ms() == pytest.approx(1016)
     assert late.wakes_ms() == pytest.approx(1011)
-    assert slow.wakes_ms() == pytest.approx(1040 - 1.2 * 24, abs=0.5)
+    assert slow.wakes_ms() == pytest.approx(1040 - 1.2 * 24, abs=1)
 
 
 def test_one_pause_changes_nothing() -> None:
@@ -290,7 +290,7 @@ def test_a_profile_that_is_wrong_is_corrected_and_a_new_one_is_not_corrected_aga
     rule = Auto(LINE, max_batch_size=16)
     for _ in range(20):
         rule.on_finished(ms(44), Finished(0, [Request(0, 0)], 0))
-    assert rule.stretches[1] == pytest.approx(2, rel=0.01)
+    assert rule.stretches[1] == pytest.approx(2, rel=0.03)
     rule.profile = LatencyProfile.linear(4, 40, max_batch_size=16)
     rule.on_finished(ms(44), Finished(0, [Request(0, 0)], 0))
     assert rule.stretches == [1]

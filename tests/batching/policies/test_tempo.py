@@ -28,8 +28,8 @@ def test_batches_as_in_the_profile_change_nothing() -> None:
 
 
 def test_what_stays_slow_is_expected_to_be_slow() -> None:
-    assert told([1.0] * 20 + [1.4] * 12).now == pytest.approx(1.4, rel=0.01)
-    assert told([0.8] * 12).now == pytest.approx(0.8, rel=0.01)
+    assert told([1.0] * 20 + [1.4] * 12).now == pytest.approx(1.4, rel=0.05)
+    assert told([0.8] * 12).now == pytest.approx(0.8, rel=0.05)
 
 
 def test_what_is_quick_again_is_soon_expected_to_be() -> None:
