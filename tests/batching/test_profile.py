@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.profile import LatencyProfile, without_noise
+from trims_shim.batching.profile import LatencyProfile, slow_sizes, without_noise
 
 latencies = st.lists(st.integers(1, 1000), min_size=1, max_size=20)
 
@@ -33,6 +33,12 @@ def test_small_dips_are_noise(measured: list[int]) -> None:
     assert found == sorted(found)
     assert sum(found) == pytest.approx(sum(measured))
     assert without_noise(found) == pytest.approx(found)
+
+
+def test_sizes_that_take_longer_than_larger_ones() -> None:
+    assert slow_sizes({1: 50, 2: 101, 3: 130, 4: 100, 8: 110, 16: 105}) == [3]
+    assert slow_sizes({4: 10, 2: 20, 1: 20}) == [1, 2]
+    assert slow_sizes({}) == []
 
 
 def test_deep_dips_are_real() -> None:

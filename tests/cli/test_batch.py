@@ -17,6 +17,8 @@ from trims_shim.cli.main import main
 
 SMALL = ["--line", "2,20", "--max-batch-size", "16", "--requests", "400"]
 MODULE = """
+import time
+
 import torch
 
 batches = []
@@ -24,6 +26,10 @@ batches = []
 def double(items):
     batches.append(len(items))
     return [2 * item for item in items]
+
+def odd(items):
+    time.sleep(0.05 if len(items) == 3 else 0.002)
+    return items
 
 async def later(items):
     return double(items)
@@ -92,6 +98,17 @@ def test_profile_is_measured_saved_and_used_again(
         "simulate", "--profile", "made.json", "--requests", "50", "--policy", "auto", capsys=capsys
     )
     assert found["auto"]["requests"] == 50
+
+
+def test_profile_with_a_size_that_takes_longer_than_a_larger_one(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "batch_app:odd", "--item", "batch_app:one", "--sizes", "3,8"]
+    assert main(["batch", *words, "--repeats", "3"]) == Exit.OK
+    assert "quicker than one of 3: to fill such\nbatches up, batched(batch_sizes=[8])" in (
+        capsys.readouterr().out
+    )
+    assert run_json(*words, "--repeats", "3", capsys=capsys)["slow_sizes"] == [3]
 
 
 @pytest.mark.parametrize("name", ["later", "stream", "stream_later"])

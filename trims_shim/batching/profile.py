@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-__all__ = ["LatencyProfile", "without_noise"]
+__all__ = ["LatencyProfile", "slow_sizes", "without_noise"]
 
 _NS_PER_MS = 1_000_000
 _REAL_DIP = 0.9
@@ -119,6 +119,17 @@ class LatencyProfile:
             f"<LatencyProfile of 1 to {self.max_batch_size}: about "
             f"{beta / _NS_PER_MS:.3g} + {alpha / _NS_PER_MS:.3g} b ms>"
         )
+
+
+def slow_sizes(latencies_ns: Mapping[int, float]) -> list[int]:
+    """Of measured sizes, those that take clearly longer than a larger one."""
+    found: list[int] = []
+    least_ns = math.inf
+    for size in sorted(latencies_ns, reverse=True):
+        if least_ns < _REAL_DIP * latencies_ns[size]:
+            found.append(size)
+        least_ns = min(least_ns, latencies_ns[size])
+    return found[::-1]
 
 
 def without_noise(latencies_ns: Iterable[float]) -> list[float]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from trims_shim.batching import Batcher
 from trims_shim.batching.collate import Collate, answers, collate_of, columns
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profile import LatencyProfile, slow_sizes
 from trims_shim.batching.profile_store import SavedProfile, save_profile
 from trims_shim.batching.profiling import measure, sizes_to_measure
 from trims_shim.cli.exits import Exit
@@ -49,6 +49,12 @@ def profile(arguments: argparse.Namespace) -> Exit:
         print(_table(durations_ns))
         alpha_ns, beta_ns = measured.line_ns()
         print(f"\nabout {beta_ns / 1e6:.3g} + {alpha_ns / 1e6:.3g} b ms")
+        if slow := slow_sizes(durations_ns):
+            kept = [size for size in durations_ns if size not in slow]
+            print(
+                f"a larger batch is quicker than one of {', '.join(map(str, slow))}: to fill such"
+            )
+            print(f"batches up, batched(batch_sizes={kept})")
         if arguments.output:
             print(f"saved: batched(profile={arguments.output!r})")
     return Exit.OK
@@ -145,6 +151,7 @@ def _described(durations_ns: dict[int, int], measured: LatencyProfile) -> dict[s
         "latency_ns": {str(size): taken_ns for size, taken_ns in durations_ns.items()},
         "alpha_ms": alpha_ns / 1e6,
         "beta_ms": beta_ns / 1e6,
+        "slow_sizes": slow_sizes(durations_ns),
     }
 
 
