@@ -33,8 +33,12 @@ class Instance:
 
 @st.composite
 def profiles(draw: st.DrawFn, most: int = 6) -> LatencyProfile:
+    """A line, or any table, of which larger sizes may take less than smaller ones."""
+    largest = draw(st.integers(1, most))
+    if draw(st.booleans()):
+        return LatencyProfile(ms(draw(st.integers(1, 60))) for _ in range(largest))
     return LatencyProfile.linear(
-        draw(st.integers(1, 6)), draw(st.integers(0, 30)), max_batch_size=draw(st.integers(1, most))
+        draw(st.integers(1, 6)), draw(st.integers(0, 30)), max_batch_size=largest
     )
 
 
