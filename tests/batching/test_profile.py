@@ -41,6 +41,11 @@ def test_sizes_that_take_longer_than_larger_ones() -> None:
     assert slow_sizes({}) == []
 
 
+def test_who_waits_for_one_more_needs_the_longer_of_both() -> None:
+    profile = LatencyProfile([50, 100, 130, 100])
+    assert [profile.or_one_more_ns(size) for size in (1, 2, 3)] == [100, 130, 130]
+
+
 def test_deep_dips_are_real() -> None:
     assert without_noise([5, 10, 13, 10, 12, 11.9, 14]) == [5, 10, 13, 10, 11.95, 11.95, 14]
     measured = LatencyProfile.measured({1: 50, 2: 100, 3: 130, 4: 100}, pads=False)

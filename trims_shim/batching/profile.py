@@ -38,7 +38,7 @@ class LatencyProfile:
                 raise ValueError(
                     f"a batch of {len(table)} takes {latency_ns} ns: not positive and finite"
                 )
-            table.append(max(table[min(1, len(table) - 1)], round(latency_ns), 1))
+            table.append(max(*table[1:2], round(latency_ns), 1))
         if len(table) == 1:
             raise ValueError("a profile needs the latency of at least one batch size")
         self._table = table
@@ -75,6 +75,10 @@ class LatencyProfile:
     def latency_ns(self, size: int) -> int:
         """Of a batch of ``size``, from 1 to ``max_batch_size``."""
         return self._table[size]
+
+    def or_one_more_ns(self, size: int) -> int:
+        """What a batch of ``size`` needs that waits for one more, whether that comes or not."""
+        return max(self.latency_ns(size), self.latency_ns(size + 1))
 
     def largest_within(self, budget_ns: float, limit: int) -> int:
         """The largest size up to ``limit`` that takes at most ``budget_ns``; 0 if none does."""
@@ -140,11 +144,13 @@ def without_noise(latencies_ns: Iterable[float]) -> list[float]:
     """
     found: list[float] = []
     rising: list[float] = []
+    highest_ns = 0.0
     for latency_ns in latencies_ns:
-        if rising and latency_ns < _REAL_DIP * max(rising):
+        if latency_ns < _REAL_DIP * highest_ns:
             found += _isotonic(rising)
-            rising = []
+            rising, highest_ns = [], 0.0
         rising.append(latency_ns)
+        highest_ns = max(highest_ns, latency_ns)
     return found + _isotonic(rising)
 
 

@@ -25,6 +25,13 @@ def test_a_lone_request_waits_until_a_second_would_make_it_late() -> None:
     assert history.log == [(ms(100 - 24), "run", (0,))]
 
 
+def test_it_waits_no_longer_than_it_may_if_nobody_comes() -> None:
+    """Where three would take less than the two that wait."""
+    odd = LatencyProfile([ms(10), ms(40), ms(12)])
+    history = run(Proteus, Instance((Request(0, 0, ms(100)), Request(1, 0, ms(100))), odd))
+    assert history.log == [(ms(100 - 40), "run", (0, 1))]
+
+
 def test_each_arrival_moves_the_moment() -> None:
     """The second waits for a third (26), the third for a fourth (28)."""
     history = history_of(

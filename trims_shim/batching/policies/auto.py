@@ -142,7 +142,7 @@ class Auto(Goodput):
             after_ns = latency_ns(arrivals)
             slow_ns = (self._worst_stretch - usual) * max(duration_ns, after_ns)
             needed_ns = usual * (duration_ns + after_ns) + slow_ns
-        times_ns = needed_ns, int(self._wait_stretch * latency_ns(size + 1))
+        times_ns = needed_ns, int(self._wait_stretch * self.profile.or_one_more_ns(size))
         self._times_ns[size] = times_ns
         return times_ns
 

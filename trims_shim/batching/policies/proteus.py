@@ -69,7 +69,7 @@ class Proteus(EarlyDrop):
         if not size or self.has_shed or self.has_rivals or self.is_full(size):
             return size
         deadline_ns = self.queue.deadline_ns(size)
-        last_ns = deadline_ns - self.profile.latency_ns(size + 1) - self._wait_margin_ns
+        last_ns = deadline_ns - self.profile.or_one_more_ns(size) - self._wait_margin_ns
         if now_ns >= last_ns or deadline_ns == NEVER_NS:
             return size
         self.wake_ns = last_ns

@@ -62,5 +62,5 @@ class InputDiversity(StagedAuto):
         deadline_ns = self.queue.deadline_ns(size)
         if deadline_ns == NEVER_NS:
             return oldest_ns + window_ns
-        takes_ns = int(self.stretches[-1] * self.profile.latency_ns(size + 1))
+        takes_ns = int(self.stretches[-1] * self.profile.or_one_more_ns(size))
         return min(oldest_ns + window_ns, deadline_ns - self.margin_ns - takes_ns)
