@@ -189,8 +189,9 @@ class _Body:
 
 
 class _Kind:
-    """Of batches that may be joined, as each is the same object: their calls are equal, and which
-    of the prelude's tensors have the batch as an axis; and so are the contents of the others.
+    """How batches call the blocks, and which of the prelude's tensors have the batch as an axis.
+
+    Those of one kind, the same object, may be joined: what has no batch axis is equal in them, too.
     """
 
     __slots__ = ("_seen", "calls", "is_batched")
@@ -203,6 +204,8 @@ class _Kind:
 
     def of_contents(self, tensors: Sequence[Any]) -> _Kind:
         """Of a batch that was called like this. Threads may ask at the same time."""
+        import torch
+
         values = tuple(each.value for each in tensors if isinstance(each, Shared))
         if not values:
             return self
@@ -213,7 +216,7 @@ class _Kind:
                 self._seen = {}
             found = self._seen.setdefault(shapes, (values, self._new()))
         first, kind = found
-        return kind if all(map(_is_equal, first, values)) else self._new()
+        return kind if all(map(torch.equal, first, values)) else self._new()
 
     def _new(self) -> _Kind:
         return _Kind(self.calls, self.is_batched)
@@ -241,10 +244,6 @@ class BlockStage:
 
 def _has_rows(one: Any, other: Any, rows: int) -> bool:
     return bool(one.dim() and one.shape[0] == rows and other.shape == (rows + 1, *one.shape[1:]))
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    return one is other or bool((one == other).all())
 
 
 def _is_array(leaf: Any) -> bool:
