@@ -167,6 +167,22 @@ def test_the_best_size_is_found_from_a_prior_by_which_batches_do_not_pay(factor:
     assert sizes[-50:].count(32) >= 40
 
 
+def test_little_is_promised_of_sizes_that_have_not_run() -> None:
+    """Large batches leave the caches, so their items cost a little more; few come for now."""
+    prior = LatencyProfile([MS * size ** (1.1 if size > 3 else 0.95) for size in range(1, 17)])
+    learned = LearnedProfile(prior)
+    for _ in range(50):
+        for size in (1, 2, 3):
+            learned.observe(size, prior.latency_ns(size))
+    profile = learned.profile(16)
+    found = [profile.latency_ns(size) / prior.latency_ns(size) for size in range(1, 17)]
+    assert found[:3] == [1, 1, 1]
+    assert 0.6 < min(found) < 0.95
+    assert sorted(profile.latency_ns(size) for size in range(1, 17)) == [
+        profile.latency_ns(size) for size in range(1, 17)
+    ]
+
+
 def test_batches_that_do_not_pay_are_tried_seldom() -> None:
     rng = random.Random(3)
     learned, sizes = LearnedProfile(), []

@@ -40,6 +40,9 @@ _FIRM = 4
 """Durations of a size from which on it may say that its items cost more than those of smaller ones.
 Batches are made because they cost less, so otherwise it is noise, or a prior that was measured in
 it."""
+_INVITING = 0.9
+"""Of what as many items cost in smaller batches: so little is believed of a size whose items are
+said to cost more, and is not firm. It is tried, and if it was no error, little was promised."""
 _PRIOR_WEIGHT = 2
 """As many durations is the word of the prior, or of the other sizes, worth."""
 _DOUBT_AFTER = 2
@@ -240,7 +243,7 @@ def _believed(
     """``latency_ns``, unless it says of a size that is not firm that its items cost more.
 
     More than in the next smaller firm size, or on the way from that to the next larger one. Beyond
-    the largest, half of it is taken for fixed then: where all sizes cost the same, none is tried.
+    the largest they are taken to cost somewhat less: where all cost the same, none is tried.
     """
     index = bisect_left(firm, size)
     if index == 0 or (index < len(firm) and firm[index] == size):
@@ -248,7 +251,7 @@ def _believed(
     below = firm[index - 1]
     item_ns = found[below] / below
     if index == len(firm):
-        most_ns, instead_ns = item_ns * size, item_ns * (below + size) / 2
+        most_ns, instead_ns = item_ns * size, _INVITING * item_ns * size
     else:
         share = (size - below) / (firm[index] - below)
         item_ns += share * (found[firm[index]] / firm[index] - item_ns)
