@@ -96,16 +96,18 @@ class LatencyProfile:
                 f"{self.max_batch_size}"
             )
 
-    def line_ns(self) -> tuple[float, float]:
-        """``(alpha, beta)`` of the line of least squares through the table; beta is at least 0."""
-        count = self.max_batch_size
+    def line_ns(self, largest: int | None = None) -> tuple[float, float]:
+        """``(alpha, beta)`` of the line of least squares through the table, neither below 0.
+
+        ``largest`` is the last size that counts, by default the largest it knows.
+        """
+        count = self.max_batch_size if largest is None else min(largest, self.max_batch_size)
         if count == 1:
             return 0.0, float(self._table[1])
-        mean_size = (count + 1) / 2
-        mean_ns = sum(self._table) / count
-        squares = sum((size - mean_size) ** 2 for size in range(1, count + 1))
-        products = sum((size - mean_size) * self._table[size] for size in range(1, count + 1))
-        alpha = products / squares
+        table = self._table[1 : count + 1]
+        mean_size, mean_ns = (count + 1) / 2, sum(table) / count
+        products = sum((size - mean_size) * each for size, each in enumerate(table, 1))
+        alpha = max(0.0, products / (count * (count * count - 1) / 12))
         return alpha, max(0.0, mean_ns - alpha * mean_size)
 
     def limited(self, max_batch_size: int) -> LatencyProfile:

@@ -58,6 +58,37 @@ def test_the_value_of_a_queue_is_that_of_value_iteration(load: float) -> None:
         assert value(rate, queue) - value(rate, 0) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("load", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("queue", [1, 5, 20])
+def test_to_run_all_that_is_there_costs_what_the_queue_is_worth(load: float, queue: int) -> None:
+    """Howard's equation, with all that plans are compared by: time, and who comes meanwhile."""
+    model, latency = prospect(load / ALPHA), ALPHA * queue + BETA
+    plan = model.cost_ns([(latency, queue)], next_ns=latency, queued=0)
+    assert plan == pytest.approx(value(load / ALPHA, queue))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.2])
+def test_nobody_joins_where_that_saves_nothing(rate: float) -> None:
+    """Items that cost as much in any batch: those on board would only wait for the new ones."""
+    profile = LatencyProfile(ALPHA * size for size in range(1, 17))
+    model = Prospect(profile, max_batch_size=16, rate=rate / ALPHA * 4)
+    rest, all_of_both = ALPHA / 2, 1.5 * ALPHA
+    apart = model.cost_ns([(rest, 1)], next_ns=rest, queued=1)
+    assert apart < model.cost_ns([(all_of_both, 2)], next_ns=all_of_both, queued=0)
+
+
+def test_large_batches_that_cost_more_do_not_change_what_small_ones_do() -> None:
+    slower = [
+        ALPHA * size + BETA + (2000 * (size - 16) if size > 16 else 0) for size in range(1, 65)
+    ]
+    few = 0.2 / ALPHA
+    model = Prospect(LatencyProfile(slower), max_batch_size=64, rate=few)
+    for queued in (0, 1, 5):
+        assert model.cost_ns([], next_ns=5000, queued=queued) == pytest.approx(
+            prospect(few).cost_ns([], next_ns=5000, queued=queued)
+        )
+
+
 @pytest.mark.parametrize("queued", [0, 3])
 def test_without_arrivals_latencies_are_added_up(queued: int) -> None:
     first, second = 7000, 12000

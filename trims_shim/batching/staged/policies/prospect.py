@@ -13,8 +13,13 @@ that is there":
     h(b) = A (b - x) + B (b - x)^2
     g = 1.5 x + r B                            how many are in the system on average
 
-which solves h(b) = b L + r L^2 / 2 - g L + E h(N), with N Poisson of mean r L and L = L(b). With no
-arrivals in sight, the cost is the sum of the latencies of those that are there.
+which solves h(b) = b L + r L^2 / 2 - g L + E h(N), with N Poisson of mean r L and L = L(b). In a
+plan of length t, the variance r t of those that come adds B r t to E h(N), which is what r B takes
+off by g. With no arrivals in sight, the cost is the sum of the latencies of those that are there.
+
+The line is that of the sizes which come at this rate. Items of large batches often cost more on a
+processor, as less of them fits into its caches; a line through all sizes would say that of small
+batches, too, and that the device has no time to lose where it has.
 """
 
 from __future__ import annotations
@@ -30,26 +35,31 @@ Answer = tuple[float, int]
 
 # Nearer to 1, the future would be all that counts, and it is never known so well.
 _HIGHEST_LOAD = 0.95
+# Batches are seldom larger than twice those that reproduce themselves; a line needs some sizes.
+_LARGER = 2
+_LEAST_SIZES = 4
 
 
 class Prospect:
     """What plans cost where requests come at ``rate``, in requests in a nanosecond.
 
-    More than full batches of ``max_batch_size`` can answer counts as nearly all that they can.
+    More than batches of up to ``max_batch_size`` can answer counts as nearly all that they can.
     """
 
-    __slots__ = ("_in_system", "_linear", "_quadratic", "_queue", "_rate")
+    __slots__ = ("_linear", "_quadratic", "_queue", "_rate")
 
     def __init__(self, profile: LatencyProfile, *, max_batch_size: int, rate: float) -> None:
-        alpha, beta = profile.line_ns()
-        highest = _HIGHEST_LOAD * max_batch_size / profile.latency_ns(max_batch_size)
-        self._rate = min(rate, highest)
+        sizes = range(1, max_batch_size + 1)
+        latency_ns = profile.latency_ns
+        best = max([size / latency_ns(size) for size in sizes])
+        self._rate = rate = min(rate, _HIGHEST_LOAD * best)
+        usual = next(size for size in sizes if rate * latency_ns(size) <= size)
+        alpha, beta = profile.line_ns(min(max_batch_size, max(_LEAST_SIZES, _LARGER * usual)))
         load = min(self._rate * alpha, _HIGHEST_LOAD)
         pressure = 1 + load / 2
         self._queue = self._rate * beta / (1 - load)
         self._linear = pressure * beta / (1 - load) ** 2
         self._quadratic = pressure * alpha / (1 - load * load)
-        self._in_system = 1.5 * self._queue + self._rate * self._quadratic
 
     def cost_ns(self, answers: Iterable[Answer], *, next_ns: float, queued: int) -> float:
         """Of a plan, in requests times nanoseconds; to be compared with others from the same state.
@@ -58,6 +68,6 @@ class Prospect:
         """
         cost = sum(after_ns * count for after_ns, count in answers)
         arriving = self._rate * next_ns
-        cost += next_ns * (queued + arriving / 2 - self._in_system)
+        cost += next_ns * (queued + arriving / 2 - 1.5 * self._queue)
         more = queued + arriving - self._queue
         return cost + more * (self._linear + self._quadratic * more)
