@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from trims_shim.batching.buckets import bucket_in
 from trims_shim.batching.collate import answers, collate_of, columns
+from trims_shim.batching.collates import padded_length
 from trims_shim.batching.padding import Pad, Padded
 from trims_shim.batching.profile_store import key_text
 from trims_shim.errors import BadBatch
@@ -31,7 +32,9 @@ def listed(values: Any) -> Any:
 @pytest.mark.parametrize("library", ["torch", "numpy", "lists"])
 @given(
     rows=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=7), min_size=1, max_size=5),
-    to=st.sampled_from([{}, {"multiple": 4}, {"buckets": (8, 3)}]),
+    to=st.sampled_from(
+        [{}, {"multiple": 4}, {"buckets": (8, 3)}, {"buckets": (7, 3), "multiple": 4}]
+    ),
 )
 def test_padding_keeps_every_value(library: str, rows: list[list[int]], to: Any) -> None:
     pad = Pad(-1, unpad=True, **to)
@@ -44,7 +47,7 @@ def test_padding_keeps_every_value(library: str, rows: list[list[int]], to: Any)
     assert batch.lengths == [len(each) for each in items]
     length = len(values[0])
     longest = max(batch.lengths)
-    assert length in {longest, -(-longest // 4) * 4, 8, 3}
+    assert length in {longest, -(-longest // 4) * 4, 8, 7, 3}
     for item, row, is_own in zip(items, values, mask, strict=True):
         own = len(item)
         assert row == [*listed(item), *[-1] * (length - own)]
@@ -74,6 +77,37 @@ def test_buckets_decide_who_shares_a_batch() -> None:
         pad.key(torch.zeros(9))
     assert Pad().key(torch.zeros(1)) == Pad().key(torch.zeros(9))
     assert Pad().key(torch.zeros(1)) != Pad().key(torch.zeros(1, dtype=torch.int32))
+
+
+def test_with_a_multiple_buckets_only_say_who_shares_a_batch() -> None:
+    pad = Pad(buckets=(8, 30), multiple=4)
+    keys = [pad.key(torch.zeros(length)) for length in (1, 8, 9, 30)]
+    assert keys[0] == keys[1] != keys[2] == keys[3]
+    shapes = [
+        pad.join([torch.zeros(each) for each in lengths]).values.shape[1]
+        for lengths in (
+            (1, 3),
+            (2, 5),
+            (9,),
+            (29,),
+        )
+    ]
+    assert shapes == [4, 8, 12, 30]
+    with pytest.raises(ValueError, match="length 31 is above the largest bucket, 30"):
+        pad.key(torch.zeros(31))
+
+
+def test_results_of_some_of_a_batch_are_cut_by_what_it_was_padded_to() -> None:
+    collate = columns([Pad(unpad=True), "list"], 2)
+    items = [(torch.ones(length), None) for length in (2, 5)]
+    padded = padded_length(collate, items)
+    batch = collate.join(items)[0].values
+    assert [len(each) for each in answers(collate, batch, items)] == [2, 5]
+    assert [len(each) for each in answers(collate, batch[:1], items[:1], padded=padded)] == [2]
+    with pytest.raises(BadBatch, match="not of the padded length 2"):
+        answers(collate, batch[:1], items[:1])
+    assert padded_length(columns([Pad(), "list"], 2), items) is None
+    assert padded_length(columns(["list"], 1), items) is None
 
 
 def tokens(*ids: int) -> dict[str, Any]:

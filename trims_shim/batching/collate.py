@@ -112,14 +112,22 @@ def columns(spec: CollateSpec, number: int, *, batch_sizes: Sequence[int] | None
 
 
 def answers(
-    collate: Collate, results: Any, items: Sequence[Any], *, function: str = "the batch function"
+    collate: Collate,
+    results: Any,
+    items: Sequence[Any],
+    *,
+    function: str = "the batch function",
+    padded: int | None = None,
 ) -> list[Any]:
     """What ``collate`` makes of ``results``, checked: one for each item.
 
-    Raises BadBatch, naming ``function``, the number found and the number expected.
+    ``padded`` is the :func:`~trims_shim.batching.collates.padded_length` of the batch, where
+    ``items`` are not all that were joined. Raises BadBatch, naming ``function``, the number found
+    and the number expected.
     """
     try:
-        found = collate.split(results, items)
+        more = () if padded is None else (padded,)
+        found = collate.split(results, items, *more)
     except BadBatch as error:
         raise BadBatch(f"{function} {error}") from error
     if len(found) != len(items):

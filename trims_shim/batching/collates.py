@@ -126,12 +126,20 @@ class Columns:
             for position, each in enumerate(self.collates)
         )
 
-    def split(self, results: Any, items: Sequence[Any]) -> Sequence[Any]:
-        """See :class:`Collate`."""
+    def split(self, results: Any, items: Sequence[Any], padded: int | None = None) -> Sequence[Any]:
+        """See :class:`Collate`; ``padded`` as the collate takes it that has padded."""
         position = self._splitting
         if position is None:
             return split(results, len(items))
-        return self.collates[position].split(results, [item[position] for item in items])
+        more = () if padded is None else (padded,)
+        return self.collates[position].split(results, [item[position] for item in items], *more)
+
+    def padded_length(self, items: Sequence[Any]) -> int | None:
+        """Of the position by which results are taken apart; see :func:`padded_length`."""
+        position = self._splitting
+        if position is None:
+            return None
+        return padded_length(self.collates[position], [item[position] for item in items])
 
 
 class Fields:
@@ -188,6 +196,15 @@ class Filling(Listing):
 
     def split(self, results: Any, items: Sequence[Any]) -> Sequence[Any]:
         return self._collate.split(results, self._filled(items))[: len(items)]
+
+
+def padded_length(collate: Any, items: Sequence[Any]) -> int | None:
+    """To which length ``collate`` pads a batch of ``items``, if taking it apart depends on that.
+
+    None of most, and of those of users.
+    """
+    found = getattr(collate, "padded_length", None)
+    return None if found is None else found(items)
 
 
 def padded_size(count: int, batch_sizes: Sequence[int] | None) -> int:

@@ -48,9 +48,10 @@ class Pad:
     longer than the largest is refused with a ValueError. Where that is quicker for all who wait,
     the default policies let items of several buckets share a batch, padded to the longest; never
     with ``mixes=False``, or ``mask=None``, by which the model cannot tell them from what they are
-    padded with. Without buckets, batches are padded to their longest item, rounded up to a
-    multiple of ``multiple``. ``fields`` names what is padded, for all
-    arrays with that axis and all lists; the rest is stacked.
+    padded with. Without buckets, batches are padded to their longest item, rounded up to a multiple
+    of ``multiple``; with both, buckets only say who shares a batch, so that fewer values are
+    computed, in more shapes. ``fields`` names what is padded, for all arrays with that axis and all
+    lists; the rest is stacked.
 
     With ``unpad``, results are cut to their item's length along ``axis``: all of them, or the
     fields or positions it names. They must have the padded length there, else it is a BadBatch.
@@ -59,7 +60,7 @@ class Pad:
     value: float | Mapping[Any, float] = 0
     axis: int = 0
     buckets: Sequence[int] | None = None
-    multiple: int = 1
+    multiple: int | None = None
     mask: str | None = "attention_mask"
     fields: Collection[Any] | None = None
     unpad: bool | Collection[Any] = False
@@ -69,13 +70,14 @@ class Pad:
         if self.axis < 0:
             raise ValueError(f"axis is {self.axis}; count it from the front of an item, from 0")
         try:
-            lengths = [*map(operator.index, (self.multiple, *(self.buckets or ())))]
+            multiples = [] if self.multiple is None else [operator.index(self.multiple)]
+            buckets = [*map(operator.index, self.buckets or ())]
         except TypeError:
             raise TypeError(
                 f"buckets is {self.buckets!r} and multiple {self.multiple!r}; they are lengths, "
                 "whole numbers"
             ) from None
-        if min(lengths) < 1 or (self.buckets is not None and len(lengths) == 1):
+        if min(multiples + buckets, default=1) < 1 or (self.buckets is not None and not buckets):
             raise ValueError("buckets and multiple are lengths, from 1 on")
         if self.buckets is not None:
             object.__setattr__(self, "buckets", tuple(sorted(self.buckets)))
@@ -85,11 +87,12 @@ class Pad:
     def key(self, item: Any) -> Hashable:
         """See :class:`~trims_shim.batching.collate.Collate`."""
         length = self._length(item)
-        bucket = None if self.buckets is None else self._bucket(self._target([length]))
+        bucket = None if self.buckets is None else self._bucket(length)
         return bucket, self._parts_key(item)
 
     def _bucket(self, length: int) -> Bucket:
-        return (OpenBucket if self.mixes and self.mask is not None else Bucket)(length)
+        kind = OpenBucket if self.mixes and self.mask is not None else Bucket
+        return kind(self._bucket_length(length))
 
     def join(self, items: Sequence[Any]) -> Any:
         """See :class:`~trims_shim.batching.collate.Collate`."""
@@ -113,16 +116,25 @@ class Pad:
             return values
         return Padded(values, _mask(lengths, target, like, is_boolean=True), lengths)
 
-    def split(self, results: Any, items: Sequence[Any]) -> Sequence[Any]:
-        """See :class:`~trims_shim.batching.collate.Collate`."""
+    def split(self, results: Any, items: Sequence[Any], padded: int | None = None) -> Sequence[Any]:
+        """See :class:`~trims_shim.batching.collate.Collate`.
+
+        ``padded`` is the length they were padded to, where more than these were joined.
+        """
         found = split(results, len(items))
         if self.unpad is False:
             return found
         lengths = [self._length(item) for item in items]
-        target = self._target(lengths)
+        target = self._target(lengths) if padded is None else padded
         return [
             self._cut(each, length, target) for each, length in zip(found, lengths, strict=True)
         ]
+
+    def padded_length(self, items: Sequence[Any]) -> int | None:
+        """To which length a batch of ``items`` is padded; None where :meth:`split` does not ask."""
+        if self.unpad is False:
+            return None
+        return self._target([self._length(item) for item in items])
 
     # --- lengths ----------------------------------------------------------------------------------
 
@@ -150,10 +162,19 @@ class Pad:
     def _target(self, lengths: Sequence[int]) -> int:
         longest = max(lengths)
         if self.buckets is None:
-            return -(-longest // self.multiple) * self.multiple
-        index = bisect_left(self.buckets, longest)
+            return self._rounded(longest)
+        bucket = self._bucket_length(longest)
+        return bucket if self.multiple is None else min(bucket, self._rounded(longest))
+
+    def _rounded(self, length: int) -> int:
+        multiple = 1 if self.multiple is None else self.multiple
+        return -(-length // multiple) * multiple
+
+    def _bucket_length(self, length: int) -> int:
+        assert self.buckets is not None
+        index = bisect_left(self.buckets, length)
         if index == len(self.buckets):
-            raise ValueError(f"length {longest} is above the largest bucket, {self.buckets[-1]}")
+            raise ValueError(f"length {length} is above the largest bucket, {self.buckets[-1]}")
         return self.buckets[index]
 
     # --- parts ------------------------------------------------------------------------------------

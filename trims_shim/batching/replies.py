@@ -81,6 +81,7 @@ class Entry:
         "has_room",
         "is_admitted",
         "owner",
+        "padded",
         "pieces",
         "reply",
     )
@@ -100,6 +101,8 @@ class Entry:
         """Whether the policy was told about it."""
         self.gate: threading.Lock | None = None
         """Released when it gets its place, or is lost; for those who wait for that."""
+        self.padded: int | None = None
+        """The length to which it was padded, where the collate has to know afterwards."""
         self.pieces: list[Any] | None = None
         """What a loop has added to its answer; None before the first step."""
 

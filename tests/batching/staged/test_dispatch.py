@@ -245,6 +245,41 @@ def test_pieces_that_cannot_be_joined_run_one_after_the_other() -> None:
     assert shapes == [(1, 3), (2, 5)]
 
 
+@pytest.mark.parametrize("leaves_early", [False, True])
+def test_parts_of_a_padded_batch_are_cut_by_what_the_whole_was_padded_to(
+    leaves_early: bool,
+) -> None:
+    numpy = pytest.importorskip("numpy")
+    gate = Gate()
+
+    def first(batch: Any) -> Any:
+        gate([])
+        return batch.values
+
+    def second(values: Any) -> Any:
+        is_short = values[:, -1] == 0
+        if not leaves_early or not is_short.any():
+            return values
+        return EarlyExit(is_short, values[is_short], values[~is_short])
+
+    from trims_shim.batching import Pad
+
+    policy = splitting(lambda size: () if leaves_early else (1,) * size)
+    model = StagedModel([first, second, lambda values: values])
+    with Batcher(model, policy=policy, max_batch_size=4, collate=Pad(unpad=True)) as batcher:
+        before = batcher.submit(numpy.ones(3))
+        gate.wait_entered()
+        others = [batcher.submit(numpy.ones(length)) for length in (2, 5)]
+        gate.open(2)
+        assert [each.result(LONG_S).tolist() for each in (before, *others)] == [
+            [1] * 3,
+            [1] * 2,
+            [1] * 5,
+        ]
+        batcher.drain(LONG_S)
+        assert batcher.stage_stats().failures == 0
+
+
 def test_stages_of_two_batches_run_at_the_same_time() -> None:
     """One waits for the other; so it is with stages that release the interpreter's lock."""
     meeting = threading.Barrier(2)

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from trims_shim.batching.collate import answers
-from trims_shim.batching.collates import padded_size
+from trims_shim.batching.collates import padded_length, padded_size
 from trims_shim.batching.functions import BatchFunction, item_of
 from trims_shim.batching.lanes import Lane
 from trims_shim.batching.protocol import Request
+from trims_shim.batching.replies import Entry
 from trims_shim.batching.splitting import split
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.batches import Piece
@@ -123,7 +124,11 @@ class StageRunner:
 
     def _batch(self, requests: Sequence[Request]) -> Sequence[Any]:
         entries = [request.payload for request in self._filled_up(requests)]
-        _, _, batch = self._function.joined(entries)
+        collate, items, batch = self._function.joined(entries)
+        padded = padded_length(collate, items)
+        if padded is not None:
+            for entry in entries:
+                entry.padded = padded
         return batch
 
     def _filled_up(self, requests: Sequence[Request]) -> Sequence[Request]:
@@ -149,11 +154,12 @@ class StageRunner:
         if isinstance(output, EarlyExit):
             return self._after_exit(stage, requests, output)
         if stage == len(self.model.stages) - 1:
-            return StageOutput(left=requests, results=self._answers(output, requests))
-        found, expected = rows_of(output), self._size_of(len(requests))
-        if found != expected:
+            found = self._answers(output, self._filled_up(requests), self._function.name)
+            return StageOutput(left=requests, results=found[: len(requests)])
+        count, expected = rows_of(output), self._size_of(len(requests))
+        if count != expected:
             raise BadBatch(
-                f"{self._named(stage)} returned {'no' if found is None else found} rows for a "
+                f"{self._named(stage)} returned {'no' if count is None else count} rows for a "
                 f"batch of {expected}"
             )
         rows = None if expected == len(requests) else list(range(len(requests)))
@@ -166,10 +172,7 @@ class StageRunner:
         count = sum(flags[: len(requests)])
         results: Sequence[Any] = ()
         if ended:
-            items = self._items(ended)
-            results = answers(
-                self._collate(ended), output.results, items, function=self._named(stage)
-            )[:count]
+            results = self._answers(output.results, ended, self._named(stage))[:count]
         rest = [each for each, flag in zip(requests, flags, strict=False) if not flag]
         if not rest:
             return StageOutput(left=ended[:count], results=results)
@@ -195,12 +198,15 @@ class StageRunner:
         rest = [Piece([requests[row] for row in rows], rows, output.state)] if rows else []
         return StageOutput(rest, steps=steps, finished=finished)
 
-    def _answers(self, output: Any, requests: Sequence[Request]) -> list[Any]:
-        filled = self._filled_up(requests)
-        found = answers(
-            self._collate(filled), output, self._items(filled), function=self._function.name
+    def _answers(self, results: Any, requests: Sequence[Request], function: str) -> list[Any]:
+        entries: list[Entry] = [request.payload for request in requests]
+        return answers(
+            self._function.collate_of(entries[0]),
+            results,
+            [item_of(entry) for entry in entries],
+            function=function,
+            padded=entries[0].padded,
         )
-        return found[: len(requests)]
 
     def _flags(
         self, stage: int, finished: Sequence[bool], requests: Sequence[Request]
@@ -217,12 +223,6 @@ class StageRunner:
     def _size_of(self, count: int) -> int:
         """Of the batch that the stages see."""
         return padded_size(count, self._batch_sizes)
-
-    def _collate(self, requests: Sequence[Request]) -> Any:
-        return self._function.collate_of(requests[0].payload)
-
-    def _items(self, requests: Sequence[Request]) -> list[Any]:
-        return [item_of(request.payload) for request in requests]
 
     def _named(self, stage: int) -> str:
         return f"stage {stage} of {self._function.name}"
