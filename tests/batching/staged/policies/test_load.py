@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,9 +13,15 @@ from hypothesis import strategies as st
 
 from batching.checking import ms
 from batching.staged.policies.boards import Place, batch_at, queue_up
+from trims_shim.batching.policies import Immediate
 from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.protocol import NEVER_NS, DropReason
+from trims_shim.batching.protocol import NEVER_NS, DropReason, Request
+from trims_shim.batching.rules import RuleMaker
+from trims_shim.batching.simulator.arrivals import poisson
 from trims_shim.batching.staged.policies.load import LoadDiversity
+from trims_shim.batching.staged.scheduler import StagedBatching
+from trims_shim.batching.staged.simulation import simulate_staged
+from trims_shim.batching.staged.stage_device import StageDevice, full_demand
 from trims_shim.batching.staged.stage_profile import StagedProfile
 
 STAGE = LatencyProfile.linear(1, 10, max_batch_size=16)
@@ -47,6 +56,27 @@ def test_one_does_not_hold_up_many_who_are_nearly_done() -> None:
 def test_where_batches_save_nothing_nobody_joins() -> None:
     profile = StagedProfile([LatencyProfile.linear(10, 0, max_batch_size=16)] * 4)
     assert joining(rule_with(*[LATER_NS] * 6, profile=profile), (1, 2, None)) == 0
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_where_large_batches_cost_more_stages_cost_nothing(load: float, seed: int) -> None:
+    """As on a processor whose caches they leave: what one saves by joining is soon lost again."""
+    stage = LatencyProfile(ms(1.4 * size + 0.02 * size**2 + 0.2) for size in range(1, 17))
+    profile = StagedProfile([stage] * 2)
+    rate = load * max(size / profile.latency_ns(size) for size in range(1, 17))
+    times_ns = itertools.islice(poisson(rate * 1e9, Random(seed)), 2000)
+    requests = [Request(number, time_ns, NEVER_NS) for number, time_ns in enumerate(times_ns)]
+    device = StageDevice(profile, demand=full_demand)
+
+    def mean_ns(rule: RuleMaker) -> float:
+        policy = StagedBatching(lambda _: rule(profile, max_batch_size=16), stages=2)
+        executions = simulate_staged(policy, requests, device=device).executions
+        return statistics.mean(
+            each.ended_ns - request.arrival_ns for each in executions for request in each.batch
+        )
+
+    assert mean_ns(LoadDiversity) < 1.005 * mean_ns(Immediate)
 
 
 @given(
