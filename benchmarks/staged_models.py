@@ -34,7 +34,7 @@ __all__ = ["LENGTHS", "MODELS", "Served", "make_served"]
 
 LENGTHS = {"median": 24, "sigma": 0.7, "least": 4, "most": 128}
 """Tokens of a request: log-normal, cut off. Sentences of GLUE's tasks are about as spread."""
-_BUCKETS = (8, 16, 32, 64, 128)
+_BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128)
 _VOCABULARY = 30_522
 _ITEMS = 512
 
