@@ -44,6 +44,7 @@ __all__ = ["Auto"]
 # Measured on a grid of loads, arrivals, profiles and jitters: docs/decisions/0009. All of them are
 # flat around these values.
 _REMEMBERED = 256  # enough for a 99th percentile
+_AS_BEFORE = 0.05  # of a latency: past batches are not judged anew for less
 _WORST_QUANTILE = 0.99
 _QUANTILES = (
     *(1 / 6, 0.5, 5 / 6),  # for sizes: the middles of three equal shares
@@ -68,6 +69,8 @@ class Auto(Goodput):
         """Arrivals in a nanosecond while a batch ran."""
         self._durations_ns: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         """Sizes and times of what the stretches are made of."""
+        self._expected_ns: dict[int, int] = {}
+        """By size, what they took by the profile that they were last judged by."""
         self._tempo = Tempo()
         self._usual_stretch = self._wait_stretch = self._worst_stretch = 1.0
         self._wait_margin_ns = 0
@@ -107,7 +110,9 @@ class Auto(Goodput):
         if self._known is not profile:
             self._know(profile)
         self._durations_ns.append((size, took_ns))
-        ratio = took_ns / profile.latency_ns(size)
+        expected_ns = profile.latency_ns(size)
+        self._expected_ns.setdefault(size, expected_ns)
+        ratio = took_ns / expected_ns
         has_news = self._taken.add(ratio / self._tempo.now)
         if self._tempo.add(ratio) or has_news:
             self._learn_stretches()
@@ -150,14 +155,16 @@ class Auto(Goodput):
         super()._know(profile)
         self._company.know(profile)
         # Past ones are seen as they would have been with the new one.
-        tempo, taken = Tempo(), []
-        for size, took_ns in self._durations_ns:
-            if size <= profile.max_batch_size:
-                ratio = took_ns / profile.latency_ns(size)
-                taken.append(ratio / tempo.now)
-                tempo.add(ratio)
-        self._tempo = tempo
-        self._taken.replace(taken)
+        before_ns, largest = self._expected_ns, profile.max_batch_size
+        now_ns = {size: profile.latency_ns(size) for size in before_ns if size <= largest}
+        is_as_before = len(now_ns) == len(before_ns) and all(
+            abs(now_ns[size] - each) <= _AS_BEFORE * each for size, each in before_ns.items()
+        )
+        if not is_as_before:
+            known = [each for each in self._durations_ns if each[0] in now_ns]
+            self._tempo = Tempo()
+            self._taken.replace(self._tempo.follow([took / now_ns[size] for size, took in known]))
+            self._expected_ns = now_ns
         self._learn_stretches()
 
     def _learn_stretches(self) -> None:

@@ -10,7 +10,8 @@ late: where times are drawn independently, that is not at all.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
+from math import exp, log, sqrt
 
 __all__ = ["Tempo"]
 
@@ -20,9 +21,12 @@ _WEIGHT = 0.4
 _KEPT = 0.98
 """Of what is known of earlier predictions, with each batch."""
 _MOST = 2.0
+_LEAST = 1 / _MOST
 """Times as long, or as short: more is a pause, which says nothing of the next batch."""
 _CLEARLY = 2.0
 """Standard errors: what independent times seem to predict by chance."""
+_ERROR = (1 - _KEPT) / (1 + _KEPT)
+"""How many values such a mean is worth, its inverse."""
 _KNOWN = 1e-6
 """Squares of logarithms: less says nothing."""
 
@@ -42,20 +46,34 @@ class Tempo:
 
     def add(self, ratio: float) -> bool:
         """A batch took ``ratio`` times what its profile says; whether :attr:`now` has changed."""
-        level, before = self._level, self.now
-        if ratio == 1.0 and not level:
+        if ratio == 1.0 and not self._level:
             return False
-        taken = math.log(max(1 / _MOST, min(_MOST, ratio)))
-        self._products = _KEPT * self._products + taken * level
-        self._squares = _KEPT * self._squares + level * level
-        self._totals = _KEPT * self._totals + taken * taken
-        self._level = level = level + _WEIGHT * (taken - level)
-        self.now = math.exp(self._share() * level)
+        before = self.now
+        self.follow((ratio,))
         return self.now != before
 
-    def _share(self) -> float:
-        """Of the mean, what the next one has: the slope of a line through the origin."""
-        if self._squares < _KNOWN:
-            return 0.0
-        error = math.sqrt(self._totals * self._squares * (1 - _KEPT) / (1 + _KEPT))
-        return max(0.0, min(1.0, (self._products - _CLEARLY * error) / self._squares))
+    def follow(self, ratios: Iterable[float]) -> list[float]:
+        """:meth:`add` each; each over what was expected of it."""
+        now, level = self.now, self._level
+        products, squares, totals = self._products, self._squares, self._totals
+        found = []
+        for ratio in ratios:
+            found.append(ratio / now)
+            taken = log(ratio) if _LEAST < ratio < _MOST else _limited(ratio)
+            products = _KEPT * products + taken * level
+            squares = _KEPT * squares + level * level
+            totals = _KEPT * totals + taken * taken
+            level += _WEIGHT * (taken - level)
+            # Of the mean, the next one has the slope of a line through the origin, less its error.
+            clearly = products - _CLEARLY * sqrt(totals * squares * _ERROR)
+            if clearly <= 0 or squares < _KNOWN:
+                now = 1.0
+            else:
+                now = exp(min(1.0, clearly / squares) * level)
+        self.now, self._level = now, level
+        self._products, self._squares, self._totals = products, squares, totals
+        return found
+
+
+def _limited(ratio: float) -> float:
+    return log(_MOST if ratio > 1 else _LEAST)
