@@ -23,7 +23,15 @@ from trims_shim.daemon import tiers as tiers_module
 from trims_shim.daemon.eviction import LeastRecentlyUsed
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.sessions import Limits
-from trims_shim.daemon.store import GrantLease, Ingested, Opening, Store
+from trims_shim.daemon.store import (
+    Action,
+    GrantLease,
+    Ingested,
+    Opening,
+    RefuseRequest,
+    StartIngest,
+    Store,
+)
 from trims_shim.daemon.tiers import DeviceSettings, DeviceTier, HostTier, Tier, Tiers
 from trims_shim.errors import TooManyRequests, TrimsError, UnknownDevice, UnknownImage
 from trims_shim.memory.device import DeviceMemory
@@ -271,6 +279,43 @@ class TestRoom:
         tier.loader._account.end_leaving(30 * MIB)
         tier.loader._account.add(-(GIB - 32 * MIB))
         memory.close()
+
+    @staticmethod
+    def load(host: HostTier, number: int, size: int, *, begins: bool) -> list[Action]:
+        """A load of the host tier, of which a thread has made the segment, or not yet."""
+        identity = Identity(device=1, inode=number, size_bytes=size, mtime_ns=0, ctime_ns=0)
+        opening = Opening(1, number, 0, identity, f"/{number}")
+        actions = host.store.open(opening, 1, withheld_bytes=host.withheld_bytes())
+        if begins:
+            host.loader._pending[number] = host.loader.memory.create(size).seal()
+        return actions
+
+    def test_a_load_that_has_not_begun_hides_nothing_that_lingers(
+        self, make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of 1 GiB, 400 MiB are mapped by somebody, and a load waits for its turn."""
+        host = make().tiers.host
+        monkeypatch.setattr(tiers_module, "available_bytes", lambda: 1 << 50)
+        memory = host.loader.memory
+        monkeypatch.setattr(memory, "used_bytes", lambda: 400 * MIB + memory.held_bytes())
+        assert host.lingering_bytes() == 400 * MIB
+        assert isinstance(self.load(host, 1, 400 * MIB, begins=False)[0], StartIngest)
+        assert host.lingering_bytes() == 400 * MIB
+        assert isinstance(self.load(host, 2, 400 * MIB, begins=False)[0], RefuseRequest)
+
+    def test_memory_of_loads_under_way_is_not_taken_twice(
+        self, make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What they have reserved is what the machine has less, and room for others is left."""
+        host = make().tiers.host
+        memory = host.loader.memory
+        machine = host._margin_bytes + 60 * MIB
+        monkeypatch.setattr(tiers_module, "available_bytes", lambda: machine - memory.held_bytes())
+        assert isinstance(self.load(host, 1, 30 * MIB, begins=True)[0], StartIngest)
+        assert isinstance(self.load(host, 2, 31 * MIB, begins=False)[0], RefuseRequest)
+        assert isinstance(self.load(host, 3, 20 * MIB, begins=False)[0], StartIngest)
+        assert isinstance(self.load(host, 4, 11 * MIB, begins=False)[0], RefuseRequest)
+        assert isinstance(self.load(host, 5, 10 * MIB, begins=True)[0], StartIngest)
 
     def test_outlines_are_withheld_from_the_host(self, make: Callable[..., Harness]) -> None:
         host = make().tiers.host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -15,6 +16,7 @@ import pytest
 
 from trims_shim.errors import MemoryFailure
 from trims_shim.memory import host
+from trims_shim.memory.held import Held
 from trims_shim.memory.host import HostMemory, MemfdMemory, TmpfsMemory, WritableSegment
 from trims_shim.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
 from trims_shim.specs import SegmentKind
@@ -143,6 +145,36 @@ class TestAccount:
         mapping.close()
         assert memory.used_bytes() == 0
 
+    def test_what_is_held_here(self, memory: HostMemory) -> None:
+        """From the moment that a segment takes memory, until this process gives it up."""
+        size = 3 * HUGE_PAGE_BYTES
+        footprint = memory.footprint_bytes(size)
+        assert memory.held_bytes() == 0
+        growing = memory.create(size)
+        assert memory.held_bytes() == footprint
+        kept = sealed(memory, b"x" * size)
+        assert memory.held_bytes() == 2 * footprint
+        growing.discard()
+        assert memory.held_bytes() == footprint
+        mapping = mmap.mmap(kept.descriptor, size, mmap.MAP_PRIVATE)
+        kept.close()
+        kept.close()
+        assert memory.held_bytes() == 0, "whoever maps it"
+        mapping.close()
+
+    @pytest.mark.parametrize("name", ["ftruncate", "open", "posix_fallocate"])
+    def test_what_could_not_be_made_is_not_held(
+        self, memory: HostMemory, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        def fail(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fail)
+            with contextlib.suppress(MemoryFailure):
+                memory.create(PAGE_BYTES).discard()
+        assert memory.held_bytes() == 0
+
     def test_discarding_frees(self, memory: HostMemory) -> None:
         before = descriptors()
         memory.create(BUDGET // 2).discard()
@@ -191,13 +223,15 @@ class TestExhaustion:
         before = descriptors()
         writable, readable = os.memfd_create("a"), os.memfd_create("b")
         with pytest.raises(MemoryFailure):
-            WritableSegment(writable, readable, 0, is_memfd=True, wants_advice=False)
+            WritableSegment(writable, readable, 0, is_memfd=True, wants_advice=False, held=Held())
         assert descriptors() == before
 
     def test_a_segment_that_cannot_be_sealed(self) -> None:
         before = descriptors()
         writable, readable = os.open("/dev/zero", os.O_RDWR), os.open("/dev/zero", os.O_RDONLY)
-        segment = WritableSegment(writable, readable, PAGE_BYTES, is_memfd=True, wants_advice=False)
+        segment = WritableSegment(
+            writable, readable, PAGE_BYTES, is_memfd=True, wants_advice=False, held=Held()
+        )
         with pytest.raises(MemoryFailure, match="sealed"):
             segment.seal()
         assert descriptors() == before

@@ -104,10 +104,11 @@ class HostTier(Tier):
 
     def withheld_bytes(self) -> int:
         """See :class:`Tier`."""
-        totals = self.store.totals()
-        usable = totals.resident_bytes + max(0, available_bytes() - self._margin_bytes)
+        # First: what is made meanwhile is then taken twice, and not free twice.
+        held = self.loader.memory.held_bytes()
+        usable = held + max(0, available_bytes() - self._margin_bytes)
         taken = max(0, self.lingering_bytes()) + self.outline_bytes()
-        return max(taken, totals.budget_bytes - usable)
+        return max(taken, self.store.totals().budget_bytes - usable)
 
     def missing_bytes(self) -> int:
         """See :class:`Tier`."""
@@ -115,11 +116,9 @@ class HostTier(Tier):
 
     def lingering_bytes(self) -> int:
         """Bytes of evicted images that somebody still maps; -1 where the kernel does not say."""
+        held = self.loader.memory.held_bytes()
         used = self.loader.memory.used_bytes()
-        if used is None:
-            return -1
-        totals = self.store.totals()
-        return max(0, used - totals.resident_bytes - totals.reserved_bytes)
+        return -1 if used is None else max(0, used - held)
 
 
 class DeviceTier(Tier):

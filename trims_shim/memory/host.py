@@ -22,10 +22,11 @@ import signal
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from trims_shim.errors import MemoryFailure
+from trims_shim.memory.held import Held
 from trims_shim.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 from trims_shim.memory.memfd import new_memfd, seal_memfd
 from trims_shim.specs import SegmentKind
@@ -64,6 +65,8 @@ class SealedSegment:
 
     descriptor: int
     size_bytes: int
+    _held: Held = field(repr=False)
+    _held_bytes: int = field(repr=False)
 
     def resident_bytes(self) -> int:
         """What the kernel charges for it."""
@@ -72,6 +75,7 @@ class SealedSegment:
     def close(self) -> None:
         """Give the daemon's hold up; the memory goes when the last mapping of a client goes."""
         if self.descriptor >= 0:
+            self._held.give_up(self._held_bytes)
             os.close(self.descriptor)
             self.descriptor = -1
 
@@ -80,9 +84,20 @@ class WritableSegment:
     """A segment being filled. Exactly one of :meth:`seal` and :meth:`discard` ends it."""
 
     def __init__(
-        self, writable: int, readable: int, size_bytes: int, *, is_memfd: bool, wants_advice: bool
+        self,
+        writable: int,
+        readable: int,
+        size_bytes: int,
+        *,
+        is_memfd: bool,
+        wants_advice: bool,
+        held: Held,
     ) -> None:
-        """Take ownership of both descriptors of one file that has its final size already."""
+        """Take ownership of both descriptors of one file that has its final size already.
+
+        ``held`` was told of ``readable``.
+        """
+        self._held = held
         self._writable = writable
         self._readable = readable
         self._is_memfd = is_memfd
@@ -114,7 +129,8 @@ class WritableSegment:
             self._close_descriptors()
             raise MemoryFailure(f"segment cannot be sealed: {error}") from error
         os.close(self._writable)
-        return SealedSegment(self._readable, self.size_bytes)
+        held_bytes = self._held.seal(self._readable)
+        return SealedSegment(self._readable, self.size_bytes, self._held, held_bytes)
 
     def discard(self) -> None:
         """Free the memory."""
@@ -126,6 +142,7 @@ class WritableSegment:
         self._map.close()
 
     def _close_descriptors(self) -> None:
+        self._held.discard(self._readable)
         os.close(self._writable)
         os.close(self._readable)
 
@@ -144,6 +161,9 @@ class HostMemory(Protocol):
     def used_bytes(self) -> int | None:
         """Bytes of all segments that still exist, mapped by anybody; None where unknown."""
 
+    def held_bytes(self) -> int:
+        """Bytes of those that were made here and not given up, as far as they have grown."""
+
     def close(self) -> None:
         """Give up the descriptors of this memory; segments live on."""
 
@@ -153,19 +173,20 @@ class MemfdMemory:
 
     def __init__(self, kind: SegmentKind) -> None:
         self.kind = kind
+        self._held = Held()
 
     def create(self, size_bytes: int) -> WritableSegment:
         """See :class:`HostMemory`."""
-        writable = -1
+        writable = readable = -1
         try:
             writable = new_memfd("trims-segment")
             os.ftruncate(writable, size_bytes)
+            readable = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
+            self._held.begin(readable)
             if self.kind is SegmentKind.MEMFD:
                 os.posix_fallocate(writable, 0, size_bytes)
-            readable = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            if writable >= 0:
-                os.close(writable)
+            _close_failed(self._held, writable, readable)
             raise MemoryFailure(f"memfd of {size_bytes} bytes: {error}") from error
         return WritableSegment(
             writable,
@@ -173,6 +194,7 @@ class MemfdMemory:
             size_bytes,
             is_memfd=True,
             wants_advice=self.kind is SegmentKind.MEMFD_HUGE,
+            held=self._held,
         )
 
     def footprint_bytes(self, size_bytes: int) -> int:
@@ -183,6 +205,10 @@ class MemfdMemory:
     def used_bytes(self) -> int | None:
         """Unknown: the kernel does not add memfds up for anybody."""
         return None
+
+    def held_bytes(self) -> int:
+        """See :class:`HostMemory`."""
+        return self._held.bytes()
 
     def close(self) -> None:
         """Nothing is held."""
@@ -201,6 +227,7 @@ class TmpfsMemory:
         self._mount = mount
         self._sealed = sealed
         self._count = 0
+        self._held = Held()
 
     def create(self, size_bytes: int) -> WritableSegment:
         """See :class:`HostMemory`."""
@@ -213,15 +240,21 @@ class TmpfsMemory:
             writable = os.open(name, flags, 0o400, dir_fd=self._mount)
             readable = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sealed)
             os.unlink(name, dir_fd=self._mount)
+            self._held.begin(readable)
             # The size first: huge=within_size gives huge pages only up to it, and no waste after.
             os.ftruncate(writable, size_bytes)
             os.posix_fallocate(writable, 0, size_bytes)
         except OSError as error:
-            for descriptor in (writable, readable):
-                if descriptor >= 0:
-                    os.close(descriptor)
+            _close_failed(self._held, writable, readable)
             raise MemoryFailure(f"tmpfs segment of {size_bytes} bytes: {error}") from error
-        return WritableSegment(writable, readable, size_bytes, is_memfd=False, wants_advice=False)
+        return WritableSegment(
+            writable,
+            readable,
+            size_bytes,
+            is_memfd=False,
+            wants_advice=False,
+            held=self._held,
+        )
 
     def footprint_bytes(self, size_bytes: int) -> int:
         """See :class:`HostMemory`."""
@@ -232,10 +265,21 @@ class TmpfsMemory:
         status = os.fstatvfs(self._mount)
         return (status.f_blocks - status.f_bfree) * status.f_frsize
 
+    def held_bytes(self) -> int:
+        """See :class:`HostMemory`."""
+        return self._held.bytes()
+
     def close(self) -> None:
         """See :class:`HostMemory`."""
         os.close(self._mount)
         os.close(self._sealed)
+
+
+def _close_failed(held: Held, writable: int, readable: int) -> None:
+    held.discard(readable)
+    for descriptor in (writable, readable):
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def available_bytes() -> int:
