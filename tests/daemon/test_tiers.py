@@ -20,6 +20,7 @@ from trims_shim import config as configuration
 from trims_shim import testing
 from trims_shim.client import cache as caches
 from trims_shim.daemon import tiers as tiers_module
+from trims_shim.daemon.device.uploading import Job
 from trims_shim.daemon.eviction import LeastRecentlyUsed
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.sessions import Limits
@@ -265,6 +266,45 @@ class TestRoom:
         memory.close()
         tier.loader._account.add(-100 * MIB)
         assert tier.free_bytes() == GIB
+
+    @pytest.mark.parametrize("backend", ["vmm", "ipc"])
+    def test_a_look_while_an_image_is_made_evicts_nothing(
+        self,
+        emulated_cuda: Emulated,
+        make: Callable[..., Harness],
+        make_file: Callable[..., str],
+        monkeypatch: pytest.MonkeyPatch,
+        backend: str,
+    ) -> None:
+        """What is measured then is believed until the next second, when the image is there."""
+        harness = make(device_backend=backend)
+        tier = harness.device()
+        path = make_file(safetensors((8 * MIB,)))
+
+        def measured(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **settings: Any) -> Any:
+                made = function(*arguments, **settings)
+                tier.measure()
+                return made
+
+            return call
+
+        if backend == "vmm":
+            monkeypatch.setattr(DeviceMemory, "create", measured(DeviceMemory.create))
+        else:
+            monkeypatch.setattr(Job, "upload", measured(Job.upload))
+        descriptor = os.open(path, os.O_RDONLY)
+        opening = Opening(1, 1, 0, Identity.from_stat(os.fstat(descriptor)), "/model")
+        tier.loader.start(StartIngest(1, opening, False), descriptor)
+        harness.woken.get(timeout=PATIENCE_S)
+        (finished,) = tier.loader.take_finished()
+        assert finished.error is None
+        try:
+            assert tier.loader.allocated_bytes() == finished.segment.resident_bytes()
+            assert tier.free_bytes() >= GIB - emulated_cuda.used_bytes(GPU)
+        finally:
+            tier.loader.discard(1)
+        assert tier.loader.allocated_bytes() == 0
 
     def test_what_leaves_need_not_be_evicted_again(
         self, make: Callable[..., Harness], emulated_cuda: Emulated

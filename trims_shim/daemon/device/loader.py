@@ -47,6 +47,7 @@ from trims_shim.memory.device import (
     sparse_outline,
 )
 from trims_shim.memory.host import HostMemory, SealedSegment
+from trims_shim.memory.mapping import round_up
 from trims_shim.specs import Digest
 from trims_shim.wire import duties
 
@@ -336,18 +337,23 @@ class DeviceLoader(Loads[DeviceSegment]):
     @contextlib.contextmanager
     def _memory_for(self, device_bytes: int) -> Iterator[DeviceAllocation | None]:
         """New memory, given back where the block fails; None where the uploader makes it."""
-        if self.memory.backend != "vmm":
-            yield None
-            return
-        memory = self.memory.create(device_bytes)
-        size = sum(memory.allocations)
+        size = self._allocated_bytes(device_bytes)
+        # Before it is made. What is measured meanwhile is believed for a second: it may say that
+        # more is free than is, but not less, for which images would be thrown out.
         self._account.add(size)
+        memory: DeviceAllocation | None = None
         try:
+            if self.memory.backend == "vmm":
+                memory = self.memory.create(device_bytes)
             yield memory
         except BaseException:
-            memory.close()
+            if memory is not None:
+                memory.close()
             self._account.add(-size)
             raise
+
+    def _allocated_bytes(self, device_bytes: int) -> int:
+        return round_up(device_bytes, self.memory.granularity_bytes)
 
     def _segment(
         self,
@@ -358,12 +364,13 @@ class DeviceLoader(Loads[DeviceSegment]):
         planned: duties.PlanUploadReply,
     ) -> DeviceSegment:
         try:
+            allocated = self._allocated_bytes(planned.device_bytes)
+            if memory is None and sum(reply.allocations) != allocated:
+                raise WireError(f"the uploader made {reply.allocations}, not {allocated} bytes")
             sealed = seal_outline(outline)
         except BaseException:
             self.uploader.free(job.number)
             raise
-        if memory is None:
-            self._account.add(sum(reply.allocations))
         return DeviceSegment(
             device=self.memory.device,
             backend=self.memory.backend,
