@@ -191,6 +191,10 @@ class Loads(abc.ABC, Generic[_Segment]):
         return self._segments[digest]
 
     @abc.abstractmethod
+    def descriptor_count(self) -> int:
+        """Descriptors that resident images hold."""
+
+    @abc.abstractmethod
     def hashing(self, digest: Digest) -> Hashing:
         """Hash a resident image again; the caller closes it. Raises OSError."""
 
@@ -293,6 +297,10 @@ class Loader(Loads[SealedSegment]):
         """See :meth:`Loads.drop`."""
         self._own.discard(_file_of(self._segments[digest].descriptor))
         super().drop(digest)
+
+    def descriptor_count(self) -> int:
+        """See :meth:`Loads.descriptor_count`."""
+        return len(self._segments)
 
     def hashing(self, digest: Digest) -> Hashing:
         """See :meth:`Loads.hashing`."""

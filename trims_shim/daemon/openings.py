@@ -282,14 +282,16 @@ class Openings:
     def _has_descriptors(self, tier: Tier) -> bool:
         """Whether one more image may hold some: half of them are for clients.
 
-        An image that nobody uses is given up for it.
+        Images that nobody uses are given up for it, those of its own tier first.
         """
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if tier.store.image_count() < soft // 2:
-            return True
-        actions = tier.store.relieve(1, time.time_ns())
-        self.execute(tier, actions, may_demote=False)
-        return bool(actions)
+        for each in (tier, *(other for other in self._tiers if other is not tier)):
+            while self._tiers.descriptor_count() >= soft // 2:
+                actions = each.store.relieve(1, time.time_ns())
+                if not actions:
+                    break
+                self.execute(each, actions, may_demote=False)
+        return self._tiers.descriptor_count() < soft // 2
 
     def _start(self, tier: Tier, action: StartIngest, offer: Offer) -> None:
         """Begin a load; on a device it takes the image of another tier where there is one."""

@@ -516,10 +516,6 @@ class Store:
         """Leases of one session, or of all."""
         return len(self._leases) if session is None else self._leases.of_session(session)
 
-    def image_count(self) -> int:
-        """Images, those under way included."""
-        return len(self._images) + len(self._ingests)
-
     def ingest_count(self) -> int:
         """Loads under way."""
         return len(self._ingests)

@@ -318,6 +318,10 @@ class Tiers:
         """Loads under way."""
         return sum(each.store.ingest_count() for each in self)
 
+    def descriptor_count(self) -> int:
+        """Descriptors that images hold; of those that are being loaded one each."""
+        return self.ingest_count() + sum(each.loader.descriptor_count() for each in self)
+
     def is_loading(self) -> bool:
         """Whether there are loads under way that get on."""
         return any(each.store.ingest_count() > each.loader.stuck_count() for each in self)

@@ -102,6 +102,10 @@ class DeviceLoader(Loads[DeviceSegment]):
         """Host memory that the outlines of resident images take."""
         return sum(os.fstat(each.outline).st_blocks * 512 for each in list(self._segments.values()))
 
+    def descriptor_count(self) -> int:
+        """See :meth:`Loads.descriptor_count`: the outline's, and one for each allocation."""
+        return sum(1 + len(each.descriptors) for each in self._segments.values())
+
     def lost(self) -> list[Digest]:
         """Resident images whose memory has gone with the process that made it (backend ``ipc``)."""
         return [
