@@ -439,6 +439,19 @@ class TestNames:
         row = store.images()[0]
         assert (row.digest, row.used_ns, row.loaded_ns, row.opens, row.leases) == (A, 3, 1, 2, 2)
 
+    def test_hits_are_the_opens_that_read_nothing(self) -> None:
+        """Whoever loaded the image: nobody has waited for one that came from another tier."""
+        store = new_store()
+        moved = store.admit(10, identities=(opening(inode=1).key,))
+        store.ingest_done(moved, loaded(A), 1)
+        store.open(opening(inode=1), 2)
+        load(store, opening(inode=2), loaded(A))
+        (start,) = store.open(opening(inode=3), 3)
+        store.open(opening(session=2, inode=3), 3)
+        store.ingest_done(start.ingest, loaded(B), 4)
+        hits = {row.digest: row.hits for row in store.images()}
+        assert hits == {A: 1, B: 1}
+
 
 class TestTiers:
     """What a store has so that it can be one of several."""

@@ -162,7 +162,7 @@ def _image_status(row: ImageRow, names: tuple[str, ...], tier: str) -> admin.Ima
         is_pinned=row.is_pinned,
         loaded_ns=row.loaded_ns,
         used_ns=row.used_ns,
-        hits=max(0, row.opens - 1),
+        hits=row.hits,
         load_ns=row.load_ns,
         names=names,
         tier=tier,

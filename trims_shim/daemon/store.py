@@ -177,6 +177,7 @@ class _Image(Candidate):
     size_bytes: int
     is_pinned: bool = False
     holds: int = 0
+    hits: int = 0
     names: Recent[NameKey, None] = field(default_factory=lambda: Recent(_NAMES_PER_IMAGE))
 
 
@@ -239,7 +240,10 @@ class _Pointers(Generic[_Key]):
 
 @dataclass(frozen=True, slots=True)
 class ImageRow:
-    """One image in a snapshot. ``names`` are (user, path) pairs."""
+    """One image in a snapshot. ``names`` are (user, path) pairs.
+
+    ``hits`` are the opens that took what was there, or under way.
+    """
 
     digest: Digest
     size_bytes: int
@@ -249,6 +253,7 @@ class ImageRow:
     loaded_ns: int
     used_ns: int
     opens: int
+    hits: int
     load_ns: int
     names: tuple[NameKey, ...]
 
@@ -506,6 +511,7 @@ class Store:
                 image.loaded_ns,
                 image.used_ns,
                 image.opens,
+                image.hits,
                 image.load_ns,
                 tuple(image.names),
             )
@@ -590,6 +596,7 @@ class Store:
         lease = self._leases.grant(opening.session, digest)
         self._use(digest, now_ns)
         image.opens += 1
+        image.hits += outcome != "miss"
         self._name(image, (opening.user, opening.name))
         return GrantLease(opening, lease, digest, outcome, is_settled)
 
