@@ -437,6 +437,24 @@ class TestLegacy:
             job.plan(source, size_bytes=100, limit_bytes=1 << 30, is_hashed=True, name="m")
         assert self._linear(harness) == 0
 
+    def test_one_that_is_given_up_makes_no_more_images(
+        self, make: Callable[..., Harness], source: int
+    ) -> None:
+        """Found: it ended with the job, and took along the image that had just been made."""
+        harness = make(backend="ipc")
+        outline = sparse_outline(len(CONTENT))
+        failed = duties.UploadFailed(0, "DriverFailure", "its context is broken")
+        with harness.uploader.job() as job, harness.uploader.job() as other:
+            job.plan(source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m")
+            assert isinstance(other._failure(failed), DriverFailure)
+            with pytest.raises(DriverFailure):
+                job.upload(None, outline, lambda done: None)
+            assert job.is_innocent, "it is repeated"
+        os.close(outline)
+        number, _ = self.upload(harness, source)
+        assert harness.uploader.keeps(number)
+        harness.uploader.free(number)
+
     @staticmethod
     def _linear(harness: Harness) -> int:
         allocations = harness.machine.allocations()

@@ -204,13 +204,14 @@ class Job:
         on_progress: Callable[[int], None],
     ) -> duties.UploadReply:
         """Go on with what was planned; ``memory`` None: made by the process, until it is freed."""
+        if memory is None and not self._process.will_keep(self.number):
+            self.is_innocent = True
+            raise DriverFailure(f"the uploader of {self._process.device} ends; load again")
         allocations = () if memory is None else memory.allocations
-        self._send(duties.UploadRequest(self.number, allocations))
-        self._is_planned = False
-        self._send_parts(outline, *(() if memory is None else memory.descriptors))
-        if memory is None:
-            self._process.memory.add(self.number)
         try:
+            self._send(duties.UploadRequest(self.number, allocations))
+            self._is_planned = False
+            self._send_parts(outline, *(() if memory is None else memory.descriptors))
             return self._wait(duties.UploadReply, on_progress)
         except TrimsError:
             self._process.memory.discard(self.number)
@@ -294,9 +295,8 @@ class Job:
 
     def _failure(self, message: duties.UploadFailed) -> TrimsError:
         error = error_from(messages.ErrorReply(message.error, message.message))
-        if isinstance(error, DriverFailure) and self._process.memory <= {self.number}:
-            # Its context may be broken for good; memory of images has to stay there all the same.
-            self._process.is_condemned = True
+        if isinstance(error, DriverFailure):
+            self._process.condemn(self.number)
         return error
 
 
@@ -325,6 +325,7 @@ class _Process:
         self._is_ended = False
         self._on_death = on_death
         self._sending = threading.Lock()
+        self._deciding = threading.Lock()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as undo:
             undo.callback(self._connection.close)
@@ -338,6 +339,22 @@ class _Process:
             self._listener.start()
             undo.pop_all()
         self.pid = self._child.pid
+
+    def will_keep(self, job: int) -> bool:
+        """Let it keep memory that a job is about to make; False: it is to end with its jobs."""
+        with self._deciding:
+            if not self.is_condemned:
+                self.memory.add(job)
+            return not self.is_condemned
+
+    def condemn(self, job: int) -> None:
+        """A job has failed, and its context may be broken for good: it takes no others.
+
+        Unless it keeps memory of images, which has to stay there all the same.
+        """
+        with self._deciding:
+            if self.memory <= {job}:
+                self.is_condemned = True
 
     def send(self, message: Any, descriptor: int | None) -> None:
         """Send a packet; waits a little for one that does not read. Raises OSError."""
