@@ -40,12 +40,19 @@ class Harness:
         self.loader = Loader(self.memory, threads=2, wake=lambda: self.woken.put(None))
         self.count = 0
 
-    def load(self, *, identity: Identity | None = None, is_likely_known: bool = False) -> Finished:
+    def load(
+        self,
+        *,
+        identity: Identity | None = None,
+        is_likely_known: bool = False,
+        is_only_hashed: bool = False,
+    ) -> Finished:
         self.count += 1
         descriptor = os.open(self.path, os.O_RDONLY)
         identity = identity or Identity.from_stat(os.fstat(descriptor))
         opening = Opening(1, 1, 0, identity, "/model")
-        self.loader.start(StartIngest(self.count, opening, is_likely_known), descriptor)
+        action = StartIngest(self.count, opening, is_likely_known, is_only_hashed)
+        self.loader.start(action, descriptor)
         self.woken.get(timeout=PATIENCE_S)
         (finished,) = self.loader.take_finished()
         assert finished.ingest == self.count
@@ -88,6 +95,19 @@ def test_a_known_image_is_only_hashed(harness: Harness) -> None:
     assert finished.segment is None
     assert finished.result is not None
     assert (finished.result.digest, finished.result.resident_bytes) == (DIGEST, 0)
+
+
+def test_without_room_a_wrong_hint_takes_none(harness: Harness) -> None:
+    harness.loader.adopt(harness.load().ingest, DIGEST)
+    held = harness.memory.held_bytes()
+    finished = harness.load(is_likely_known=True, is_only_hashed=True)
+    assert finished.result is not None
+    assert (finished.result.digest, finished.segment) == (DIGEST, None)
+    harness.path.write_bytes(b"other")
+    finished = harness.load(is_likely_known=True, is_only_hashed=True)
+    assert (finished.result, finished.segment) == (None, None)
+    assert isinstance(finished.error, FileChanged)
+    assert harness.memory.held_bytes() == held
 
 
 def test_a_wrong_hint_costs_a_second_read(harness: Harness) -> None:

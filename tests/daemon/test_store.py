@@ -214,6 +214,33 @@ class TestBudget:
         assert store.totals().reserved_bytes == 100
         assert isinstance(store.open(opening(2, inode=2, size=1), 1)[0], RefuseRequest)
 
+    @pytest.mark.parametrize("user", [1000, 1001])
+    def test_what_is_there_needs_no_room_to_be_hashed(self, user: int) -> None:
+        """A file that is not trusted, or not yet for this user, and is half of the budget."""
+        store = new_store()
+        load(store, opening(inode=2, size=30), loaded(B, 30))
+        store.close_session(1, 1)
+        load(store, opening(size=60), loaded(A, 60, is_settled=False))
+        (start,) = store.open(opening(session=2, user=user, size=60), 2)
+        assert isinstance(start, StartIngest)
+        assert start.is_only_hashed
+        assert store.totals().reserved_bytes == 0
+        assert store.is_resident(B), "nothing has to go for it"
+        _, grant = store.ingest_done(start.ingest, loaded(A, 0, is_settled=False), 3)
+        assert isinstance(grant, GrantLease)
+        assert store.totals().resident_bytes == 90
+
+    def test_a_hint_that_was_wrong_is_forgotten(self) -> None:
+        store = new_store()
+        load(store, opening(size=60), loaded(A, 60, is_settled=False))
+        store.close_session(1, 1)
+        (start,) = store.open(opening(session=2, size=60), 2)
+        (refusal,) = store.ingest_failed(start.ingest, ReadFailed("not what it was"))
+        assert isinstance(refusal, RefuseRequest)
+        drop, _, again = store.open(opening(session=2, size=60), 3)
+        assert drop == DropImage(A)
+        assert again == StartIngest(again.ingest, opening(session=2, size=60), False, False)
+
     def test_withheld_bytes_count(self) -> None:
         store = new_store()
         refused = store.open(opening(size=60), 1, withheld_bytes=41)[0]

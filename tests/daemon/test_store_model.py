@@ -63,6 +63,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.content = {file: file for file in range(8)}
         self.segments: dict[str, int] = {}
         self.loading: dict[int, Opening] = {}
+        self.only_hashed: set[int] = set()
+        self.hinted: dict[Identity, str] = {}
         self.waiting: set[tuple[int, int]] = set()
         self.held: dict[int, tuple[int, str]] = {}
         self.pinned: set[str] = set()
@@ -82,6 +84,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert key not in {(each.user, each.identity) for each in self.loading.values()}
         assert key not in self.trusted
         self.loading[action.ingest] = action.opening
+        if action.is_only_hashed:
+            self.only_hashed.add(action.ingest)
+            self.used[self.hinted[action.opening.identity]] = self.now
 
     def on_AdoptSegment(self, action: AdoptSegment) -> None:
         assert action.digest not in self.segments
@@ -114,6 +119,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert not (older and self.evicting_for_room), "a younger image went first"
         del self.segments[action.digest]
         self.trusted = {k: d for k, d in self.trusted.items() if d != action.digest}
+        self.hinted = {k: d for k, d in self.hinted.items() if d != action.digest}
 
     def on_Announce(self, action: Announce) -> None:
         assert action.event in ("loaded", "evicted", "pinned", "unpinned")
@@ -150,6 +156,8 @@ class StoreMachine(RuleBasedStateMachine):
         is_trusted = opening.key in self.trusted
         free = {d for d in self.segments if not self.is_held(d)}
         room = BUDGET - self.lingering - self.total() + sum(self.segments[d] for d in free)
+        is_full = self.total() + self.lingering + size_of(file) > BUDGET
+        is_hinted = identity in self.hinted
         self.evicting_for_room = True
         actions = self.store.open(opening, self.now, withheld_bytes=self.lingering)
         self.execute(actions)
@@ -157,6 +165,9 @@ class StoreMachine(RuleBasedStateMachine):
         refused = any(isinstance(each, RefuseRequest) for each in actions)
         if is_trusted:
             assert [type(each) for each in actions] == [GrantLease]
+        elif actions and is_full and is_hinted:
+            assert [type(each) for each in actions] == [StartIngest], "hashing takes no room"
+            assert actions[0].is_only_hashed  # type: ignore[union-attr]
         elif actions:
             assert refused == (size_of(file) > room), "refused with room, or let in without"
         return multiple(*(set(self.loading) - before))
@@ -167,19 +178,26 @@ class StoreMachine(RuleBasedStateMachine):
         opening = self.loading.pop(load)
         content = opening.identity.inode % 8
         self.finished_digest = digest_of(content)
+        if load in self.only_hashed and self.finished_digest not in self.segments:
+            self.execute(self.store.ingest_failed(load, ReadFailed("it was evicted meanwhile")))
+            return multiple()
+        is_known = is_known or load in self.only_hashed
         self.finished_size = size_of(content)
         size = 0 if is_known and self.finished_digest in self.segments else self.finished_size
         before = set(self.held)
         result = Ingested(self.finished_digest, size, is_settled, 1)
         self.execute(self.store.ingest_done(load, result, self.now))
+        self.hinted[opening.identity] = self.finished_digest
         if is_settled:
             self.trusted[opening.key] = self.finished_digest
         return multiple(*(set(self.held) - before))
 
     @rule(load=consumes(loads))
     def fail(self, load: int) -> None:
-        self.loading.pop(load)
+        opening = self.loading.pop(load)
         self.execute(self.store.ingest_failed(load, ReadFailed("no")))
+        if load in self.only_hashed:
+            self.hinted.pop(opening.identity, None)
 
     @rule(content=FILES, ends_well=st.booleans())
     def move_in(self, content: int, ends_well: bool) -> None:
@@ -202,7 +220,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.finished_digest, self.finished_size = digest_of(content), size_of(content)
         result = Ingested(self.finished_digest, self.finished_size, True, 1)
         self.execute(self.store.ingest_done(load, result, self.now))
-        self.trusted[key] = self.finished_digest
+        self.trusted[key] = self.hinted[key[1]] = self.finished_digest
 
     @rule(content=FILES)
     def lose(self, content: int) -> None:
@@ -263,7 +281,11 @@ class StoreMachine(RuleBasedStateMachine):
     # --- always -----------------------------------------------------------------------------------
 
     def total(self) -> int:
-        loading = sum(each.identity.size_bytes for each in self.loading.values())
+        loading = sum(
+            each.identity.size_bytes
+            for load, each in self.loading.items()
+            if load not in self.only_hashed
+        )
         return sum(self.segments.values()) + loading
 
     @invariant()

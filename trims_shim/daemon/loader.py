@@ -231,7 +231,10 @@ class Loads(abc.ABC, Generic[_Segment]):
         error: TrimsError | None = None
         load.at_s = time.monotonic()
         try:
-            result, segment = self._load(action, descriptor, digest, load.meter)
+            if action.is_only_hashed:
+                result = self._hashed(action, descriptor, load.meter)
+            else:
+                result, segment = self._load(action, descriptor, digest, load.meter)
             if self._trusts_young_files:
                 result = replace(result, is_settled=True)
         except MemoryFailure as failure:
@@ -251,6 +254,14 @@ class Loads(abc.ABC, Generic[_Segment]):
         self, action: StartIngest, descriptor: int, digest: Digest, meter: Meter
     ) -> tuple[Ingested, _Segment | None]:
         """Make the segment; None where an image of this digest is resident already."""
+
+    def _hashed(self, action: StartIngest, descriptor: int, meter: Meter) -> Ingested:
+        """The result of a load that there is no room for. Raises FileChanged."""
+        known = self._known(action, descriptor, meter, time.time_ns())
+        if known is None:
+            name = action.opening.name
+            raise FileChanged(f"{name} is not what was read of it before; load it again")
+        return known
 
     def _known(
         self, action: StartIngest, descriptor: int, meter: Meter, started_ns: int

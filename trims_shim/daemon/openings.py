@@ -296,7 +296,7 @@ class Openings:
     def _start(self, tier: Tier, action: StartIngest, offer: Offer) -> None:
         """Begin a load; on a device it takes the image of another tier where there is one."""
         digest = None
-        if isinstance(tier, DeviceTier):
+        if isinstance(tier, DeviceTier) and not action.is_only_hashed:
             opening = action.opening
             digest = self._tiers.trusted_digest(opening.user, opening.identity)
         if digest is None or not isinstance(tier, DeviceTier):

@@ -13,7 +13,8 @@ Rules
    with one digest share one image; the second segment is discarded.
 3. Bytes are reserved before a load starts and become resident bytes when it ends. Reserved plus
    resident plus withheld (evicted but still mapped somewhere, or not to be had on the machine)
-   never exceeds the budget.
+   never exceeds the budget. What is likely to be an image that is there takes nothing where that
+   would be too much: it is hashed, and a load that fails of it is no hint any more.
 4. A leased, pinned or held image is never evicted. Without room the request is refused, and the
    client loads privately. A hold is the daemon's own, while it copies the image to another tier.
 5. A closed session leaves no lease and no waiter. A load without waiters runs to its end: somebody
@@ -104,11 +105,15 @@ class Ingested:
 
 @dataclass(frozen=True, slots=True)
 class StartIngest:
-    """Read the file of this request; ``is_likely_known``: hash first, an equal image may exist."""
+    """Read the file of this request; ``is_likely_known``: hash first, an equal image may exist.
+
+    ``is_only_hashed``: there is no room but for that; it fails where no equal image exists.
+    """
 
     ingest: int
     opening: Opening
     is_likely_known: bool
+    is_only_hashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +219,11 @@ class _Pointers(Generic[_Key]):
     def point(self, key: _Key, digest: Digest) -> None:
         """It means this image, and was used now."""
         if self._digests.get(key) != digest:
-            self._remove(key)
+            self.remove(key)
             self._digests[key] = digest
             self._keys.setdefault(digest, {})[key] = None
             if len(self._digests) > _IDENTITIES_LIMIT:
-                self._remove(next(iter(self._digests)))
+                self.remove(next(iter(self._digests)))
         self._digests.move_to_end(key)
 
     def forget(self, digest: Digest) -> tuple[_Key, ...]:
@@ -228,7 +233,8 @@ class _Pointers(Generic[_Key]):
             del self._digests[key]
         return keys
 
-    def _remove(self, key: _Key) -> None:
+    def remove(self, key: _Key) -> None:
+        """It means nothing any more."""
         digest = self._digests.pop(key, None)
         if digest is None:
             return
@@ -385,6 +391,9 @@ class Store:
     def ingest_failed(self, ingest: int, error: TrimsError) -> list[Action]:
         """The file could not be read; everybody who waits is told why."""
         load = self._end(ingest)
+        if not load.reserved_bytes:  # It was only hashed.
+            for key in load.keys:
+                self._hints.remove(key[1:])
         return [RefuseRequest(opening, error) for opening in load.waiters]
 
     def release(self, session: int, lease: int, now_ns: int) -> bool:
@@ -537,7 +546,14 @@ class Store:
     ) -> list[Action]:
         """Raises NoSpace."""
         needed = self._footprint_bytes(opening.image_bytes)
-        actions = self._make_room(opening.name, needed, now_ns, withheld_bytes)
+        hinted = self._hints.get(opening.key[1:])
+        is_only_hashed = hinted is not None and self._missing_bytes(needed, withheld_bytes) > 0
+        actions: list[Action] = []
+        if hinted is not None and is_only_hashed:
+            self._use(hinted, now_ns)
+            needed = 0
+        else:
+            actions = self._make_room(opening.name, needed, now_ns, withheld_bytes)
         ingest = next(self._numbers)
         load = _Ingest(
             (opening.key,),
@@ -549,8 +565,10 @@ class Store:
         )
         self._begin(ingest, load)
         self._loading[opening.key] = ingest
-        known = self._hints.get(opening.key[1:]) in self._images
-        return [*actions, StartIngest(ingest, opening, is_likely_known=known)]
+        start = StartIngest(
+            ingest, opening, is_likely_known=hinted is not None, is_only_hashed=is_only_hashed
+        )
+        return [*actions, start]
 
     def _make_room(
         self, name: str, needed_bytes: int, now_ns: int, withheld_bytes: int
