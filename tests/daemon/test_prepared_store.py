@@ -162,6 +162,15 @@ class TestLeases:
 
 
 class TestRoom:
+    def test_a_clock_that_is_set_back_changes_nobodys_turn(self) -> None:
+        store = new_store(30)
+        for key, now in ((A, 1000), (B, 2000), (C, 3000)):
+            make(store, key, now=now)
+        store.release(1, granted(store, A, now=10), 11)
+        assert make(store, "d" * 64, now=20) == [DropEntry(B, 10)]
+        assert make(store, "e" * 64, now=30) == [DropEntry(C, 10)]
+        assert make(store, "f" * 64, now=5000) == [DropEntry(A, 10)]
+
     def test_the_least_recently_used_goes(self) -> None:
         store = new_store(30)
         for moment, key in enumerate((A, B, C), start=1):

@@ -87,6 +87,7 @@ class PreparedStore:
         self.budget_bytes = budget_bytes
         self._numbers = numbers
         self._entries: dict[str, _Entry] = {}
+        self._last_used_ns = 0
         self._jobs: dict[int, _Job] = {}
         self._known: Recent[tuple[Identity, str], Known] = Recent(_KNOWN_LIMIT)
         self._refusals = Refusals()
@@ -137,13 +138,13 @@ class PreparedStore:
         key = self._leases.release(session, lease)
         if key is None:
             return False
-        self._entries[key].used_ns = now_ns
+        self._use(self._entries[key], now_ns)
         return True
 
     def close_session(self, session: int, now_ns: int) -> None:
         """The connection is gone, and with it its leases; preparations go on."""
         for key in self._leases.close_session(session):
-            self._entries[key].used_ns = now_ns
+            self._use(self._entries[key], now_ns)
 
     # --- preparations -----------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class PreparedStore:
             self._refuse(task, self._no_space(entry.size_bytes, 0), now_ns)
             return [DropEntry(entry.key, entry.size_bytes)]
         self.adopt(entry)
-        self._entries[entry.key].used_ns = now_ns
+        self._use(self._entries[entry.key], now_ns)
         return actions
 
     def unwanted(self, job: int) -> None:
@@ -199,6 +200,7 @@ class PreparedStore:
             )
             made.name(entry.names)
             self._entries[entry.key] = made
+            self._last_used_ns = max(self._last_used_ns, made.used_ns)
 
     def remember(self, refusal: KeepRefusal, refused_ns: int) -> None:
         """A model could not be prepared by a daemon before this one."""
@@ -263,10 +265,15 @@ class PreparedStore:
 
     def _grant(self, entry: _Entry, asking: Asking, now_ns: int) -> Grant:
         lease = self._leases.grant(asking.session, entry.key)
-        entry.used_ns = now_ns
+        self._use(entry, now_ns)
         entry.hits += 1
         entry.name([asking.name])
         return Grant(lease, entry.key)
+
+    def _use(self, entry: _Entry, now_ns: int) -> None:
+        # The clock may have been set back: what is used now is used last all the same.
+        entry.used_ns = now_ns if now_ns >= self._last_used_ns else self._last_used_ns + 1
+        self._last_used_ns = entry.used_ns
 
     def _is_under_way(self, asking: Asking) -> bool:
         return any(
