@@ -77,6 +77,31 @@ def test_the_largest_is_the_largest(deadlines: list[int], start_ns: int, most: i
     assert len(by_largest(start_ns, requests, PROFILE, most).batch) == max(sizes, default=0)
 
 
+@given(
+    latencies_ns=st.lists(st.integers(5, 30), min_size=1, max_size=7),
+    deadlines=st.lists(st.integers(0, 40), min_size=1, max_size=9),
+    most=st.integers(1, 7),
+)
+def test_the_largest_is_the_largest_also_where_larger_batches_take_less(
+    latencies_ns: list[int], deadlines: list[int], most: int
+) -> None:
+    profile = LatencyProfile(latencies_ns)
+    most = min(most, profile.max_batch_size)
+    latest_first = sorted(deadlines, reverse=True)
+    sizes = [
+        size
+        for size in range(1, min(len(deadlines), most) + 1)
+        if latest_first[size - 1] >= profile.latency_ns(size)
+    ]
+    found = by_largest(0, queue_of(*deadlines), profile, most).batch
+    assert len(found) == max(sizes, default=0)
+
+
+def test_a_size_that_takes_less_than_a_smaller_one_is_found() -> None:
+    profile = LatencyProfile([10, 10, 13, 10, 14])
+    assert len(by_largest(0, queue_of(12, 12, 12, 12, 12), profile, 5).batch) == 4
+
+
 def test_the_earliest_deadline_bounds_the_batch() -> None:
     """10 alone, 12 for two: the second would make the first late."""
     found = by_earliest(0, queue_of(11, 30, 30), PROFILE, 6)

@@ -145,14 +145,10 @@ def _largest(
 ) -> int:
     """The largest size for which there are that many deadlines at or after its end.
 
-    The more requests a batch has, the later it ends and the fewer can be in it, so halving works.
+    One after the other: a larger batch may take less than a smaller one, so halving may miss it.
     """
-    count, low, high = len(deadlines), 0, min(len(deadlines), max_batch_size)
-    while low < high:
-        size = (low + high + 1) // 2
-        end_ns = start_ns + profile.latency_ns(size)
-        if count - bisect_left(deadlines, end_ns) >= size:
-            low = size
-        else:
-            high = size - 1
-    return low
+    count = len(deadlines)
+    size = min(count, max_batch_size)
+    while size and deadlines[count - size] < start_ns + profile.latency_ns(size):
+        size -= 1
+    return size
