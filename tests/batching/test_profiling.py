@@ -224,6 +224,26 @@ def test_guesses_are_not_saved() -> None:
     }
 
 
+def test_a_doubt_is_not_saved() -> None:
+    """Else requests that no device could answer make the next process promise a thousandth."""
+    learned = told(LearnedProfile(), [1, 2, 4])
+    known = learned.known_latencies_ns(4)
+    for _ in range(20):
+        learned.doubt()
+    assert learned.is_doubted
+    assert learned.known_latencies_ns(4) == known
+
+
+def test_what_invites_a_size_is_not_saved() -> None:
+    """Sizes that have not run in this process keep what earlier ones have measured."""
+    prior = LatencyProfile([each * MS for each in (10, 10, 10, 10, 20, 20, 20, 20)])
+    learned = LearnedProfile(prior)
+    for _ in range(20):
+        learned.observe(4, 10 * MS)
+    assert learned.profile(8).latency_ns(5) < 12 * MS  # so that it is tried
+    assert learned.known_latencies_ns(8)[5] == 20 * MS
+
+
 def test_a_profile_of_many_sizes_is_not_made_after_each_batch() -> None:
     rng = random.Random(4)
     learned = told(LearnedProfile(), [1, 32], times=40)

@@ -180,11 +180,12 @@ class LearnedProfile:
         }
 
     def known_latencies_ns(self, max_batch_size: int) -> dict[int, float]:
-        """Those of :meth:`latencies_ns` that are no guesses; what to save for another process.
+        """What was learned, without guesses; what to save for another process.
 
-        Empty as long as nothing is known.
+        Empty as long as nothing is known. As found: what is promised of some sizes so that they are
+        tried, and doubt, which ends with the next batch, say nothing about the device.
         """
-        return self._known(self.latencies_ns(max_batch_size))
+        return self._known(self._found(max_batch_size))
 
     def _known(self, latencies_ns: Mapping[int, float]) -> dict[int, float]:
         largest = 0 if self._prior is None else self._prior.max_batch_size
