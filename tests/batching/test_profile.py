@@ -24,7 +24,10 @@ def test_a_line() -> None:
 
 @given(latencies)
 def test_no_batch_is_quicker_than_one_item(measured: list[int]) -> None:
-    assert table(LatencyProfile(measured)) == [max(measured[0], each) for each in measured]
+    profile = LatencyProfile(measured)
+    assert table(profile) == [min(measured), *measured[1:]]
+    assert [profile.taken_ns(size) for size in range(1, len(measured) + 1)] == measured
+    assert profile.limited(1).taken_ns(1) == measured[0]
 
 
 @given(st.lists(st.integers(100, 109), min_size=1, max_size=20))

@@ -244,6 +244,21 @@ def test_what_invites_a_size_is_not_saved() -> None:
     assert learned.known_latencies_ns(8)[5] == 20 * MS
 
 
+def test_one_item_that_takes_more_than_others_changes_nothing_of_these() -> None:
+    """Over any number of processes, each of which starts from what the last one knew."""
+    taken_ns = [14 * MS, 9 * MS, 10 * MS, 11 * MS, 12 * MS, 13 * MS, 14 * MS, 15 * MS]
+    learned = LearnedProfile()
+    for size, each_ns in enumerate(taken_ns, 1):
+        learned.observe(size, each_ns)
+    for _ in range(10):
+        known = learned.known_latencies_ns(8)
+        learned = LearnedProfile(LatencyProfile.measured(known, pads=False))
+        for _ in range(20):
+            learned.observe(1, 14 * MS)
+    promised = [learned.profile(8).latency_ns(size) for size in range(2, 9)]
+    assert promised == pytest.approx(taken_ns[1:], rel=0.01)
+
+
 def test_a_profile_of_many_sizes_is_not_made_after_each_batch() -> None:
     rng = random.Random(4)
     learned = told(LearnedProfile(), [1, 32], times=40)

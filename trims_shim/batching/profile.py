@@ -24,11 +24,12 @@ other kernels for it. Measured sizes vary by less (docs/decisions/0009)."""
 class LatencyProfile:
     """Latency of a batch, in nanoseconds, for every size from 1 to ``max_batch_size``.
 
-    No size takes less than one item alone. A larger one may take less than a smaller one, as some
-    products of matrices do: of a perceptron on a processor, 3 rows 13 ms, and 4 rows 10.
+    A larger one may take less than a smaller one, as some products of matrices do: of a perceptron
+    on a processor, 3 rows 13 ms, and 4 rows 10. But no size takes less than one item alone, by
+    which it is decided what is hopeless: where one does, that is what one item is said to take.
     """
 
-    __slots__ = ("_least", "_table", "max_batch_size")
+    __slots__ = ("_alone_ns", "_least", "_table", "max_batch_size")
 
     def __init__(self, latencies_ns: Iterable[float]) -> None:
         """Of sizes 1, 2, 3, ... Raises ValueError for none, or for one that is not positive."""
@@ -38,9 +39,11 @@ class LatencyProfile:
                 raise ValueError(
                     f"a batch of {len(table)} takes {latency_ns} ns: not positive and finite"
                 )
-            table.append(max(*table[1:2], round(latency_ns), 1))
+            table.append(max(round(latency_ns), 1))
         if len(table) == 1:
             raise ValueError("a profile needs the latency of at least one batch size")
+        self._alone_ns = table[1]
+        table[1] = min(table[1:])
         self._table = table
         # By size, the least that it or any larger one takes.
         self._least = [*accumulate(reversed(table), min)][::-1]
@@ -75,6 +78,10 @@ class LatencyProfile:
     def latency_ns(self, size: int) -> int:
         """Of a batch of ``size``, from 1 to ``max_batch_size``."""
         return self._table[size]
+
+    def taken_ns(self, size: int) -> int:
+        """The same as it was told, also of one item that takes longer than others."""
+        return self._alone_ns if size == 1 else self._table[size]
 
     def or_one_more_ns(self, size: int) -> int:
         """What a batch of ``size`` needs that waits for one more, whether that comes or not."""
@@ -112,7 +119,7 @@ class LatencyProfile:
 
     def limited(self, max_batch_size: int) -> LatencyProfile:
         """The same up to a smaller size."""
-        return LatencyProfile(self._table[1 : max_batch_size + 1])
+        return LatencyProfile([self._alone_ns, *self._table[2 : max_batch_size + 1]])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LatencyProfile) and self._table == other._table

@@ -276,8 +276,8 @@ def _base(
     if prior is not None:
         last = prior.max_batch_size
         measured = {size: own_ns for size, own_ns in own.items() if size <= last}
-        speed = _speed({s: each / prior.latency_ns(s) for s, each in measured.items()}, counts)
-        known.update({size: prior.latency_ns(size) * speed for size in range(1, last + 1)})
+        speed = _speed({s: each / prior.taken_ns(s) for s, each in measured.items()}, counts)
+        known.update({size: prior.taken_ns(size) * speed for size in range(1, last + 1)})
     sizes = sorted(known)
 
     def at(size: int) -> float:

@@ -79,7 +79,7 @@ class Setup:
 
         def service_ns(device: int, batch: Sequence[Request]) -> int:
             factor = random.lognormvariate(-sigma * sigma / 2, sigma) if sigma else 1.0
-            return max(1, round(profile.latency_ns(len(batch)) * factor)) + late_ns()
+            return max(1, round(profile.taken_ns(len(batch)) * factor)) + late_ns()
 
         return simulate(policy, requests, service_ns=service_ns, lateness_ns=late_ns)
 

@@ -62,7 +62,7 @@ class StagedProfile(LatencyProfile):
     def even(cls, whole: LatencyProfile, stages: int) -> StagedProfile:
         """Of a model of which only the whole is known: stages that take equally long."""
         part = LatencyProfile(
-            max(1, whole.latency_ns(size) / stages) for size in range(1, whole.max_batch_size + 1)
+            max(1, whole.taken_ns(size) / stages) for size in range(1, whole.max_batch_size + 1)
         )
         return cls([part] * stages)
 
