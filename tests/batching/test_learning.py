@@ -192,3 +192,15 @@ def test_resizing() -> None:
         learning.check_size(0)
     with pytest.raises(ValueError, match="batch_sizes"):
         make(batch_sizes=(8,)).check_size(9)
+
+
+def test_sizes_that_there_was_no_time_to_measure_are_tried() -> None:
+    """They are taken to be as quick as the largest that was, and not to cost the same by item."""
+    learning = make(max_batch_size=16)
+    profile = learning.measured(None, {1: 45 * MS, 2: 46 * MS})
+    assert profile.max_batch_size == 16
+    assert profile.latency_ns(4) == 46 * MS
+    padded = make(max_batch_size=16, batch_sizes=[1, 4, 16]).measured(
+        None, {1: 45 * MS, 4: 47 * MS}
+    )
+    assert [padded.latency_ns(size) / MS for size in (1, 2, 8)] == [45, 47, 94]

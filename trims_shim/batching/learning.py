@@ -159,9 +159,8 @@ class Learning:
 
     def measured(self, key: Hashable, durations_ns: Mapping[int, float]) -> LatencyProfile:
         """Start anew from measurements; :meth:`refresh` tells the policies."""
-        prior = LatencyProfile.measured(
-            durations_ns, max_batch_size=self.max_batch_size, pads=self._batch_sizes is not None
-        )
+        # Not to larger sizes than were measured: those are to be tried, not taken to be known.
+        prior = LatencyProfile.measured(durations_ns, pads=self._batch_sizes is not None)
         return self._start_anew(key, prior, set(durations_ns))
 
     def _start_anew(

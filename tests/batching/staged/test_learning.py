@@ -238,3 +238,20 @@ def test_a_width_that_was_measured_counts_before_one_that_is_assumed() -> None:
         profile = make(prior=prior, width=assumed).profile()
         assert isinstance(profile, StagedProfile)
         assert profile.width == width
+
+
+def test_the_largest_size_that_was_known_is_not_preferred_to_larger_ones() -> None:
+    """Else what an earlier process never ran is split for ever."""
+    stage = LatencyProfile.linear(1, 10, max_batch_size=4)
+    assert LearnedStages(2, StagedProfile([stage] * 2)).profile(32).preferred == (32, 32)
+    known = StagedProfile([stage] * 2, preferred=[2, 4])
+    assert LearnedStages(2, known).profile(32).preferred == (2, 32)
+    assert LearnedStages(2, known).profile(3).preferred == (2, 3)
+
+
+def test_sizes_that_there_was_no_time_to_measure_are_tried() -> None:
+    learning = make(max_batch_size=16)
+    profile = learning.measured_stages(None, [{1: 40 * MS, 2: 41 * MS}, {1: 4 * MS, 2: 5 * MS}])
+    assert profile.max_batch_size == 16
+    assert profile.latency_ns(4) == 46 * MS
+    assert learning.measured_stages(None, [{2: 41 * MS}, {}]).latency_ns(2) < 42 * MS

@@ -6,6 +6,7 @@ rules of the policy get them as one :class:`StagedProfile`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,11 @@ class LearnedStages(LearnedProfile):
             prior = StagedProfile.even(prior, stages)
         priors = prior.stages if prior is not None else (None,) * stages
         self.stages = tuple(LearnedProfile(each, batch_sizes=batch_sizes) for each in priors)
-        self._preferred = None if prior is None else prior.preferred
+        self._preferred: Sequence[float] | None = None
+        if prior is not None:
+            # The largest size that was known is no limit: larger ones may gain more.
+            known = prior.max_batch_size
+            self._preferred = [math.inf if each >= known else each for each in prior.preferred]
         self.has_width = prior is not None and prior.width is not None
         """It was measured, and not assumed."""
         self._width = prior.width if prior is not None and self.has_width else width
@@ -93,10 +98,10 @@ class LearnedStages(LearnedProfile):
         return self._made_of(parts)
 
     def _made_of(self, parts: Sequence[LatencyProfile]) -> StagedProfile:
-        preferred = self._preferred
-        if preferred is not None:
+        preferred = None
+        if self._preferred is not None:
             largest = min(each.max_batch_size for each in parts)
-            preferred = tuple(min(each, largest) for each in preferred)
+            preferred = [int(min(each, largest)) for each in self._preferred]
         self._whole = StagedProfile(parts, preferred=preferred, width=self._width)
         return self._whole
 
@@ -180,11 +185,10 @@ class StagedLearning(Learning):
     ) -> LatencyProfile:
         """As :meth:`measured`, with the durations of each stage, and the width of the device."""
         pads = self._batch_sizes is not None
+        largest = max(max(each) for each in durations_ns if each)
         prior = StagedProfile(
             [
-                LatencyProfile.measured(
-                    each or _UNREACHED, max_batch_size=self.max_batch_size, pads=pads
-                )
+                LatencyProfile.measured(each or _UNREACHED, max_batch_size=largest, pads=pads)
                 for each in durations_ns
             ],
             width=width,
