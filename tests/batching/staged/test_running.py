@@ -172,6 +172,16 @@ def test_a_loop_is_filled_anew_for_each_step() -> None:
     assert seen == [[3, 1, 1, 1]] * 2
 
 
+def test_newcomers_of_a_loop_without_stages_before_it_are_filled_with_the_others() -> None:
+    seen: list[list[int]] = []
+    loop = Loop(lambda state: (seen.append(state), Stepped(state, state, [False] * len(state)))[1])
+    run = runner(StagedModel([loop]), batch_sizes=(2, 4, 8)).run
+    output = run(0, [piece([3, 1])])
+    output = run(0, [*output.pieces, piece([5, 6, 7])])
+    assert seen == [[3, 1], [3, 1, 5, 6, 7, 7, 7, 7]]
+    assert asked(output.pieces[0].requests) == [3, 1, 5, 6, 7]
+
+
 def test_loops_join_and_take_as_they_say() -> None:
     calls: list[Any] = []
 

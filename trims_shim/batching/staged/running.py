@@ -102,10 +102,9 @@ class StageRunner:
             else:
                 groups.append((piece.requests, take_rows(piece.value, piece.rows)))
         if new:
-            batch = self._batch(new)
             if not groups:
-                return [(new, batch)]
-            (state,) = batch  # to a loop without stages before it
+                return [(new, self._batch(self._filled_up(new)))]
+            (state,) = self._batch(new)  # to a loop without stages before it
             groups.append((new, state))
         joined = _joined(groups, join_all, take_rows)
         if self._batch_sizes is None:
@@ -123,7 +122,7 @@ class StageRunner:
         return requests, (value,)
 
     def _batch(self, requests: Sequence[Request]) -> Sequence[Any]:
-        entries = [request.payload for request in self._filled_up(requests)]
+        entries = [request.payload for request in requests]
         collate, items, batch = self._function.joined(entries)
         padded = padded_length(collate, items)
         if padded is not None:
