@@ -19,6 +19,7 @@ from trims_shim.batching.protocol import NEVER_NS, DropReason, Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator.arrivals import poisson
 from trims_shim.batching.staged.policies.load import LoadDiversity
+from trims_shim.batching.staged.policies.staged_auto import StagedAuto
 from trims_shim.batching.staged.scheduler import StagedBatching
 from trims_shim.batching.staged.simulation import simulate_staged
 from trims_shim.batching.staged.stage_device import StageDevice, full_demand
@@ -58,25 +59,39 @@ def test_where_batches_save_nothing_nobody_joins() -> None:
     assert joining(rule_with(*[LATER_NS] * 6, profile=profile), (1, 2, None)) == 0
 
 
+def mean_ns(rule: RuleMaker, profile: StagedProfile, load: float, seed: int) -> float:
+    rate = load * max(size / profile.latency_ns(size) for size in range(1, 17))
+    times_ns = itertools.islice(poisson(rate * 1e9, Random(seed)), 2000)
+    requests = [Request(number, time_ns, NEVER_NS) for number, time_ns in enumerate(times_ns)]
+    policy = StagedBatching(lambda _: rule(profile, max_batch_size=16), stages=len(profile.stages))
+    device = StageDevice(profile, demand=full_demand)
+    executions = simulate_staged(policy, requests, device=device).executions
+    return statistics.mean(
+        each.ended_ns - request.arrival_ns for each in executions for request in each.batch
+    )
+
+
 @pytest.mark.parametrize("load", [0.3, 0.6])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_where_large_batches_cost_more_stages_cost_nothing(load: float, seed: int) -> None:
     """As on a processor whose caches they leave: what one saves by joining is soon lost again."""
     stage = LatencyProfile(ms(1.4 * size + 0.02 * size**2 + 0.2) for size in range(1, 17))
     profile = StagedProfile([stage] * 2)
-    rate = load * max(size / profile.latency_ns(size) for size in range(1, 17))
-    times_ns = itertools.islice(poisson(rate * 1e9, Random(seed)), 2000)
-    requests = [Request(number, time_ns, NEVER_NS) for number, time_ns in enumerate(times_ns)]
-    device = StageDevice(profile, demand=full_demand)
+    immediate_ns = mean_ns(Immediate, profile, load, seed)
+    assert mean_ns(LoadDiversity, profile, load, seed) < 1.005 * immediate_ns
 
-    def mean_ns(rule: RuleMaker) -> float:
-        policy = StagedBatching(lambda _: rule(profile, max_batch_size=16), stages=2)
-        executions = simulate_staged(policy, requests, device=device).executions
-        return statistics.mean(
-            each.ended_ns - request.arrival_ns for each in executions for request in each.batch
-        )
 
-    assert mean_ns(LoadDiversity) < 1.005 * mean_ns(Immediate)
+@pytest.mark.parametrize("load", [0.6, 0.8])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_where_latencies_jump_stages_cost_nothing(load: float, count: int, seed: int) -> None:
+    """Eight in one batch take longer than four and four: it is no gain to be one of them."""
+    stage = LatencyProfile(
+        ms((6.4 + 0.4 * size + 12 * ((size - 1) // 4)) / count) for size in range(1, 17)
+    )
+    profile = StagedProfile([stage] * count)
+    alone_ns = mean_ns(StagedAuto, profile, load, seed)
+    assert mean_ns(LoadDiversity, profile, load, seed) < 1.005 * alone_ns
 
 
 @given(

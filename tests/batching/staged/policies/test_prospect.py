@@ -89,6 +89,18 @@ def test_large_batches_that_cost_more_do_not_change_what_small_ones_do() -> None
         )
 
 
+def test_those_that_wait_need_not_be_one_batch() -> None:
+    """More than eight take as long as two batches, whatever one of them all takes."""
+    few = [ALPHA * size + BETA for size in range(1, 9)]
+    many = [few[7] + each for each in few]
+
+    def worth(slower: int) -> float:
+        profile = LatencyProfile([*few, *[slower * each for each in many]])
+        return Prospect(profile, max_batch_size=16, rate=5e-4).cost_ns([], next_ns=5000, queued=5)
+
+    assert worth(3) == pytest.approx(worth(1))
+
+
 @pytest.mark.parametrize("queued", [0, 3])
 def test_without_arrivals_latencies_are_added_up(queued: int) -> None:
     first, second = 7000, 12000

@@ -19,7 +19,10 @@ off by g. With no arrivals in sight, the cost is the sum of the latencies of tho
 
 The line is that of the sizes which come at this rate. Items of large batches often cost more on a
 processor, as less of them fits into its caches; a line through all sizes would say that of small
-batches, too, and that the device has no time to lose where it has.
+batches, too, and that the device has no time to lose where it has. And nobody has to answer those
+that wait in one batch: where latencies jump (batches that are filled up to some sizes), eight take
+two batches of four. A line through what one of eight takes would be steeper, and promise a queue so
+long that whatever takes its time would seem to cost nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ class Prospect:
         best = max([size / latency_ns(size) for size in sizes])
         self._rate = rate = min(rate, _HIGHEST_LOAD * best)
         usual = next(size for size in sizes if rate * latency_ns(size) <= size)
-        alpha, beta = profile.line_ns(min(max_batch_size, max(_LEAST_SIZES, _LARGER * usual)))
+        largest = min(max_batch_size, max(_LEAST_SIZES, _LARGER * usual))
+        alpha, beta = _quickest(profile, largest).line_ns()
         load = min(self._rate * alpha, _HIGHEST_LOAD)
         pressure = 1 + load / 2
         self._queue = self._rate * beta / (1 - load)
@@ -71,3 +75,13 @@ class Prospect:
         cost += next_ns * (queued + arriving / 2 - 1.5 * self._queue)
         more = queued + arriving - self._queue
         return cost + more * (self._linear + self._quadratic * more)
+
+
+def _quickest(profile: LatencyProfile, largest: int) -> LatencyProfile:
+    """How long so many take in one batch, or in several one after the other if that is quicker."""
+    times_ns = [0]
+    for size in range(1, largest + 1):
+        halves = range(1, size // 2 + 1)
+        in_two = [times_ns[first] + times_ns[size - first] for first in halves]
+        times_ns.append(min([profile.latency_ns(size), *in_two]))
+    return LatencyProfile(times_ns[1:])
