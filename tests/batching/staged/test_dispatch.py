@@ -604,6 +604,51 @@ def test_an_interrupted_caller_loses_nobody_elses_answer(interrupted: int) -> No
         wait_until(lambda: batcher.stats().cancelled == 1)
 
 
+class TimeLimit(Exception):
+    """As Celery's."""
+
+
+@pytest.fixture
+def _time_limit() -> Any:
+    def limit(number: int, frame: Any) -> None:
+        raise TimeLimit
+
+    old = signal.signal(signal.SIGINT, limit)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
+@pytest.mark.usefixtures("_time_limit")
+@pytest.mark.parametrize("limited", [0, 1])
+def test_a_time_limit_ends_its_caller_and_is_no_failure_of_a_stage(limited: int) -> None:
+    calls: list[int] = []
+
+    def stage(number: int, items: list[int]) -> list[int]:
+        calls.append(number)
+        is_first = calls.count(number) == 1 and number == limited
+        if is_first and threading.current_thread() is threading.main_thread():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(LONG_S)
+        return items
+
+    model = StagedModel([functools.partial(stage, number) for number in range(3)])
+    policy = functools.partial(Window, wait_ms=1e6)
+    with plain(model, policy=policy, max_batch_size=2) as batcher:
+        others: list[Any] = []
+
+        def submit() -> None:
+            wait_until(lambda: batcher.stats().queued == 1)
+            others.append(batcher.submit(7))
+
+        other = start(submit)
+        with pytest.raises(TimeLimit):
+            batcher(5)
+        join(other)
+        batcher.drain(LONG_S)
+        assert others[0].result(0) == 7
+        assert batcher.stage_stats().failures == 0
+
+
 def break_down(batcher: Batcher, error: BaseException) -> None:
     """As if the policy had failed, between two events."""
     batcher._engine.threads().post(lambda now_ns: _raise(error))

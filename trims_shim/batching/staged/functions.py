@@ -28,6 +28,7 @@ from trims_shim.batching.staged.jobs import Pieces
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.running import StageOutput, StageRunner, without_graph
 from trims_shim.batching.staged.whole import run_steps, run_whole
+from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BatchingError
 
 __all__ = ["StagedFunction"]
@@ -98,7 +99,7 @@ class StagedFunction(BatchFunction):
         self._has_warned = False
 
     def run_stage(self, stage: int, pieces: Sequence[Piece], *, device: int = 0) -> StageOutput:
-        """Never raises an Exception; failures are among the results."""
+        """Failures are among the results; raises only what is the thread's, as a time limit."""
         if self._has_function:
             if self.is_distrusted:
                 return self.instead(_requests_of(pieces))
@@ -107,6 +108,7 @@ class StagedFunction(BatchFunction):
         try:
             return self._runner.run(stage, pieces, device=device)
         except Exception as error:
+            pass_on(error)  # a time limit of the thread is no fault of the stage
             output = self.instead(_requests_of(pieces), error)
             output.has_failed = True
             self._warn_of(stage, error, output)
