@@ -20,6 +20,7 @@ from tests.batching.staged.rules import joining, splitting
 from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
 from trims_shim.batching import Batcher
 from trims_shim.batching.policies.window import Window
+from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.staged import EarlyExit, Loop, StagedModel, Stepped
 from trims_shim.batching.staged.staged_rules import StagedRule
 from trims_shim.errors import BatcherClosed, BatchingError, RequestDropped
@@ -44,6 +45,17 @@ class Held:
     @property
     def batches(self) -> list[list[Any]]:
         return self.gate.batches
+
+
+def listening(met: list[bool]) -> Callable[..., StagedRule]:
+    """As ``joining``, and keeps what it is told of those who meet."""
+
+    def rule(profile: LatencyProfile, *, max_batch_size: int) -> StagedRule:
+        made = joining(profile, max_batch_size=max_batch_size)
+        made.on_met = met.append  # type: ignore[method-assign]
+        return made
+
+    return rule
 
 
 # --- the ways through the stages ------------------------------------------------------------------
@@ -158,7 +170,8 @@ def test_jobs_know_whether_others_ran_beside_them() -> None:
 def test_newcomers_catch_up_with_a_batch_on_its_way() -> None:
     """The first waits for them at the border before the third stage; the two go on as one."""
     second, third = Held(), Held()
-    with plain(StagedModel([adding(1), second, third]), policy=joining) as batcher:
+    met: list[bool] = []
+    with plain(StagedModel([adding(1), second, third]), policy=listening(met)) as batcher:
         first = batcher.submit(0)
         second.gate.wait_entered()
         late = [batcher.submit(item) for item in (10, 20)]
@@ -169,6 +182,7 @@ def test_newcomers_catch_up_with_a_batch_on_its_way() -> None:
         stats = batcher.stage_stats()
     assert second.batches == [[1], [11, 21]]
     assert third.batches == [[1, 11, 21]]
+    assert met == [True]
     assert (stats.batches, stats.stretches, stats.splits) == (1, 1, 0)
     assert [each.runs for each in stats.stages] == [2, 2, 1]
     assert stats.stages[2].mean_batch_size == 3
@@ -233,8 +247,9 @@ def test_pieces_that_cannot_be_joined_run_one_after_the_other() -> None:
 
     from trims_shim.batching import Pad
 
+    met: list[bool] = []
     model = StagedModel([lambda batch: batch.values, second, third])
-    with Batcher(model, policy=joining, collate=Pad(unpad=False)) as batcher:
+    with Batcher(model, policy=listening(met), collate=Pad(unpad=False)) as batcher:
         first = batcher.submit(numpy.ones(3))
         gate.wait_entered()
         late = [batcher.submit(numpy.ones(length)) for length in (5, 5)]
@@ -243,6 +258,7 @@ def test_pieces_that_cannot_be_joined_run_one_after_the_other() -> None:
         batcher.drain(LONG_S)
         assert batcher.stage_stats().failures == 0
     assert shapes == [(1, 3), (2, 5)]
+    assert met == [False]
 
 
 @pytest.mark.parametrize("leaves_early", [False, True])

@@ -41,6 +41,7 @@ class Scripted(StagedRule):
         self.is_alone = False
         self.border: Any = ...
         self.asked: list[tuple[Any, ...]] = []
+        self.met: list[bool] = []
         self.finished: list[Finished] = []
 
     def choose(self, now_ns: int) -> int:
@@ -65,6 +66,9 @@ class Scripted(StagedRule):
 
     def next_split(self, now_ns: int, part: Part) -> int | None:
         return super().next_split(now_ns, part) if self.border is ... else self.border
+
+    def on_met(self, is_joined: bool) -> None:
+        self.met.append(is_joined)
 
     def on_finished(self, now_ns: int, finished: Finished) -> None:
         self.finished.append(finished)
@@ -164,6 +168,21 @@ def test_a_stage_is_not_run_twice_at_once() -> None:
     serving.ask()
     serving.ask()
     assert serving.shown() == [(0, [1])]
+
+
+def test_rules_are_told_of_meetings_and_once_of_those_who_cannot_be_joined() -> None:
+    serving = Serving(stages=4)
+    serving.rule().joins = 1
+    serving.ask()
+    serving.ask()
+    serving.end()
+    serving.end()
+    assert serving.shown() == [(1, [1, 2])]
+    serving.end(is_joined=True)
+    assert serving.rule().met == [True]
+    serving.end(is_joined=False)
+    serving.end(is_joined=False)
+    assert serving.rule().met == [True, False]
 
 
 # --- running on -----------------------------------------------------------------------------------

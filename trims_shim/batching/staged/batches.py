@@ -136,6 +136,8 @@ class Batch:
     """It can be stretched no more, and its parts do not wait for each other."""
     is_typical: bool = True
     """It has taken what one that nobody joined on the way would have taken."""
+    is_apart: bool = False
+    """Some of it could not be joined with the others, and runs after them at each stage."""
     parts: list[Part] = field(default_factory=list)
 
     def has_part_at(self, stage: int) -> bool:

@@ -168,6 +168,7 @@ class StagedDispatch(ThreadDispatch):
                 part=job.part,
                 left=left,
                 through=job.through,
+                is_joined=job.is_joined,
             ),
         )
         self.stages.splits += batch.is_split

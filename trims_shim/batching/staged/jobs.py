@@ -37,6 +37,7 @@ class StageJob(Job):
     """
 
     __slots__ = (
+        "_has_met",
         "_is_handed_out",
         "_output",
         "_result",
@@ -83,6 +84,7 @@ class StageJob(Job):
         self.is_beside = False
         """Another stage ran at some time of it."""
         self._result = result
+        self._has_met = False
         self._output: StageOutput | None = None
         self._told = 0
         self._is_handed_out = False
@@ -129,6 +131,14 @@ class StageJob(Job):
         """Its answers are the stage's, and not those of the whole function."""
         return self._output is not None and self._output.runs > 0
 
+    @property
+    def is_joined(self) -> bool | None:
+        """Whether the rows of several pieces were one batch for the stage; None of one piece."""
+        output = self._output
+        if output is None or not self._has_met or not output.runs:
+            return None
+        return output.runs == 1
+
     def begin(self, now_ns: int) -> list[Entry]:
         """See :class:`Job`."""
         if self.live is None:
@@ -149,11 +159,14 @@ class StageJob(Job):
         live = self.began = self.live or []
         self.size = len(live)
         if self.size == len(self.requests):
+            self._has_met = _are_several(self.part.pieces)
             return self.part.pieces
         pieces = [Piece(each.requests, each.rows, each.value) for each in self.part.pieces]
         for piece in pieces:
             piece.leave_out([each for each in piece.requests if each not in live])
-        return [piece for piece in pieces if piece.requests]
+        pieces = [piece for piece in pieces if piece.requests]
+        self._has_met = _are_several(pieces)
+        return pieces
 
     def end_stage(self, now_ns: int, output: StageOutput) -> None:
         """It has run."""
@@ -219,6 +232,10 @@ class StageJob(Job):
             return left, ()
         answered = set(live)
         return left, [each for each in left if each not in answered]
+
+
+def _are_several(pieces: Sequence[Piece]) -> bool:
+    return len(pieces) > 1 and any(piece.value is not None for piece in pieces)
 
 
 def _hand_out(entry: Entry, piece: Any) -> None:

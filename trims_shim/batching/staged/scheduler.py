@@ -58,6 +58,8 @@ class StageEnded(Finished):
     """Those of them that are answered, or failed; after the last stage all are, unless it loops."""
     through: int | None = None
     """The last stage that was run, where it is not that of the RunStage."""
+    is_joined: bool | None = None
+    """Whether those who have met at this stage were one batch for it; None where nobody has."""
 
 
 class StagedBatching(Batching):
@@ -104,6 +106,10 @@ class StagedBatching(Batching):
         batch = event.part.batch
         batch.is_typical &= event.is_typical
         rule = self._rules.get(batch.key)
+        if event.is_joined is not None and not batch.is_apart:
+            batch.is_apart = not event.is_joined
+            if isinstance(rule, StagedRule):
+                rule.on_met(event.is_joined)
         for part in self.pipeline.finish(event.part, event.left, through=event.through):
             if isinstance(rule, StagedRule) and part.stage and not self._is_split_or_late(part):
                 self._tell(rule, self._count_waiting())

@@ -44,6 +44,13 @@ class StagedRule(Rule):
         """
         return 0
 
+    def on_met(self, is_joined: bool) -> None:
+        """Those who had joined a batch have met it, and have run a stage.
+
+        ``is_joined``: as one with the others. Else their rows could not be joined, as where both
+        are padded to other lengths, and each stage runs once for these and once for those.
+        """
+
     def split(self, now_ns: int, part: Part) -> Sequence[int]:
         """The sizes into which the part is split before its next stage, ``part.stage``.
 

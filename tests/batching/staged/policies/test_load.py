@@ -59,6 +59,38 @@ def test_where_batches_save_nothing_nobody_joins() -> None:
     assert joining(rule_with(*[LATER_NS] * 6, profile=profile), (1, 2, None)) == 0
 
 
+def test_those_that_could_not_be_joined_are_remembered_for_a_while() -> None:
+    rule = rule_with(*[LATER_NS] * 6)
+    for _ in range(20):
+        rule.on_met(False)
+    chances = [joining(rule, (1, 1, None)) for _ in range(500)]
+    assert chances[:20] == [0] * 20
+    assert 6 in chances  # or nobody would know that they can be, by now
+    rule.on_met(False)
+    assert joining(rule, (1, 1, None)) == 0
+    for _ in range(20):
+        rule.on_met(True)
+    assert joining(rule, (1, 1, None)) == 6
+
+
+def test_one_who_could_be_late_if_they_are_not_joined_is_spared() -> None:
+    together_ns = PROFILE.stage_ns(0, 6) + PROFILE.remaining_ns(1, 7)
+    due_ns = NOW_NS + together_ns + ms(1)
+    rule = rule_with(*[LATER_NS] * 6)
+    assert joining(rule, (1, 1, None), deadlines_ns=(due_ns,)) == 6
+    rule.on_met(False)
+    assert joining(rule, (1, 1, None), deadlines_ns=(due_ns,)) < 6
+
+
+def test_nobody_joins_a_batch_that_runs_each_stage_twice_already() -> None:
+    rule = rule_with(*[LATER_NS] * 6)
+    batch = batch_at((1, 1, None), stages=4)
+    batch.is_apart = True
+    assert rule.stretch(NOW_NS, batch, 6) == 0
+    batch.is_apart = False
+    assert rule.stretch(NOW_NS, batch, 6) == 6
+
+
 def mean_ns(rule: RuleMaker, profile: StagedProfile, load: float, seed: int) -> float:
     rate = load * max(size / profile.latency_ns(size) for size in range(1, 17))
     times_ns = itertools.islice(poisson(rate * 1e9, Random(seed)), 2000)

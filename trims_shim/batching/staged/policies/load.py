@@ -6,18 +6,29 @@ wait until those are done, and the device runs the rest once instead of twice. S
 plans are compared, each with what it means for those that wait and those to come.
 
 Nobody is let in where that would make one on board late who is in time without.
+
+Rows that are padded to other lengths cannot be joined: then those on board have waited for nothing,
+and each stage runs twice. How often that happens is learned, and counts; where it is always so, one
+is let in now and then, to see whether it still is.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, DropReason
 from trims_shim.batching.rules import duration_ns
 from trims_shim.batching.staged.batches import Batch
 from trims_shim.batching.staged.policies.staged_auto import RUN_NS, StagedAuto
-from trims_shim.batching.staged.policies.timetable import levels_of, together_ns
+from trims_shim.batching.staged.policies.timetable import Level, levels_of, together_ns
 
 __all__ = ["LoadDiversity"]
+
+_NEWS = 1 / 8
+"""What the last meeting says of the next one; the others say the rest."""
+_HOPE = 1 / 256
+"""What each batch that nobody joins says for it: one that fails is forgotten after some thirty."""
 
 
 class LoadDiversity(StagedAuto):
@@ -37,6 +48,8 @@ class LoadDiversity(StagedAuto):
     ) -> None:
         super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
         self._wait_ns = None if wait_ms is None else duration_ns("wait_ms", wait_ms)
+        self._joinable = 1.0
+        """How likely those who join can go on as one with those on board."""
 
     def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
         """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
@@ -47,17 +60,34 @@ class LoadDiversity(StagedAuto):
         soonest_ns = now_ns + self.margin_ns + int(self.stretches[0] * self.profile.latency_ns(1))
         self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)
         size = self._in_time(now_ns, batch, min(room, len(self.queue)))
-        return size if size and self._is_worth_it(now_ns, batch, size) else 0
+        if size and not batch.is_apart and self._is_worth_it(now_ns, batch, size):
+            return size
+        self._joinable += (1 - self._joinable) * _HOPE
+        return 0
+
+    def on_met(self, is_joined: bool) -> None:
+        """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
+        self._joinable += (is_joined - self._joinable) * _NEWS
 
     def _in_time(self, now_ns: int, batch: Batch, size: int) -> int:
         """How many of the first ``size`` can join and make nobody late who is in time otherwise."""
         levels = levels_of(batch)
         due_ns = self._due_ns(now_ns, batch, together_ns(self.staged, levels))
-        while size and due_ns < self._likely_ns(
-            now_ns, together_ns(self.staged, [(0, size), *levels])
-        ):
+        while size and due_ns < self._likely_ns(now_ns, self._joined_ns(levels, size)):
             size -= 1
         return size
+
+    def _joined_ns(self, levels: Sequence[Level], size: int) -> int:
+        """How long all take if ``size`` join, on average."""
+        return together_ns(self.staged, [(0, size), *levels]) + self._unjoined_ns(levels, size)
+
+    def _unjoined_ns(self, levels: Sequence[Level], size: int) -> int:
+        """How much of that, on average, is because they cannot be joined."""
+        if self._joinable == 1:
+            return 0
+        joined_ns = together_ns(self.staged, [(0, size), *levels])
+        one_by_one_ns = together_ns(self.staged, levels) + self.staged.remaining_ns(0, size)
+        return int((1 - self._joinable) * (one_by_one_ns - joined_ns))
 
     def _due_ns(self, now_ns: int, batch: Batch, rest_ns: int) -> int:
         """The earliest deadline of those on board that is met if nobody joins."""
@@ -86,7 +116,7 @@ class LoadDiversity(StagedAuto):
         """Where the new ones would have to wait until those on board are done."""
         levels, aboard, queued = levels_of(batch), batch.live, len(self.queue)
         rest_ns = together_ns(self.staged, levels)
-        all_ns = together_ns(self.staged, [(0, size), *levels]) + RUN_NS * levels[0][0]
+        all_ns = self._joined_ns(levels, size) + RUN_NS * levels[0][0]
         return self.cost_ns(
             now_ns, [(all_ns, aboard + size)], next_ns=all_ns, queued=queued - size
         ) < self.cost_ns(now_ns, [(rest_ns, aboard)], next_ns=rest_ns, queued=queued)
@@ -107,4 +137,5 @@ class LoadDiversity(StagedAuto):
         apart = self.timetable(now_ns, without=batch)
         joined = apart.copy()
         apart_ns = aboard * (apart.add(batch) - now_ns) + size * (apart.add_size(size) - now_ns)
-        return (aboard + size) * (joined.add(batch, size) - now_ns) < apart_ns
+        joined_ns = joined.add(batch, size) - now_ns + self._unjoined_ns(levels_of(batch), size)
+        return (aboard + size) * joined_ns < apart_ns
