@@ -256,7 +256,11 @@ def test_pieces_that_cannot_be_joined_run_one_after_the_other() -> None:
         gate.open(2)
         assert [float(each.result(LONG_S)) for each in (first, *late)] == [3, 5, 5]
         batcher.drain(LONG_S)
-        assert batcher.stage_stats().failures == 0
+        stats = batcher.stage_stats()
+        assert stats.failures == 0
+        assert [each.runs for each in stats.stages] == [2, 2, 2]
+        assert dict(stats.stages[2].batch_sizes) == {1: 1, 2: 1}
+        assert batcher.stats().batch_sizes == {1: 1, 2: 1}
     assert shapes == [(1, 3), (2, 5)]
     assert met == [False]
 

@@ -8,9 +8,9 @@ from trims_shim.batching.staged.stage_statistics import StageRecord
 def test_a_snapshot_is_of_its_time() -> None:
     record = StageRecord(2)
     before = record.snapshot()
-    record.add_run(0, 3, 2_000_000_000)
-    record.add_run(0, 1, 1_000_000_000)
-    record.add_run(1, 0, 5)  # nobody was left
+    record.add_runs(0, [3], 2_000_000_000)
+    record.add_runs(0, [1], 1_000_000_000)
+    record.add_runs(1, [], 5)  # nobody was left
     record.add_exits(0, 2)
     record.batches, record.stretches, record.splits, record.failures = 4, 3, 2, 1
     after = record.snapshot()

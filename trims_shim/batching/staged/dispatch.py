@@ -186,8 +186,8 @@ class StagedDispatch(ThreadDispatch):
         record.add_stage(job.started_ns, job.ended_ns)
         if not job.stage:
             record.add_start([each.arrival_ns for each in job.began], job.started_ns)
-        if job.through == self._last and job.size:
-            record.batch_sizes[job.size] += 1
+        if job.through == self._last:
+            record.batch_sizes.update(job.sizes(self._last))
         record.cancelled += sum(each.number in self._active for each in gone)
         answered = 0
         for request, result in zip(job.live or (), job.results or (), strict=True):
@@ -199,7 +199,7 @@ class StagedDispatch(ThreadDispatch):
                 answered += 1
                 record.add_answer(request.arrival_ns, request.payload.deadline_ns, job.ended_ns)
         for stage, taken_ns in enumerate(job.durations_ns, job.stage):
-            self.stages.add_run(stage, job.size, taken_ns)
+            self.stages.add_runs(stage, job.sizes(stage), taken_ns)
         if job.through < self._last and job.is_by_stage:
             self.stages.add_exits(job.through, answered)
         self.stages.failures += job.has_failed

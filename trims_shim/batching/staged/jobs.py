@@ -139,6 +139,13 @@ class StageJob(Job):
             return None
         return output.runs == 1
 
+    def sizes(self, stage: int) -> Sequence[int]:
+        """With how many rows this stage was called; once, where rows were not kept apart."""
+        output = self._output
+        if output is None or stage < self.through or not output.sizes:
+            return [self.size] if self.size else []
+        return output.sizes
+
     def begin(self, now_ns: int) -> list[Entry]:
         """See :class:`Job`."""
         if self.live is None:

@@ -46,8 +46,16 @@ class StageOutput:
     """Those that a loop has finished; none of ``left``."""
     runs: int = 1
     """How often the stage was called."""
+    sizes: Sequence[int] = ()
+    """With how many requests each time, where that was more than once."""
     has_failed: bool = False
     """It was called, and the whole function has answered instead."""
+
+    @property
+    def size(self) -> int:
+        """How many requests there were."""
+        going = sum(len(piece.requests) for piece in self.pieces)
+        return len(self.left) + len(self.finished) + going
 
 
 class StageRunner:
@@ -243,6 +251,7 @@ def _together(outputs: Sequence[StageOutput]) -> StageOutput:
         steps=[each for output in outputs for each in output.steps],
         finished=[each for output in outputs for each in output.finished],
         runs=len(outputs),
+        sizes=[each.size for each in outputs],
     )
 
 

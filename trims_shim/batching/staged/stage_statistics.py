@@ -6,7 +6,7 @@ Plain counters, written under the lock of one dispatch, read without it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["StageRecord", "StageStats", "StagedStats"]
@@ -70,10 +70,10 @@ class StageRecord:
         self._busy_ns = [0] * stages
         self._exits = [0] * stages
 
-    def add_run(self, stage: int, size: int, taken_ns: int) -> None:
-        """A stage has run with ``size`` requests."""
-        if size:
-            self._sizes[stage][size] += 1
+    def add_runs(self, stage: int, sizes: Sequence[int], taken_ns: int) -> None:
+        """A stage has run with so many requests: once, or once for each that are kept apart."""
+        if sizes:
+            self._sizes[stage].update(sizes)
             self._busy_ns[stage] += taken_ns
 
     def add_exits(self, stage: int, count: int) -> None:
