@@ -231,6 +231,21 @@ def test_finished_rows_are_answered_before_the_others() -> None:
     assert second.batches == [[1, 3]]
 
 
+def test_batches_of_which_nobody_reaches_the_last_stage_are_counted() -> None:
+    def first(items: list[int]) -> EarlyExit:
+        if 13 in items:
+            raise ValueError("not with this stage")
+        return EarlyExit([True] * len(items), items, [])
+
+    policy = functools.partial(Window, wait_ms=1e6)
+    with plain(StagedModel([first, adding(0)]), policy=policy, max_batch_size=2) as batcher:
+        assert list(batcher.map([1, 2])) == [1, 2]
+        futures = [batcher.submit(13) for _ in range(2)]
+        assert all(isinstance(each.exception(LONG_S), ValueError) for each in futures)
+        batcher.drain(LONG_S)
+        assert batcher.stats().batch_sizes == {2: 2}
+
+
 def test_pieces_that_cannot_be_joined_run_one_after_the_other() -> None:
     """Rows of other lengths: they were padded apart, and are answered all the same."""
     numpy = pytest.importorskip("numpy")

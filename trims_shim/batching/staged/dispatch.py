@@ -186,8 +186,8 @@ class StagedDispatch(ThreadDispatch):
         record.add_stage(job.started_ns, job.ended_ns)
         if not job.stage:
             record.add_start([each.arrival_ns for each in job.began], job.started_ns)
-        if job.through == self._last:
-            record.batch_sizes.update(job.sizes(self._last))
+        if job.through == self._last or not job.part.pieces:  # or all have left before
+            record.batch_sizes.update(job.sizes(job.through))
         record.cancelled += sum(each.number in self._active for each in gone)
         answered = 0
         for request, result in zip(job.live or (), job.results or (), strict=True):
