@@ -188,6 +188,31 @@ def test_newcomers_catch_up_with_a_batch_on_its_way() -> None:
     assert stats.stages[2].mean_batch_size == 3
 
 
+def test_a_batch_of_which_one_gives_up_before_it_starts_is_a_new_one() -> None:
+    class Alone(StagedRule):
+        def choose(self, now_ns: int) -> int:
+            return self.room()
+
+        def may_run_beside(self, now_ns: int, part: Any) -> bool:
+            return False
+
+    first, second = Held(), Held()
+    with plain(StagedModel([first, second]), policy=Alone, devices=2) as batcher:
+        before = batcher.submit(0)
+        first.gate.wait_entered()
+        one, other = batcher.submit(1), batcher.submit(2)
+        first.gate.open()
+        second.gate.wait_entered()
+        assert one.cancel()
+        first.gate.open()
+        second.gate.open(2)
+        assert [before.result(LONG_S), other.result(LONG_S)] == [0, 2]
+        batcher.drain(LONG_S)
+        stats = batcher.stage_stats()
+    assert first.batches == [[0], [2]]
+    assert (stats.batches, stats.stretches) == (2, 0)
+
+
 def test_a_split_batch_goes_on_in_parts() -> None:
     second = Held()
     policy = splitting(lambda size: (1, size - 1) if size > 1 else ())

@@ -124,7 +124,7 @@ class StagedDispatch(ThreadDispatch):
             self._active[request.number] = request
         self._leave(new)
         if new:
-            is_first = job.part.batch.size == len(new)
+            is_first = not job.part.batch.passed[0]
             self.stages.batches += is_first
             self.stages.stretches += not is_first
 
