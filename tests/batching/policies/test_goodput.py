@@ -139,6 +139,16 @@ def test_of_what_varies_as_many_go_as_are_expected_to_be_in_time() -> None:
     assert rule.choose(0) == 8
 
 
+def test_whether_a_rate_keeps_up_is_said_by_what_batches_take_now() -> None:
+    """Two would keep up with five in 40 ms if they took the 12 of the profile, but they take 18."""
+    rule = Goodput(LINE, max_batch_size=8)
+    rule.stretches = (1.5,)
+    for number, deadline_ms in enumerate([58, 70, 70, 70, 70]):
+        rule.queue.add(Request(number, 0, ms(deadline_ms)))
+    assert rule.choose(ms(40)) == 4
+    assert dropped(rule) == {DropReason.SHED: [0]}
+
+
 @pytest.mark.parametrize(
     ("stretches", "deadline_ms", "size"),
     [

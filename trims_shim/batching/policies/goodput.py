@@ -113,6 +113,8 @@ class Goodput(Rule):
         if self.has_rivals:  # while this runs, others do not
             needed = float("inf")
         lasts_ns = _BACKLOG_LASTS * (first.deadline_ns - first.arrival_ns)
+        # By the clock, as arrivals are counted, not by the profile.
+        stretch_mean = sum(self.stretches) / len(self.stretches)
         best, best_shed, best_size = float("-inf"), 0, 1
         larger_ns = surely = 0
         for shed, deadline_ns in enumerate(due_ns):
@@ -130,7 +132,7 @@ class Goodput(Rule):
                     continue
                 seen = size
                 in_time = self._expected(due_ns, shed, size, ready_ns)
-                rate = in_time / profile.latency_ns(size)
+                rate = in_time / (stretch_mean * profile.latency_ns(size))
                 worth = min(rate, needed) * lasts_ns - shed - (size - in_time)
                 if worth > best:
                     best, best_shed, best_size = worth, shed, size
