@@ -87,6 +87,10 @@ class LatencyProfile:
         """What a batch of ``size`` needs that waits for one more, whether that comes or not."""
         return max(self.latency_ns(size), self.latency_ns(size + 1))
 
+    def beyond_ns(self, size: int) -> int:
+        """The least that any size beyond this one takes, which is not the largest it knows."""
+        return self._least[size + 1]
+
     def largest_within(self, budget_ns: float, limit: int) -> int:
         """The largest size up to ``limit`` that takes at most ``budget_ns``; 0 if none does."""
         table = self._table

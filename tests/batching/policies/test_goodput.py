@@ -139,6 +139,24 @@ def test_of_what_varies_as_many_go_as_are_expected_to_be_in_time() -> None:
     assert rule.choose(0) == 8
 
 
+def test_a_larger_batch_may_be_possible_although_one_more_is_not() -> None:
+    """Two would take 15.4 ms, and four 14.7; the first has 8, the others 15."""
+    dips = LatencyProfile(each * 1e6 for each in (7.9, 15.4, 20.5, 14.7))
+    rule, size = asked([48, *[55] * 8], dips)
+    assert size == 4
+    assert dropped(rule) == {DropReason.SHED: [0]}
+
+
+def test_a_larger_batch_may_be_possible_if_it_is_quick() -> None:
+    """After the first one, two would take 10.8 or 13.2 ms, and there are 13."""
+    rule = Goodput(LINE, max_batch_size=8)
+    rule.stretches = (0.9, 1.1)
+    for number, deadline_ms in enumerate([50, *[53] * 7]):
+        rule.queue.add(Request(number, 0, ms(deadline_ms)))
+    assert rule.choose(ms(40)) == 4
+    assert dropped(rule) == {DropReason.SHED: [0]}
+
+
 def test_whether_a_rate_keeps_up_is_said_by_what_batches_take_now() -> None:
     """Two would keep up with five in 40 ms if they took the 12 of the profile, but they take 18."""
     rule = Goodput(LINE, max_batch_size=8)

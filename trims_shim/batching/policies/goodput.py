@@ -55,6 +55,7 @@ class Goodput(Rule):
         """The earliest deadline of what it found fitting."""
         self._efficient: list[int] = []
         """By size: of the sizes up to it, the one that is answered at the highest rate."""
+        self._best_rate = 0.0
         self._known: LatencyProfile | None = None
 
     def choose(self, now_ns: int) -> int:
@@ -104,6 +105,8 @@ class Goodput(Rule):
         """``profile`` is new: make what is read from it at each decision."""
         self._known = profile
         self._efficient = _most_efficient(profile)
+        sizes = range(1, profile.max_batch_size + 1)
+        self._best_rate = max([size / profile.latency_ns(size) for size in sizes])
 
     def _best(self, now_ns: int, ready_ns: int, peers: int) -> tuple[int, int]:
         """How many of the first ``peers`` to give up, and how many of the next go then."""
@@ -115,10 +118,11 @@ class Goodput(Rule):
         lasts_ns = _BACKLOG_LASTS * (first.deadline_ns - first.arrival_ns)
         # By the clock, as arrivals are counted, not by the profile.
         stretch_mean = sum(self.stretches) / len(self.stretches)
+        most = min(self._best_rate / stretch_mean, needed) * lasts_ns
         best, best_shed, best_size = float("-inf"), 0, 1
         larger_ns = surely = 0
         for shed, deadline_ns in enumerate(due_ns):
-            if peers - shed <= surely:
+            if peers - shed <= surely or most - shed <= best:
                 break
             if deadline_ns < larger_ns:
                 continue  # without the one before it, the batch could be no larger
@@ -141,7 +145,7 @@ class Goodput(Rule):
                 break
             if not shed and self._is_overtaken(surely, ready_ns):
                 break
-            larger_ns = ready_ns + int(self.stretches[-1] * profile.latency_ns(surely + 1))
+            larger_ns = ready_ns + int(self.stretches[0] * profile.beyond_ns(surely))
         return best_shed, best_size
 
     def _expected(self, due_ns: list[int], start: int, size: int, ready_ns: int) -> float:
