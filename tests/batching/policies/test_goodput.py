@@ -139,6 +139,17 @@ def test_of_what_varies_as_many_go_as_are_expected_to_be_in_time() -> None:
     assert rule.choose(0) == 8
 
 
+@pytest.mark.parametrize(("devices", "size", "shed"), [(1, 7, [0]), (2, 2, [])])
+def test_devices_keep_up_together(devices: int, size: int, shed: list[int]) -> None:
+    """Two in 12 ms are less than the eight by which the queue has grown in 40, twice two more."""
+    rule = Goodput(LINE, max_batch_size=8)
+    rule.devices = devices
+    for number, deadline_ms in enumerate([52, *[60] * 7]):
+        rule.queue.add(Request(number, 0, ms(deadline_ms)))
+    assert rule.choose(ms(40)) == size
+    assert dropped(rule) == ({DropReason.SHED: shed} if shed else {})
+
+
 def test_a_larger_batch_may_be_possible_although_one_more_is_not() -> None:
     """Two would take 15.4 ms, and four 14.7; the first has 8, the others 15."""
     dips = LatencyProfile(each * 1e6 for each in (7.9, 15.4, 20.5, 14.7))

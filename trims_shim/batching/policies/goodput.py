@@ -6,8 +6,9 @@ window (Nexus, SOSP'19, section 6.3) takes the ``k`` with the largest batch what
 giving up only what is hopeless takes ``k = 0`` whatever it costs. Here it is the ``k`` with the
 largest ``min(b(k) / L(b(k)), a) H - k``: what the better rate brings for as long as there is a
 backlog, ``H``, less what is given up for it. No rate is worth more than ``a``, that at which the
-queue has grown: a batch that keeps up with arrivals needs to give up nothing. With other keys that
-wait for the device, there is no such limit.
+queue has grown: a batch that keeps up with arrivals needs to give up nothing, and with ``d``
+devices, each of them has to keep up with a ``d``-th of it. With other keys that wait for the
+device, there is no such limit.
 
 Where batches do not always take the same, there is no one size that a deadline allows. Then each of
 the sizes that would be in time if it took this or that is compared by how many of it are expected
@@ -101,6 +102,11 @@ class Goodput(Rule):
         """Also where it takes what the slowest batches take."""
         return budget_ns >= self.stretches[-1] * self.profile.latency_ns(size)
 
+    @property
+    def servers(self) -> int:
+        """How many such batches the queue is served by at the same time."""
+        return self.devices
+
     def _know(self, profile: LatencyProfile) -> None:
         """``profile`` is new: make what is read from it at each decision."""
         self._known = profile
@@ -112,7 +118,7 @@ class Goodput(Rule):
         """How many of the first ``peers`` to give up, and how many of the next go then."""
         profile, first = self.profile, self.queue[0]
         due_ns = [request.deadline_ns for request in islice(self.queue, peers)]
-        needed = peers / max(1, now_ns - first.arrival_ns)
+        needed = peers / max(1, now_ns - first.arrival_ns) / self.servers
         if self.has_rivals:  # while this runs, others do not
             needed = float("inf")
         lasts_ns = _BACKLOG_LASTS * (first.deadline_ns - first.arrival_ns)

@@ -63,6 +63,11 @@ class StagedAuto(Auto, StagedRule):
         self.wake_ns = start_ns
         return 0
 
+    @property
+    def servers(self) -> int:
+        """See :class:`~trims_shim.batching.policies.goodput.Goodput`: stages share one device."""
+        return 1
+
     def companions(
         self, now_ns: int, size: int, others: Collection[Rule]
     ) -> Sequence[tuple[Rule, int]]:
