@@ -111,10 +111,10 @@ class DeadlineQueue(list[Request]):
             return len(self)
         return bisect_right(self, -priority, index, key=_descending_priority)
 
-    def within_weight(self, count: int, max_weight: int) -> int:
-        """How many of the first ``count`` weigh no more than this together; at least 1."""
+    def within_weight(self, count: int, max_weight: int, start: int = 0) -> int:
+        """How many of ``count`` from ``start`` on weigh no more than this together; at least 1."""
         weight = 0
-        for index, request in enumerate(self[:count]):
+        for index, request in enumerate(self[start : start + count]):
             weight += request.weight
             if weight > max_weight and index:
                 return index

@@ -150,6 +150,33 @@ def test_devices_keep_up_together(devices: int, size: int, shed: list[int]) -> N
     assert dropped(rule) == ({DropReason.SHED: shed} if shed else {})
 
 
+@pytest.mark.parametrize(
+    ("max_weight", "size", "shed"), [(None, 8, [0, 1]), (8, 8, [0, 1]), (3, 2, [])]
+)
+def test_nobody_is_given_up_for_a_batch_that_would_weigh_too_much(
+    max_weight: int | None, size: int, shed: list[int]
+) -> None:
+    """Eight at a time are answered at a rate that is worth two, three at a time are not."""
+    rule = Goodput(LatencyProfile.linear(4, 0.1, max_batch_size=8), max_batch_size=8)
+    rule.max_weight = max_weight
+    for number, deadline_ms in enumerate([51, 51, *[80] * 8]):
+        rule.queue.add(Request(number, 0, ms(deadline_ms)))
+    assert rule.choose(ms(40)) == size
+    assert dropped(rule) == ({DropReason.SHED: shed} if shed else {})
+
+
+def test_one_that_fills_a_batch_alone_is_given_up_for_many() -> None:
+    """If batches take a tenth longer it is late; the others have time for one of seven."""
+    rule = Goodput(LINE, max_batch_size=8)
+    rule.max_weight = 8
+    rule.queue.add(Request(0, 0, ms(51), weight=8))
+    for number in range(1, 8):
+        rule.queue.add(Request(number, 0, ms(60)))
+    rule.stretches = (1.0, 1.1)
+    assert rule.choose(ms(40)) == 7
+    assert dropped(rule) == {DropReason.SHED: [0]}
+
+
 def test_a_larger_batch_may_be_possible_although_one_more_is_not() -> None:
     """Two would take 15.4 ms, and four 14.7; the first has 8, the others 15."""
     dips = LatencyProfile(each * 1e6 for each in (7.9, 15.4, 20.5, 14.7))

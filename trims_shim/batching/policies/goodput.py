@@ -132,7 +132,7 @@ class Goodput(Rule):
                 break
             if deadline_ns < larger_ns:
                 continue  # without the one before it, the batch could be no larger
-            limit = min(peers - shed, self.max_batch_size)
+            limit = self._limit(shed, peers)
             is_enough, seen = False, 0
             for stretch in self.stretches:
                 # What is not hopeless may go alone, though it is a risk.
@@ -147,12 +147,21 @@ class Goodput(Rule):
                 if worth > best:
                     best, best_shed, best_size = worth, shed, size
                 is_enough = rate >= needed and in_time == size
-            if is_enough or surely == limit:
+            if is_enough or surely == min(peers - shed, self.max_batch_size):
                 break
             if not shed and self._is_overtaken(surely, ready_ns):
                 break
-            larger_ns = ready_ns + int(self.stretches[0] * profile.beyond_ns(surely))
+            # Behind one that weighs much, more may find room, whatever their deadline is.
+            least_ns = profile.beyond_ns(surely) if surely < limit else 0
+            larger_ns = ready_ns + int(self.stretches[0] * least_ns)
         return best_shed, best_size
+
+    def _limit(self, start: int, end: int) -> int:
+        """How many of those from ``start`` up to ``end`` one batch can hold."""
+        count = min(end - start, self.max_batch_size)
+        if self.max_weight is None:
+            return count
+        return self.queue.within_weight(count, self.max_weight, start)
 
     def _expected(self, due_ns: list[int], start: int, size: int, ready_ns: int) -> float:
         """How many of ``size`` from ``start`` on will be in time if they run together."""
@@ -170,7 +179,7 @@ class Goodput(Rule):
         """
         queue = self.queue
         rest = len(queue) - size
-        if not 0 < rest <= self.max_batch_size or queue[size].number > queue[0].number:
+        if not 0 < rest <= self._limit(size, len(queue)) or queue[size].number > queue[0].number:
             return False
         then_ns = ready_ns + int(self.stretches[-1] * self.profile.latency_ns(size))
         return self.is_in_time(rest, queue[size].deadline_ns - then_ns)
