@@ -330,3 +330,18 @@ def test_at_low_load_it_is_as_quick_as_never_waiting(rate_qps: float, cv: float)
     greedy = simulated(POLICIES["immediate"], rate_qps=rate_qps, cv=cv, count=2000)
     assert mean_ms(auto) <= 1.1 * mean_ms(greedy)
     assert Report.of(auto).violations <= Report.of(greedy).violations
+
+
+def test_a_limit_on_weights_is_as_good_a_reason_to_wait_as_one_on_items() -> None:
+    """Four at a time either way: those who come while a batch runs need several."""
+    profile = LatencyProfile.linear(0.4, 45, max_batch_size=64)
+
+    def violations(max_batch_size: int, max_weight: int | None) -> float:
+        outcome = simulate(
+            Batching(lambda _: Auto(profile, max_batch_size=max_batch_size), max_weight=max_weight),
+            requests(gamma(50, 3, Random(1)), slo_ms=120, count=3000),
+            service_ns=lambda device, batch: profile.latency_ns(len(batch)),
+        )
+        return Report.of(outcome).violation_ratio
+
+    assert violations(64, 4) == pytest.approx(violations(4, None), abs=0.003)

@@ -67,6 +67,8 @@ class Auto(Goodput):
         self._lateness_ns = Recent(_REMEMBERED)
         self._paces = Recent(_REMEMBERED)
         """Arrivals in a nanosecond while a batch ran."""
+        self._weight_paces = Recent(_REMEMBERED)
+        """What these weigh, where batches are limited by that."""
         self._durations_ns: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         """Sizes and times of what the stretches are made of."""
         self._expected_ns: dict[int, int] = {}
@@ -74,7 +76,7 @@ class Auto(Goodput):
         self._tempo = Tempo()
         self._usual_stretch = self._wait_stretch = self._worst_stretch = 1.0
         self._wait_margin_ns = 0
-        self._worst_pace = 0.0
+        self._worst_pace = self._worst_weight_pace = 0.0
         self._times_ns: dict[int, tuple[float, int]] = {}
         """By size, as :meth:`_learn_times` has them, until something else is learned."""
         self._company = Company()
@@ -116,11 +118,20 @@ class Auto(Goodput):
         has_news = self._taken.add(ratio / self._tempo.now)
         if self._tempo.add(ratio) or has_news:
             self._learn_stretches()
-        if self._paces.add(queued / took_ns if took_ns > 1 else queued):
-            pace = self._paces.quantile(_WORST_QUANTILE)
-            if pace != self._worst_pace:
-                self._worst_pace = pace
-                self._times_ns.clear()
+        took_ns = max(1, took_ns)
+        self._worst_pace = self._worst(self._paces, queued / took_ns, self._worst_pace)
+        if self.max_weight is not None:
+            pace = sum(request.weight for request in self.queue) / took_ns
+            self._worst_weight_pace = self._worst(self._weight_paces, pace, self._worst_weight_pace)
+
+    def _worst(self, paces: Recent, pace: float, worst: float) -> float:
+        """What is the worst with one more, where ``worst`` was."""
+        if not paces.add(pace):
+            return worst
+        now = paces.quantile(_WORST_QUANTILE)
+        if now != worst:
+            self._times_ns.clear()
+        return now
 
     def _start_ns(self, size: int, now_ns: int) -> int:
         """Until when a batch of ``size`` waits for one more."""
@@ -143,13 +154,20 @@ class Auto(Goodput):
         duration_ns = latency_ns(size)
         arrivals = int(self._worst_pace * usual * duration_ns) + 1
         needed_ns: float = _NO_SLO_NS
-        if arrivals <= self.max_batch_size:
+        if arrivals <= self.max_batch_size and self._weighs_little(arrivals):
             after_ns = latency_ns(arrivals)
             slow_ns = (self._worst_stretch - usual) * max(duration_ns, after_ns)
             needed_ns = usual * (duration_ns + after_ns) + slow_ns
         times_ns = needed_ns, int(self._wait_stretch * self.profile.or_one_more_ns(size))
         self._times_ns[size] = times_ns
         return times_ns
+
+    def _weighs_little(self, arrivals: int) -> bool:
+        """Whether so many find room in one batch, if they are as heavy as the worst of late."""
+        if self.max_weight is None or not self._worst_pace:
+            return True
+        weight = self._worst_weight_pace / self._worst_pace
+        return arrivals * weight <= self.max_weight
 
     def _know(self, profile: LatencyProfile) -> None:
         super()._know(profile)
