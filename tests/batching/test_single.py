@@ -299,3 +299,18 @@ def test_what_it_does_not_do() -> None:
         Batching(greedy, devices=0)
     with pytest.raises(ValueError, match="max_batch_weight is 0"):
         Batching(greedy, max_weight=0)
+
+
+def test_with_several_devices_nobody_is_a_rival_any_more_who_has_got_one() -> None:
+    rules: dict[Hashable, Waits] = {}
+
+    def make(key: Hashable) -> Waits:
+        rules[key] = Waits(50)
+        return rules[key]
+
+    policy = Batching(make, devices=2)
+    policy.on_event(0, Request(0, 0, key="a"))
+    policy.on_event(10, Request(1, 10, key="b"))
+    assert rules["b"].rivals == [True]
+    assert [numbers for _, numbers in runs(policy.on_event(50, TIMER))] == [[0]]
+    assert rules["b"].rivals == [True, False]

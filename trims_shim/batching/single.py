@@ -151,7 +151,7 @@ class Batching:
         while self._free and asking:
             asking.sort(key=urgency)
             key, rule = asking[0]
-            rule.has_rivals = True
+            rule.has_rivals = len(self._waiting) > 1
             may_start_more = self._starts(key, rule, now_ns, actions)
             asking = [each for each in asking[not may_start_more :] if each[1].queue]
 
