@@ -127,6 +127,13 @@ def test_lower_priorities_only_fill_up(low_ms: float) -> None:
     assert size == 3
 
 
+def test_four_may_fill_up_where_two_would_be_late() -> None:
+    dips = LatencyProfile(each * 1e6 for each in (7.9, 15.4, 20.5, 14.7, 17.2))
+    rule, size = asked([55, *[80] * 4], dips, priorities=[1, 0, 0, 0, 0])
+    assert size == 4
+    assert not dropped(rule)
+
+
 def test_of_what_varies_as_many_go_as_are_expected_to_be_in_time() -> None:
     """Half of the batches take their profile, half of them twice as long."""
     rule = Goodput(LINE, max_batch_size=8)

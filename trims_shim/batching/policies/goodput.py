@@ -186,13 +186,13 @@ class Goodput(Rule):
 
     def _filled_up(self, size: int, ready_ns: int) -> int:
         """``size``, enlarged from lower priorities as long as nobody is late for it."""
-        queue, limit = self.queue, self.room()
+        queue = self.queue
         due_ns = queue.deadline_ns(size)
-        while size < limit:
-            due_ns = min(due_ns, queue[size].deadline_ns)
-            if not self.is_in_time(size + 1, due_ns - ready_ns):
-                break
-            size += 1
+        # Not only one by one: a larger batch may take less.
+        for more in range(size + 1, self.room() + 1):
+            due_ns = min(due_ns, queue[more - 1].deadline_ns)
+            if self.is_in_time(more, due_ns - ready_ns):
+                size = more
         return size
 
 
