@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trims_shim.batching.profile import LatencyProfile, slow_sizes, without_noise
@@ -20,6 +20,23 @@ def test_a_line() -> None:
     assert table(profile) == [22_000_000, 24_000_000, 26_000_000]
     assert profile.line_ns() == pytest.approx((2_000_000, 20_000_000))
     assert repr(profile) == "<LatencyProfile of 1 to 3: about 20 + 2 b ms>"
+
+
+@example([9, 15, 21, 28, 36, 44, 51, 57, 66, 74])
+@given(latencies)
+def test_no_line_with_such_costs_is_closer(measured: list[int]) -> None:
+    """Where items cost more in large batches, either: it starts at 0."""
+    profile = LatencyProfile(measured)
+
+    def squares(alpha: float, beta: float) -> float:
+        return sum((alpha * b + beta - each) ** 2 for b, each in enumerate(table(profile), 1))
+
+    alpha, beta = profile.line_ns()
+    assert alpha >= 0
+    assert beta >= 0
+    least = squares(alpha, beta)
+    for less, more in [(0.99, 1.01), (1.0, 1.01), (1.01, 1.0), (1.01, 0.99), (0.99, 1.0)]:
+        assert squares(alpha * less, beta * more) >= least * (1 - 1e-9)
 
 
 @given(latencies)

@@ -119,7 +119,11 @@ class LatencyProfile:
         mean_size, mean_ns = (count + 1) / 2, sum(table) / count
         products = sum((size - mean_size) * each for size, each in enumerate(table, 1))
         alpha = max(0.0, products / (count * (count * count - 1) / 12))
-        return alpha, max(0.0, mean_ns - alpha * mean_size)
+        if alpha * mean_size <= mean_ns:
+            return alpha, mean_ns - alpha * mean_size
+        # The best one below would start below 0; of those that start at 0 it is another one.
+        products = sum(size * each for size, each in enumerate(table, 1))
+        return products / (count * (count + 1) * (2 * count + 1) / 6), 0.0
 
     def limited(self, max_batch_size: int) -> LatencyProfile:
         """The same up to a smaller size."""
