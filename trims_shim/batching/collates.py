@@ -12,7 +12,16 @@ from trims_shim.batching.structures import part_of, parts_of, rebuilt_mapping, w
 if TYPE_CHECKING:
     from trims_shim.batching.collate import Collate
 
-__all__ = ["Columns", "Concatenate", "Fields", "Filling", "Listing", "Stacking", "padded_size"]
+__all__ = [
+    "Columns",
+    "Concatenate",
+    "Fields",
+    "Filling",
+    "Listing",
+    "Stacking",
+    "padded_length",
+    "padded_size",
+]
 
 
 class Listing:

@@ -49,7 +49,7 @@ def test_answers_of_a_batch_are_those_of_its_items(model: str) -> None:
 def test_every_bucket_has_an_example_and_lengths_are_as_stated() -> None:
     served = served_of("bert")
     keys = {collate_of(served.bucketed).key(item) for item in served.items}
-    assert len(served.examples) == len(keys) == 5
+    assert len(served.examples) == len(keys) == 8
     lengths = sorted(len(item["ids"]) for item in served.items)
     assert lengths[len(lengths) // 2] == pytest.approx(LENGTHS["median"], rel=0.15)
     assert LENGTHS["least"] <= lengths[0]
