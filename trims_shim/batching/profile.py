@@ -91,6 +91,11 @@ class LatencyProfile:
         """The least that any size beyond this one takes, which is not the largest it knows."""
         return self._least[size + 1]
 
+    def best_rate(self, max_batch_size: int | None = None) -> float:
+        """Items in a nanosecond, in batches of the size up to this one that answers most."""
+        largest = self.max_batch_size if max_batch_size is None else max_batch_size
+        return max([size / self.latency_ns(size) for size in range(1, largest + 1)])
+
     def largest_within(self, budget_ns: float, limit: int) -> int:
         """The largest size up to ``limit`` that takes at most ``budget_ns``; 0 if none does."""
         table = self._table

@@ -94,8 +94,7 @@ class Setup:
                 f"a batch of one takes {self.profile.latency_ns(1) / _NS_PER_MS:g} ms, more than "
                 f"the SLO of {slo_ns / _NS_PER_MS:g} ms: every answer would be late"
             )
-        rates = (size / self.profile.latency_ns(size) for size in range(1, largest + 1))
-        return self.devices * _NS_PER_S * max(rates)
+        return self.devices * _NS_PER_S * self.profile.best_rate(largest)
 
 
 def _profile_of(arguments: argparse.Namespace) -> LatencyProfile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 
-__all__ = ["Held"]
+__all__ = ["Held", "charged_bytes"]
 
 
 class Held:
@@ -23,7 +23,7 @@ class Held:
     def bytes(self) -> int:
         """Of all segments that were begun and not given up."""
         with self._lock:
-            return self._sealed_bytes + sum(map(_charged_bytes, self._growing))
+            return self._sealed_bytes + sum(map(charged_bytes, self._growing))
 
     def begin(self, descriptor: int) -> None:
         """A segment grows. Its descriptor stays open until :meth:`seal` or :meth:`discard`."""
@@ -39,7 +39,7 @@ class Held:
         """It grows no more; what it has, for :meth:`give_up`."""
         with self._lock:
             self._growing.discard(descriptor)
-            size_bytes = _charged_bytes(descriptor)
+            size_bytes = charged_bytes(descriptor)
             self._sealed_bytes += size_bytes
         return size_bytes
 
@@ -49,5 +49,6 @@ class Held:
             self._sealed_bytes -= size_bytes
 
 
-def _charged_bytes(descriptor: int) -> int:
+def charged_bytes(descriptor: int) -> int:
+    """What the kernel charges for a file in memory. Raises OSError."""
     return os.fstat(descriptor).st_blocks * 512

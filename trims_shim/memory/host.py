@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from trims_shim.errors import MemoryFailure
-from trims_shim.memory.held import Held
+from trims_shim.memory.held import Held, charged_bytes
 from trims_shim.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 from trims_shim.memory.memfd import new_memfd, seal_memfd
 from trims_shim.specs import SegmentKind
@@ -70,7 +70,7 @@ class SealedSegment:
 
     def resident_bytes(self) -> int:
         """What the kernel charges for it."""
-        return os.fstat(self.descriptor).st_blocks * 512
+        return charged_bytes(self.descriptor)
 
     def close(self) -> None:
         """Give the daemon's hold up; the memory goes when the last mapping of a client goes."""

@@ -114,8 +114,7 @@ class Goodput(Rule):
         """``profile`` is new: make what is read from it at each decision."""
         self._known = profile
         self._efficient = _most_efficient(profile)
-        sizes = range(1, profile.max_batch_size + 1)
-        self._best_rate = max([size / profile.latency_ns(size) for size in sizes])
+        self._best_rate = profile.best_rate()
 
     def _best(self, now_ns: int, ready_ns: int, peers: int) -> tuple[int, int]:
         """How many of the first ``peers`` to give up, and how many of the next go then."""

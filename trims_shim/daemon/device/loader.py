@@ -46,6 +46,7 @@ from trims_shim.memory.device import (
     seal_outline,
     sparse_outline,
 )
+from trims_shim.memory.held import charged_bytes
 from trims_shim.memory.host import HostMemory, SealedSegment
 from trims_shim.memory.mapping import round_up
 from trims_shim.specs import Digest
@@ -100,7 +101,7 @@ class DeviceLoader(Loads[DeviceSegment]):
 
     def outline_bytes(self) -> int:
         """Host memory that the outlines of resident images take."""
-        return sum(os.fstat(each.outline).st_blocks * 512 for each in list(self._segments.values()))
+        return sum(charged_bytes(each.outline) for each in list(self._segments.values()))
 
     def descriptor_count(self) -> int:
         """See :meth:`Loads.descriptor_count`: the outline's, and one for each allocation."""

@@ -52,11 +52,9 @@ class Prospect:
     __slots__ = ("_linear", "_quadratic", "_queue", "_rate")
 
     def __init__(self, profile: LatencyProfile, *, max_batch_size: int, rate: float) -> None:
+        self._rate = rate = min(rate, _HIGHEST_LOAD * profile.best_rate(max_batch_size))
         sizes = range(1, max_batch_size + 1)
-        latency_ns = profile.latency_ns
-        best = max([size / latency_ns(size) for size in sizes])
-        self._rate = rate = min(rate, _HIGHEST_LOAD * best)
-        usual = next(size for size in sizes if rate * latency_ns(size) <= size)
+        usual = next(size for size in sizes if rate * profile.latency_ns(size) <= size)
         largest = min(max_batch_size, max(_LEAST_SIZES, _LARGER * usual))
         alpha, beta = _quickest(profile, largest).line_ns()
         load = min(self._rate * alpha, _HIGHEST_LOAD)
