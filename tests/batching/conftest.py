@@ -14,3 +14,19 @@ def python_handler() -> Iterator[None]:
     old = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, old)
+
+
+class TimeLimit(Exception):
+    """As Celery's."""
+
+
+@pytest.fixture
+def time_limit() -> Iterator[type[Exception]]:
+    """What SIGINT raises."""
+
+    def limit(number: int, frame: object) -> None:
+        raise TimeLimit
+
+    old = signal.signal(signal.SIGINT, limit)
+    yield TimeLimit
+    signal.signal(signal.SIGINT, old)

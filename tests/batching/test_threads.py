@@ -202,22 +202,9 @@ def test_a_policy_that_is_interrupted_gets_its_requests_back() -> None:
         assert later.result(0) == 3
 
 
-class TimeLimit(Exception):
-    """As Celery's."""
-
-
-@pytest.fixture
-def _time_limit() -> Any:
-    def limit(number: int, frame: Any) -> None:
-        raise TimeLimit
-
-    old = signal.signal(signal.SIGINT, limit)
-    yield
-    signal.signal(signal.SIGINT, old)
-
-
-@pytest.mark.usefixtures("_time_limit")
-def test_a_time_limit_ends_its_caller_and_is_no_failure_of_a_batch() -> None:
+def test_a_time_limit_ends_its_caller_and_is_no_failure_of_a_batch(
+    time_limit: type[Exception],
+) -> None:
     def function(items: list[int]) -> list[int]:
         if len(items) > 1 and threading.current_thread() is threading.main_thread():
             interrupt_main()
@@ -232,15 +219,14 @@ def test_a_time_limit_ends_its_caller_and_is_no_failure_of_a_batch() -> None:
             futures.append(batcher.submit(1))
 
         other = start(submit)
-        with pytest.raises(TimeLimit):
+        with pytest.raises(time_limit):
             batcher(0)
         join(other)
         batcher.drain(LONG_S)
         assert futures[0].result(0) == 1
 
 
-@pytest.mark.usefixtures("_time_limit")
-def test_a_time_limit_within_a_policy_is_no_failure_of_it() -> None:
+def test_a_time_limit_within_a_policy_is_no_failure_of_it(time_limit: type[Exception]) -> None:
     class Limited(Window):
         count = 0
 
@@ -253,7 +239,7 @@ def test_a_time_limit_within_a_policy_is_no_failure_of_it() -> None:
 
     with Batcher(lambda items: items, policy=functools.partial(Limited, wait_ms=1e6)) as batcher:
         first = batcher.submit(1)
-        with pytest.raises(TimeLimit):
+        with pytest.raises(time_limit):
             batcher.submit(2)
         batcher.drain(LONG_S)
         assert first.result(0) == 1

@@ -627,6 +627,29 @@ def test_what_cannot_be_in_time_is_dropped_or_served_late() -> None:
 # --- interrupts, broken policies ------------------------------------------------------------------
 
 
+def interrupt_caller() -> None:
+    """Does not return in the main thread, where its handler raises."""
+    if threading.current_thread() is threading.main_thread():
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(LONG_S)
+
+
+def answer_beside(batcher: Any, error: type[BaseException]) -> Any:
+    """Of 7, in one batch with 5, whose caller gets ``error``."""
+    others: list[Any] = []
+
+    def submit() -> None:
+        wait_until(lambda: batcher.stats().queued == 1)
+        others.append(batcher.submit(7))
+
+    other = start(submit)
+    with pytest.raises(error):
+        batcher(5)
+    join(other)
+    batcher.drain(LONG_S)
+    return others[0].result(0)
+
+
 @pytest.mark.usefixtures("python_handler")
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_an_interrupted_caller_loses_nobody_elses_answer(interrupted: int) -> None:
@@ -637,10 +660,8 @@ def test_an_interrupted_caller_loses_nobody_elses_answer(interrupted: int) -> No
         calls.append(number)
         for item in items:
             item.append(number)
-        is_first = calls.count(number) == 1 and number == interrupted
-        if is_first and threading.current_thread() is threading.main_thread():
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            time.sleep(LONG_S)
+        if calls.count(number) == 1 and number == interrupted:
+            interrupt_caller()
         return items
 
     def begin(items: list[int]) -> list[list[int]]:
@@ -649,63 +670,26 @@ def test_an_interrupted_caller_loses_nobody_elses_answer(interrupted: int) -> No
     policy = functools.partial(Window, wait_ms=1e6)
     model = StagedModel([begin, functools.partial(stage, 1), functools.partial(stage, 2)])
     with plain(model, policy=policy, max_batch_size=2) as batcher:
-        others: list[Any] = []
-
-        def submit() -> None:
-            wait_until(lambda: batcher.stats().queued == 1)
-            others.append(batcher.submit(7))
-
-        other = start(submit)
-        with pytest.raises(KeyboardInterrupt):
-            batcher(5)
-        join(other)
-        batcher.drain(LONG_S)
-        assert others[0].result(0) == [7, 0, 1, 2]
+        assert answer_beside(batcher, KeyboardInterrupt) == [7, 0, 1, 2]
         wait_until(lambda: batcher.stats().cancelled == 1)
 
 
-class TimeLimit(Exception):
-    """As Celery's."""
-
-
-@pytest.fixture
-def _time_limit() -> Any:
-    def limit(number: int, frame: Any) -> None:
-        raise TimeLimit
-
-    old = signal.signal(signal.SIGINT, limit)
-    yield
-    signal.signal(signal.SIGINT, old)
-
-
-@pytest.mark.usefixtures("_time_limit")
 @pytest.mark.parametrize("limited", [0, 1])
-def test_a_time_limit_ends_its_caller_and_is_no_failure_of_a_stage(limited: int) -> None:
+def test_a_time_limit_ends_its_caller_and_is_no_failure_of_a_stage(
+    time_limit: type[Exception], limited: int
+) -> None:
     calls: list[int] = []
 
     def stage(number: int, items: list[int]) -> list[int]:
         calls.append(number)
-        is_first = calls.count(number) == 1 and number == limited
-        if is_first and threading.current_thread() is threading.main_thread():
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            time.sleep(LONG_S)
+        if calls.count(number) == 1 and number == limited:
+            interrupt_caller()
         return items
 
     model = StagedModel([functools.partial(stage, number) for number in range(3)])
     policy = functools.partial(Window, wait_ms=1e6)
     with plain(model, policy=policy, max_batch_size=2) as batcher:
-        others: list[Any] = []
-
-        def submit() -> None:
-            wait_until(lambda: batcher.stats().queued == 1)
-            others.append(batcher.submit(7))
-
-        other = start(submit)
-        with pytest.raises(TimeLimit):
-            batcher(5)
-        join(other)
-        batcher.drain(LONG_S)
-        assert others[0].result(0) == 7
+        assert answer_beside(batcher, time_limit) == 7
         assert batcher.stage_stats().failures == 0
 
 
