@@ -2,16 +2,20 @@
 
 ``python -m benchmarks.staged_cell serve JSON FD`` imports once and forks a process for each task.
 Every side of the comparison is this package's batcher on the same model: as one function under a
-policy that knows no stages, or in stages. Latencies count from the intended arrival.
+policy that knows no stages, or in stages. Those that are compared live in one process and take
+turns there, so what the machine does to a process, it does to all of them. Latencies count from the
+intended arrival.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import random
+import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -37,6 +41,8 @@ _TOLERANCE = {"cpu": 1e-3, "cuda": 5e-2}
 _WARM_SIZES = (1, 2, 4, 8, 16)
 _ANSWER_DEADLINE_S = 20.0
 Result = dict[str, Any]
+Sides = Mapping[str, Mapping[str, Any]]
+"""By name, as :data:`benchmarks.staged_serving.SIDES` has them."""
 Phases = Sequence[Sequence[float]]
 """Of each: requests a second, seconds."""
 _PHASES = 16
@@ -88,7 +94,7 @@ class _Peer:
     """As :func:`offer` wants it; hands the number of a request on as its answer, or _Wrong."""
 
     def __init__(self, batcher: Any, served: Served, device: str) -> None:
-        self._batcher = batcher
+        self.batcher = batcher
         self._served = served
         self._expected = [
             served.whole(collate_of(served.collate).join([served.item(number)]))[0]
@@ -116,7 +122,7 @@ class _Peer:
             done(number, error)
 
         try:
-            self._batcher.submit(content).add_done_callback(settle)
+            self.batcher.submit(content).add_done_callback(settle)
         except QueueFull as error:
             done(number, error)
 
@@ -132,21 +138,27 @@ class _Peer:
 
 
 def _prepare(
-    model: str, side: Mapping[str, Any], device: str, slo_ms: float | None = None
-) -> tuple[Any, _Peer]:
-    """A warm batcher: its kernels have been chosen, its profile was read."""
+    model: str, sides: Sides, device: str, slo_ms: float | None = None
+) -> dict[str, _Peer]:
+    """Warm batchers: their kernels have been chosen, their profiles were read."""
     torch.set_num_threads(1)
     served = make_served(model, device)
-    batcher = _make_batcher(served, side, device, slo_ms)
+    batchers = {name: _make_batcher(served, side, device, slo_ms) for name, side in sides.items()}
     collate = collate_of(served.bucketed)
     for example in served.examples:
         for size in _WARM_SIZES:
             served.whole(collate.join([served.item(example)] * size))
-    for example in served.examples:
-        batcher(served.item(example))
+    for batcher in batchers.values():
+        for example in served.examples:
+            batcher(served.item(example))
     gc.collect()
     gc.freeze()
-    return batcher, _Peer(batcher, served, device)
+    return {name: _Peer(batcher, served, device) for name, batcher in batchers.items()}
+
+
+def _shuffled(peers: Mapping[str, _Peer], seed: int) -> Iterable[tuple[str, _Peer]]:
+    """One turn of each."""
+    return random.Random(seed).sample(list(peers.items()), len(peers))
 
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -191,46 +203,64 @@ def learn(*, model: str, side: Result, device: str, limit_s: float) -> Result:
 
 
 def load(
-    *, model: str, side: Result, device: str, phases: Phases, seed: int, qos_ms: float
+    *,
+    model: str,
+    sides: Sides,
+    device: str,
+    phases: Phases,
+    seeds: Sequence[int],
+    qos_ms: float,
 ) -> Result:
-    """Offer the load, and say what became of every request. The batcher knows no objective."""
-    batcher, peer = _prepare(model, side, device)
-    record = offer(peer, peer, _times_s(phases, seed), slo_s=qos_ms / 1e3)  # type: ignore[arg-type]
-    return _figures(record, qos_ms) | {"facts": _facts(batcher, side)}
+    """Offer a load for each seed, and say what became of all requests, by side.
+
+    No batcher knows the objective.
+    """
+    peers = _prepare(model, sides, device)
+    records: dict[str, list[Record]] = {name: [] for name in peers}
+    for seed in seeds:
+        times_s = _times_s(phases, seed)
+        for name, peer in _shuffled(peers, seed):
+            record = offer(peer, peer, times_s, slo_s=qos_ms / 1e3)  # type: ignore[arg-type]
+            records[name].append(record)
+    return {
+        name: _figures(records[name], qos_ms) | {"facts": _facts(peer.batcher, sides[name])}
+        for name, peer in peers.items()
+    }
 
 
 def saturated(
-    *, model: str, side: Result, device: str, clients: Sequence[int], seconds: float, qos_ms: float
+    *, model: str, sides: Sides, device: str, clients: Sequence[int], seconds: float, qos_ms: float
 ) -> Result:
-    """Clients that ask again as soon as they are answered: by their number, what is answered."""
-    batcher, peer = _prepare(model, side, device, qos_ms)
-    number, found = 0, {}
+    """Clients that ask again as soon as they are answered: by side and number, what is answered."""
+    peers = _prepare(model, sides, device, qos_ms)
+    by_clients: dict[str, Result] = {name: {} for name in peers}
     for count in clients:
-        numbers, latencies_ms, elapsed_s = _closed_loop(peer, count, seconds, number)
-        number += numbers
-        late = sum(each is None or each > qos_ms for each in latencies_ms)
-        answered = sorted(each for each in latencies_ms if each is not None)
-        found[count] = {
-            "throughput": (len(latencies_ms) - late) / elapsed_s,
-            "violations": late / len(latencies_ms),
-            "p99_ms": answered[int(0.99 * len(answered))] if answered else None,
-        }
-    return {"by_clients": found, "facts": _facts(batcher, side)}
+        for name, peer in _shuffled(peers, count):
+            latencies_ms, elapsed_s = _closed_loop(peer, count, seconds)
+            late = sum(each is None or each > qos_ms for each in latencies_ms)
+            answered = sorted(each for each in latencies_ms if each is not None)
+            by_clients[name][str(count)] = {
+                "throughput": (len(latencies_ms) - late) / elapsed_s,
+                "violations": late / len(latencies_ms),
+                "p99_ms": answered[int(0.99 * len(answered))] if answered else None,
+            }
+    return {
+        name: {"by_clients": by_clients[name], "facts": _facts(peer.batcher, sides[name])}
+        for name, peer in peers.items()
+    }
 
 
-def _closed_loop(
-    peer: _Peer, clients: int, seconds: float, first: int
-) -> tuple[int, list[float | None], float]:
-    """How many requests were made, the latencies of those that count, and in which time.
+def _closed_loop(peer: _Peer, clients: int, seconds: float) -> tuple[list[float | None], float]:
+    """The latencies of those that count, and in which time they were answered.
 
     At least one counts, however busy the machine.
     """
     done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
     began_ns: dict[int, int] = {}
-    number, latencies_ms = first, list[float | None]()
+    number, latencies_ms = 0, list[float | None]()
     start_ns = time.monotonic_ns()
     while (now_ns := time.monotonic_ns()) - start_ns < seconds * 1e9 or not latencies_ms:
-        if number - first - len(latencies_ms) < clients:
+        if number - len(latencies_ms) < clients:
             began_ns[number] = now_ns
             peer.submit(peer.item(number), lambda n, error: done.put((n, error)))
             number += 1
@@ -238,22 +268,26 @@ def _closed_loop(
         answered, error = done.get(timeout=_ANSWER_DEADLINE_S)
         latency_ms = (time.monotonic_ns() - began_ns[answered]) / 1e6
         latencies_ms.append(None if error is not None else latency_ms)
-    for _ in range(number - first - len(latencies_ms)):
+    for _ in range(number - len(latencies_ms)):
         done.get(timeout=_ANSWER_DEADLINE_S)
-    return number - first, latencies_ms, (now_ns - start_ns) / 1e9
+    return latencies_ms, (now_ns - start_ns) / 1e9
 
 
-def lone(*, model: str, side: Result, device: str, calls: int) -> Result:
-    """One client in a closed loop: what a request takes that is always alone."""
-    batcher, peer = _prepare(model, side, device)
-    item = peer.item(0)[1]
-    taken_ns = []
-    for _ in range(calls):
-        began_ns = time.perf_counter_ns()
-        batcher(item)
-        taken_ns.append(time.perf_counter_ns() - began_ns)
-    taken_ns.sort()
-    return {"p50_us": taken_ns[calls // 2] / 1e3, "mean_us": sum(taken_ns) / calls / 1e3}
+def lone(*, model: str, sides: Sides, device: str, turns: int, calls: int) -> Result:
+    """One client in a closed loop: by side, what a request takes that is always alone."""
+    peers = _prepare(model, sides, device)
+    taken_ns: dict[str, list[int]] = {name: [] for name in peers}
+    for turn in range(turns):
+        for name, peer in _shuffled(peers, turn):
+            item = peer.item(0)[1]
+            for _ in range(calls):
+                began_ns = time.perf_counter_ns()
+                peer.batcher(item)
+                taken_ns[name].append(time.perf_counter_ns() - began_ns)
+    return {
+        name: {"p50_us": statistics.median(taken) / 1e3, "mean_us": statistics.fmean(taken) / 1e3}
+        for name, taken in taken_ns.items()
+    }
 
 
 def _times_s(phases: Phases, seed: int) -> list[float]:
@@ -267,29 +301,35 @@ def _times_s(phases: Phases, seed: int) -> list[float]:
     return times_s
 
 
-def _figures(record: Record, qos_ms: float) -> Result:
+def _figures(records: Collection[Record], qos_ms: float) -> Result:
     """Who has no answer yet has waited until now; who was given up has no latency."""
     now_ns = time.monotonic_ns()
-    count = len(record.intended_ns)
+    count = sum(len(record.intended_ns) for record in records)
+    errors = [error for record in records for error in record.errors.values()]
     latencies_ms = sorted(
         ((record.settled_ns[index] or now_ns) - intended_ns) / 1e6
+        for record in records
         for index, intended_ns in enumerate(record.intended_ns)
         if index not in record.errors
     )
-    dropped = sum(error == RequestDropped.__name__ for error in record.errors.values())
     in_time = sum(each <= qos_ms for each in latencies_ms)
-    late_ns = map(int.__sub__, record.submitted_ns, record.intended_ns)
     return {
         "requests": count,
-        "dropped": dropped,
-        "unanswered": record.settled_ns.count(0),
-        "errors": sorted(set(record.errors.values()) - {RequestDropped.__name__}),
+        "dropped": errors.count(RequestDropped.__name__),
+        "unanswered": sum(record.settled_ns.count(0) for record in records),
+        "errors": sorted(set(errors) - {RequestDropped.__name__}),
         "violations": 1 - in_time / count,
         "mean_ms": sum(latencies_ms) / max(1, len(latencies_ms)),
         "p50_ms": latencies_ms[len(latencies_ms) // 2] if latencies_ms else None,
         "p99_ms": latencies_ms[int(0.99 * len(latencies_ms))] if latencies_ms else None,
-        "processor_ms": record.processor_s / count * 1e3,
-        "generator_late_ms": max(late_ns) / 1e6,
+        "processor_ms": sum(record.processor_s for record in records) / count * 1e3,
+        "generator_late_ms": max(
+            (submitted_ns - intended_ns) / 1e6
+            for record in records
+            for submitted_ns, intended_ns in zip(
+                record.submitted_ns, record.intended_ns, strict=True
+            )
+        ),
     }
 
 

@@ -1,24 +1,24 @@
 """Staged batching against batching of whole models, by the wall clock.
 
-    python -m benchmarks.staged_serving                  # at most 12 minutes, on a quiet machine
+    python -m benchmarks.staged_serving                  # 20 minutes, on a quiet machine
     python -m benchmarks.staged_serving --quick          # a minute: tries it out, proves nothing
     python -m benchmarks.staged_serving --device cuda    # larger models, on a GPU
     python -m benchmarks.staged_serving --report         # tables and plot of what was measured
 
-One process, one model, open-loop Poisson arrivals; every cell is a fresh process, and sides take
-turns with equal arrivals. The sides are this package's batcher with four policies: ``immediate``
-and ``window`` (the paper's ZeroBatch and DelayBatch; of the window the best of four lengths for
-each cell, chosen on other arrivals), both padding to the longest of a batch; ``auto``, which keeps
-items of different buckets apart; and ``dvabatch``, which also enters and leaves between stages. No
-side is told an objective, so nobody drops, and all latencies count; only for peak throughput all
-know the objective. Writes ``docs/results/staged_serving.json``, ``.md`` and ``.png``; cells that no
-longer fit into ``--minutes`` are left out, and named.
+One process, one model, open-loop Poisson arrivals. Each repeat of a load is a fresh process, in
+which the sides take turns with equal arrivals: what a machine does to a process it does to all of
+them, and that is more than what tells them apart. The sides are this package's batcher with four
+policies: ``immediate`` and ``window`` (the paper's ZeroBatch and DelayBatch; of the window the best
+of four lengths for each cell, chosen on other arrivals), both padding to the longest of a batch;
+``auto``, which keeps items of different buckets apart; and ``dvabatch``, which also enters and
+leaves between stages. No side is told an objective, so nobody drops, and all latencies count; only
+for peak throughput all know the objective. Writes ``docs/results/staged_serving.json``, ``.md`` and
+``.png``; cells that no longer fit into ``--minutes`` are left out, and named.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 import tempfile
@@ -59,7 +59,6 @@ _CHOOSING_SEED = 99
 _DIGITS = 4
 _CLIENTS = {"cpu": (4, 8, 16, 32), "cuda": (16, 32, 64, 128, 256)}
 Result = dict[str, Any]
-Measures = dict[str, Callable[[], Result]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,17 @@ class Plan:
     sides: tuple[str, ...] = ("immediate", "window", "auto", "dvabatch")
     windows_ms: tuple[float, ...] = (2, 5, 10, 20)
     repeats: int = 5
+    turns: int = 3
+    """Of each side, in a repeat."""
     seconds: float = 1.2
-    """Of a load; the low one takes half as long again, as few come."""
+    """Of a turn; at low load half as long again, as few come."""
     choosing_s: float = 0.7
     clients: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: dict(_CLIENTS))
     saturated_s: float = 0.5
-    saturated_repeats: int = 3
-    calls: int = 60
+    saturated_repeats: int = 5
+    lone_turns: int = 5
+    lone_calls: int = 20
+    """Of a turn."""
     learning_s: float = 0.5
     """For each bucket of a model."""
     calibrations: int = 4
@@ -89,12 +92,14 @@ QUICK = Plan(
     loads=("low", "high"),
     windows_ms=(5,),
     repeats=1,
+    turns=1,
     seconds=0.4,
     choosing_s=0.2,
     clients={"cpu": (8,), "cuda": (8,)},
     saturated_s=0.3,
     saturated_repeats=1,
-    calls=10,
+    lone_turns=1,
+    lone_calls=10,
     learning_s=0.1,
     calibrations=1,
 )
@@ -126,19 +131,19 @@ class _Run:
         """Raises WorkerFailed."""
         return self._server.run(task, device=self.device, **arguments)
 
-    def round(self, kind: str, repeat: int, measures: Measures, **where: str) -> None:
-        """Every side once, in reversed order every second time; nothing when the time is up."""
+    def round(self, kind: str, repeat: int, arguments: Result, **where: str) -> None:
+        """Every side, by turns in one process; nothing when the time is up."""
         began_s = time.monotonic()
         if began_s + self._longest_s.get(kind, 0.0) > self._end_s:
             self.left_out.append(f"{kind} {' '.join(where.values())}, repeat {repeat}")
             return
-        for side in list(measures) if repeat % 2 == 0 else list(measures)[::-1]:
+        try:
+            by_side = self.ask(kind, model=where["model"], **arguments)
+        except WorkerFailed as error:
+            self.faults.append(f"{kind} {where}, repeat {repeat}: {error}")
+            return
+        for side, result in by_side.items():
             cell = {"kind": kind, **where, "side": side, "repeat": repeat}
-            try:
-                result = measures[side]()
-            except WorkerFailed as error:
-                self.faults.append(f"{cell}: {error}")
-                continue
             if errors := result.get("errors"):
                 self.faults.append(f"{cell}: {errors}")
             self.cells.append(cell | {"result": rounded(result, _DIGITS)})
@@ -160,25 +165,27 @@ def _calibrate(run: _Run, model: str) -> Result:
     return rounded({"durations_ms": durations_ms, "capacity": capacity}, _DIGITS)
 
 
-def _offered(
-    run: _Run, model: str, load: str, capacity: float, side: Result, seconds: float, seed: int
+def _load(
+    sides: Result, load: str, capacity: float, seconds: float, seeds: Sequence[int]
 ) -> Result:
+    """What the task ``load`` has to be told."""
     phases = phases_of(load, capacity, seconds)
-    return run.ask("load", model=model, side=side, phases=phases, seed=seed, qos_ms=QOS_MS)
+    return {"sides": sides, "phases": phases, "seeds": seeds, "qos_ms": QOS_MS}
 
 
 def _best_windows_ms(run: _Run, capacities: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """By model and load, of the tried ones that of the lowest mean latency."""
     plan = run.plan
+    if "window" not in plan.sides:
+        return {model: dict.fromkeys(plan.loads, 0.0) for model in capacities}
+    sides = {str(wait_ms): SIDES["window"] | {"wait_ms": wait_ms} for wait_ms in plan.windows_ms}
     found: dict[str, dict[str, float]] = {}
     for model, capacity in capacities.items():
         for load in plan.loads:
-            means_ms = dict.fromkeys(plan.windows_ms, 0.0)
-            for wait_ms in plan.windows_ms if "window" in plan.sides else ():
-                side = SIDES["window"] | {"wait_ms": wait_ms}
-                result = _offered(run, model, load, capacity, side, plan.choosing_s, _CHOOSING_SEED)
-                means_ms[wait_ms] = float(result["mean_ms"])
-            found.setdefault(model, {})[load] = min(means_ms, key=means_ms.__getitem__)
+            arguments = _load(sides, load, capacity, plan.choosing_s, [_CHOOSING_SEED])
+            by_side = run.ask("load", model=model, **arguments)
+            best = min(by_side, key=lambda side: float(by_side[side]["mean_ms"]))
+            found.setdefault(model, {})[load] = float(best)
     return found
 
 
@@ -189,15 +196,14 @@ def _sides(run: _Run, wait_ms: float) -> dict[str, Result]:
 
 def _loads(run: _Run, capacities: Mapping[str, float], windows_ms: Any) -> None:
     """Repeats are the outermost loop: a run that is cut off has measured all cells."""
-    for repeat in range(run.plan.repeats):
+    plan = run.plan
+    for repeat in range(plan.repeats):
+        seeds = range(repeat * plan.turns, (repeat + 1) * plan.turns)
         for model, capacity in capacities.items():
-            for load in run.plan.loads:
-                offered = functools.partial(_offered, run, model, load, capacity)
-                measures: Measures = {
-                    name: functools.partial(offered, side, run.plan.seconds, repeat)
-                    for name, side in _sides(run, windows_ms[model][load]).items()
-                }
-                run.round("load", repeat, measures, model=model, load=load)
+            for load in plan.loads:
+                sides = _sides(run, windows_ms[model][load])
+                arguments = _load(sides, load, capacity, plan.seconds, list(seeds))
+                run.round("load", repeat, arguments, model=model, load=load)
 
 
 def _peaks(run: _Run, windows_ms: Any) -> None:
@@ -205,32 +211,22 @@ def _peaks(run: _Run, windows_ms: Any) -> None:
     plan = run.plan
     for repeat in range(plan.saturated_repeats):
         for model in windows_ms:
-            ask = functools.partial(
-                run.ask,
-                "saturated",
-                model=model,
-                clients=plan.clients[run.device.partition(":")[0]],
-                seconds=plan.saturated_s,
-                qos_ms=QOS_MS,
-            )
-            measures: Measures = {
-                name: functools.partial(ask, side=side)
-                for name, side in _sides(run, windows_ms[model][plan.loads[-1]]).items()
+            arguments = {
+                "sides": _sides(run, windows_ms[model][plan.loads[-1]]),
+                "clients": plan.clients[run.device.partition(":")[0]],
+                "seconds": plan.saturated_s,
+                "qos_ms": QOS_MS,
             }
-            run.round("saturated", repeat, measures, model=model)
+            run.round("saturated", repeat, arguments, model=model)
 
 
 def _overheads(run: _Run, models: Sequence[str]) -> None:
     """A lone client: what stages cost where they cannot help."""
-    for repeat in range(run.plan.repeats):
+    plan = run.plan
+    arguments = {"sides": LONE, "turns": plan.lone_turns, "calls": plan.lone_calls}
+    for repeat in range(plan.repeats):
         for model in models:
-            measures: Measures = {
-                name: functools.partial(
-                    run.ask, "lone", model=model, side=side, calls=run.plan.calls
-                )
-                for name, side in LONE.items()
-            }
-            run.round("lone", repeat, measures, model=model)
+            run.round("lone", repeat, arguments, model=model)
 
 
 def _measure(run: _Run, save: Callable[..., None]) -> None:
@@ -306,7 +302,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sides", nargs="+", choices=SIDES, help="also of ablations")
     parser.add_argument("--quick", action="store_true", help="tries it out, proves nothing")
     parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--minutes", type=float, default=11.5, help="begin nothing after")
+    parser.add_argument("--minutes", type=float, default=25, help="begin nothing after")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--name", default="staged_serving", help="name of the result files")
     return parser.parse_args(arguments)

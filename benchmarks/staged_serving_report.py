@@ -1,7 +1,7 @@
 """What the serving benchmark of staged models says: figures, verdicts, a table and a plot.
 
 Owns no measurement. Every figure and verdict is computed here from the cells; a ratio is taken
-within one repeat, between processes that ran right after one another.
+within one repeat, between sides that took turns in one process.
 """
 
 from __future__ import annotations

@@ -82,10 +82,11 @@ def test_every_request_is_counted_once() -> None:
         settled_ns=[10 * MS, 301 * MS, 9 * MS, 12 * MS],
         errors={2: "RequestDropped", 3: "_Wrong"},
     )
-    found = staged_cell._figures(record, qos_ms=200.0)
-    assert (found["requests"], found["dropped"], found["errors"]) == (4, 1, ["_Wrong"])
-    assert found["violations"] == pytest.approx(3 / 4)
-    assert found["mean_ms"] == pytest.approx((10 + 300) / 2)
+    later = Record(intended_ns=[5 * MS], submitted_ns=[6 * MS], settled_ns=[25 * MS])
+    found = staged_cell._figures([record, later], qos_ms=200.0)
+    assert (found["requests"], found["dropped"], found["errors"]) == (5, 1, ["_Wrong"])
+    assert found["violations"] == pytest.approx(3 / 5)
+    assert found["mean_ms"] == pytest.approx((10 + 300 + 20) / 3)
     assert found["generator_late_ms"] == 2.0
 
 
@@ -106,21 +107,30 @@ def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_cell, "gc", SimpleNamespace(collect=int, freeze=int))
 
 
-@pytest.mark.parametrize("side", [*SIDES, "one stage", "all stages"])
-def test_every_side_answers_a_load(tiny_models: None, side: str) -> None:
-    settings = (SIDES | LONE)[side] | ({"wait_ms": 1} if side == "window" else {})
+def test_every_side_answers_all_loads(tiny_models: None) -> None:
+    sides = SIDES | LONE | {"window": SIDES["window"] | {"wait_ms": 1}}
     phases = [(200.0, 0.1)]
     found = staged_cell.load(
-        model="tiny", side=settings, device="cpu", phases=phases, seed=1, qos_ms=5000.0
+        model="tiny", sides=sides, device="cpu", phases=phases, seeds=[1, 2], qos_ms=5000.0
     )
-    assert found["requests"] == len(staged_cell._times_s(phases, seed=1)) > 5
-    assert (found["violations"], found["errors"]) == (0.0, [])
-    assert found["facts"]["mean_batch"] >= 1
-    assert ("stretches" in found["facts"]) == (settings["stages"] != 0)
+    offered = sum(len(staged_cell._times_s(phases, seed)) for seed in (1, 2))
+    assert set(found) == set(sides)
+    for name, each in found.items():
+        assert each["requests"] == offered > 10
+        assert (each["violations"], each["errors"]) == (0.0, [])
+        assert each["facts"]["mean_batch"] >= 1
+        assert ("stretches" in each["facts"]) == (sides[name]["stages"] != 0)
+
+
+def test_each_side_has_one_place_in_a_turn() -> None:
+    peers = dict.fromkeys("abc")
+    turns = [[name for name, _ in staged_cell._shuffled(peers, seed)] for seed in range(20)]
+    assert all(sorted(turn) == list("abc") for turn in turns)
+    assert {turn[0] for turn in turns} == set("abc")
 
 
 def test_wrong_answers_are_noticed(tiny_models: None) -> None:
-    _, peer = staged_cell._prepare("tiny", LONE["function"], "cpu")
+    peer = staged_cell._prepare("tiny", {"function": LONE["function"]}, "cpu")["function"]
     assert peer._is_right(1, torch.full((3,), -3.0))
     assert not peer._is_right(1, torch.full((3,), -5.0))
     assert not peer._is_right(1, torch.full((4,), -3.0))
@@ -131,14 +141,22 @@ def test_clients_in_closed_loops(tiny_models: None, seconds: float) -> None:
     """On a busy machine the time is over before the first answer, which counts nevertheless."""
     found = staged_cell.saturated(
         model="tiny",
-        side=SIDES["dvabatch"],
+        sides={side: SIDES[side] for side in ("immediate", "dvabatch")},
         device="cpu",
         clients=[2, 4],
         seconds=seconds,
         qos_ms=5000.0,
-    )["by_clients"]
-    assert set(found) == {2, 4}
-    assert all(each["violations"] == 0 and each["throughput"] > 0 for each in found.values())
+    )
+    assert set(found) == {"immediate", "dvabatch"}
+    for by_clients in (each["by_clients"] for each in found.values()):
+        assert set(by_clients) == {"2", "4"}
+        assert all(each["violations"] == 0 < each["throughput"] for each in by_clients.values())
+
+
+def test_lone_calls_are_timed_for_each_side(tiny_models: None) -> None:
+    found = staged_cell.lone(model="tiny", sides=LONE, device="cpu", turns=2, calls=3)
+    assert set(found) == set(LONE)
+    assert all(each["p50_us"] > 0 for each in found.values())
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -266,7 +284,7 @@ def test_a_run_from_the_first_measurement_to_the_files(
     here = _HereServer()
     monkeypatch.setattr(staged_serving, "server", lambda *_: contextlib.nullcontext(here))
     monkeypatch.setattr(staged_serving, "plot", lambda content, path: path.touch())
-    plan = dataclasses.replace(QUICK, seconds=0.01, choosing_s=0.01, saturated_s=0.02, calls=3)
+    plan = dataclasses.replace(QUICK, seconds=0.01, choosing_s=0.01, saturated_s=0.02, lone_calls=3)
     monkeypatch.setattr(staged_serving, "QUICK", plan)
     # A load of the real capacity of a model that only adds would be tens of thousands a second.
     calibrated = {"durations_ms": {"1": 10.0, "16": 16.0}}
