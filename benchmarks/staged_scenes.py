@@ -26,7 +26,7 @@ from random import Random
 
 from trims_shim.batching.buckets import OpenBucket
 from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.protocol import Policy, Request
+from trims_shim.batching.protocol import NEVER_NS, Policy, Request
 from trims_shim.batching.rules import Rule, RuleMaker
 from trims_shim.batching.simulator.arrivals import poisson
 from trims_shim.batching.single import Batching
@@ -116,12 +116,14 @@ class Scene:
         alone_ns, both_ns = {}, {}
         for size in sizes:
             batch = [Request(number, 0, payload=longest) for number in range(size)]
-            alone_ns[size], demand = self.unstaged.cost(0, batch)
+            phases = self.unstaged.cost(0, batch)
+            alone_ns[size] = sum(own_ns for own_ns, _ in phases)
             time = DeviceTime[int]()
             for number in range(2):
-                time.start(0, number, alone_ns=alone_ns[size], demand=demand)
-            time.end_next()
-            both_ns[size] = time.next_end_ns()
+                time.start(0, number, phases)
+            while (end_ns := time.next_end_ns()) != NEVER_NS:
+                both_ns[size] = end_ns
+                time.end_next()
         return width_of(alone_ns, both_ns)
 
     @cached_property

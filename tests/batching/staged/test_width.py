@@ -25,10 +25,11 @@ def beside(width: float, size: int) -> tuple[int, int]:
         return 1 - width * (1 - demand_of_best_size(profile, size))
 
     device = StageDevice(StagedProfile([LINE]), demand=demand)
-    alone_ns, share = device.cost(0, [Request(number, 0) for number in range(size)])
+    phases = device.cost(0, [Request(number, 0) for number in range(size)])
+    ((alone_ns, _),) = phases
     time = DeviceTime[int]()
     for number in range(2):
-        time.start(0, number, alone_ns=alone_ns, demand=share)
+        time.start(0, number, phases)
     time.end_next()
     both_ns = time.next_end_ns()
     return alone_ns, both_ns

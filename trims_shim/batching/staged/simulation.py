@@ -41,9 +41,6 @@ class StageExecution:
     part: Part | None
     batch: Sequence[Request]
     started_ns: int
-    alone_ns: int
-    """What it would have taken with nothing beside it."""
-    demand: float
     ended_ns: int = -1
 
 
@@ -93,7 +90,10 @@ def simulate_staged(
         end_ns = run.shared.next_end_ns()
         if end_ns <= arrival_ns and end_ns <= wake_ns and end_ns != NEVER_NS:
             now_ns = end_ns
-            actions = policy.on_event(now_ns, run.end_next(now_ns))
+            ended = run.shared.end_next()
+            if ended is None:
+                continue
+            actions = policy.on_event(now_ns, run.end(ended, now_ns))
         elif arriving is not None and arrival_ns <= wake_ns:
             if arrival_ns < now_ns:
                 raise ValueError(f"request {arriving.number} arrives before what has happened")
@@ -166,9 +166,8 @@ class _Simulation:
             else:
                 raise ValueError(f"{type(action).__name__} is no action of a staged model's policy")
 
-    def end_next(self, now_ns: int) -> Finished:
-        """The next stage ends: free its lane, and say who left."""
-        execution = self.shared.end_next()
+    def end(self, execution: StageExecution, now_ns: int) -> Finished:
+        """A stage has ended: free its lane, and say who left."""
         execution.ended_ns = now_ns
         self._lanes.discard(execution.device)
         self.outcome.stage_executions.append(execution)
@@ -212,9 +211,8 @@ class _Simulation:
             self._enter([request for request in batch if request not in self._inside])
         self._leave_border(batch, stage)
         self._lanes.add(lane)
-        alone_ns, demand = self._device.cost(stage, batch)
-        execution = StageExecution(lane, stage, part, batch, now_ns, alone_ns, demand)
-        self.shared.start(now_ns, execution, alone_ns=alone_ns, demand=demand)
+        execution = StageExecution(lane, stage, part, batch, now_ns)
+        self.shared.start(now_ns, execution, self._device.cost(stage, batch))
 
     def _enter(self, batch: Sequence[Request]) -> None:
         leave(self._queued, batch)

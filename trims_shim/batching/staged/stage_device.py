@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import chain
 from typing import Generic, TypeVar
 
 from trims_shim.batching.profile import LatencyProfile
@@ -19,6 +20,7 @@ from trims_shim.batching.staged.stage_profile import StagedProfile
 
 __all__ = [
     "DeviceTime",
+    "Phase",
     "StageDevice",
     "demand_of_best_size",
     "full_demand",
@@ -45,8 +47,10 @@ def full_demand(profile: LatencyProfile, size: int) -> float:
     return 1.0
 
 
-_Costs = Sequence[Sequence[tuple[int, float]]]
-"""For each stage, for each batch size from 0 on: (nanoseconds alone, demand)."""
+Phase = tuple[int, float]
+"""(nanoseconds alone, the share of the device that is busy meanwhile)."""
+_Costs = Sequence[Sequence[Sequence[Phase]]]
+"""For each stage, for each batch size from 0 on: what it goes through."""
 
 
 class StageDevice:
@@ -84,7 +88,7 @@ class StageDevice:
         }
 
     def unstaged(self) -> StageDevice:
-        """The same, for the same model in one stage: busy as its stages are on average."""
+        """The same, for the same model in one stage, which is as busy as its stages in turn."""
         device = StageDevice(
             self._profiles,
             demand=self._demand,
@@ -101,39 +105,42 @@ class StageDevice:
     def profile(self, name: Hashable = None) -> StagedProfile:
         """What measuring it would give: of one of its profiles, with the overhead."""
         return StagedProfile(
-            [LatencyProfile(ns for ns, _ in stage[1:]) for stage in self._costs[name]]
+            [LatencyProfile(map(_alone_ns, stage[1:])) for stage in self._costs[name]]
         )
 
-    def cost(self, stage: int, batch: Sequence[Request]) -> tuple[int, float]:
-        """(nanoseconds alone, the share of the device that is busy meanwhile)."""
+    def cost(self, stage: int, batch: Sequence[Request]) -> Sequence[Phase]:
+        """What it goes through, one after the other."""
         costs = self._costs[self._profile_of(batch)][stage]
         if len(batch) >= len(costs):
             raise ValueError(f"a batch of {len(batch)} is larger than any in the profile")
         return costs[len(batch)]
 
 
+def _alone_ns(phases: Sequence[Phase]) -> int:
+    return sum(own_ns for own_ns, _ in phases)
+
+
 def _costs(profile: StagedProfile, demand: Demand) -> _Costs:
     sizes = range(1, profile.max_batch_size + 1)
     return [
-        [(0, 0.0), *((stage.latency_ns(size), min(1.0, demand(stage, size))) for size in sizes)]
+        [(), *(((stage.latency_ns(size), min(1.0, demand(stage, size))),) for size in sizes)]
         for stage in profile.stages
     ]
 
 
 def _in_one(costs: _Costs) -> _Costs:
-    def cost(stages: Sequence[tuple[int, float]]) -> tuple[int, float]:
-        alone_ns = sum(own_ns for own_ns, _ in stages)
-        busy_ns = sum(own_ns * demand for own_ns, demand in stages)
-        return alone_ns, busy_ns / alone_ns if alone_ns else 0.0
-
-    return [[cost(stages) for stages in zip(*costs, strict=True)]]
+    return [[tuple(chain.from_iterable(stages)) for stages in zip(*costs, strict=True)]]
 
 
 def _with_overhead(costs: _Costs, overhead_ns: int) -> _Costs:
+    """It keeps nothing busy, and is spread over what comes first."""
     return [
         [
-            (own_ns + overhead_ns, demand * own_ns / (own_ns + overhead_ns)) if own_ns else (0, 0.0)
-            for own_ns, demand in stage
+            (),
+            *(
+                ((own_ns + overhead_ns, demand * own_ns / (own_ns + overhead_ns)), *rest)
+                for (own_ns, demand), *rest in stage[1:]
+            ),
         ]
         for stage in costs
     ]
@@ -149,8 +156,8 @@ class DeviceTime(Generic[T]):
     __slots__ = ("_count", "_ends", "_load", "_now_ns", "_progress_ns", "busy_ns")
 
     def __init__(self) -> None:
-        self._ends: list[tuple[float, int, float, T]] = []
-        """A heap of (progress at the end, number, demand, what)."""
+        self._ends: list[tuple[float, int, float, T, Sequence[Phase]]] = []
+        """A heap of (progress at the end, number, demand, what, phases to come)."""
         self._count = 0
         self._load = 0.0
         """The sum of the demands."""
@@ -159,27 +166,35 @@ class DeviceTime(Generic[T]):
         self.busy_ns = 0.0
         """Each moment weighted with the share that was busy."""
 
-    def start(self, now_ns: int, what: T, *, alone_ns: int, demand: float) -> None:
+    def start(self, now_ns: int, what: T, phases: Sequence[Phase]) -> None:
         """From now on it runs, too."""
         self._advance(now_ns)
+        self._begin(what, phases)
+
+    def _begin(self, what: T, phases: Sequence[Phase]) -> None:
+        (alone_ns, demand), *rest = phases
         self._count += 1
-        heapq.heappush(self._ends, (self._progress_ns + alone_ns, self._count, demand, what))
+        entry = (self._progress_ns + alone_ns, self._count, demand, what, rest)
+        heapq.heappush(self._ends, entry)
         self._load += demand
 
     def next_end_ns(self) -> int:
-        """NEVER_NS where nothing runs."""
+        """When the first phase ends; NEVER_NS where nothing runs."""
         if not self._ends:
             return NEVER_NS
         left_ns = self._ends[0][0] - self._progress_ns
         return self._now_ns + max(0, round(left_ns * max(1.0, self._load)))
 
-    def end_next(self) -> T:
-        """Go on to that time; what ends then."""
+    def end_next(self) -> T | None:
+        """Go on to that time; what has ended with it, or None if its next phase begins."""
         self._advance(self.next_end_ns())
-        self._progress_ns, _, _, what = heapq.heappop(self._ends)
+        self._progress_ns, _, _, what, rest = heapq.heappop(self._ends)
         # Added up anew each time: a difference of floats would drift.
-        self._load = sum(demand for _, _, demand, _ in self._ends)
-        return what
+        self._load = sum(demand for _, _, demand, *_ in self._ends)
+        if not rest:
+            return what
+        self._begin(what, rest)
+        return None
 
     def _advance(self, now_ns: int) -> None:
         passed_ns = now_ns - self._now_ns
