@@ -171,9 +171,11 @@ def _forget_devices() -> None:
     """What this process knows of the machine, on both sides of the driver."""
     from trims_shim.memory import driver, nvml
 
+    emulation.reset()
+    # Afterwards: a thread that an earlier test has left may ask meanwhile, and would be given a
+    # driver that is not initialised any more.
     driver.forget()
     nvml.forget()
-    emulation.reset()
 
 
 @pytest.fixture(autouse=True, scope="module")
