@@ -77,7 +77,6 @@ class Plan:
     choosing_s: float = 0.7
     clients: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: dict(_CLIENTS))
     saturated_s: float = 0.5
-    saturated_repeats: int = 5
     lone_turns: int = 5
     lone_calls: int = 20
     """Of a turn."""
@@ -97,7 +96,6 @@ QUICK = Plan(
     choosing_s=0.2,
     clients={"cpu": (8,), "cuda": (8,)},
     saturated_s=0.3,
-    saturated_repeats=1,
     lone_turns=1,
     lone_calls=10,
     learning_s=0.1,
@@ -194,55 +192,49 @@ def _sides(run: _Run, wait_ms: float) -> dict[str, Result]:
     return {side: known[side] for side in run.plan.sides}
 
 
-def _loads(run: _Run, capacities: Mapping[str, float], windows_ms: Any) -> None:
-    """Repeats are the outermost loop: a run that is cut off has measured all cells."""
-    plan = run.plan
-    for repeat in range(plan.repeats):
-        seeds = range(repeat * plan.turns, (repeat + 1) * plan.turns)
-        for model, capacity in capacities.items():
-            for load in plan.loads:
-                sides = _sides(run, windows_ms[model][load])
-                arguments = _load(sides, load, capacity, plan.seconds, list(seeds))
-                run.round("load", repeat, arguments, model=model, load=load)
-
-
-def _peaks(run: _Run, windows_ms: Any) -> None:
-    """Clients in closed loops; all sides know the objective."""
-    plan = run.plan
-    for repeat in range(plan.saturated_repeats):
-        for model in windows_ms:
-            arguments = {
-                "sides": _sides(run, windows_ms[model][plan.loads[-1]]),
-                "clients": plan.clients[run.device.partition(":")[0]],
-                "seconds": plan.saturated_s,
-                "qos_ms": QOS_MS,
-            }
-            run.round("saturated", repeat, arguments, model=model)
-
-
-def _overheads(run: _Run, models: Sequence[str]) -> None:
+def _overheads(run: _Run, capacities: Mapping[str, float], repeat: int) -> None:
     """A lone client: what stages cost where they cannot help."""
     plan = run.plan
     arguments = {"sides": LONE, "turns": plan.lone_turns, "calls": plan.lone_calls}
-    for repeat in range(plan.repeats):
-        for model in models:
-            run.round("lone", repeat, arguments, model=model)
+    for model in capacities:
+        run.round("lone", repeat, arguments, model=model)
+
+
+def _peaks(run: _Run, windows_ms: Any, repeat: int) -> None:
+    """Clients in closed loops; all sides know the objective."""
+    plan = run.plan
+    for model in windows_ms:
+        arguments = {
+            "sides": _sides(run, windows_ms[model][plan.loads[-1]]),
+            "clients": plan.clients[run.device.partition(":")[0]],
+            "seconds": plan.saturated_s,
+            "qos_ms": QOS_MS,
+        }
+        run.round("saturated", repeat, arguments, model=model)
+
+
+def _loads(run: _Run, capacities: Mapping[str, float], windows_ms: Any, repeat: int) -> None:
+    plan = run.plan
+    seeds = list(range(repeat * plan.turns, (repeat + 1) * plan.turns))
+    for model, capacity in capacities.items():
+        for load in plan.loads:
+            sides = _sides(run, windows_ms[model][load])
+            arguments = _load(sides, load, capacity, plan.seconds, seeds)
+            run.round("load", repeat, arguments, model=model, load=load)
 
 
 def _measure(run: _Run, save: Callable[..., None]) -> None:
+    """Repeats are the outermost loop: a run that is cut off has measured all there is."""
     calibrations: Result = {}
     for model in run.plan.models:
         calibrations[model] = _calibrate(run, model)
         print(f"{model}: {calibrations[model]}", flush=True)
     capacities = {model: each["capacity"] for model, each in calibrations.items()}
     windows_ms = _best_windows_ms(run, capacities)
-    sections = (
-        lambda: _overheads(run, list(capacities)),
-        lambda: _peaks(run, windows_ms),
-        lambda: _loads(run, capacities, windows_ms),
-    )
-    for measure in sections:
-        measure()
+    for repeat in range(run.plan.repeats):
+        _overheads(run, capacities, repeat)
+        _peaks(run, windows_ms, repeat)
+        _loads(run, capacities, windows_ms, repeat)
         save(calibrations=calibrations, windows_ms=windows_ms)
         print(f"{len(run.cells)} cells", flush=True)
 
