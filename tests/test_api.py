@@ -72,6 +72,12 @@ class TestHandle:
         assert numpy.array_equal(array, ARRAYS[name])
         assert numpy.array_equal(tensor.numpy(), ARRAYS[name])
 
+    def test_tensors_under_another_default_device(self, daemon: FakeDaemon, tensors: str) -> None:
+        with trims_shim.open(tensors) as handle, torch.device("meta"):
+            tensor = handle.torch("weight")
+        assert tensor.is_cpu
+        assert numpy.array_equal(tensor.numpy(), ARRAYS["weight"])
+
     def test_writes_are_private(self, daemon: FakeDaemon, tensors: str) -> None:
         with trims_shim.open(tensors) as handle, trims_shim.open(tensors) as other:
             handle.numpy("weight")[0, 0] = 99

@@ -115,10 +115,9 @@ class Handle(_Opened["Arena"]):
         record = self._record(name)
         storage = storage_of(self._open_arena())
         part = storage[record.span.offset_bytes : record.span.end_bytes]
-        if not record.dtype:
-            return torch.empty(0, dtype=torch.uint8).set_(part)
-        tensor = torch.empty(0, dtype=torch_dtype(record.dtype)).set_(part)
-        return tensor.view(record.shape)
+        dtype = torch_dtype(record.dtype) if record.dtype else torch.uint8
+        # Not on the program's default device.
+        return torch.empty(0, dtype=dtype, device="cpu").set_(part).view(record.shape)
 
 
 class DeviceHandle(_Opened["DeviceArena"]):
