@@ -6,11 +6,14 @@ What openings do otherwise is tested with a whole daemon (tests/faults, tests/cl
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +23,9 @@ from trims_shim.daemon.front import Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.sessions import Limits, Session, Sessions
+from trims_shim.daemon.store import GrantLease, Opening, RefuseRequest
 from trims_shim.daemon.waiting import Waiting
-from trims_shim.errors import TooManyRequests
+from trims_shim.errors import NoSpace, TooManyRequests
 from trims_shim.wire import messages
 from trims_shim.wire.handover import Peer
 
@@ -94,6 +98,44 @@ def test_a_ticket_cannot_take_the_place_of_a_request(session: Session) -> None:
     openings._waiting.put(*waiting)
     openings.offer(session, messages.FileOffer(-5, "host"))
     assert openings._waiting.get(session.number, 4) == waiting
+
+
+@pytest.mark.parametrize("routing", [None, b"r"], ids=["packet", "request"])
+@pytest.mark.parametrize("is_granted", [True, False], ids=["granted", "refused"])
+def test_a_lock_on_an_offered_file_ends_before_the_answer(
+    session: Session, tmp_path: Path, *, is_granted: bool, routing: bytes | None
+) -> None:
+    """A program that locks its file for a load, and closes it, has given the lock up."""
+    path = tmp_path / "m.pt"
+    path.write_bytes(b"PK")
+    descriptor = os.open(path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    offer = Offer(1, os.dup(descriptor))
+    os.close(descriptor)
+
+    def hand_over(_: Session, message: Any, descriptor: int | None = None) -> None:
+        if descriptor is None:
+            reply(b"", 0, message)
+
+    def reply(_: bytes, number: int, message: Any) -> None:
+        with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        answered.append(message)
+
+    answered: list[Any] = []
+    front = FakeFront(session)
+    front.hand_over, front.reply = hand_over, reply  # type: ignore[method-assign]
+    openings = Openings(front, Tiers(nothing))  # type: ignore[arg-type]
+    request = Request(session, 1, routing)
+    opening = Opening(session.number, 1, 0, offer.identity(), "m.pt")
+    openings._waiting.put(request, offer)
+    segment = SimpleNamespace(descriptor=0, size_bytes=2)
+    tier: Any = SimpleNamespace(loader=SimpleNamespace(segment=lambda _: segment))
+    action: Any = RefuseRequest(opening, NoSpace("full"))
+    if is_granted:
+        action = GrantLease(opening, 1, "digest", "hit", is_settled=True)
+    openings.execute(tier, [action])
+    assert len(answered) == 1
 
 
 @pytest.mark.parametrize(

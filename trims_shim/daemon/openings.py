@@ -411,6 +411,8 @@ class Openings:
         waiting = self._waiting.pop(opening.session, opening.request)
         if waiting is None:
             return
+        # Before: a lock that the program took on its open file is held as long as we have it open.
+        waiting.offer.close()
         if waiting.request.routing is None:
             message = messages.OfferReply(waiting.offer.ticket, message)
         self._front.answer(waiting.request, message)
