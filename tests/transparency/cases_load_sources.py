@@ -135,6 +135,13 @@ def opened_by_fsspec(work: Work, opener: Any) -> object:
         return [first, _facts(file), attempt(torch.load, file), file.seek(0), torch.load(file)]
 
 
+@cases({"none": {}, "empty": {"empty": torch.empty(0, 3)}}, served=True)
+def open_file_without_data_of_tensors(work: Work, tensors: dict[str, Any]) -> object:
+    path = work.file("model.pt", saved({"text": "a" * (2 << 20), **tensors}))
+    with path.open("rb") as file:
+        return [torch.load(file), file.tell()]
+
+
 @case(served=False)
 def unpacked_by_fsspec(work: Work) -> object:
     path = work.file("model.pt.gz", lambda p: p.write_bytes(gzip.compress(saved_bytes(state()), 1)))

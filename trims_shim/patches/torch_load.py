@@ -383,7 +383,7 @@ def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> 
     except FormatError:
         return None  # Not a plain state dict: torch unpickles it, over the same bytes.
     storages = []
-    end_bytes = 0
+    end_bytes = served.archive.records["data.pkl"].end_bytes
     for spec in recipe.storages:
         if map_location is None and spec.location != "cpu":
             return None
@@ -400,7 +400,7 @@ def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> 
             storage = served.storage[span.offset_bytes : end_bytes]
         storages.append(storage)
     result = torch_rebuild.assemble(recipe, storages, torch_rebuild.Blanks())
-    if end_bytes and overall_storage is None:
+    if overall_storage is None:
         reader.leave_file_at(end_bytes)
     reader.log_load()
     diagnostics.count("built", "recipe")
