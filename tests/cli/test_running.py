@@ -84,6 +84,20 @@ def test_own_sitecustomize_runs_as_without_the_shim(trims: Trims, tmp_path: Path
     )
 
 
+def test_a_working_directory_that_is_gone(trims: Trims, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')\n"
+        # As the editable install of a package has it.
+        "sys.path.append('__editable__.app.__path_hook__')\n"
+        f"sys.path.insert(0, {bootstrap_directory()!r}); sys.modules.pop('sitecustomize', None)\n"
+        "import sitecustomize; print(*sys.path)\n"
+    )
+    done = trims.python("-c", code, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "__path_hook__" in done.stdout
+    assert "_bootstrap" not in done.stdout
+
+
 def test_shim_that_cannot_be_imported_does_not_stop_the_program(
     trims: Trims, tmp_path: Path
 ) -> None:

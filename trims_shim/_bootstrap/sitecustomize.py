@@ -26,7 +26,8 @@ def _activate() -> None:
 
 def _chain() -> None:
     ours = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path or os.curdir) != ours]
+    # Not abspath: the working directory may be gone. site has made directories absolute.
+    sys.path[:] = [path for path in sys.path if os.path.normpath(path) != ours]
     this = sys.modules.pop("sitecustomize", None)
     try:
         found = importlib.util.find_spec("sitecustomize")
