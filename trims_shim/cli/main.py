@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit status (see :class:`~trims_shim.cli.exits.Exit`)."""
     words = list(sys.argv[1:] if argv is None else argv)
     _replace_closed_streams()
+    _print_every_name()
     try:
         return _dispatch(words)
     except ConfigError as error:
@@ -104,6 +106,12 @@ def _replace_closed_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
+def _print_every_name() -> None:
+    """Files are called what the encoding of stdout may not have; stderr escapes that by itself."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _end_of_pipe() -> Exit:
