@@ -130,6 +130,21 @@ def test_log_file_that_cannot_be_written_fails_no_load(run: Run, tmp_path: Path)
     assert "(small_file)" in run(gone + load, **settings, TRIMS_LOG_FILE="log").stderr
 
 
+def test_the_log_has_every_name(run: Run, tmp_path: Path) -> None:
+    done = run(
+        "import os, shutil, sys, trims_shim; from safetensors.numpy import load_file\n"
+        "name = shutil.copyfile(sys.argv[1], os.fsencode(sys.argv[1]) + b'\\xff')\n"
+        "load_file(os.fsdecode(name))\n",
+        TRIMS_LOG="debug",
+        TRIMS_LOG_FILE=str(tmp_path / "log"),
+        TRIMS_MIN_BYTES="1G",
+    )
+    assert done.stderr == ""
+    assert r"\udcff: the framework's own loader is used (small_file)" in (
+        (tmp_path / "log").read_text()
+    )
+
+
 def test_sockets_that_cannot_be_had_are_reported_once(run: Run, tmp_path: Path) -> None:
     (tmp_path / "s").touch()
     done = run(

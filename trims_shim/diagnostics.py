@@ -264,7 +264,8 @@ class LogFile(logging.FileHandler):
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__(path, delay=True)
+        # Names of files may be anything.
+        super().__init__(path, delay=True, errors="backslashreplace")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append a line. Never raises."""
