@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from trims_shim.cli.exits import Exit
@@ -16,10 +18,14 @@ WITHOUT_RICH = (
 
 @pytest.mark.slow
 def test_the_demonstration_succeeds_without_extras_and_fits_a_narrow_terminal(
-    trims: Trims,
+    trims: Trims, tmp_path: Path
 ) -> None:
+    temporary = tmp_path / ("longer_than_a_name_of_a_socket_" * 4)
+    temporary.mkdir()
     done = trims.python(
-        "-c", WITHOUT_RICH, "demo", "--size-mb=1", "--processes=2", TRIMS_HOST_BYTES="1G"
+        *("-c", WITHOUT_RICH, "demo", "--size-mb=1", "--processes=2"),
+        TRIMS_HOST_BYTES="1G",
+        TMPDIR=str(temporary),
     )
     assert done.returncode == Exit.OK, done.stdout + done.stderr
     table, _, conclusion = done.stdout.partition("\n\n#1 fills the cache.")
@@ -32,3 +38,4 @@ def test_the_demonstration_succeeds_without_extras_and_fits_a_narrow_terminal(
     assert table.count("the same") == 3
     assert max(map(len, table.splitlines())) < 80
     assert "Once the model is in the cache" in conclusion
+    assert not list(temporary.iterdir()), "nothing is left"

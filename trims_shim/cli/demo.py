@@ -32,6 +32,8 @@ __all__ = ["demo"]
 _MEGA = 1e6
 _ANSWER_DEADLINE_S = 180.0
 _STOP_DEADLINE_S = 15.0
+_SOCKET_DIR_LIMIT_BYTES = 70
+"""As long as a directory may be, for sockets in one below it: the kernel allows 107 with names."""
 _SERVED_FRACTION = 0.9
 """Share of the checkpoint's bytes that must be shared for a process to count as served."""
 _AREA = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ ([0-9a-f]+:[0-9a-f]+) (\d+)\s*(.*)$")
@@ -150,6 +152,7 @@ class _Place:
     """The files of this demonstration and the environment of its processes."""
 
     directory: Path
+    sockets: Path
     layers: int
 
     @property
@@ -159,10 +162,6 @@ class _Place:
     @property
     def checkpoint(self) -> Path:
         return self.directory / "model.pt"
-
-    @property
-    def sockets(self) -> Path:
-        return self.directory / "s"
 
     def environment(self, *, with_shim: bool) -> dict[str, str]:
         """The caller's environment, with a daemon of the demonstration's own, or without trims."""
@@ -212,8 +211,13 @@ class _Notes:
 
 @contextlib.contextmanager
 def _place(size_mb: int) -> Iterator[_Place]:
-    directory = Path(tempfile.mkdtemp(prefix="trims-demo-"))
-    place = _Place(directory, layers=max(1, round((size_mb - _WORDS_MB) / _BLOCK_MB)))
+    directory = sockets = Path(tempfile.mkdtemp(prefix="trims-demo-"))
+    # $TMPDIR has room for the model, but may be longer than the name of a socket.
+    if len(os.fsencode(directory)) > _SOCKET_DIR_LIMIT_BYTES:
+        sockets = Path(tempfile.mkdtemp(prefix="trims-demo-", dir="/tmp"))
+    place = _Place(
+        directory, sockets / "s", layers=max(1, round((size_mb - _WORDS_MB) / _BLOCK_MB))
+    )
     try:
         place.sockets.mkdir(mode=0o700)
         place.program.write_text(_PROGRAM)
@@ -221,7 +225,8 @@ def _place(size_mb: int) -> Iterator[_Place]:
         yield place
     finally:
         _stop_daemon(place)
-        shutil.rmtree(directory, ignore_errors=True)
+        for each in (directory, sockets):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def _stop_daemon(place: _Place) -> None:
