@@ -42,6 +42,11 @@ class TestChoice:
         chosen = _choose("", runtime_dir=str(tmp_path))
         assert chosen.directory == str(tmp_path / "trims")
 
+    def test_a_relative_one_is_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "run").mkdir()
+        assert os.path.isabs(_choose("", runtime_dir="run").directory)
+
     def test_then_run_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
         run_user = f"/run/user/{os.geteuid()}"
         monkeypatch.setattr(os.path, "isdir", lambda path: path == run_user)

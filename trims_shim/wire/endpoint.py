@@ -100,7 +100,8 @@ def choose(config: Config) -> Endpoint:
         return Endpoint(os.path.abspath(os.path.expanduser(config.socket_dir)))
     uid = os.geteuid()
     for base in (config.runtime_dir, f"/run/user/{uid}"):
-        if _is_writable(base):
+        # By its specification, $XDG_RUNTIME_DIR is none where it is relative.
+        if os.path.isabs(base) and _is_writable(base):
             return Endpoint(os.path.join(base, "trims"))
     # Not tempfile.gettempdir(): it writes a file, and fixes for good what the program's own calls
     # of it return, even if the program sets TMPDIR after this.
