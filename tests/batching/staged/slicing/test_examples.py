@@ -86,6 +86,15 @@ def test_rows_that_depend_on_each_other() -> None:
         check_stages(stages, nn.Sequential(nn.ReLU(), Centred()), Example(torch.rand(3, 2)))
 
 
+def test_rows_that_depend_on_their_places() -> None:
+    def last(value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return value[0][value[1]]
+
+    stages = [lambda value: (value, torch.arange(len(value))), last]
+    with pytest.raises(StagingError, match="depends on the others in the batch"):
+        check_stages(stages, nn.Identity(), Example(torch.rand(3, 2)))
+
+
 class Centred(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(0)

@@ -13,7 +13,7 @@ from typing import Any
 from trims_shim.batching.staged.flow import NotJoinable, join, take
 from trims_shim.errors import StagingError
 
-__all__ = ["Example", "are_identical", "check_stages", "first_line"]
+__all__ = ["Example", "are_identical", "check_stages", "first_line", "has_same_rows"]
 
 _NEAR = 0.1
 """Of the largest magnitude."""
@@ -80,10 +80,14 @@ class Example:
 
     def with_rows(self, rows: int) -> Example:
         """A batch of another size, by repeating rows or leaving some out. Copies."""
+        return self.of_rows(range(rows))
+
+    def of_rows(self, rows: Sequence[int]) -> Example:
+        """A batch of these of its rows, which begin anew behind the last. Copies."""
         import torch
         import torch.utils._pytree as pytree
 
-        index = torch.arange(rows) % self.rows
+        index = torch.tensor(rows, dtype=torch.int64) % self.rows
 
         def of(each: Any) -> Any:
             return each[index.to(each.device)] if _has_rows(each) else each
@@ -149,7 +153,8 @@ def check_stages(
                 "does something else where it is traced, or keeps something from call to call; cut "
                 "it in the other way (slice_model, slice_blocks), or write its stages as functions"
             )
-    runs = example, example.with_rows(1)
+    # The smaller one first: with it, the places of the others are those of other rows.
+    runs = example.with_rows(1), example
     # Batches that cannot be joined are not, when it comes to it.
     with contextlib.suppress(NotJoinable), torch.no_grad():
         for run, result in zip(runs, _joined(stages, *runs), strict=True):
@@ -186,26 +191,46 @@ def _rows(output: Any, rows: range, count: int) -> Any:
 
 
 def _are_near(one: Any, other: Any) -> bool:
-    """Whether floating-point tensors differ by less than wrong rows would make of them.
+    """Whether floating-point tensors are near to each other.
 
-    The bound is far above what half precision loses. Numbers of other types (the index of the
-    largest) may differ altogether where two are nearly equal, and are not looked at.
+    Numbers of other types (the index of the largest) may differ altogether where two are nearly
+    equal, and are not looked at.
     """
     import torch
     import torch.utils._pytree as pytree
 
     for each, its in zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True):
-        if not isinstance(each, torch.Tensor) or not each.is_floating_point():
+        if not isinstance(each, torch.Tensor) or not _is_inexact(each):
             continue
-        if each.shape != its.shape:
+        if each.shape != its.shape or not _is_near(each, its):
             return False
-        differences, magnitudes = (each - its).abs(), its.abs()
-        is_finite = differences.isfinite() & magnitudes.isfinite()
-        if is_finite.any():
-            limit = _NEAR * float(magnitudes[is_finite].max())
-            if float(differences[is_finite].max()) > limit:
-                return False
     return True
+
+
+def has_same_rows(one: Any, other: Any) -> bool:
+    """Whether two tensors of one shape are equal, but for what floating point may make of it."""
+    import torch
+
+    return _is_near(one, other) if _is_inexact(one) else torch.equal(one, other)
+
+
+def _is_near(one: Any, other: Any) -> bool:
+    """Whether they differ by less than wrong rows would make of them.
+
+    The bound is far above what half precision loses.
+    """
+    if not one.is_complex():
+        one, other = one.double(), other.double()
+    differences, magnitudes = (one - other).detach().abs(), other.detach().abs()
+    is_finite = differences.isfinite() & magnitudes.isfinite()
+    if not is_finite.any():
+        return True
+    limit = _NEAR * float(magnitudes[is_finite].max())
+    return float(differences[is_finite].max()) <= limit
+
+
+def _is_inexact(tensor: Any) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
 def are_identical(one: Any, other: Any) -> bool:

@@ -6,7 +6,7 @@ is made before it and used after it:
 ========  ==========================================================================================
 batched   a dense tensor ``[batch, ...]``: crosses as it is
 shared    tensors and numbers that depend on no data and not on the size of the batch: as Shared
-count     a number that depends on the size of the batch: never crosses; computed again behind it
+count     numbers that depend on the size of the batch: never cross; computed again behind it
 view      another way to look at a tensor that may cross: that one does, and the view is taken again
 ========  ==========================================================================================
 
@@ -20,23 +20,25 @@ cross: each stage has those it uses, and they are the model's own tensors.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.arrays import torch_in_this_thread
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.slicing.cutting import Cut
-from trims_shim.batching.staged.slicing.examples import Example
+from trims_shim.batching.staged.slicing.examples import Example, are_identical, has_same_rows
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-__all__ = ["GraphStage", "StagedGraph", "written_by"]
+__all__ = ["GraphStage", "StagedGraph", "viewed_by", "written_by"]
 
 _FACTORIES = ("new_", "full_like", "ones_like", "zeros_like", "empty_like")
 """Operations that take a tensor for its kind and shape alone."""
-_SMALL, _LARGE = 2, 3
-"""The two sizes of batch that are compared. Not 1: what has one row anyway looks batched then."""
+_SMALL, _LARGE = (0, 1), (1, 0, 1)
+"""The rows of the two batches that are compared. Not one: what has one row anyway looks batched
+then. In another order: what depends on the place of a row in its batch does so in both."""
 
 _NO_MEMORY = 0
 
@@ -63,19 +65,21 @@ class StagedGraph:
         self.operations = [node for node in nodes if node.op.startswith("call_")]
         self._outputs: Sequence[Any] = nodes[-1].args[0]
         self._order = {node: index for index, node in enumerate(self.operations)}
-        self._small = self._values(example, _SMALL)
-        self._large = self._values(example, _LARGE)
+        self._small = self._values(example.of_rows(_SMALL))
+        self._large = self._values(example.of_rows(_LARGE))
         self._with_data = self._find_data()
+        self._batched = {node for node in (*self.inputs, *self.operations) if self._has_rows(node)}
+        written = (self._written(node) for node in self.operations)
+        self._all_written = frozenset(itertools.chain.from_iterable(written))
         self._needed: dict[Node, frozenset[Node] | None] = {}
         self._crossing = self._find_crossing()
 
-    def _values(self, example: Example, rows: int) -> dict[Node, Any]:
+    def _values(self, run: Example) -> dict[Node, Any]:
         """Of every node. All are kept alive, so that equal memory means the same memory."""
         import torch
         from torch.fx import Interpreter
 
         interpreter = Interpreter(self._module, garbage_collect_values=False)
-        run = example.with_rows(rows)
         leaves = self._leaves(*run.batch())
         with torch.no_grad():
             interpreter.run(*leaves, enable_io_processing=False)
@@ -158,16 +162,20 @@ class StagedGraph:
         return frozenset().union(*found) if len(found) == len(every) else None
 
     def _is_batched(self, node: Node) -> bool:
+        return node in self._batched
+
+    def _has_rows(self, node: Node) -> bool:
         import torch
 
         small, large = self._small[node], self._large[node]
         return (
             isinstance(small, torch.Tensor)
             and small.dim() > 0
-            and (small.shape[0], large.shape[0]) == (_SMALL, _LARGE)
+            and (small.shape[0], large.shape[0]) == (len(_SMALL), len(_LARGE))
             and small.shape[1:] == large.shape[1:]
             and _is_dense(small)
             and _is_dense(large)
+            and has_same_rows(small[list(_LARGE)], large)
         )
 
     def _is_shared(self, node: Node) -> bool:
@@ -177,20 +185,25 @@ class StagedGraph:
             return False
         small, large = self._small[node], self._large[node]
         if isinstance(small, torch.Tensor):
-            return small.shape == large.shape and small.layout is torch.strided
+            return small.layout is torch.strided and are_identical(small, large)
         return isinstance(small, bool | int | float) and small == large
 
     def _is_count(self, node: Node) -> bool:
-        return node not in self._with_data and isinstance(self._small[node], bool | int | float)
+        import torch
+
+        if node in self._with_data:
+            return False
+        small = self._small[node]
+        if isinstance(small, torch.Tensor):
+            return _memory(small) not in self._all_written
+        return isinstance(small, bool | int | float)
 
     def _is_batch_size(self, node: Node) -> bool:
-        return "sym_size" in str(node.target) and (self._small[node], self._large[node]) == (
-            _SMALL,
-            _LARGE,
-        )
+        sizes = self._small[node], self._large[node]
+        return "sym_size" in str(node.target) and sizes == (len(_SMALL), len(_LARGE))
 
     def _row_bytes(self, node: Node) -> int:
-        return self._small[node].nbytes // _SMALL if self._is_batched(node) else 0
+        return self._small[node].nbytes // len(_SMALL) if self._is_batched(node) else 0
 
     def _written(self, node: Node) -> set[int]:
         """The memory that an operation writes to."""
@@ -328,6 +341,13 @@ def _is_view(node: Node) -> bool:
         return False
     alias = schema.returns[0].alias_info
     return alias is not None and not alias.is_write
+
+
+def viewed_by(node: Node) -> Node:
+    """The node whose tensor it is another way to look at; itself if it is none."""
+    while _is_view(node) or node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def written_by(node: Node) -> list[Node]:
