@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.batching.staged.slicing.networks import Encoder, Recurrent, UNet, join_and_take
 from trims_shim.batching.staged.activations import Shared
-from trims_shim.batching.staged.flow import rows_of
+from trims_shim.batching.staged.flow import join, rows_of
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.examples import Example, are_identical
 from trims_shim.batching.staged.slicing.tracing import TracedModel
@@ -28,6 +28,7 @@ class Function(nn.Module):
         super().__init__()
         self.function = forward
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("table", torch.zeros(4, 3))
         self.weight = nn.Parameter(torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -115,6 +116,43 @@ class TestWhatCrosses:
         assert len(last) == 1  # nor does the input, to be counted
         # [rows * 3] has no batch as its first axis.
         assert len(traced.cuts()) < len(traced.operations) - 1
+
+    @pytest.mark.parametrize(
+        "places",
+        [
+            lambda rows, at: (rows, at),
+            lambda rows, at: (rows[:, None], at[:, None]),
+            lambda rows, at: ((rows * 5 + at) // 5, at),  # depends on the data as well
+        ],
+    )
+    def test_the_place_of_a_row_in_its_batch_never_crosses(
+        self, places: Callable[[Any, Any], tuple[Any, Any]]
+    ) -> None:
+        class Picks(nn.Module):
+            def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+                index = places(torch.arange(x.shape[0]), at)
+                return torch.relu(x + 1)[index].reshape(-1, 3) * 2
+
+        traced = TracedModel(Picks().eval(), (torch.rand(4, 5, 3), torch.tensor([0, 4, 1, 3])))
+        assert traced.cuts()
+        one, other = traced.example.with_rows(1), traced.example
+        expected = torch.cat([one.call(traced.model), other.call(traced.model)])
+        for cut in traced.cuts():
+            first, last = traced.stages([cut.position])
+            joined = last(join([first(*one.batch()), first(*other.batch())]))
+            torch.testing.assert_close(joined, expected)
+
+    def test_what_is_made_for_a_batch_of_its_size_is_made_again(self) -> None:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            first = torch.zeros(1, x.shape[0], 3)
+            y = torch.relu(x + 1)
+            return torch.cat([first, y[None]]).transpose(0, 1) * 2
+
+        traced = trace(forward)
+        relu = traced.operations.index("aten.relu.default")
+        assert relu in {cut.position for cut in traced.cuts()}
+        for cut in traced.cuts():
+            check(traced, [cut.position])
 
     def test_no_cut_tears_a_memory_that_is_written_to(self) -> None:
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -211,6 +249,8 @@ class TestWhatCannotBeCut:
             (lambda self, x: x if x.sum() > 0 else -x, "no branch may depend on data"),
             (lambda self, x: x.view(4, -1) + 1, "batch size must be free"),
             (lambda self, x: x + self.count.add_(1), "changes its 'count'"),
+            (lambda self, x: x + self.table[:1].add_(1), "changes its 'table'"),
+            (lambda self, x: x + self.table.split(2)[0].add_(1)[0], "changes its 'table'"),
             (lambda self, x: x + torch.rand_like(x), r"rand_like.* depends on chance"),
             (lambda self, x: x @ torch.ones(5, 5), "does not run with the example: .*5x5"),
             (lambda self, x: nn.functional.dropout(x), r"dropout.* depends on chance"),
@@ -247,6 +287,20 @@ class TestWhatCannotBeCut:
             TypeError, match=r"traced with \(.*, 3\), and are called with \(.*, 4\)"
         ):
             model(torch.ones(2, 3), 4)
+
+    def test_what_a_model_keeps_of_a_call_is_no_tensor_of_the_trace(self) -> None:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            if getattr(self, "places", None) is None:
+                self.places = torch.arange(x.shape[1])
+            self.seen = self.kept["seen"] = torch.relu(x + self.places)
+            return self.seen + 1
+
+        model = Function(forward).eval()
+        model.kept = {}  # type: ignore[assignment]
+        traced = TracedModel(model, torch.rand(4, 3))
+        for each in (model.places, model.seen, model.kept["seen"]):
+            assert type(each) is torch.Tensor
+        check(traced, [cut.position for cut in traced.cuts()])
 
     def test_more_stages_than_places(self) -> None:
         traced = trace(lambda self, x: torch.relu(x))

@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.staged.slicing.cutting import Cut, even_cuts
 from trims_shim.batching.staged.slicing.examples import Example, first_line
-from trims_shim.batching.staged.slicing.graph_stages import GraphStage, StagedGraph, written_by
+from trims_shim.batching.staged.slicing.graph_stages import (
+    GraphStage,
+    StagedGraph,
+    viewed_by,
+    written_by,
+)
 from trims_shim.errors import StagingError
 
 if TYPE_CHECKING:
@@ -200,14 +205,15 @@ def _exported(model: Any, example: Example, varying: Collection[int]) -> Any:
         return {**free, 0: Dim.DYNAMIC} if leaf.dim() else {}
 
     shapes = pytree.tree_map(axes, (example.args, example.kwargs))
+    # First, so that what it makes when it is called and keeps is of real tensors.
+    example.check_runs(model)
     try:
-        with torch.no_grad(), _without_warnings():
+        with torch.no_grad(), _without_warnings(), _unchanged(model):
             return torch.export.export(
                 model, example.args, example.kwargs, dynamic_shapes=_by_name(model, *shapes)
             )
-    # What torch.export raises has no common class; what the model itself raises comes through too.
+    # What torch.export raises has no common class.
     except Exception as error:
-        example.check_runs(model)
         raise StagingError(
             f"{type(model).__name__} cannot be traced: {first_line(error)}. Its batch size must "
             "be free, and no branch may depend on data; cut it at its blocks (slice_blocks), or "
@@ -269,13 +275,35 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """What is assigned to the model meanwhile goes: tensors of a trace have no content."""
+    places = [
+        place
+        for module in model.modules()
+        for place in (module.__dict__, *module.__dict__.values())
+        if isinstance(place, dict | list)
+    ]
+    contents = [list(each) if isinstance(each, list) else dict(each) for each in places]
+    try:
+        yield
+    finally:
+        for place, content in zip(places, contents, strict=True):
+            if isinstance(place, list):
+                place[:] = content
+                continue
+            for name in place.keys() - content:
+                del place[name]
+            place.update(content)
+
+
 def _check_operation(node: Node, module: GraphModule, name: str) -> None:
     """Raises StagingError for one that depends on chance, or writes to what the model keeps."""
     if _is_random(node):
         raise StagingError(
             f"{name} cannot be cut into stages: {node.target} depends on chance{_place(node)}"
         )
-    for written in written_by(node):
+    for written in map(viewed_by, written_by(node)):
         if written.op == "get_attr":
             raise StagingError(
                 f"{name} cannot be cut into stages: {node.target} changes its "
