@@ -169,6 +169,14 @@ class Wrong(nn.Module):
         one, two, three = self.blocks
         if self.kind == "between":
             return three(two(one(x) + 1))
+        if self.kind == "written between":
+            y = one(x + 1)
+            y[x < 0] = 0  # nothing, of an example of positive numbers
+            return three(two(y))
+        if self.kind == "batch second":
+            return three(two(one(x.T))).T
+        if self.kind == "batch and heads":
+            return three(two(one(x, x.repeat(2, 1))))
         if self.kind == "skip":
             y = one(x)
             return three(two(y), y)
@@ -208,18 +216,21 @@ class TestWhatCannotBeCut:
         ("kind", "message"),
         [
             ("between", "does something between its blocks 0 and 1"),
+            ("written between", "does something between its blocks 0 and 1"),
+            ("batch second", r"with a tensor \[4, 4\] where there are 4 rows"),
+            ("batch and heads", r"with a tensor \[8, 4\] where there are 4 rows"),
             ("skip", "what blocks before the last one have returned"),
             ("twice", "calls its block 0 after 1 others"),
             ("left out", "has called 2 of its 3 blocks"),
             ("cache", "a object, which cannot go.*use_cache=False"),
-            ("size", "in another way with 2 rows than with 3"),
+            ("size", "in another way with 4 rows than with 5"),
             ("attention", "return more than a hidden state"),
             ("shape", "do not compute|does something between"),
         ],
     )
     def test_is_named(self, kind: str, message: str) -> None:
         with pytest.raises(StagingError, match=message):
-            slice_blocks(Wrong(kind).eval(), torch.rand(2, 4), 2)
+            slice_blocks(Wrong(kind).eval(), torch.rand(4, 4), 2)
 
     def test_a_model_that_does_not_run_without_its_blocks(self) -> None:
         class Shaped(nn.Module):

@@ -161,6 +161,8 @@ class _Noting:
         self._tensors: list[Any] = []
         self._aliases: list[Any] = []
         """Of the hidden state, one for each block; the last is what its block gets."""
+        self._version: int | None = None
+        """Of the last alias, when it was returned."""
 
     @property
     def count(self) -> int:
@@ -180,7 +182,8 @@ class _Noting:
         if not block:
             self._aliases.append(_first_tensor(leaves, self._name))
         slots = tuple(self._slot(leaf, block) for leaf in leaves)
-        if not any(kind == _HIDDEN for kind, _ in slots):
+        is_same = not block or _version_of(self._aliases[-1]) == self._version
+        if not is_same or not any(kind == _HIDDEN for kind, _ in slots):
             raise StagingError(
                 f"{self._name} does something between its blocks {block - 1} and {block}: the "
                 "second is not called with what the first returns; try slice_model"
@@ -189,6 +192,7 @@ class _Noting:
         if len(self._calls) == self._blocks:
             raise _Reached
         self._aliases.append(self._aliases[-1].view_as(self._aliases[-1]))
+        self._version = _version_of(self._aliases[-1])
         return self._output(self._aliases[-1])
 
     def _slot(self, leaf: Any, block: int) -> tuple[str, Any]:
@@ -274,6 +278,11 @@ def _is_constant(value: Any) -> bool:
 
     kinds = (bool, int, float, str, enum.Enum, torch.dtype, torch.device)
     return value is None or isinstance(value, kinds)
+
+
+def _version_of(tensor: Any) -> int | None:
+    """Counts what was written to it; None where that is not counted."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _first_tensor(leaves: Sequence[Any], name: str) -> Any:

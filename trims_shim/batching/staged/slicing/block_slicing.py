@@ -155,6 +155,7 @@ class _Body:
                 f"{self.shell.name} calls its blocks in another way with {run.rows} rows than with "
                 f"{run.rows + 1}; what they are called with may not depend on the size of the batch"
             )
+        self._check_axes(prelude, larger, run.rows)
         kind = _Kind(
             prelude.calls,
             tuple(
@@ -165,6 +166,23 @@ class _Body:
         # Numbers that depend on a length make as many kinds as there are lengths.
         self._kinds = [*self._kinds[1 - _KINDS :], kind]
         return kind
+
+    def _check_axes(self, prelude: Prelude, larger: Prelude, rows: int) -> None:
+        """Raises StagingError for what has the batch as another axis than the first."""
+        pairs = [(prelude.hidden, larger.hidden)]
+        # Of the others some have no batch at all.
+        pairs += [
+            (one, other)
+            for one, other in zip(prelude.tensors, larger.tensors, strict=True)
+            if one.shape != other.shape
+        ]
+        for one, other in pairs:
+            if not _has_rows(one, other, rows):
+                raise StagingError(
+                    f"{self.shell.name} calls its blocks with a tensor {list(one.shape)} where "
+                    f"there are {rows} rows, and the batch has to be the first axis; try "
+                    "slice_model, or write its stages as functions"
+                )
 
     def measure(self, example: Example, clock_ns: Callable[[], int]) -> list[int]:
         """The least time of each step with the example."""
