@@ -200,6 +200,39 @@ def test_what_depends_on_other_rows_does_not_cross(path: str) -> None:
     assert not [each for each in names if largest in each]
 
 
+def test_the_place_of_a_row_in_its_batch_does_not_cross(path: str) -> None:
+    """As it picks rows of others after a join."""
+    graph = Graph("picks")
+    x = graph.input("x", ["batch", 5, 8])
+    at = graph.input("at", ["batch"], INT64)
+    count = graph.node("Gather", graph.node("Shape", x), graph.constant("first", np.int64(0)))
+    bounds = graph.constant("begin", np.int64(0)), count, graph.constant("step", np.int64(1))
+    last = graph.constant("last", np.array([1], np.int64))
+    places = [graph.node("Unsqueeze", each, last) for each in (graph.node("Range", *bounds), at)]
+    index = graph.node("Concat", *places, axis=1)
+    value = graph.node("Relu", graph.node("MatMul", x, graph.weight("w", 8, 8)))
+    graph.output(graph.node("GatherND", value, index), ["batch", 8])
+    save(Sample(graph.model(), ()))(Path(path))
+    rows = np.random.RandomState(0).rand(4, 5, 8).astype(np.float32)
+    one = {"x": rows[:1], "at": np.array([2])}
+    other = {"x": rows[1:], "at": np.array([4, 0, 1])}
+    expected = np.concatenate([whole(path, each)[0] for each in (one, other)])
+    traced = TracedOnnx(path)
+    assert traced.cuts
+    for cut in traced.cuts:
+        first, second = traced.cut([cut.position]).stages
+        np.testing.assert_allclose(second(join([first(one), first(other)])), expected, rtol=1e-5)
+
+
+def test_answers_that_depend_on_other_rows_are_refused(path: str) -> None:
+    graph = Graph("shares")
+    value = graph.node("MatMul", graph.input("x", ["batch", 8]), graph.weight("w", 8, 8))
+    graph.output(graph.node("Softmax", value, axis=0), ["batch", 8])
+    save(Sample(graph.model(), ()))(Path(path))
+    with pytest.raises(StagingError, match="of a row depends on the others"):
+        slice_onnx(path, 2)
+
+
 def test_what_depends_on_shapes_only_crosses_as_shared(path: str) -> None:
     graph = Graph("positions")
     ids = graph.input("ids", ["batch", "sequence"], INT64)

@@ -23,8 +23,13 @@ from trims_shim.errors import StagingError
 
 __all__ = ["Observed", "is_equal", "legal_cuts", "named", "observe", "times_ns"]
 
-_ROWS = (2, 3)
-"""Batch sizes that are told apart."""
+_ROWS = (0, 1), (1, 0, 1)
+"""Of the batches that are told apart: in another order, too, as what depends on the place of a row
+in its batch is no part of the row."""
+_NEAR = 0.1
+"""Of the largest magnitude; less than wrong rows make, and more than other sizes of batches do."""
+_INEXACT = "fc"
+"""Kinds of numpy's types."""
 _RUNS = 5
 """For times; the fastest counts."""
 _MOST_CROSSING = 64
@@ -43,10 +48,19 @@ class Observed:
     feeds: Feeds
     """As they were given, to take times with."""
 
-    def is_batched(self, name: str) -> bool:
-        """Whether its first axis is the batch."""
+    def has_rows(self, name: str) -> bool:
+        """Whether its first axis is the batch, by its size."""
         pairs = zip(_ROWS, self.values, strict=True)
-        return all(each[name].shape[:1] == (rows,) for rows, each in pairs)
+        return all(each[name].shape[:1] == (len(rows),) for rows, each in pairs)
+
+    def is_batched(self, name: str) -> bool:
+        """Whether it is, and what is in a row depends on that row alone."""
+        small, large = (each[name] for each in self.values)
+        return (
+            self.has_rows(name)
+            and small.shape[1:] == large.shape[1:]
+            and _has_same_rows(small[list(_ROWS[1])], large)
+        )
 
     def is_same(self, name: str) -> bool:
         """Whether it is equal in both."""
@@ -58,6 +72,19 @@ def is_equal(one: Any, other: Any) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return bool((one == other).all() if one.dtype == object else one.tobytes() == other.tobytes())
+
+
+def _has_same_rows(one: Any, other: Any) -> bool:
+    """Whether two arrays of one shape are equal, but for what floating point may make of it."""
+    import numpy
+
+    if one.dtype.kind not in _INEXACT:
+        return bool((one == other).all())
+    with numpy.errstate(invalid="ignore"):
+        differences = abs(one - other)
+        is_finite = numpy.isfinite(differences)
+        limit = _NEAR * abs(other[is_finite]).max(initial=0)
+    return bool((differences[is_finite] <= limit).all())
 
 
 def named(batch: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
@@ -103,17 +130,23 @@ def observe(graph: OnnxGraph, make_session: MakeSession, example: Any) -> Observ
             _check_outputs(graph, observed)
             return observed
     raise StagingError(
-        f"the model cannot be run with batches of {_ROWS[0]} and of {_ROWS[1]}: {reason}; export "
+        f"the model cannot be run with batches of 2 and of 3: {reason}; export "
         "it with a dynamic batch axis, the first of its inputs, and give an `example`"
     )
 
 
 def _check_outputs(graph: OnnxGraph, observed: Observed) -> None:
     for name in graph.outputs:
-        if name not in observed.values[0] or not observed.is_batched(name):
+        if name not in observed.values[0] or not observed.has_rows(name):
             raise StagingError(
                 f"the batch is not the first axis of output {name}, so that rows cannot be told "
                 "apart; export the model with outputs [batch, ...]"
+            )
+        # Others (the index of the largest) may differ altogether where two are nearly equal.
+        if observed.values[0][name].dtype.kind in _INEXACT and not observed.is_batched(name):
+            raise StagingError(
+                f"output {name} of a row depends on the others in the batch, or on chance; the "
+                "model cannot be batched between stages"
             )
 
 
@@ -134,7 +167,7 @@ def _repeated(feeds: Feeds) -> list[dict[str, Any]]:
     import numpy
 
     return [
-        {name: numpy.take(each, range(rows), axis=0, mode="wrap") for name, each in feeds.items()}
+        {name: numpy.take(each, rows, axis=0, mode="wrap") for name, each in feeds.items()}
         for rows in _ROWS
     ]
 
@@ -142,24 +175,24 @@ def _repeated(feeds: Feeds) -> list[dict[str, Any]]:
 def _made_up(inputs: Sequence[Any]) -> Iterable[list[dict[str, Any]]]:
     from trims_shim.daemon.preparer import probe_inputs
 
-    def arguments(rows: int) -> list[probe_inputs.Argument]:
-        return [
-            probe_inputs.Argument(each.name, each.type, _with_rows(each.shape, rows))
-            for each in inputs
-        ]
-
+    is_open = {
+        each.name: bool(each.shape) and not isinstance(each.shape[0], int) for each in inputs
+    }
+    arguments = [
+        probe_inputs.Argument(
+            each.name,
+            each.type,
+            (len(_ROWS[0]), *each.shape[1:]) if is_open[each.name] else tuple(each.shape),
+        )
+        for each in inputs
+    ]
     for size, filling in itertools.product(probe_inputs.SIZES[2:], probe_inputs.FILLINGS):
         try:
-            yield [
-                probe_inputs.inputs(arguments(rows), size=size, filling=filling) for rows in _ROWS
-            ]
+            small = probe_inputs.inputs(arguments, size=size, filling=filling)
         except probe_inputs.NoInputs as error:
             raise StagingError(f"no inputs can be made up: {error}; give an `example`") from error
-
-
-def _with_rows(shape: Sequence[Any], rows: int) -> tuple[Any, ...]:
-    is_open = shape and not isinstance(shape[0], int)
-    return (rows, *shape[1:]) if is_open else tuple(shape)
+        rows = list(_ROWS[1])
+        yield [small, {name: each[rows] if is_open[name] else each for name, each in small.items()}]
 
 
 # --- where to cut ---------------------------------------------------------------------------------
