@@ -39,6 +39,10 @@ def model_of(kind: str, attention: str = "sdpa") -> Any:
         )
     elif kind == "llama":
         config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, **NO_ENDS)
+    elif kind == "bloom":  # takes no positions
+        config = transformers.BloomConfig(
+            vocab_size=23, hidden_size=16, n_layer=2, n_head=2, **NO_ENDS
+        )
     else:  # sliding windows, shorter than prompts and answers
         config = transformers.MistralConfig(
             **SIZES, num_key_value_heads=1, sliding_window=5, **NO_ENDS
@@ -72,6 +76,7 @@ def generated(model: Any, tokens: Tensor, ends: list[int] | None = None) -> list
         ("llama", "sdpa", 3),
         ("llama", "eager", 1),
         ("mistral", "sdpa", 2),
+        ("bloom", "eager", 2),
     ],
 )
 def test_any_arrivals_give_the_tokens_of_generate(
@@ -152,6 +157,9 @@ def small(kind: str) -> Any:
         "lfm2": lambda: transformers.Lfm2Config(
             **SIZES, num_key_value_heads=1, layer_types=["conv", "full_attention"]
         ),
+        "bart": lambda: transformers.BartConfig(
+            vocab_size=23, d_model=16, decoder_layers=1, decoder_attention_heads=2
+        ),
         "xlnet": lambda: transformers.XLNetConfig(
             vocab_size=23, d_model=16, n_layer=1, n_head=2, d_inner=16
         ),
@@ -169,6 +177,7 @@ def small(kind: str) -> Any:
         ("mamba", "keeps a state instead of the keys and values"),
         ("lfm2", "keeps a state instead of the keys and values"),
         ("xlnet", "takes no `past_key_values`"),
+        ("bart", "takes no `position_ids`"),
     ],
 )
 def test_models_without_a_cache_of_tokens_are_refused(kind: str, message: str) -> None:

@@ -13,13 +13,16 @@ __all__ = ["TransformersDecoder", "refuse_training"]
 
 _ATTENTION = frozenset(["full_attention", "sliding_attention", "chunked_attention"])
 """Types of layers that need no more than keys and values of all tokens."""
+_RELATIVE = frozenset(["bloom", "mpt"])
+"""Types of models that take no positions, and need none: they look at distances only."""
 
 
 class TransformersDecoder:
     """A :class:`.generating.Decoder` of a causal language model.
 
     Raises StagingError for encoder-decoders, models that keep something else than keys and values
-    of all tokens (state-space and other recurrent ones), and models in training mode.
+    of all tokens (state-space and other recurrent ones), models that number tokens by their columns
+    (Bart's and others that are decoders of a pair), and models in training mode.
     """
 
     def __init__(self, model: Any) -> None:
@@ -43,6 +46,11 @@ class TransformersDecoder:
         """How many tokens a row may have; None for no limit of ours."""
         self._model = model
         self._takes_positions = "position_ids" in accepted
+        if not self._takes_positions and model.config.model_type not in _RELATIVE:
+            raise StagingError(
+                f"{name} takes no `position_ids`: an answer would depend on the padding that its "
+                "prompt gets beside longer ones; batch whole generations with `batched`"
+            )
         self._keeps = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     @property
