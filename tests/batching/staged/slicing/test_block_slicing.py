@@ -77,6 +77,28 @@ class TestOwnModels:
         with pytest.raises(NotJoinable):
             join([first(up), first(down)])
 
+    def test_a_model_that_is_called_in_another_way(self) -> None:
+        class Talkative(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+            def forward(self, x: torch.Tensor, mask: Any = None, *, is_every: bool = False) -> Any:
+                x = x if mask is None else x * mask
+                seen = [x := block(x) for block in self.blocks]
+                return seen if is_every else x
+
+        model, x = Talkative().eval(), torch.rand(2, 4)
+        staged = slice_blocks(model, {"x": x, "mask": None, "is_every": False}, 3)
+        masked = {"x": x, "mask": x.round(), "is_every": False}
+        assert are_identical(staged(masked), Example(masked).call(model))
+        with pytest.raises(
+            TypeError, match=r"1 tensors and \[None, False\], and are called with 1 "
+        ):
+            staged({"x": x, "mask": None, "is_every": True})
+        with pytest.raises(TypeError, match=r"1 tensors and \[\], and are called with 2 and \[\]"):
+            slice_blocks(model, x, 3)(x, x.round())
+
     def test_what_has_no_batch_axis_but_depends_on_the_data(self) -> None:
         """As masks that are one for all where nothing is padded."""
         model = Wrong("scale").eval()

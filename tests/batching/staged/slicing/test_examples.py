@@ -36,6 +36,12 @@ def test_a_name_that_is_missing() -> None:
         Example({"ids": IDS}).like(({"id": IDS},))
 
 
+def test_a_value_that_the_model_would_not_get() -> None:
+    """A mask that is left out silently makes other results."""
+    with pytest.raises(TypeError, match="has 'mask', and the example had not"):
+        Example({"ids": IDS}).like(({"ids": IDS, "mask": IDS},))
+
+
 @pytest.mark.parametrize(("batch", "found"), [((IDS,), "Tensor"), ((IDS, 2), "Tensor, int")])
 def test_what_is_no_mapping(batch: Any, found: str) -> None:
     with pytest.raises(

@@ -120,6 +120,7 @@ class _Body:
     def begin(self, batch: Sequence[Any]) -> tuple[Any, ...]:
         """The prelude: what goes from stage to stage."""
         run = self._example.like(batch)
+        self._check_constants(run)
         prelude = self.shell.prelude(run)
         kind = self._kind(prelude, run)
         tensors = tuple(
@@ -128,6 +129,24 @@ class _Body:
         )
         leaves = tuple(each if _is_array(each) else Shared(each) for each in run.leaves())
         return leaves, prelude.hidden, tensors, Shared(kind.of_contents(tensors))
+
+    def _check_constants(self, run: Example) -> None:
+        """Raises TypeError for those of which it was not checked what the model does with them.
+
+        Such as one that says that it is to return the hidden states between its blocks as well.
+        """
+        leaves, expected = run.leaves(), self._example.leaves()
+        if len(leaves) == len(expected):
+            pairs = zip(leaves, expected, strict=True)
+            if all(_is_tensor(one) or _is_tensor(other) or one == other for one, other in pairs):
+                return
+        found, wanted = (
+            [each for each in every if not _is_tensor(each)] for every in (leaves, expected)
+        )
+        raise TypeError(
+            f"the stages were cut with {len(expected) - len(wanted)} tensors and {wanted}, and are "
+            f"called with {len(leaves) - len(found)} and {found}"
+        )
 
     def through(self, state: tuple[Any, ...], begin: int, end: int) -> tuple[Any, ...]:
         """Some blocks."""
@@ -262,6 +281,12 @@ class BlockStage:
 
 def _has_rows(one: Any, other: Any, rows: int) -> bool:
     return bool(one.dim() and one.shape[0] == rows and other.shape == (rows + 1, *one.shape[1:]))
+
+
+def _is_tensor(leaf: Any) -> bool:
+    import torch
+
+    return isinstance(leaf, torch.Tensor)
 
 
 def _is_array(leaf: Any) -> bool:

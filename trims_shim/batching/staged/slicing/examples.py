@@ -48,8 +48,8 @@ class Example:
     def arguments(self, batch: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's arguments for what the first stage is called with.
 
-        That is one mapping, if the example is one. Raises TypeError for anything else then, and for
-        a name that is missing.
+        That is one mapping, if the example is one. Raises TypeError for anything else then, for a
+        name that is missing, and for a value of another name, which the model would not get.
         """
         if not self.kwargs:
             return tuple(batch), {}
@@ -63,6 +63,12 @@ class Example:
         missing = [name for name in self.kwargs if name not in mapping]
         if missing:
             raise TypeError(f"the batch has no {', '.join(map(repr, missing))}")
+        others = [name for name in mapping if name not in self.kwargs and mapping[name] is not None]
+        if others:
+            raise TypeError(
+                f"the batch has {', '.join(map(repr, others))}, and the example had not: cut the "
+                "model with an example that has all it is called with"
+            )
         return (), {name: mapping[name] for name in self.kwargs}
 
     def like(self, batch: Sequence[Any]) -> Example:
