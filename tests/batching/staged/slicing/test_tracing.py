@@ -302,6 +302,22 @@ class TestWhatCannotBeCut:
             assert type(each) is torch.Tensor
         check(traced, [cut.position for cut in traced.cuts()])
 
+    def test_a_trace_that_does_not_run(self) -> None:
+        """A kernel lays out what it returns in another way than torch says."""
+
+        @torch.library.custom_op("trims_tests::turned", mutates_args=())
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            return x.T.contiguous().T
+
+        turned.register_fake(torch.empty_like)
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            y = turned(x)
+            return y.view(-1) if y.is_contiguous() else y.reshape(-1)
+
+        with pytest.raises(StagingError, match="the trace of Function does not run: view size"):
+            trace(forward)
+
     def test_more_stages_than_places(self) -> None:
         traced = trace(lambda self, x: torch.relu(x))
         with pytest.raises(StagingError, match="stages at most, not 9"):

@@ -57,12 +57,20 @@ class TracedModel:
         module = program.module()
         for node in module.graph.nodes:
             _check_operation(node, module, self.name)
-        self._graph = StagedGraph(
-            module,
-            self.example,
-            leaves=_Leaves(self.example, program.call_spec.in_spec, free={0, *varying}),
-            unflatten=_Unflatten(program.call_spec.out_spec),
-        )
+        leaves = _Leaves(self.example, program.call_spec.in_spec, free={0, *varying})
+        try:
+            self._graph = StagedGraph(
+                module,
+                self.example,
+                leaves=leaves,
+                unflatten=_Unflatten(program.call_spec.out_spec),
+            )
+        # Any operation's, where a real tensor is laid out otherwise than that of the trace.
+        except Exception as error:
+            raise StagingError(
+                f"the trace of {self.name} does not run: {first_line(error)}; cut it at its blocks "
+                "(slice_blocks), or write its stages as functions"
+            ) from error
 
     @property
     def operations(self) -> list[str]:
