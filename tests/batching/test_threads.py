@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 import sys
 import threading
 import time
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +279,105 @@ def test_a_failed_policy_never_oversubscribes_a_device() -> None:
         gate.open(2)
         assert [first.result(LONG_S), second.result(LONG_S)] == [0, 1]
     assert busy == [[0], [1]]
+
+
+@contextlib.contextmanager
+def on_interrupt(handler: Callable[[], object]) -> Iterator[None]:
+    """A program's own handler of a signal, which returns."""
+    old = signal.signal(signal.SIGINT, lambda number, frame: handler())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
+@pytest.mark.parametrize("caller_runs", [True, False])
+@pytest.mark.parametrize("way", ["close", "drain", "call", "submit", "stream"])
+def test_a_signal_handler_may_wait_while_its_thread_waits(way: str, caller_runs: bool) -> None:
+    """As programs do to end gently: the handler waits for what its thread would have run."""
+    found: list[object] = []
+    batcher = Batcher(
+        lambda items: items, policy=patient, max_batch_size=2, caller_runs=caller_runs
+    )
+    ways: dict[str, Callable[[], object]] = {
+        "close": lambda: batcher.close(timeout_s=LONG_S),
+        "drain": lambda: batcher.drain(LONG_S),
+        "call": lambda: batcher(2),
+        "submit": lambda: batcher.submit(2).result(LONG_S),
+        "stream": lambda: next(iter(batcher.stream(2))),
+    }
+
+    def interrupt() -> None:
+        wait_until(lambda: batcher.stats().queued == 1)
+        interrupt_main()
+
+    with on_interrupt(lambda: found.append(ways[way]())):
+        other = start(interrupt)
+        assert batcher(1) == 1
+        join(other)
+    assert found == [None if way in ("close", "drain") else 2]
+    batcher.close()
+    assert batcher.stats().answered == len([1, *filter(None, found)])
+
+
+def test_a_handler_in_the_middle_of_a_turn_does_not_wait_for_its_end() -> None:
+    found: list[object] = []
+
+    class Interrupted(Window):
+        count = 0
+
+        def choose(self, now_ns: int) -> int:
+            Interrupted.count += 1
+            if Interrupted.count == 2:
+                interrupt_main()
+            return super().choose(now_ns)
+
+    def handle() -> None:
+        found.append(batcher(0))
+        with pytest.raises(RuntimeError, match="comes after it"):
+            batcher.drain()
+        with pytest.raises(RuntimeError, match="comes after it"):
+            batcher.submit(3).result()
+        batcher.close()
+
+    batcher = Batcher(lambda items: items, policy=functools.partial(Interrupted, wait_ms=1e6))
+    with on_interrupt(handle):
+        futures = [batcher.submit(1), batcher.submit(2)]
+        assert [future.result(LONG_S) for future in futures] == [1, 2]
+    assert found == [0]
+    batcher.close()
+
+
+@pytest.mark.parametrize("way", ["call", "submit", "wait"])
+@pytest.mark.parametrize("has_caller", [False, True])
+def test_a_callback_may_wait_in_the_thread_of_those_it_waits_for(
+    way: str, has_caller: bool
+) -> None:
+    """Of a request that is dropped while its thread gets the next batch."""
+    again: list[object] = []
+
+    def retry(future: object) -> None:
+        if way == "call":
+            again.append(batcher("again"))
+        else:
+            future = batcher.submit("again")  # the queue is full
+            again.append(future.result(LONG_S) if way == "wait" else future.result)
+
+    gate = Gate()
+    with Batcher(gate, policy="early_drop", max_batch_size=1, queue_size=2) as batcher:
+        first = start(lambda: batcher(0)) if has_caller else batcher.submit(0)
+        gate.wait_entered()
+        batcher.submit(1, deadline_ms=0.001).add_done_callback(retry)
+        rest = [batcher.submit(2)]
+        threads = [start(lambda: rest.append(batcher.submit(3))) for _ in range(4)]
+        wait_until(lambda: batcher.stats().queued == 6)
+        gate.open(7)
+        join(*threads)
+        assert sorted(future.result(LONG_S) for future in rest) == [2, 3, 3, 3, 3]
+        wait_until(lambda: len(again) == 1)
+        assert again == ["again"] or again[0](LONG_S) == "again"  # type: ignore[operator]
+        if isinstance(first, threading.Thread):
+            join(first)
 
 
 # --- workers --------------------------------------------------------------------------------------

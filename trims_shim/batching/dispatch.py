@@ -45,7 +45,7 @@ from trims_shim.batching.statistics import BatcherStats, Record
 from trims_shim.diagnostics import signalled
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
 
-__all__ = ["Dispatch"]
+__all__ = ["Dispatch", "nothing"]
 
 _logger = logging.getLogger(__name__)
 
@@ -131,6 +131,7 @@ class Dispatch(ABC):
                     f"{self.function.name}: the queue is full, and the batch that has to end "
                     "before there is room is the one that makes this request"
                 )
+            self.check_may_wait()
             gate.acquire()
         except BaseException:
             self.cancel(request)
@@ -404,7 +405,7 @@ class Dispatch(ABC):
             _logger.error("the batching policy of %s failed", self.function.name, exc_info=error)
             self._fail(waiting, error)
             self._leave(waiting)
-            self._inbox.append(_nothing)  # those behind the full queue get their places
+            self._inbox.append(nothing)  # those behind the full queue get their places
             return
         for request in waiting:
             self._tell(self._now_ns, request)
@@ -506,7 +507,7 @@ class Dispatch(ABC):
             each.clear()
         self._era += 1
         self._policy = self.options.learning.make_policy()
-        self._inbox.append(_nothing)  # those who wait for what has failed are told
+        self._inbox.append(nothing)  # those who wait for what has failed are told
 
     def _closed(self) -> BatchingError:
         return BatcherClosed(f"{self.function.name} takes no more requests: it was closed")
@@ -520,7 +521,7 @@ class _Watch:
         self.on_done = on_done
 
 
-def _nothing(now_ns: int) -> None:
+def nothing(now_ns: int) -> None:
     """An event of no meaning, after which everything is looked at again."""
 
 

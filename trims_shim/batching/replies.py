@@ -172,7 +172,7 @@ class Seat:
     under the lock of the dispatch.
     """
 
-    __slots__ = ("_gate", "job", "wake_ns")
+    __slots__ = ("_gate", "is_away", "job", "wake_ns")
 
     def __init__(self) -> None:
         self._gate = threading.Lock()
@@ -180,6 +180,8 @@ class Seat:
         self.job: Job | None = None
         self.wake_ns: int | None = None
         """Until when it sleeps at most, while it keeps the time for its dispatch."""
+        self.is_away = False
+        """Its thread waits for something else: it gets no job, and keeps no time."""
 
     def sleep(self, timeout_s: float = -1.0) -> bool:
         """Until woken, or for so long; False if it was not woken."""

@@ -7,6 +7,9 @@ they are needed and ended when they were idle for a while. A caller runs no batc
 One seat (a waiting caller or a worker) keeps the time: it sleeps no longer than to the policy's
 next deadline. Nobody polls; without requests everybody sleeps for good, or has ended.
 
+A thread that has a seat and waits for something else of this batcher, in a callback of a future or
+in a signal handler, is away from it: others do what it would have done.
+
 Workers are daemon threads that hold their dispatch weakly while idle: one that nobody uses any more
 ends, and its workers with it.
 """
@@ -21,7 +24,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from trims_shim.batching.dispatch import Dispatch
+from trims_shim.batching.dispatch import Dispatch, nothing
 from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.options import Options
@@ -54,6 +57,8 @@ class ThreadDispatch(Dispatch):
         self._keeper: Seat | None = None
         self._runners: dict[int, int] = {}
         """Threads that run batches, and how deep."""
+        self._seats: dict[int, Seat] = {}
+        """By thread, where it has one that is not away."""
         self._debt = 0
         """Requests in the queue without a place of their own."""
 
@@ -61,14 +66,14 @@ class ThreadDispatch(Dispatch):
 
     def call(self, request: Request, reply: BlockedCall) -> Any:
         """Wait for the answer in this thread, and work for it; raises what became of it."""
+        self._leave_seat()
+        ident = threading.get_ident()
+        self._seats[ident] = reply
         try:
             self.submit(request, reply)
             while not reply.is_done:
-                job = reply.job
-                if job is not None:
-                    # Its own until its end: whoever is interrupted finds it there.
-                    self._execute(job)
-                    self._report(job, reply)
+                if reply.job is not None:
+                    self._run_own(reply)
                 else:
                     self._wait(reply)
         except (QueueFull, BatcherClosed):
@@ -76,9 +81,23 @@ class ThreadDispatch(Dispatch):
         except BaseException:
             self._abandon(request, reply)
             raise
+        finally:
+            self._seats.pop(ident, None)
         if self._keeper is reply:
             self.post(self._look_for_keeper)
         return reply.take()
+
+    def _run_own(self, reply: BlockedCall) -> None:
+        ident = self._enter()  # first: from here on it is not taken away
+        try:
+            job = reply.job
+            if job is not None:
+                # Its own until its end: whoever is interrupted finds it there.
+                self._execute(job)
+        finally:
+            self._exit(ident)
+        if job is not None:
+            self._report(job, reply)
 
     def _report(self, job: Job, reply: BlockedCall) -> None:
         """The caller's job has ended."""
@@ -98,22 +117,47 @@ class ThreadDispatch(Dispatch):
         return reply.take()
 
     def is_running_here(self) -> bool:
-        """See :class:`Dispatch`."""
-        return threading.get_ident() in self._runners
+        """See :class:`Dispatch`. Also where a signal handler, or a finalizer, came in the middle of
+        this thread's turn, for whose end nobody may wait either.
+        """
+        return threading.get_ident() in self._runners or self._is_my_turn()
+
+    def _is_my_turn(self) -> bool:
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def check_may_wait(self) -> None:
-        """See :class:`Dispatch`."""
-        if self.options.devices == 1 and self.is_running_here():
+        """See :class:`Dispatch`. From now on this thread may be away from its seat."""
+        is_running = self.is_running_here()
+        if is_running and (self.options.devices == 1 or self._is_my_turn()):
             raise RuntimeError(
                 f"{self.function.name}: this thread runs a batch, and the answer it wants to wait "
                 "for comes after it; call the batcher itself, which then runs the item at once"
             )
+        if not is_running:
+            self._leave_seat()
+
+    def _leave_seat(self) -> None:
+        seat = self._seats.pop(threading.get_ident(), None)
+        if seat is None:
+            return
+        with self._turn():
+            seat.is_away = True
+            seat.wake_ns = None
+            if self._keeper is seat:
+                self._keeper = None
+            if seat in self._idle:
+                self._idle.remove(seat)
+            job, seat.job = seat.job, None
+        if job is not None:
+            self._hand_over(job)
+        else:
+            self.post(nothing)  # somebody else keeps the time
 
     def _abandon(self, request: Request, reply: BlockedCall) -> None:
         """Its caller was interrupted: the requests of others in its batch are a worker's now."""
         self._runners.pop(threading.get_ident(), None)
         self.recover()
-        reply.is_abandoned = True
+        reply.is_abandoned = reply.is_away = True
         with self._turn():
             job, reply.job = reply.job, None
         if job is not None:
@@ -136,6 +180,10 @@ class ThreadDispatch(Dispatch):
 
     # --- workers ----------------------------------------------------------------------------------
 
+    def sit_down(self, worker: Seat) -> None:
+        """It is that of this thread."""
+        self._seats[threading.get_ident()] = worker
+
     def work(self, worker: Seat) -> bool:
         """One step of a worker's life; False if it has nothing to do and keeps no time."""
         job = worker.job
@@ -156,6 +204,8 @@ class ThreadDispatch(Dispatch):
             is_idle = worker.job is None and worker.wake_ns is None
             if is_idle and worker in self._idle:
                 self._idle.remove(worker)
+            if is_idle:
+                self._seats.pop(threading.get_ident(), None)
         self.settle()
         return is_idle
 
@@ -235,7 +285,7 @@ class ThreadDispatch(Dispatch):
             callers = [
                 each.payload.reply
                 for each in job.requests
-                if type(each.payload.reply) is BlockedCall and not each.payload.reply.is_abandoned
+                if type(each.payload.reply) is BlockedCall and not each.payload.reply.is_away
             ]
             if callers:
                 return me if me in callers else callers[0]
@@ -250,7 +300,8 @@ class ThreadDispatch(Dispatch):
 
     def _new_worker(self) -> Seat:
         worker = Seat()
-        self._outside.append(lambda: self._start(worker))
+        # First: a callback that comes with it may wait for what it runs.
+        self._outside.insert(0, lambda: self._start(worker))
         return worker
 
     def _start(self, worker: Seat) -> None:
@@ -319,7 +370,7 @@ class ThreadDispatch(Dispatch):
     def _seat_for_time(self) -> Seat:
         me = self._me
         if isinstance(me, BlockedCall):
-            if not me.is_done and me.job is None:
+            if not me.is_done and not me.is_away and me.job is None:
                 return me
         elif me is not None and me in self._idle:
             return me
@@ -343,9 +394,10 @@ class ThreadDispatch(Dispatch):
 
 def _live(dispatch_ref: weakref.ref[ThreadDispatch], worker: Seat) -> None:
     while (dispatch := dispatch_ref()) is not None:
+        dispatch.sit_down(worker)
         while _step(dispatch, worker):
             pass
-        may_end = dispatch.is_closed
+        may_end = dispatch.is_closed or worker.is_away
         del dispatch
         may_end |= not worker.sleep(0 if may_end else IDLE_S)
         dispatch = dispatch_ref()
