@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
-from trims_shim.batching import Batcher, FlexBatcher, LatencyProfile, batched
+from trims_shim.batching import Batcher, FlexBatcher, LatencyProfile, Pad, batched
 from trims_shim.batching.instances import Beside
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profile_store import SavedProfile, save_profile
@@ -118,6 +118,20 @@ def test_map_with_errors_in_place() -> None:
         assert found[2] == -1
         with pytest.raises(ZeroDivisionError):
             list(batcher.map([1, 0, -1]))
+
+
+def test_map_with_items_that_are_refused_in_place() -> None:
+    with greedy(lambda batch: batch.lengths, collate=Pad(buckets=(4,))) as batcher:
+        items = [[1], [1, 2], [1] * 5, [1, 2, 3]]
+        found = list(batcher.map(items, return_exceptions=True))
+        assert [found[0], found[1], found[3]] == [1, 2, 3]
+        assert isinstance(found[2], ValueError)
+        answers = batcher.map(items)
+        assert [next(answers), next(answers)] == [1, 2]
+        with pytest.raises(ValueError, match="above the largest bucket"):
+            next(answers)
+    with pytest.raises(BatcherClosed):
+        next(batcher.map([[1]], return_exceptions=True))
 
 
 @pytest.mark.parametrize(

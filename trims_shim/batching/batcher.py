@@ -45,6 +45,8 @@ from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.stage_statistics import StagedStats
 from trims_shim.batching.statistics import BatcherStats
 from trims_shim.batching.streams import END, StreamReply
+from trims_shim.diagnostics import pass_on
+from trims_shim.errors import BatcherClosed
 
 __all__ = ["Batcher", "batched"]
 
@@ -314,12 +316,29 @@ class Batcher:
             for args in zip(*iterables, strict=False):
                 if len(futures) >= ahead:
                     yield get(futures.popleft())
-                futures.append(self.submit(*args, deadline_ms=deadline_ms, priority=priority))
+                futures.append(self._placed(args, deadline_ms, priority))
             while futures:
                 yield get(futures.popleft())
         finally:
             for future in futures:
                 future.cancel()
+
+    def _placed(
+        self, args: tuple[Any, ...], deadline_ms: float | None, priority: int
+    ) -> BatchFuture:
+        """As :meth:`submit`; an item that is refused has its error at its place."""
+        try:
+            return self.submit(*args, deadline_ms=deadline_ms, priority=priority)
+        except BatcherClosed:
+            raise
+        except Exception as error:
+            pass_on(error)
+            refused = BatchFuture()
+            refused.set_exception(error)
+        try:
+            return refused
+        finally:
+            del refused  # it has the error, whose traceback has this frame
 
     # --- the batcher itself -----------------------------------------------------------------------
 
