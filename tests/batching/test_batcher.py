@@ -14,7 +14,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -198,6 +198,33 @@ def test_a_weight_without_a_limit_and_a_limit_without_a_weight() -> None:
 def test_an_item_that_cannot_be_collated_fails_alone() -> None:
     with greedy(double, collate="stack") as batcher, pytest.raises((TypeError, ValueError)):
         batcher(object())
+
+
+class ListedKeys:
+    """A user's collate, whose keys are no keys for some items."""
+
+    def key(self, item: Any) -> Any:
+        return [item] if item == 1 else None
+
+    def join(self, items: Sequence[Any]) -> Any:
+        return list(items)
+
+    def split(self, results: Any, items: Sequence[Any]) -> Sequence[Any]:
+        return list(results)
+
+
+def test_a_key_that_is_none_fails_in_its_own_call() -> None:
+    gate = Gate()
+    flex = FlexBatcher({"model": double}, collate=ListedKeys())
+    with greedy(gate, collate=ListedKeys()) as batcher, flex:
+        futures = [batcher.submit(0)]
+        gate.wait_entered()
+        futures.append(batcher.submit(2))
+        for asked in (batcher.submit, batcher, functools.partial(flex, "model")):
+            with pytest.raises(TypeError, match="unhashable"):
+                asked(1)
+        gate.open(2)
+        assert [future.result(LONG_S) for future in futures] == [0, 2]
 
 
 @pytest.mark.parametrize("priority", ["1", None, [1], float("nan")])

@@ -532,6 +532,7 @@ class Batcher:
             raise TypeError(f"{self.name}() needs an item")
         priority = number("priority", priority)
         key = engine.function.key(args)
+        hash(key)  # raises here, not in the policy, which would fail everybody's requests
         weight = 1 if self._weight is None else number("weight", self._weight(*args))
         entry = Entry(args, reply, deadline_ns, self._owner)
         return Request(0, now_ns, deadline_ns, priority, key, weight, entry)

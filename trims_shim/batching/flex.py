@@ -200,6 +200,7 @@ class FlexBatcher(Batcher):
             raise TypeError(f"{self.name}() needs the name of a model, and an item")
         model, *items = args
         key = self._functions.key(model, tuple(items))
+        hash(key)  # see Batcher._request
         now_ns = self._clock_ns()
         limit_ns = self._engine.slo_ns
         if deadline_ms is not None:
