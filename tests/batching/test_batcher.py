@@ -1045,6 +1045,13 @@ def test_what_is_learned_is_kept_for_the_next_batcher_of_that_name() -> None:
             assert batcher.profile.latency_ns(1) > 1_000_000
 
 
+def test_a_profile_that_is_asked_for_before_the_first_request() -> None:
+    with greedy(lambda items: items) as batcher:
+        guessed = batcher.profile
+        measured = batcher.warm(np.zeros(3), limit_s=0.05)
+        assert batcher.profile == measured != guessed
+
+
 def test_a_profile_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save_profile(path, SavedProfile({1: 7e6, 8: 14e6}, 8))

@@ -371,8 +371,7 @@ class Batcher:
     @property
     def profile(self) -> LatencyProfile:
         """How long batches take, as far as it is known; of the first key that came."""
-        learning = self._engine.options.learning
-        return learning.profile(next(iter(learning.keys()), None))
+        return self._engine.options.learning.first_profile()
 
     def stats(self) -> BatcherStats:
         """What it did until now."""

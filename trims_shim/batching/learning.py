@@ -96,6 +96,12 @@ class Learning:
         """What is known of a key now."""
         return self._learned_of(key).profile(self.max_batch_size)
 
+    def first_profile(self) -> LatencyProfile:
+        """Of the first key of which something is known; before that, what a key starts from."""
+        for key in self.keys():
+            return self.profile(key)
+        return self._new_learned(self._prior_of(None)).profile(self.max_batch_size)
+
     def keys(self) -> list[Hashable]:
         """Those of which something is known."""
         return list(self._learned)
