@@ -223,11 +223,38 @@ def test_padding_one_argument_of_several() -> None:
     assert [len(each) for each in collate.split(padded.values, items)] == [2, 3]
 
 
+def test_the_part_that_cuts_results_is_found_behind_others() -> None:
+    for first, part in ((Pad(), torch.ones(2)), ({"n": "list"}, {"n": 1})):
+        collate = columns([first, Pad(unpad=True)], 2)
+        items = [(part, torch.ones(2)), (part, torch.ones(3))]
+        values = collate.join(items)[1].values
+        assert [len(each) for each in answers(collate, values, items)] == [2, 3]
+        assert padded_length(collate, items) == 3
+
+
 def test_padding_one_field() -> None:
     collate = collate_of({"ids": Pad(mask=None)})
     batch = collate.join([{"ids": torch.ones(1), "n": 1}, {"ids": torch.ones(2), "n": 2}])
     assert batch["ids"].tolist() == [[1, 0], [1, 1]]
     assert batch["n"] == [1, 2]
+
+
+@pytest.mark.parametrize("batch_sizes", [None, [4]])
+def test_results_are_cut_by_the_field_that_was_padded(batch_sizes: list[int] | None) -> None:
+    collate = collate_of({"n": "list", "ids": Pad(unpad=True)}, batch_sizes=batch_sizes)
+    items = [{"ids": torch.ones(1), "n": 1}, {"ids": torch.ones(2), "n": 2}]
+    results = collate.join(items)["ids"].values
+    assert [len(each) for each in answers(collate, results, items)] == [1, 2]
+    if batch_sizes is None:
+        assert padded_length(collate, items) == 2
+        assert len(answers(collate, results[:1], items[:1], padded=2)[0]) == 1
+
+
+def test_results_are_cut_by_the_field_that_was_concatenated() -> None:
+    collate = collate_of({"rows": "concatenate"})
+    items = [{"rows": torch.ones(1)}, {"rows": torch.ones(2)}]
+    batch = collate.join(items)
+    assert [len(each) for each in answers(collate, batch["rows"], items)] == [1, 2]
 
 
 def test_a_graph_does_not_come_in_by_padding() -> None:

@@ -110,16 +110,45 @@ class Concatenate(Listing):
         return split(results, len(items), sizes=sizes)
 
 
-class Columns:
-    """Items are tuples; each position has its own collate.
+class _OfParts:
+    """A collate for each part of an item.
 
-    Results are taken apart by the first position's that does it in a way of its own (padding).
+    Results are taken apart by the first part's that does it in a way of its own (padding).
     """
 
+    def __init__(self, collates: Mapping[Any, Collate]) -> None:
+        self._collates: dict[Any, Collate] = dict(collates)
+        self._splitting = next(
+            (name for name, each in self._collates.items() if _splits_in_its_way(each)), None
+        )
+
+    @property
+    def splits_in_its_way(self) -> bool:
+        """Whether one of them does."""
+        return self._splitting is not None
+
+    def split(self, results: Any, items: Sequence[Any], padded: int | None = None) -> Sequence[Any]:
+        """See :class:`Collate`; ``padded`` as the collate takes it that has padded."""
+        name = self._splitting
+        if name is None:
+            return split(results, len(items))
+        more = () if padded is None else (padded,)
+        return self._collates[name].split(results, [item[name] for item in items], *more)
+
+    def padded_length(self, items: Sequence[Any]) -> int | None:
+        """Of the part by which results are taken apart; see :func:`padded_length`."""
+        name = self._splitting
+        if name is None:
+            return None
+        return padded_length(self._collates[name], [item[name] for item in items])
+
+
+class Columns(_OfParts):
+    """Items are tuples; each position has its own collate."""
+
     def __init__(self, collates: Sequence[Collate]) -> None:
+        super().__init__(dict(enumerate(collates)))
         self.collates = tuple(collates)
-        own = [i for i, each in enumerate(self.collates) if type(each) not in (Listing, Stacking)]
-        self._splitting = own[0] if own else None
 
     def key(self, item: Any) -> Hashable:
         """See :class:`Collate`. Raises ValueError for another number of positions."""
@@ -135,27 +164,12 @@ class Columns:
             for position, each in enumerate(self.collates)
         )
 
-    def split(self, results: Any, items: Sequence[Any], padded: int | None = None) -> Sequence[Any]:
-        """See :class:`Collate`; ``padded`` as the collate takes it that has padded."""
-        position = self._splitting
-        if position is None:
-            return split(results, len(items))
-        more = () if padded is None else (padded,)
-        return self.collates[position].split(results, [item[position] for item in items], *more)
 
-    def padded_length(self, items: Sequence[Any]) -> int | None:
-        """Of the position by which results are taken apart; see :func:`padded_length`."""
-        position = self._splitting
-        if position is None:
-            return None
-        return padded_length(self.collates[position], [item[position] for item in items])
-
-
-class Fields:
+class Fields(_OfParts):
     """Items are mappings; some fields have their own collate, the others are stacked."""
 
     def __init__(self, collates: Mapping[str, Collate]) -> None:
-        self._collates = dict(collates)
+        super().__init__(collates)
         self._default: Collate = Stacking()
 
     def _of(self, name: str) -> Collate:
@@ -177,10 +191,6 @@ class Fields:
         names = items[0].keys()
         batch = {name: self._of(name).join([item[name] for item in items]) for name in names}
         return rebuilt_mapping(items[0], batch)
-
-    def split(self, results: Any, items: Sequence[Any]) -> Sequence[Any]:
-        """See :class:`Collate`."""
-        return split(results, len(items))
 
 
 class Filling(Listing):
@@ -205,6 +215,14 @@ class Filling(Listing):
 
     def split(self, results: Any, items: Sequence[Any]) -> Sequence[Any]:
         return self._collate.split(results, self._filled(items))[: len(items)]
+
+
+def _splits_in_its_way(collate: Any) -> bool:
+    """Those of users do."""
+    if type(collate) in (Listing, Stacking):
+        return False
+    found: bool = getattr(collate, "splits_in_its_way", True)
+    return found
 
 
 def padded_length(collate: Any, items: Sequence[Any]) -> int | None:

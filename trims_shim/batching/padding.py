@@ -122,7 +122,7 @@ class Pad:
         ``padded`` is the length they were padded to, where more than these were joined.
         """
         found = split(results, len(items))
-        if self.unpad is False:
+        if not self.splits_in_its_way:
             return found
         lengths = [self._length(item) for item in items]
         target = self._target(lengths) if padded is None else padded
@@ -130,9 +130,14 @@ class Pad:
             self._cut(each, length, target) for each, length in zip(found, lengths, strict=True)
         ]
 
+    @property
+    def splits_in_its_way(self) -> bool:
+        """Whether results are cut."""
+        return self.unpad is not False
+
     def padded_length(self, items: Sequence[Any]) -> int | None:
         """To which length a batch of ``items`` is padded; None where :meth:`split` does not ask."""
-        if self.unpad is False:
+        if not self.splits_in_its_way:
             return None
         return self._target([self._length(item) for item in items])
 
