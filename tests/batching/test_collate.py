@@ -318,6 +318,20 @@ def test_results_have_no_graph_and_may_be_written_to() -> None:
     results[1].requires_grad_()
 
 
+@pytest.mark.parametrize("sizes", [None, [1, 2]])
+def test_a_result_in_a_graph_of_its_caller_takes_no_other_one_with_it(sizes: Any) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    batch = torch.ones(3, 2)
+    results = collate_of("auto").split(batch, [1, 2, 3])
+    if sizes is not None:
+        items = [torch.ones(size, 2) for size in sizes]
+        results = collate_of("concatenate").split(batch, items)
+    results[0].mul_(weight)
+    assert results[0].requires_grad
+    assert not results[1].requires_grad
+    assert results[1].data_ptr() == batch[1].data_ptr()
+
+
 def test_rows_of_one_axis_have_none() -> None:
     rows = split(torch.tensor([1.0, 2.0, 3.0]))
     assert [row.shape for row in rows] == [()] * 3

@@ -156,6 +156,9 @@ class _Torch(ArrayLibrary):
             parts = list(batch.unbind(0))
         else:
             parts = [batch[row] for row in range(batch.size(0))]
+        # To autograd each is a tensor of its own: as views of one, a caller's that becomes part of
+        # a graph would take the others' with it, and those of `unbind` refuse to.
+        parts = [part.detach() for part in parts]
         if batch.layout is not torch.strided or batch.is_nested:
             return parts
         held_bytes = batch.untyped_storage().nbytes()
