@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.batching.waiting import Gate
 from trims_shim.batching import Batcher, FlexBatcher, LatencyProfile, Pad
 from trims_shim.batching.policies import POLICIES
 from trims_shim.batching.staged import StagedModel, generation
@@ -72,6 +74,30 @@ def test_a_wrong_option_is_named(make: Callable[..., Any], option: str, values: 
 def test_a_wrong_deadline_is_named(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="deadline_ms"):
         batcher()(1, deadline_ms=value)
+
+
+@pytest.mark.parametrize("way", ["drain", "close"])
+def test_a_wrong_time_to_wait_is_named(way: str) -> None:
+    for value in ("5", [], NAN):
+        with pytest.raises((TypeError, ValueError), match="timeout_s"):
+            getattr(batcher(), way)(timeout_s=value)
+    gate = Gate()
+    waits = Batcher(gate, policy="immediate")
+    future = waits.submit(1)
+    gate.wait_entered()
+    opening = threading.Timer(0.01, gate.open)
+    opening.start()
+    getattr(waits, way)(timeout_s=INFINITY)
+    opening.join()
+    assert future.result(0) == 1
+
+
+def test_wrong_bounds_of_warming_are_named() -> None:
+    for option, values in (("repeats", ["3", 0, 1.5]), ("limit_s", ["3", None, NAN])):
+        for value in values:
+            with pytest.raises((TypeError, ValueError), match=option):
+                batcher().warm(1, **{option: value})
+    assert batcher().warm(1, repeats=1, limit_s=INFINITY).max_batch_size == 32
 
 
 def test_models_have_names() -> None:

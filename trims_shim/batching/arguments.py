@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "number",
     "objective_ns",
     "open_store",
+    "patience_s",
     "prior_of",
     "sizes",
     "span_ns",
@@ -58,6 +60,12 @@ def span_ns(name: str, limit_ms: float) -> int:
     if limit_ns > _LONGEST_NS:
         return NEVER_NS
     return round(max(limit_ns, -_LONGEST_NS))
+
+
+def patience_s(name: str, limit_s: float) -> float:
+    """As long as threads can wait, at most."""
+    found: float = number(name, limit_s)
+    return min(found, threading.TIMEOUT_MAX)
 
 
 def whole(name: str, value: Any) -> int:

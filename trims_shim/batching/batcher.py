@@ -25,6 +25,7 @@ from trims_shim.batching.arguments import (
     number,
     objective_ns,
     open_store,
+    patience_s,
     prior_of,
     sizes,
     span_ns,
@@ -401,7 +402,7 @@ class Batcher:
 
         Meanwhile the policy waits for no further requests. Others may still be made.
         """
-        self._engine.wait(timeout_s)
+        self._engine.wait(None if timeout_s is None else patience_s("timeout_s", timeout_s))
 
     def close(self, *, cancel: bool = False, timeout_s: float | None = None) -> None:
         """Take no more requests, and wait until those that are there are answered.
@@ -409,7 +410,8 @@ class Batcher:
         With ``cancel`` those whose batch has not begun fail with BatcherClosed. Raises TimeoutError
         and is closed nevertheless.
         """
-        self._engine.shut_down(cancel=cancel, timeout_s=timeout_s)
+        limit_s = None if timeout_s is None else patience_s("timeout_s", timeout_s)
+        self._engine.shut_down(cancel=cancel, timeout_s=limit_s)
 
     async def adrain(self) -> None:
         """As :meth:`drain`; awaits."""
@@ -451,7 +453,9 @@ class Batcher:
         """
         self, args = self._bound(args)
         return self._engine.warm(
-            self._request(args, BlockedCall(), None, 0), repeats=repeats, limit_s=limit_s
+            self._request(args, BlockedCall(), None, 0),
+            repeats=whole("repeats", repeats),
+            limit_s=patience_s("limit_s", limit_s),
         )
 
     # --- methods ----------------------------------------------------------------------------------
