@@ -60,6 +60,12 @@ from batch_app import make
 @batched(slo_ms=100, max_batch_size=3)
 def decorated(items):
     return 2 * items
+
+@batched(collate=["list", "auto"], batch_sizes=[2, 4])
+def listed(left, right):
+    assert isinstance(left, list) and right.shape == (len(left), 2)
+    assert len(left) in (2, 4)
+    return left
 """
 
 
@@ -157,6 +163,14 @@ def test_profile_of_a_batcher_has_its_sizes(
     words = ["profile", "decorated_app:decorated", "--item", "batch_app:make", "--repeats", "1"]
     found = run_json(*words, capsys=capsys)
     assert list(found["latency_ns"]) == ["1", "2", "3"]
+
+
+def test_profile_of_a_batcher_has_its_collate_for_each_argument(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "decorated_app:listed", "--repeats", "1", "--sizes", "2,4"]
+    words += ["--item", "batch_app:make"] * 2
+    assert list(run_json(*words, capsys=capsys)["latency_ns"]) == ["2", "4"]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class BatchFunction:
         number = len(arguments)
         if number == 1:
             return self.collate.key(arguments[0])
-        return number, self._collate(number).key(arguments)
+        return number, self.collate_for(number).key(arguments)
 
     def run(self, entries: Sequence[Entry]) -> list[Any]:
         """One result for each, or a :class:`~trims_shim.batching.replies.Failure`."""
@@ -118,9 +118,10 @@ class BatchFunction:
 
     def collate_of(self, entry: Entry) -> Collate:
         """The collate of items like this one's."""
-        return self._collate(len(entry.arguments))
+        return self.collate_for(len(entry.arguments))
 
-    def _collate(self, number: int) -> Collate:
+    def collate_for(self, number: int) -> Collate:
+        """The collate of items of so many arguments."""
         collate = self._columns.get(number)
         if collate is None:
             collate = columns(self._spec, number, batch_sizes=self._batch_sizes)

@@ -94,7 +94,8 @@ def _target(arguments: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> _
     if isinstance(found, Batcher):
         function, collate, largest = found.function, found.collate, found.max_batch_size
     if len(values) > 1:
-        collate = columns("auto", len(values))
+        own = found._engine.function if isinstance(found, Batcher) else None
+        collate = columns("auto", len(values)) if own is None else own.collate_for(len(values))
     largest = arguments.max_batch_size or largest
     return _Target(arguments.target, function, collate, largest, values, loop)
 
