@@ -102,6 +102,32 @@ def test_batchers_share_a_registry(registry: object) -> None:
     assert text.count("# TYPE trims_batching_queued gauge") == 1
 
 
+def test_a_batcher_keeps_its_name_though_it_is_the_number_of_another(registry: object) -> None:
+    numbered, first, second = Stub("classify-2", queued=7), Stub(), Stub(queued=9)
+    for batcher in (numbered, first, second):
+        export(batcher, registry)
+    assert value(registry, "queued", batcher="classify-2") == 7
+    assert value(registry, "queued", batcher="classify-3") == 9
+
+
+def test_two_that_ask_at_once_after_a_batcher_is_gone(registry: object) -> None:
+    class Asking(Stub):
+        def stats(self) -> BatcherStats:
+            if again:
+                again.pop()
+                prometheus.generate_latest(registry)
+            return super().stats()
+
+    again: list[object] = []
+    first, gone = Asking("detect"), Stub()
+    export(first, registry)
+    export(gone, registry)
+    again.append(1)
+    del gone
+    gc.collect()
+    assert value(registry, "queued", batcher="detect") == 1
+
+
 def test_a_batcher_that_is_gone_is_not_reported(registry: object) -> None:
     first, second = Stub(), Stub("detect")
     export(first, registry)

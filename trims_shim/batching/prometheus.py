@@ -87,10 +87,15 @@ class _Collector:
         source: _Source = getattr(batcher, "_engine", batcher)
         if any(reference() is source for reference in self._sources.values()):
             return
-        self._names[batcher.name] += 1
-        number = self._names[batcher.name]
-        label = batcher.name if number == 1 else f"{batcher.name}-{number}"
+        label = self._next_label(batcher.name)
+        while label in self._sources:  # of one that is called so
+            label = self._next_label(batcher.name)
         self._sources[label] = weakref.ref(source)
+
+    def _next_label(self, name: str) -> str:
+        self._names[name] += 1
+        number = self._names[name]
+        return name if number == 1 else f"{name}-{number}"
 
     def describe(self) -> Iterator[Any]:
         """Without samples: registering must not ask anybody."""
@@ -103,7 +108,7 @@ class _Collector:
         for label, reference in list(self._sources.items()):
             source = reference()
             if source is None:
-                del self._sources[label]
+                self._sources.pop(label, None)  # maybe by two who ask at once
             else:
                 stats[label] = source.stats()
                 if hasattr(source, "stage_stats"):
