@@ -18,6 +18,7 @@ import pytest
 from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
 from trims_shim.batching import Batcher, threads
 from trims_shim.batching.policies.window import Window
+from trims_shim.batching.replies import Seat
 
 greedy = functools.partial(Batcher, policy="immediate")
 # Until a batch is full, or the batcher is drained, however long a busy machine needs for that.
@@ -346,6 +347,43 @@ def test_a_handler_in_the_middle_of_a_turn_does_not_wait_for_its_end() -> None:
         assert [future.result(LONG_S) for future in futures] == [1, 2]
     assert found == [0]
     batcher.close()
+
+
+def test_a_handler_before_anybody_has_seen_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = threads.ThreadDispatch.settle
+    drained: list[object] = []
+
+    def interrupted(dispatch: threads.ThreadDispatch, me: Any = None) -> None:
+        if not isinstance(me, Seat):
+            return settle(dispatch, me)
+        monkeypatch.setattr(threads.ThreadDispatch, "settle", settle)
+        interrupt_main()
+        return settle(dispatch, me)
+
+    with (
+        Batcher(lambda items: items, policy=patient) as batcher,
+        on_interrupt(lambda: drained.append(batcher.drain(LONG_S))),
+    ):
+        monkeypatch.setattr(threads.ThreadDispatch, "settle", interrupted)
+        assert batcher(1) == 1
+    assert drained == [None]
+
+
+def test_a_handler_while_a_worker_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = threading.Thread.start
+    found: list[object] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        interrupt_main()
+        begin(thread)
+
+    with (
+        greedy(lambda items: items, caller_runs=False) as batcher,
+        on_interrupt(lambda: found.append(batcher(2))),
+    ):
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        assert batcher(1) == 1
+    assert found == [2]
 
 
 @pytest.mark.parametrize("way", ["call", "submit", "wait"])

@@ -471,6 +471,11 @@ class Dispatch(ABC):
         """It is closed, and nothing will come: let threads end now."""
 
     @property
+    def is_busy(self) -> bool:
+        """Whether there are requests, or may be: events that nobody has looked at."""
+        return bool(self._inbox or self.queued or self.running)
+
+    @property
     def queued(self) -> int:
         """Requests that wait."""
         return len(self._waiting) + len(self._overflow)

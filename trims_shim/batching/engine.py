@@ -182,7 +182,7 @@ class Engine:
     def wait(self, timeout_s: float | None) -> None:
         """Block until all that was requested until now is settled. Raises TimeoutError."""
         for dispatch in self.dispatches():
-            if dispatch.queued or dispatch.running:
+            if dispatch.is_busy:
                 dispatch.check_may_wait()
         self.check_may_end()
         done = threading.Event()

@@ -305,6 +305,7 @@ class ThreadDispatch(Dispatch):
         return worker
 
     def _start(self, worker: Seat) -> None:
+        ident = self._enter()  # nor may a signal handler wait for one that it keeps from beginning
         try:
             thread = threading.Thread(
                 target=_live,
@@ -316,6 +317,8 @@ class ThreadDispatch(Dispatch):
             _started.add(thread)
         except RuntimeError as error:
             self._do_without(worker, self._without_thread(error))
+        finally:
+            self._exit(ident)
 
     def _without_thread(self, error: RuntimeError) -> RuntimeError:
         """There are too many, or the interpreter ends, or is one that allows no daemons."""
