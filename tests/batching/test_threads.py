@@ -43,6 +43,24 @@ def test_a_caller_keeps_the_time_for_its_own_batch() -> None:
         assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.parametrize("way", ["call", "submit"])
+def test_a_policy_may_wait_for_longer_than_threads_can(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[object] = []
+    with Batcher(runners, policy=functools.partial(Window, wait_ms=1e18)) as batcher:
+        if way == "call":
+            caller = start(lambda: answers.append(batcher(1)))
+        else:
+            caller = start(lambda: answers.append(batcher.submit(1).result(LONG_S)))
+        wait_until(lambda: batcher.stats().queued == 1)
+        time.sleep(0.02)  # for whoever keeps the time
+        batcher.drain(LONG_S)
+        join(caller)
+    assert len(answers) == 1
+    assert caplog.text == ""
+
+
 def test_functions_that_care_run_in_workers_only() -> None:
     with greedy(runners, caller_runs=False) as batcher:
         idents = {batcher(1) for _ in range(5)}

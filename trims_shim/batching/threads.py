@@ -173,7 +173,7 @@ class ThreadDispatch(Dispatch):
             return
         left_ns = wake_ns - self.options.clock_ns()
         if left_ns > 0:
-            seat.sleep(left_ns / 1e9)
+            seat.sleep(min(left_ns / 1e9, threading.TIMEOUT_MAX))
         else:
             seat.wake_ns = None
             self._report_time(seat)
