@@ -50,7 +50,7 @@ LAYERS = (
     ("client.device_arenas",),
     ("daemon.connections", "daemon.offers"),
     ("daemon.control", "daemon.sessions", "daemon.loader"),
-    ("daemon.prepared.directory",),
+    ("daemon.prepared.directory", "daemon.prepared.externals"),
     ("daemon.front",),
     ("daemon.waiting",),
     ("daemon.prepared.key", "daemon.prepared.files", "daemon.prepared.clients"),

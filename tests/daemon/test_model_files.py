@@ -85,6 +85,26 @@ class TestStructure:
         assert (reply.reason, reply.is_lasting) == ("external_path", True)
         assert daemon.hashed[0].externals == ()
 
+    def test_external_data_that_are_linked_to(self, tmp_path: Path, directory: Path) -> None:
+        """Inside the model's directory, or that of the file which the model is a link to."""
+        (tmp_path / "models").mkdir()
+        (tmp_path / "links").mkdir()
+        path = self.external(tmp_path / "models", "link.bin")
+        data = path.with_name("weights.bin")
+        path.with_name("link.bin").symlink_to(data.name)
+        assert prepare(path, directory).reason == ""
+        linked = tmp_path / "links" / path.name
+        linked.symlink_to(path)
+        linked.with_name("link.bin").symlink_to(data)
+        assert prepare(linked, directory).reason == ""
+        # What is refused is this place, not the content.
+        linked.unlink()
+        linked.write_bytes(path.read_bytes())
+        daemon = Daemon()
+        reply = prepare(linked, directory, daemon)
+        assert (reply.reason, reply.is_lasting) == ("external_path", False)
+        assert daemon.hashed == []
+
     @pytest.mark.parametrize("location", ["missing.bin", ".", "x" * 300])
     def test_external_data_that_is_not_there(
         self, location: str, tmp_path: Path, directory: Path

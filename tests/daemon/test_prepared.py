@@ -416,6 +416,24 @@ class TestExternalFiles:
         assert world.outcome(model) == "preparing"
         world.settle()
 
+    def test_one_that_is_linked_to_from_outside(
+        self, world: World, model: Path, external: Path, tmp_path: Path
+    ) -> None:
+        """onnxruntime refuses it there, though it is the same file."""
+        world.make(model)
+        directory = model.parent / "sub"
+        directory.rename(tmp_path / "elsewhere")
+        directory.symlink_to(tmp_path / "elsewhere")
+        world.make(model)
+        assert world.outcome(model) == "refused file_changed"
+
+    def test_one_that_is_linked_to_inside(self, world: World, model: Path, external: Path) -> None:
+        world.make(model)
+        directory = model.parent / "sub"
+        directory.rename(model.parent / "other")
+        directory.symlink_to("other")
+        world.hit(model)
+
     def test_a_young_one_is_not_trusted(
         self, world: World, model: Path, external: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

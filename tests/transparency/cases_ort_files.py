@@ -147,6 +147,19 @@ def external_data_and_links(work: Work, link: Callable[[Work, Any], Path]) -> ob
     return attempt(opened, sample, link(work, sample), options())
 
 
+@case()
+def external_data_that_is_linked_to_from_outside(work: Work) -> object:
+    """A model with the same content, and its data where they belong, is no stand-in for it."""
+    sample = made("transformer", seed=62)
+    for name in ("whole", "linked", "elsewhere"):
+        (work.directory / name).mkdir(exist_ok=True)
+    whole = work.file("whole/model.onnx", save_external(sample))
+    work.file("elsewhere/weights.bin", lambda p: shutil.copy(whole.with_name("weights.bin"), p))
+    work.file("linked/weights.bin", lambda p: p.symlink_to("../elsewhere/weights.bin"))
+    linked = work.file("linked/model.onnx", lambda path: shutil.copy(whole, path))
+    return [opened(sample, whole, options()), attempt(opened, sample, linked, options())]
+
+
 @case(served=True)
 def external_data_of_two_models(work: Work) -> object:
     """Two graphs over the weights of one file, of which one takes only a part."""

@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,6 +25,7 @@ from trims_shim._version import __version__
 from trims_shim.daemon.loader import has_change_time, is_settled
 from trims_shim.daemon.prepared.directory import space_of
 from trims_shim.daemon.prepared.events import Content, Failure, Known
+from trims_shim.daemon.prepared.externals import external_identities
 from trims_shim.daemon.prepared.files import PreparedFiles, Published
 from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.daemon.prepared.manifest import FileStamp, Manifest
@@ -37,7 +38,7 @@ from trims_shim.specs import Identity
 from trims_shim.wire import duties, messages
 from trims_shim.wire.handover import close_all
 
-__all__ = ["Ended", "Hashed", "Making", "Preparations", "Preparer", "external_identities"]
+__all__ = ["Ended", "Hashed", "Making", "Preparations", "Preparer"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
@@ -262,19 +263,11 @@ class Preparations:
         is_same = Identity.from_stat(os.fstat(making.descriptor)) == making.identity
         if known is not None and known.externals:
             locations = (location for location, _ in known.content.externals)
-            is_same = is_same and external_identities(known.directory, locations) == known.externals
+            found = external_identities(making.request.path, locations)
+            is_same = is_same and found == known.externals
         if not is_same:
             making.known = None
             raise NotServed("file_changed", f"{making.name} changed while it was prepared")
-
-
-def external_identities(directory: str, locations: Iterable[str]) -> tuple[Identity, ...] | None:
-    """Of a model's external files as they are now; None where one is not to be had."""
-    try:
-        paths = (os.path.join(directory, each) for each in locations)
-        return tuple(Identity.from_stat(os.stat(path)) for path in paths)
-    except (OSError, ValueError):  # ValueError: a location with a NUL
-        return None
 
 
 def _preparation(making: Making, directory: str) -> Preparation:

@@ -47,6 +47,7 @@ from trims_shim.daemon.prepared.events import (
     Start,
     Wait,
 )
+from trims_shim.daemon.prepared.externals import external_identities
 from trims_shim.daemon.prepared.files import PreparedFiles, Published, Scan
 from trims_shim.daemon.prepared.interpreters import cpu_identity, interpreter_of, namespace_problem
 from trims_shim.daemon.prepared.key import LAYOUT_VERSION, entry_key
@@ -56,7 +57,6 @@ from trims_shim.daemon.prepared.making import (
     Making,
     Preparations,
     Preparer,
-    external_identities,
 )
 from trims_shim.daemon.prepared.manifest import RefusalRecord
 from trims_shim.daemon.prepared.store import PreparedStore
@@ -291,12 +291,11 @@ class Prepared:
         """What the model is, if that is known; bytes are what their owner says."""
         if identity is None or not message.path:
             return Content(message.digest) if message.digest else None
-        directory = os.path.dirname(message.path)
-        known = self._store.recall(identity, directory)
+        known = self._store.recall(identity, os.path.dirname(message.path))
         if known is None:
             return None
         locations = [location for location, _ in known.content.externals]
-        if external_identities(directory, locations) != known.externals:
+        if external_identities(message.path, locations) != known.externals:
             self._store.unlearn(known)
             return None
         return known.content

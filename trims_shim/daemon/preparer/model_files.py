@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from trims_shim.daemon import ingest
 from trims_shim.daemon.ingest import Meter
+from trims_shim.daemon.prepared.externals import external_path, is_inside
 from trims_shim.daemon.preparer.optimising import Refusal
 from trims_shim.errors import FileChanged, FormatError
 from trims_shim.formats.onnx import OnnxModel, is_ort_format, read_model
@@ -99,8 +100,11 @@ class ModelFiles:
                 raise FileChanged(f"{path} changed while it was prepared")
 
     def _hash_external(self, location: str) -> ExternalFile:
-        path = os.path.join(os.path.dirname(self._path), location)
+        path = external_path(self._path, location)
         try:
+            if not is_inside(self._path, location):
+                message = f"{path} is linked to a file outside of the model's directory"
+                raise Refusal("external_path", message, is_lasting=False)
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             raise Refusal("external_missing", f"{path}: {error}", is_lasting=False) from error
