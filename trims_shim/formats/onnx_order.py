@@ -8,8 +8,8 @@ contradict the names that the model gives to its dimensions (an axis ``batch`` o
 
 :func:`in_running_order` finds the walk that leads to the saved order, and lists nodes so that it is
 taken again: at each step the node that is walked to comes after all others that were open there.
-The result need not be a topological order, which onnxruntime does not ask for. Sub-graphs stay as
-they are saved.
+The result need not be a topological order, which onnxruntime does not ask for. Of sub-graphs it
+does: they stay as they are saved.
 
 Pure. Source: ``Graph::ReverseDFSFrom`` and ``GraphViewer`` of onnxruntime (core/graph); tried with
 1.22, 1.24 and 1.31.
