@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,35 @@ class TestFaults:
         assert outcomes() == {"preparing": 1, "prepared_failed": 2}
         assert [each.levelname for each in caplog.records] == ["WARNING"]
         assert "prepared_failed" in caplog.text
+
+    def test_what_was_begun_is_gone_when_the_original_makes_the_session(
+        self, lenient: Preparations, path: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It may have failed for want of the very memory that it holds."""
+        begun: list[weakref.ref[Any]] = []
+        held: list[bool] = []
+
+        class Compiled:
+            """A session that is read, but for which there is no memory."""
+
+            def initialize_session(self, *_: Any) -> None:
+                raise MemoryError("bad_alloc")
+
+        def create(options: Any, path: str, *arguments: Any) -> Any:
+            if path.startswith(str(lenient.directory)):
+                session = Compiled()
+                begun.append(weakref.ref(session))
+                return session
+            held.append(any(each() is not None for each in begun))
+            return compiled(options, path, *arguments)
+
+        new(path)
+        compiled = collection.C.InferenceSession
+        monkeypatch.setattr(collection.C, "InferenceSession", create)
+        session = new(path)
+        assert (len(begun), held) == (1, [False])
+        assert described(session)["inputs"]
+        assert outcomes() == {"preparing": 1, "prepared_failed": 1}
 
     def test_strict_raises_it(
         self, preparations: Preparations, path: str, capsys: pytest.CaptureFixture[str]

@@ -22,6 +22,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ def _create(session: Any, original: Callable[[], Any], arguments: tuple[Any, Any
         # Border: nothing has changed; whatever it was, the original makes the session.
         except Exception as error:
             failure = error
+            # Of the session that was not finished, so that its memory is free for the other one.
+            traceback.clear_frames(error.__traceback__)
         else:
             return
     try:
