@@ -185,10 +185,21 @@ with heap.given_back(room_bytes=200 << 20):  # `Libc` has no malloc
     pass
 """)
 
+    @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+    def test_addresses_that_are_limited(self, limit: str) -> None:
+        """They would be taken from what the block needs, and from what comes after it."""
+        run(f"""
+import resource
+resource.setrlimit(resource.{limit}, (4 << 30, 4 << 30))
+with heap.given_back(room_bytes=200 << 20):  # `Libc` has no malloc
+    pass
+""")
+
     def test_addresses_that_are_short(self) -> None:
         run("""
 import resource
 heap._libc = libc
+heap._is_limited = lambda: False
 resource.setrlimit(resource.RLIMIT_DATA, (100 << 20, 100 << 20))
 for size in (64 << 20, 1 << 40):
     with heap.given_back(room_bytes=size):
