@@ -266,6 +266,9 @@ INITIALIZERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "kaiming_uniform_": lambda tensor: nn.init.kaiming_uniform_(tensor),
     "kaiming_normal_": lambda tensor: nn.init.kaiming_normal_(tensor=tensor),
     "orthogonal_": lambda tensor: nn.init.orthogonal_(tensor),
+    "sparse_": lambda tensor: nn.init.sparse_(tensor, 0.5),
+    "eye_": lambda tensor: nn.init.eye_(tensor),
+    "dirac_": lambda tensor: nn.init.dirac_(tensor.view(SIDE, SIDE, 1)),
 }
 
 

@@ -87,4 +87,25 @@ POINTS: tuple[PatchPoint, ...] = (
         probe=missing_capability,
         wrap=_wrap,
     ),
+    PatchPoint(
+        name="torch.nn.init.sparse_",
+        target="torch.nn.init:sparse_",
+        supported="2.4 and newer",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
+    PatchPoint(
+        name="torch.nn.init.eye_",
+        target="torch.nn.init:eye_",
+        supported="2.4 and newer",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
+    PatchPoint(
+        name="torch.nn.init.dirac_",
+        target="torch.nn.init:dirac_",
+        supported="2.4 and newer",
+        probe=missing_capability,
+        wrap=_wrap,
+    ),
 )
