@@ -408,6 +408,16 @@ def test_assigned_buffers_are_private(on_device: Callable[..., Any]) -> None:
     assert not shared(again.table)
 
 
+def test_an_assigned_embedding_that_renormalises_is_private(on_device: Callable[..., Any]) -> None:
+    theirs, ours = (nn.Sequential(nn.Embedding(SIDE, SIDE, max_norm=1.0)) for _ in range(2))
+    state = on_device(theirs)
+    assert shared(state["0.weight"])
+    ours.load_state_dict(state, assign=True)
+    assert shared_names(ours) == set()
+    assert ours[0].weight.data_ptr() == state["0.weight"].data_ptr(), "still one tensor"
+    assert torch.equal(ours(torch.arange(4)), theirs(torch.arange(4)))
+
+
 def test_the_guard_alone(devices: Devices, on_device: Callable[..., Any]) -> None:
     """With TRIMS_ELIDE_COPIES=0 load_state_dict copies, never into shared memory."""
     guard = torch_unshare.POINTS[-1]

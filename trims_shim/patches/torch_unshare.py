@@ -6,7 +6,7 @@ the usual writers; each costs tensors elsewhere one look into an empty index, or
 - an optimizer gets a parameter (``add_param_group``, which every constructor goes through), or its
   state (``load_state_dict``, which keeps tensors that are on the device already);
 - ``load_state_dict`` copies into a module (here when :mod:`.torch_module` is not applied, which
-  does it on its way), and leaves buffers with ``assign=True``;
+  does it on its way), and leaves with ``assign=True`` what the module itself will write;
 - ``torch.nn.init`` fills a tensor (:mod:`.torch_initializers`);
 - ``DistributedDataParallel`` synchronises its module, ``AveragedModel`` updates its own;
 - ``torch.multiprocessing`` sends a tensor: memory that is not torch's cannot be sent, a copy can;
@@ -44,8 +44,8 @@ __all__ = [
     "is_shared",
     "trained",
     "unshare",
-    "unshare_buffers",
     "unshare_module",
+    "unshare_own_writes",
     "writes_own_parameters",
 ]
 
@@ -99,9 +99,16 @@ def unshare_module(module: torch.nn.Module, why: str) -> None:
         unshare(_tensors(module), why)
 
 
-def unshare_buffers(module: torch.nn.Module, why: str) -> None:
-    """Make every buffer of a module tree private."""
-    unshare((buffer for each in module.modules() for buffer in each._buffers.values()), why)
+def unshare_own_writes(module: torch.nn.Module, why: str) -> None:
+    """Make private what a module tree writes by itself: every buffer, and some parameters."""
+    unshare(_own_writes(module), why)
+
+
+def _own_writes(module: torch.nn.Module) -> Iterator[Any]:
+    for each in module.modules():
+        yield from each._buffers.values()
+        if writes_own_parameters(each):
+            yield from each._parameters.values()
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[Any]:
@@ -238,7 +245,7 @@ def guarded_load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         unshare_module(args[0], "load_state_dict")
     result = original(*args, **kwargs)
     # What was assigned, now or by a state dict that says so, is the state dict's own tensor.
-    unshare_buffers(args[0], "buffer")
+    unshare_own_writes(args[0], "buffer")
     return result
 
 
