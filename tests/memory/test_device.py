@@ -376,6 +376,7 @@ def test_mapping_and_unmapping_are_safe_beside_a_graph_capture(
         "cuMemMap:2=2",
         "cuMemMap:3=1",
         "cuMemSetAccess=1",
+        "cuCtxPopCurrent=700",
     ],
 )
 def test_a_failed_mapping_leaves_nothing(

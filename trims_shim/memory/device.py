@@ -221,20 +221,21 @@ def map_allocations(
         raise MemoryFailure(f"{len(descriptors)} descriptors for {len(allocations)} allocations")
     index = driver().index_of(device)
     size = sum(allocations)
-    undo = contextlib.ExitStack()
-    with driver().relaxed_capture(), driver().context(index), undo:
-        address = driver().reserve(size)
-        undo.callback(driver().free_address, address, size)
-        end = address
-        for descriptor, part in zip(descriptors, allocations, strict=True):
-            handle = driver().import_descriptor(descriptor)
-            try:
-                driver().map(end, part, handle)
-                undo.callback(driver().unmap, end, part)
-            finally:
-                driver().release(handle)
-            end += part
-        driver().set_access(address, size, index, is_writable=is_writable)
+    with driver().relaxed_capture(), contextlib.ExitStack() as undo:
+        # The context is left before the mapping is the caller's: that may fail, too.
+        with driver().context(index):
+            address = driver().reserve(size)
+            undo.callback(driver().free_address, address, size)
+            end = address
+            for descriptor, part in zip(descriptors, allocations, strict=True):
+                handle = driver().import_descriptor(descriptor)
+                try:
+                    driver().map(end, part, handle)
+                    undo.callback(driver().unmap, end, part)
+                finally:
+                    driver().release(handle)
+                end += part
+            driver().set_access(address, size, index, is_writable=is_writable)
         return DeviceMapping(address, size, _relaxed(undo.pop_all()))
 
 
