@@ -586,6 +586,18 @@ def test_legacy_memory_of_a_dead_process_is_not_opened(device: str) -> None:
         open_handles(device, [bytes.fromhex(handle)], [size])
 
 
+def test_a_legacy_opening_that_fails_leaves_nothing(
+    device: str, fail: Callable[[str], None]
+) -> None:
+    with child(CREATE_LEGACY) as (creator, _):
+        creator.say(GRANULE)
+        handle, size = creator.hear()
+        fail("cuCtxPopCurrent:1=700")
+        with pytest.raises(DriverFailure, match=r"cuCtxPopCurrent.*ILLEGAL_ADDRESS"):
+            open_handles(device, [bytes.fromhex(handle)], [size])
+        assert emulation.held().imported == 0
+
+
 @pytest.mark.parametrize("calls", ["cuMemAlloc=2", "cuIpcGetMemHandle=1"])
 def test_a_failed_legacy_creation_leaves_nothing(
     emulated_cuda: emulation.Emulated, device: str, fail: Callable[[str], None], calls: str

@@ -249,14 +249,17 @@ def open_handles(
     if len(handles) != 1 or len(allocations) != 1:
         raise DriverFailure(f"an image has one IPC handle, not {len(handles)}; run `trims stop`")
     index = driver().index_of(device)
+    with driver().relaxed_capture(), contextlib.ExitStack() as undo:
+        # As in map_allocations.
+        with driver().context(index):
+            address = driver().ipc_open(handles[0])
+            undo.callback(_close_handle, index, address)
+        return DeviceMapping(address, allocations[0], undo.pop_all().close)
+
+
+def _close_handle(index: int, address: int) -> None:
     with driver().relaxed_capture(), driver().context(index):
-        address = driver().ipc_open(handles[0])
-
-    def close() -> None:
-        with driver().relaxed_capture(), driver().context(index):
-            driver().ipc_close(address)
-
-    return DeviceMapping(address, allocations[0], close)
+        driver().ipc_close(address)
 
 
 def sparse_outline(size_bytes: int) -> int:
