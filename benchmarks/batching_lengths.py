@@ -1,11 +1,13 @@
 """Items of different lengths: padded together, in a batch for each length, or as it pays.
 
-``python -m benchmarks.batching_lengths`` takes about two minutes, prints a table and writes
+``python -m benchmarks.batching_lengths`` takes about five minutes, prints a table and writes
 ``docs/results/batching_lengths.json``. One simulated device, the default policy beside one that
-never waits; lengths are log-normal, and padded to four buckets. A load of 1 is what full batches of
-128 tokens can answer, which is more than the mean length: 1.2 is not yet too much where tokens are
-paid for. The objective is a multiple of what a full batch of the longest takes. Nothing depends on
-the machine.
+never waits; lengths are log-normal, in classes of an octave each, as ``Pad()`` makes them, and a
+batch is padded to its longest item. What batches take is known from the beginning, as after
+``warm``, of items as long as their class allows, or it is learned on the way, from nothing. A load
+of 1 is what full batches of 128 tokens can answer, which is more than the mean length: 1.2 is not
+yet too much where tokens are paid for. The objective is a multiple of what a full batch of the
+longest takes. Nothing depends on the machine.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import itertools
 import multiprocessing
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -23,9 +25,11 @@ from random import Random
 from benchmarks.batching_latencies import figures, means
 from benchmarks.harness import ROOT, write_json
 from trims_shim.batching.buckets import Bucket, OpenBucket
+from trims_shim.batching.jobs import Job
+from trims_shim.batching.learning import Learning
 from trims_shim.batching.policies import Auto, Immediate
 from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.protocol import Request
+from trims_shim.batching.protocol import Action, Drop, Event, Finished, Policy, Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import gamma, simulate
 from trims_shim.batching.single import Batching
@@ -35,7 +39,8 @@ __all__ = ["main"]
 _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
 _LARGEST = 64
-LENGTHS = (32, 64, 128, 256)
+LENGTHS = (8, 16, 32, 64, 128, 256)
+"""The longest items of each class."""
 _MEDIAN, _SIGMA = 40, 0.7
 _CAPACITY_LENGTH = 128
 
@@ -68,6 +73,7 @@ WAYS: dict[str, tuple[RuleMaker, Callable[[int], Hashable]]] = {
     "auto, apart": (Auto, Bucket),
     "auto": (Auto, OpenBucket),
 }
+KNOWLEDGE = ("known", "learned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class Cell:
     objective: str
     arrivals: str
     load: float
+    knowledge: str
     way: str
     violated: float
     mean_ms: float
@@ -85,42 +92,76 @@ class Cell:
     busy: float
 
 
-Place = tuple[str, str, str, float, str]
+Place = tuple[str, str, str, float, str, str]
+
+
+class _Learner:
+    """A policy that learns what batches take, as behind a batcher."""
+
+    def __init__(self, maker: RuleMaker) -> None:
+        self._learning = Learning(
+            maker,
+            name=None,
+            max_batch_size=_LARGEST,
+            max_batch_weight=None,
+            devices=1,
+            batch_sizes=None,
+            prior=None,
+            store=lambda: None,
+        )
+        self._policy = self._learning.make_policy()
+        self.next_deadline_ns = self._policy.next_deadline_ns
+
+    def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
+        """See :class:`~trims_shim.batching.protocol.Policy`."""
+        if isinstance(event, Finished):
+            job = Job(event.device, event.batch, 0)
+            job.live = list(event.batch)
+            job.started_ns, job.ended_ns = event.started_ns, now_ns
+            is_typical = self._learning.ran(self._policy, job)
+            event = replace(event, is_typical=is_typical)
+        actions = self._policy.on_event(now_ns, event)
+        for action in actions:
+            if isinstance(action, Drop):
+                self._learning.gave_up(self._policy, action, now_ns)
+        return actions
 
 
 def _requests(place: Place, slo_ns: int, count: int, seed: int) -> Iterator[Request]:
-    device, _, arrivals, load, way = place
+    device, _, arrivals, load, _, way = place
     capacity_qps = _LARGEST * 1000 / DEVICES[device](_LARGEST * _CAPACITY_LENGTH)
     times_ns = gamma(load * capacity_qps, ARRIVALS[arrivals][0], Random(seed))
     key_of, lengths = WAYS[way][1], Random(seed + 1)
     for number, arrival_ns in zip(range(count), times_ns, strict=False):
-        tokens = _MEDIAN * lengths.lognormvariate(0, _SIGMA)
-        length = next((each for each in LENGTHS if tokens <= each), LENGTHS[-1])
-        deadline_ns = arrival_ns + slo_ns
-        yield Request(number, arrival_ns, deadline_ns, key=key_of(length), payload=length)
+        drawn = _MEDIAN * lengths.lognormvariate(0, _SIGMA)
+        length = min(max(1, round(drawn)), LENGTHS[-1])
+        key = key_of(next(each for each in LENGTHS if length <= each))
+        yield Request(number, arrival_ns, arrival_ns + slo_ns, key=key, payload=length)
 
 
 def _run(place: Place, count: int, seed: int) -> tuple[float, float, float, float]:
-    device, objective, arrivals, _, way = place
-    profiles = {
-        length: LatencyProfile(
-            _NS_PER_MS * DEVICES[device](size * length) for size in range(1, _LARGEST + 1)
+    device, objective, arrivals, _, knowledge, way = place
+    duration_ms = DEVICES[device]
+
+    def profile_of(key: Hashable) -> LatencyProfile:
+        length = key if isinstance(key, Bucket) else LENGTHS[-1]
+        return LatencyProfile(
+            _NS_PER_MS * duration_ms(size * length) for size in range(1, _LARGEST + 1)
         )
-        for length in LENGTHS
-    }
-    longest = profiles[LENGTHS[-1]]
+
     jitter, sigma = Random(seed + 2), ARRIVALS[arrivals][1]
 
     def service_ns(device: int, batch: Sequence[Request]) -> int:
-        length = max(request.payload for request in batch)
-        return int(profiles[length].latency_ns(len(batch)) * jitter.lognormvariate(0, sigma))
+        tokens = len(batch) * max([request.payload for request in batch])
+        return int(_NS_PER_MS * duration_ms(tokens) * jitter.lognormvariate(0, sigma))
 
-    def profile_of(key: Hashable) -> LatencyProfile:
-        return profiles[key] if isinstance(key, Bucket) else longest
-
-    slo_ns = round(OBJECTIVES[objective] * longest.latency_ns(_LARGEST))
+    slo_ns = round(OBJECTIVES[objective] * profile_of(None).latency_ns(_LARGEST))
     maker = WAYS[way][0]
-    policy = Batching(lambda key: maker(profile_of(key), max_batch_size=_LARGEST))
+    policy: Policy
+    if knowledge == "known":
+        policy = Batching(lambda key: maker(profile_of(key), max_batch_size=_LARGEST))
+    else:
+        policy = _Learner(maker)
     return figures(simulate(policy, _requests(place, slo_ns, count, seed), service_ns=service_ns))
 
 
@@ -131,15 +172,15 @@ def _measure(place: Place, count: int, seeds: int) -> Cell:
 def _table(cells: Sequence[Cell]) -> str:
     """Of each way: violations; mean and 99th percentile of the latencies in ms."""
     lines = [
-        f"| a batch takes | objective | arrivals | load | {' | '.join(WAYS)} |",
-        "|---|---|---|---|" + "---|" * len(WAYS),
+        f"| a batch takes | objective | arrivals | load | which is | {' | '.join(WAYS)} |",
+        "|---|---|---|---|---|" + "---|" * len(WAYS),
     ]
     for start in range(0, len(cells), len(WAYS)):
         row = cells[start : start + len(WAYS)]
         first = row[0]
         figures = [f"{e.violated:.4f}; {e.mean_ms:.1f}, {e.p99_ms:.0f}" for e in row]
-        head = f"| {first.device} | {first.objective} | {first.arrivals} | {first.load:g} | "
-        lines.append(head + " | ".join(figures) + " |")
+        where = (first.device, first.objective, first.arrivals, f"{first.load:g}", first.knowledge)
+        lines.append(f"| {' | '.join((*where, *figures))} |")
     return "\n".join(lines)
 
 
@@ -151,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="cells at once")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
-    places = list(itertools.product(DEVICES, OBJECTIVES, ARRIVALS, LOADS, WAYS))
+    places = list(itertools.product(DEVICES, OBJECTIVES, ARRIVALS, LOADS, KNOWLEDGE, WAYS))
     measure = partial(_measure, count=options.requests, seeds=options.seeds)
     with multiprocessing.Pool(options.jobs) as pool:
         cells = pool.map(measure, places, chunksize=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from trims_shim.batching.buckets import OpenBucket
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.learning import LateKey, Learning
+from trims_shim.batching.policies.auto import Auto
 from trims_shim.batching.policies.early_drop import EarlyDrop
 from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.profile import LatencyProfile
@@ -91,9 +93,64 @@ def test_a_batch_of_several_lengths_teaches_the_longest() -> None:
     job.requests[1].key = OpenBucket(8)
     assert [learning.ran(policy, job) for _ in range(5)] == [False, *[True] * 4]
     assert learning.profile(OpenBucket(32)).latency_ns(2) > 40 * MS
-    assert short.profile.latency_ns(2) < MS
+    assert short.profile == learning.profile(OpenBucket(8))
+    assert learning._learned[OpenBucket(8)].count == 0
     job.live = job.live[1:]  # type: ignore[index]  # the long one was cancelled before it began
     assert not learning.ran(policy, job)
+
+
+def test_lengths_tell_each_other_what_to_expect() -> None:
+    learning = make()
+    policy, short = with_rule(learning, OpenBucket(8))
+    policy.on_event(0, Request(2, 0, key=OpenBucket(64)))
+    long = policy.rules[OpenBucket(64)]
+    # 1 ms for every 8 values.
+    for size in (1, 1, 2, 4, 8):
+        learning.ran(policy, ran_job(size, 8 * size, key=OpenBucket(64)))
+    assert [short.profile.latency_ns(size) for size in (8, 4)] == [8 * MS, 6 * MS]
+    learning.ran(policy, ran_job(4, 4, key=OpenBucket(8)))
+    assert short.profile.latency_ns(4) == 4 * MS
+    # What 12 ms are to 8 short ones, it is to as many values of long ones.
+    for _ in range(20):
+        learning.ran(policy, ran_job(8, 12, key=OpenBucket(8)))
+        learning.ran(policy, ran_job(8, 64, key=OpenBucket(64)))
+    assert short.profile.latency_ns(8) == pytest.approx(12 * MS, rel=0.1)
+    assert long.profile.latency_ns(8) == pytest.approx(64 * MS, rel=0.1)
+    # Other shapes have nothing to do with it.
+    assert learning.profile((OpenBucket(8), "other")).latency_ns(8) < MS
+
+
+def test_what_was_measured_of_one_length_is_known_of_others() -> None:
+    learning = make()
+    learning.measured(OpenBucket(64), {1: 8 * MS, 8: 64 * MS})
+    assert learning.profile(OpenBucket(8)).latency_ns(8) == 8 * MS
+    assert learning.profile(OpenBucket(32)).latency_ns(8) == pytest.approx(32 * MS)
+    policy, _ = with_rule(learning, OpenBucket(8))
+    assert learning.ran(policy, ran_job(8, 8, key=OpenBucket(8)))  # of all lengths not the first
+
+
+def test_of_many_lengths_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trims_shim.batching.learning._MOST_KEYS", 3)
+    learning = make()
+    policy, _ = with_rule(learning, OpenBucket(8))
+    for number in range(1, 40):
+        key = ("shape", number % 5), OpenBucket(8 * number)
+        for _ in range(2):
+            learning.ran(policy, ran_job(2, 5, key=key))
+    assert len(learning.keys()) == 3
+    assert len(learning._families) == 3
+
+
+@pytest.mark.parametrize(
+    ("maker", "mixes"),
+    [(Auto, True), (functools.partial(Auto, margin_ms=1), True), (EarlyDrop, False)],
+)
+def test_which_policies_let_lengths_share_a_batch(maker: Any, mixes: bool) -> None:
+    learning = Learning(
+        maker, name=None, max_batch_size=8, max_batch_weight=None, devices=1, batch_sizes=None,
+        prior=None, store=lambda: None,
+    )  # fmt: skip
+    assert learning.mixes_lengths == mixes
 
 
 def test_late_requests_have_a_rule_that_serves_them() -> None:

@@ -71,6 +71,37 @@ def test_each_length_by_itself(options: dict[str, Any]) -> None:
     assert served(make) == [(1, 16), (2, 4)]
 
 
+ALONE = LatencyProfile.linear(20, 0.01, max_batch_size=8)
+"""Nothing is saved by any company."""
+
+
+@pytest.mark.parametrize(
+    ("collate", "options", "expected"),
+    [
+        (Pad(), {}, [(1, 9), (2, 3)]),
+        (Pad(mixes=False), {}, [(3, 9)]),
+        (Pad(mask=None), {}, [(3, 9)]),
+        (Pad(), {"policy": "immediate"}, [(3, 9)]),
+        (Pad(), {"policy": "early_drop", "slo_ms": 60_000}, [(3, 9)]),
+    ],
+    ids=["default", "told not to", "no mask", "never waits", "early drop"],
+)
+def test_without_buckets_lengths_are_told_apart_where_the_policy_can_bring_them_together(
+    collate: Pad, options: dict[str, Any], expected: list[tuple[int, int]]
+) -> None:
+    def make(held: Held) -> Batcher:
+        return Batcher(held, max_batch_size=8, collate=collate, profile=ALONE, **options)
+
+    assert served(make) == expected
+
+
+def test_without_buckets_lengths_share_a_batch_where_it_pays() -> None:
+    def make(held: Held) -> Batcher:
+        return Batcher(held, max_batch_size=8, collate=Pad(), profile=FLAT)
+
+    assert served(make) == [(3, 9)]
+
+
 def test_also_through_stages() -> None:
     def make(held: Held) -> Batcher:
         def first_stage(batch: Padded) -> torch.Tensor:

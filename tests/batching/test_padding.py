@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.buckets import bucket_in
+from trims_shim.batching.buckets import bucket_in, may_share
 from trims_shim.batching.collate import answers, collate_of, columns
 from trims_shim.batching.collates import padded_length
 from trims_shim.batching.padding import Pad, Padded
@@ -77,6 +77,58 @@ def test_buckets_decide_who_shares_a_batch() -> None:
         pad.key(torch.zeros(9))
     assert Pad().key(torch.zeros(1)) == Pad().key(torch.zeros(9))
     assert Pad().key(torch.zeros(1)) != Pad().key(torch.zeros(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("multiple", "lengths", "classes"),
+    [
+        (None, (1, 8, 9, 16, 17, 300), (8, 8, 16, 16, 32, 512)),
+        (64, (1, 64, 65, 129, 256), (64, 64, 128, 256, 256)),
+        (5, (5, 6, 16), (8, 16, 32)),
+    ],
+)
+def test_classes_of_lengths_are_octaves_of_what_is_padded_to(
+    multiple: int | None, lengths: tuple[int, ...], classes: tuple[int, ...]
+) -> None:
+    pad = Pad(multiple=multiple).with_classes()
+    keys = [pad.key(torch.zeros(length)) for length in lengths]
+    assert [bucket_in(key) for key in keys] == [*classes]
+    assert may_share(keys)
+    assert (
+        pad.join([torch.zeros(9)]).values.shape
+        == Pad(multiple=multiple).join([torch.zeros(9)]).values.shape
+    )
+
+
+class _OwnPad(Pad):
+    """Its keys may be anything."""
+
+
+@pytest.mark.parametrize(
+    "pad", [Pad(mask=None), Pad(mixes=False), Pad(buckets=(4, 8)), _OwnPad()], ids=repr
+)
+def test_who_must_not_share_a_batch_with_others_has_no_classes(pad: Pad) -> None:
+    assert collate_of(pad, by_length=True) is pad
+
+
+def test_one_part_that_is_padded_has_classes() -> None:
+    item = torch.zeros(20), torch.zeros(2)
+    for spec in ([Pad(), "stack"], {"0": Pad(), "1": "stack"}):
+        collate = collate_of(spec, by_length=True)
+        given = item if isinstance(spec, list) else {"0": item[0], "1": item[1]}
+        assert bucket_in(collate.key(given)) == 32
+        assert bucket_in(collate_of(spec).key(given)) is None
+    assert bucket_in(columns([Pad(), "stack"], 2, by_length=True).key(item)) == 32
+
+
+@pytest.mark.parametrize("spec", [[Pad(), Pad()], [Pad(), Pad(mask="other")]])
+def test_of_two_parts_that_are_padded_none_has(spec: list[Pad]) -> None:
+    key = columns(spec, 2, by_length=True).key((torch.zeros(20), torch.zeros(2)))
+    assert bucket_in(key) is None
+    beside = columns([Pad(buckets=(4, 32)), Pad()], 2, by_length=True)
+    keys = [beside.key((torch.zeros(20), torch.zeros(length))) for length in (2, 20)]
+    assert keys[0] == keys[1]
+    assert columns(Pad(), 2, by_length=True).key((torch.zeros(20), torch.zeros(2))) == key
 
 
 def test_with_a_multiple_buckets_only_say_who_shares_a_batch() -> None:

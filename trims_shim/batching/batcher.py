@@ -191,14 +191,6 @@ class Batcher:
 
         # Without self, so that a batcher is gone with its last reference, not when it is collected.
         def make_engine(kind: EngineKind, takes_owner: bool) -> Engine:
-            batch_function = kind.function(
-                function,
-                collate=collate,
-                batch_sizes=batch_sizes,
-                isolate_failures=isolate_failures,
-                takes_owner=takes_owner,
-                name=shown_name,
-            )
             learning = kind.learning(
                 kind.maker,
                 name=kept_as,
@@ -208,6 +200,15 @@ class Batcher:
                 batch_sizes=batch_sizes,
                 prior=kind.prior,
                 store=open_store,
+            )
+            batch_function = kind.function(
+                function,
+                collate=collate,
+                batch_sizes=batch_sizes,
+                isolate_failures=isolate_failures,
+                takes_owner=takes_owner,
+                name=shown_name,
+                by_length=learning.mixes_lengths,
             )
             options = Options(
                 learning,

@@ -21,6 +21,7 @@ from trims_shim.batching.collates import (
     Filling,
     Listing,
     Stacking,
+    with_classes,
 )
 from trims_shim.errors import BadBatch
 
@@ -51,7 +52,9 @@ CollateSpec = str | Collate | Sequence[Any] | Mapping[str, Any]
 """A name, a Collate, or one of these for each argument (a sequence) or each field (a mapping)."""
 
 
-def collate_of(spec: CollateSpec, *, batch_sizes: Sequence[int] | None = None) -> Collate:
+def collate_of(
+    spec: CollateSpec, *, batch_sizes: Sequence[int] | None = None, by_length: bool = False
+) -> Collate:
     """The collate that ``spec`` means.
 
     ``"auto"``: tensors, arrays and numpy's numbers are stacked to ``[batch, ...]``; tuples,
@@ -63,11 +66,14 @@ def collate_of(spec: CollateSpec, *, batch_sizes: Sequence[int] | None = None) -
     does not name).
 
     With ``batch_sizes`` the function sees batches of these sizes only: the last item is repeated up
-    to the next of them, and the results of repetitions are thrown away.
+    to the next of them, and the results of repetitions are thrown away. With ``by_length`` keys
+    tell similar lengths from others (:meth:`~trims_shim.batching.padding.Pad.with_classes`).
 
     Raises ValueError, naming the choices, for another name; TypeError for another type.
     """
     collate = _collate_of(spec)
+    if by_length:
+        collate = with_classes(collate)
     if batch_sizes is None:
         return collate
     if isinstance(collate, Concatenate):
@@ -93,10 +99,17 @@ def _collate_of(spec: CollateSpec) -> Collate:
     )
 
 
-def columns(spec: CollateSpec, number: int, *, batch_sizes: Sequence[int] | None = None) -> Collate:
+def columns(
+    spec: CollateSpec,
+    number: int,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    by_length: bool = False,
+) -> Collate:
     """The collate of items that are tuples of ``number`` arguments, each collated by itself.
 
-    A sequence of specs must be as long; any other one is every argument's.
+    A sequence of specs must be as long; any other one is every argument's. The rest is as in
+    :func:`collate_of`.
     """
     collate = _collate_of(spec)
     if isinstance(collate, Concatenate):
@@ -108,7 +121,8 @@ def columns(spec: CollateSpec, number: int, *, batch_sizes: Sequence[int] | None
         raise ValueError(
             f"collate is for {len(collate.collates)} arguments, and there are {number}"
         )
-    return collate if batch_sizes is None else Filling(collate, batch_sizes)
+    found = with_classes(collate) if by_length else collate
+    return found if batch_sizes is None else Filling(found, batch_sizes)
 
 
 def answers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "Stacking",
     "padded_length",
     "padded_size",
+    "with_classes",
 ]
 
 
@@ -110,7 +112,7 @@ class Concatenate(Listing):
         return split(results, len(items), sizes=sizes)
 
 
-class _OfParts:
+class _OfParts(ABC):
     """A collate for each part of an item.
 
     Results are taken apart by the first part's that does it in a way of its own (padding).
@@ -121,6 +123,31 @@ class _OfParts:
         self._splitting = next(
             (name for name, each in self._collates.items() if _splits_in_its_way(each)), None
         )
+
+    def with_classes(self) -> Collate:
+        """The same, with classes of lengths where one part is padded.
+
+        Of keys with two lengths, neither is the longer one.
+        """
+        changed = {name: with_classes(each) for name, each in self._collates.items()}
+        return self._with(changed) if sum(map(_has_length, changed.values())) == 1 else self
+
+    @property
+    def has_length(self) -> bool:
+        """Whether there is one in its keys."""
+        return any(map(_has_length, self._collates.values()))
+
+    @abstractmethod
+    def key(self, item: Any) -> Hashable:
+        """See :class:`Collate`."""
+
+    @abstractmethod
+    def join(self, items: Sequence[Any]) -> Any:
+        """See :class:`Collate`."""
+
+    @abstractmethod
+    def _with(self, collates: Mapping[Any, Collate]) -> Collate:
+        """The same of others."""
 
     @property
     def splits_in_its_way(self) -> bool:
@@ -150,6 +177,9 @@ class Columns(_OfParts):
         super().__init__(dict(enumerate(collates)))
         self.collates = tuple(collates)
 
+    def _with(self, collates: Mapping[Any, Collate]) -> Collate:
+        return type(self)(list(collates.values()))
+
     def key(self, item: Any) -> Hashable:
         """See :class:`Collate`. Raises ValueError for another number of positions."""
         given = len(item) if isinstance(item, tuple | list) else 1
@@ -171,6 +201,9 @@ class Fields(_OfParts):
     def __init__(self, collates: Mapping[str, Collate]) -> None:
         super().__init__(collates)
         self._default: Collate = Stacking()
+
+    def _with(self, collates: Mapping[Any, Collate]) -> Collate:
+        return type(self)(collates)
 
     def _of(self, name: str) -> Collate:
         return self._collates.get(name, self._default)
@@ -222,6 +255,17 @@ def _splits_in_its_way(collate: Any) -> bool:
     if type(collate) in (Listing, Stacking):
         return False
     found: bool = getattr(collate, "splits_in_its_way", True)
+    return found
+
+
+def with_classes(collate: Collate) -> Collate:
+    """``collate``, or the same with classes of lengths (``Pad.with_classes``) if it pads."""
+    change = getattr(collate, "with_classes", None)
+    return collate if change is None else change()
+
+
+def _has_length(collate: Any) -> bool:
+    found: bool = getattr(collate, "has_length", False)
     return found
 
 

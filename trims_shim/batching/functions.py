@@ -28,7 +28,8 @@ __all__ = ["BatchFunction", "item_of", "without_partial"]
 class BatchFunction:
     """``function`` is called with one batch for each argument of its callers.
 
-    ``takes_owner``: it is a function of a class and gets the instance first.
+    ``takes_owner``: it is a function of a class and gets the instance first. ``by_length``: keys
+    tell lengths apart, as :func:`~trims_shim.batching.collate.collate_of` has it.
     """
 
     def __init__(
@@ -40,14 +41,17 @@ class BatchFunction:
         isolate_failures: bool,
         takes_owner: bool,
         name: str,
+        by_length: bool = False,
     ) -> None:
         self.function = function
         self.name = name
         self.is_generator = inspect.isgeneratorfunction(_plain(function))
         self.is_async_generator = inspect.isasyncgenfunction(_plain(function))
         self.is_async = self.is_async_generator or inspect.iscoroutinefunction(_plain(function))
-        self.collate = collate_of(collate, batch_sizes=batch_sizes)
-        self._spec, self._batch_sizes = collate, batch_sizes
+        self._columns_of = functools.partial(
+            columns, collate, batch_sizes=batch_sizes, by_length=by_length
+        )
+        self.collate = collate_of(collate, batch_sizes=batch_sizes, by_length=by_length)
         self._columns: dict[int, Collate] = {1: self.collate}
         self._isolates = isolate_failures
         self._takes_owner = takes_owner
@@ -124,8 +128,7 @@ class BatchFunction:
         """The collate of items of so many arguments."""
         collate = self._columns.get(number)
         if collate is None:
-            collate = columns(self._spec, number, batch_sizes=self._batch_sizes)
-            self._columns[number] = collate
+            collate = self._columns[number] = self._columns_of(number)
         return collate
 
     def _may_halve(

@@ -9,10 +9,14 @@ event loop) shares what they learn, which is a few numbers that may be mixed up 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
 
+from trims_shim.batching.buckets import bucket_in, family_of
 from trims_shim.batching.collates import padded_size
 from trims_shim.batching.jobs import Job
+from trims_shim.batching.lengths import LengthCurve
 from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profile_store import ProfileStore, SavedProfile
@@ -54,8 +58,33 @@ class LateKey:
         return hash((LateKey, self.key))
 
 
+class _Kin(NamedTuple):
+    """Keys that differ in nothing but the length; of most there is one."""
+
+    curves: Sequence[LengthCurve]
+    """Of the whole, or of each stage; none where there are no lengths."""
+    keys: deque[Hashable]
+    seen: set[tuple[int, int]]
+    """Parts and sizes that have run."""
+
+    def is_first(self, size: int, part: int = 0) -> bool:
+        """Whether none of this size has run, as it seems: that also compiles, tunes and allocates.
+
+        Where there are lengths, none at all: there would be a first one for each length and size,
+        and the curves see through it.
+        """
+        what = (part, 0 if self.curves else size)
+        if what in self.seen:
+            return False
+        self.seen.add(what)
+        return True
+
+
 class Learning:
     """Makes policies, and keeps the profiles of their rules fresh."""
+
+    _parts = 1
+    """Of which each is learned by itself."""
 
     def __init__(
         self,
@@ -81,11 +110,15 @@ class Learning:
         self._store: ProfileStore | None = None
         self._is_store_open = False
         self._learned: dict[Hashable, LearnedProfile] = {}
-        self._seen: dict[Hashable, set[Hashable]] = {}
+        self._families: dict[Hashable, _Kin] = {}
+        """By what their keys have in common."""
+        self._kin: dict[Hashable, _Kin] = {}
         self._measured: set[Hashable] = set()
         self._delivery_ns = 0
         # Raises here, not at the first request, for what no rule can be made of.
-        maker(self._trial_profile(), max_batch_size=max_batch_size)
+        rule = maker(self._trial_profile(), max_batch_size=max_batch_size)
+        self.mixes_lengths = type(rule).companions is not Rule.companions
+        """Whether the rules let requests of different lengths share a batch where that pays."""
         self.make_policy()
 
     def make_policy(self) -> Policy:
@@ -100,7 +133,7 @@ class Learning:
         """Of the first key of which something is known; before that, what a key starts from."""
         for key in self.keys():
             return self.profile(key)
-        return self._new_learned(self._prior_of(None)).profile(self.max_batch_size)
+        return self._new_learned(None, self._prior_of(None)).profile(self.max_batch_size)
 
     def keys(self) -> list[Hashable]:
         """Those of which something is known."""
@@ -114,13 +147,12 @@ class Learning:
         key = plain_key(job.key)
         size = padded_size(len(job.live), self._batch_sizes)
         learned = self._learned_of(key)
-        seen = self._seen.setdefault(key, set())
-        if size not in seen:
-            seen.add(size)  # the first one of each size also compiles, tunes and allocates
+        kin = self._kin[key]
+        if kin.is_first(size):
             return False
-        learned.observe(size, job.ended_ns - job.started_ns)
-        self._refresh(policy, key, learned)
-        return True
+        counts = learned.observe(size, job.ended_ns - job.started_ns)
+        self._refresh_after(policy, key, learned)
+        return counts or not kin.curves
 
     def delivered(self, taken_ns: int) -> None:
         """So long were answers on their way to an event loop, and those who await them there."""
@@ -167,14 +199,20 @@ class Learning:
         """Start anew from measurements; :meth:`refresh` tells the policies."""
         # Not to larger sizes than were measured: those are to be tried, not taken to be known.
         prior = LatencyProfile.measured(durations_ns, pads=self._batch_sizes is not None)
-        return self._start_anew(key, prior, set(durations_ns))
+        return self._start_anew(key, prior, [durations_ns])
 
     def _start_anew(
-        self, key: Hashable, prior: LatencyProfile, seen: set[Hashable]
+        self, key: Hashable, prior: LatencyProfile, durations_ns: Sequence[Mapping[int, float]]
     ) -> LatencyProfile:
-        self._learned[key] = self._new_learned(prior)
+        """``durations_ns``: those of each part."""
+        self._learned[key] = self._new_learned(key, prior)
         self._measured.add(key)
-        self._seen[key] = seen
+        kin, length = self._kin[key], bucket_in(key) or 0
+        for part, sizes in enumerate(durations_ns):
+            for size, duration_ns in sizes.items():
+                kin.is_first(size, part)
+                if kin.curves:
+                    kin.curves[part].tell(size * length, round(duration_ns))
         return self.profile(key)
 
     def refresh(self, policy: Policy, key: Hashable) -> None:
@@ -208,13 +246,36 @@ class Learning:
             while len(self._learned) >= _MOST_KEYS:
                 oldest = next(iter(self._learned))
                 del self._learned[oldest]
-                self._seen.pop(oldest, None)
+                self._kin.pop(oldest).keys.remove(oldest)
                 self._measured.discard(oldest)
-            learned = self._learned[key] = self._new_learned(self._prior_of(key))
+            learned = self._learned[key] = self._new_learned(key, self._prior_of(key))
         return learned
 
-    def _new_learned(self, prior: LatencyProfile | None) -> LearnedProfile:
-        return LearnedProfile(prior, batch_sizes=self._batch_sizes)
+    def _new_learned(self, key: Hashable, prior: LatencyProfile | None) -> LearnedProfile:
+        kin = self._kin_of(key)
+        return self._make_learned(prior, kin.curves, bucket_in(key) or 0)
+
+    def _kin_of(self, key: Hashable) -> _Kin:
+        kin = self._kin.get(key)
+        if kin is not None:
+            return kin
+        family = family_of(key)
+        if family is None:
+            kin = _Kin((), deque(), set())
+        elif (kin := self._families.get(family.rest)) is None:
+            while len(self._families) >= _MOST_KEYS:
+                del self._families[next(iter(self._families))]
+            curves = [LengthCurve() for _ in range(self._parts)]
+            kin = self._families[family.rest] = _Kin(curves, deque(), set())
+        kin.keys.append(key)
+        self._kin[key] = kin
+        return kin
+
+    def _make_learned(
+        self, prior: LatencyProfile | None, curves: Sequence[LengthCurve], length: int
+    ) -> LearnedProfile:
+        curve = curves[0] if curves else None
+        return LearnedProfile(prior, batch_sizes=self._batch_sizes, curve=curve, length=length)
 
     def _trial_profile(self) -> LatencyProfile:
         """Any of the right kind and size."""
@@ -225,7 +286,7 @@ class Learning:
             return self._prior(key) if callable(self._prior) else self._prior
         store = self._opened_store()
         # Under the lock, so not for keys without end (inputs of any length, not bucketed).
-        if store is None or self.name is None or len(self._seen) >= _MOST_LOOKED_UP:
+        if store is None or self.name is None or len(self._learned) >= _MOST_LOOKED_UP:
             return None
         return self._load(self.name, key, store)
 
@@ -237,6 +298,15 @@ class Learning:
         if not self._is_store_open and self.name is not None:
             self._store, self._is_store_open = self._open_store(), True
         return self._store
+
+    def _refresh_after(self, policy: Policy, key: Hashable, learned: LearnedProfile) -> None:
+        """A batch of this key has told something: also of the lengths beside it, one by one."""
+        self._refresh(policy, key, learned)
+        kin = self._kin[key]
+        if len(kin.keys) > 1:
+            kin.keys.rotate()
+            other = kin.keys[0]
+            self._refresh(policy, other, self._learned[other])
 
     def _refresh(self, policy: Policy, key: Hashable, learned: LearnedProfile) -> None:
         if not isinstance(policy, Batching):

@@ -1,8 +1,8 @@
 """Items of different lengths in one batch: padded to the longest, or to buckets, with a mask.
 
-The key of an item leaves its length out, or holds its bucket: with ``buckets`` short items pay for
-long ones only where that is quicker for all of them than one batch after the other, and the model
-sees only so many shapes (compiled models, captured graphs).
+The key of an item holds its bucket, or the class of its length where there are no buckets, so that
+short items pay for long ones only where that is quicker for all of them than one batch after the
+other. With buckets the model sees only so many shapes (compiled models, captured graphs).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from trims_shim.batching.arrays import library_of
@@ -21,6 +21,10 @@ from trims_shim.batching.structures import part_of, parts_of, with_parts
 from trims_shim.errors import BadBatch
 
 __all__ = ["Pad", "Padded"]
+
+_SHORT = 8
+"""Lengths up to this are one class; the next ones are twice as long each. Of finer classes more has
+to be learned, and of coarser ones more is padded (docs/decisions/0014: both lose little)."""
 
 
 class Padded(NamedTuple):
@@ -44,14 +48,19 @@ class Pad:
     instead), of anything else a :class:`Padded`; with ``mask=None``, the padded values alone.
 
     ``value`` is the value to pad with, or one for each field that is not to be padded with 0
-    (``{"input_ids": tokenizer.pad_token_id}``). ``buckets`` are the lengths to pad to; an item
-    longer than the largest is refused with a ValueError. Where that is quicker for all who wait,
-    the default policies let items of several buckets share a batch, padded to the longest; never
-    with ``mixes=False``, or ``mask=None``, by which the model cannot tell them from what they are
-    padded with. Without buckets, batches are padded to their longest item, rounded up to a multiple
-    of ``multiple``; with both, buckets only say who shares a batch, so that fewer values are
-    computed, in more shapes. ``fields`` names what is padded, for all arrays with that axis and all
-    lists; the rest is stacked.
+    (``{"input_ids": tokenizer.pad_token_id}``). ``fields`` names what is padded, for all arrays
+    with that axis and all lists; the rest is stacked.
+
+    Batches are padded to their longest item, rounded up to a multiple of ``multiple``. By the
+    default policies items of similar length share a batch, and others join them where more of them
+    are in time then, or all who wait are answered sooner. By other policies, and with
+    ``mask=None``, by which a model cannot tell items from what they are padded with, all lengths
+    share one.
+
+    ``buckets`` are the lengths to pad to; an item longer than the largest is refused with a
+    ValueError. Items of one bucket share a batch. By the default policies others join them, as
+    above; never with ``mixes=False`` or ``mask=None``. With ``multiple``, buckets only say who
+    shares a batch, so that fewer values are computed, in more shapes.
 
     With ``unpad``, results are cut to their item's length along ``axis``: all of them, or the
     fields or positions it names. They must have the padded length there, else it is a BadBatch.
@@ -65,6 +74,7 @@ class Pad:
     fields: Collection[Any] | None = None
     unpad: bool | Collection[Any] = False
     mixes: bool = True
+    _has_classes: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.axis < 0:
@@ -82,15 +92,33 @@ class Pad:
         if self.buckets is not None:
             object.__setattr__(self, "buckets", tuple(sorted(self.buckets)))
 
+    def with_classes(self) -> Pad:
+        """The same for a policy by which lengths share a batch where it pays.
+
+        That needs to be told the lengths.
+        """
+        if type(self) is not Pad or self.buckets or self.mask is None or not self.mixes:
+            return self
+        found = replace(self)
+        object.__setattr__(found, "_has_classes", True)
+        return found
+
+    @property
+    def has_length(self) -> bool:
+        """Whether there is one in its keys."""
+        return self._has_classes or self.buckets is not None
+
     # --- Collate ----------------------------------------------------------------------------------
 
     def key(self, item: Any) -> Hashable:
         """See :class:`~trims_shim.batching.collate.Collate`."""
-        length = self._length(item)
-        bucket = None if self.buckets is None else self._bucket(length)
-        return bucket, self._parts_key(item)
+        return self._bucket(self._length(item)), self._parts_key(item)
 
-    def _bucket(self, length: int) -> Bucket:
+    def _bucket(self, length: int) -> Bucket | None:
+        if self._has_classes:
+            return OpenBucket(max(_SHORT, 1 << (self._rounded(length) - 1).bit_length()))
+        if self.buckets is None:
+            return None
         kind = OpenBucket if self.mixes and self.mask is not None else Bucket
         return kind(self._bucket_length(length))
 

@@ -9,16 +9,18 @@ executor's, learning :mod:`trims_shim.batching.profiling`'s, saving and loading
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
-__all__ = ["LatencyProfile", "slow_sizes", "without_noise"]
+__all__ = ["LatencyProfile", "between", "slow_sizes", "without_noise"]
 
 _NS_PER_MS = 1_000_000
 _REAL_DIP = 0.9
 """A batch that takes less than this share of a smaller one does so for a reason: libraries choose
 other kernels for it. Measured sizes vary by less (docs/decisions/0009)."""
+_GUESS_NS = 1_000
+"""Of a batch nothing is known about: it is tried."""
 
 
 class LatencyProfile:
@@ -174,6 +176,33 @@ def without_noise(latencies_ns: Iterable[float]) -> list[float]:
         rising.append(latency_ns)
         highest_ns = max(highest_ns, latency_ns)
     return found + _isotonic(rising)
+
+
+def between(known_ns: Mapping[int, float]) -> Callable[[float], float]:
+    """What to think of a batch of any size, where some are known.
+
+    Between them, on the way from one to the other. Of what is larger, that twice as many take as
+    long, and more than that their share of it; a wrong guess costs some late batches, and a timid
+    one would be for ever, as the second item of a batch may cost more than all others (a product of
+    matrices instead of one with a vector). Of what is smaller, that half is fixed: a policy that
+    waits for the last moment is lost where one item less saves nothing.
+    """
+    sizes = sorted(known_ns)
+
+    def at(size: float) -> float:
+        if not sizes:
+            return _GUESS_NS
+        if size >= sizes[-1]:
+            return known_ns[sizes[-1]] * max(1.0, size / sizes[-1] / 2)
+        index = bisect_left(sizes, size)
+        above = sizes[index]
+        if index == 0:
+            return known_ns[above] * (1 + size / above) / 2
+        below = sizes[index - 1]
+        share = (size - below) / (above - below)
+        return known_ns[below] + share * (known_ns[above] - known_ns[below])
+
+    return at
 
 
 def _isotonic(values: Sequence[float]) -> list[float]:

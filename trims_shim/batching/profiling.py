@@ -25,8 +25,10 @@ import statistics
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from trims_shim.batching.profile import LatencyProfile, without_noise
+from trims_shim.batching.lengths import LengthCurve
+from trims_shim.batching.profile import LatencyProfile, between, without_noise
 
 __all__ = ["LearnedProfile", "measure", "sizes_to_measure"]
 
@@ -56,21 +58,39 @@ _CHEAP_SIZES = 64
 _WORTH_NS = 500_000
 """To make a profile takes some microseconds for each size: not more than a hundredth of the time in
 which batches have run, and where there are many sizes, not after each batch."""
-_GUESS_NS = 1_000
-"""Of a batch nothing is known about: it is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A profile, and of what it was made."""
+
+    max_batch_size: int
+    count: int
+    doubt: float
+    version: int
+    profile: LatencyProfile
 
 
 class LearnedProfile:
     """Durations in, profiles out. Not safe for threads without a lock.
 
     ``prior`` is what was measured or saved before; its shape is trusted more than its speed. With
-    ``batch_sizes``, only batches of these sizes run, and others as the next larger one.
+    ``batch_sizes``, only batches of these sizes run, and others as the next larger one. ``curve``
+    is told of all batches, whose items are padded to ``length``; where there is no prior it is what
+    would be one.
     """
 
     def __init__(
-        self, prior: LatencyProfile | None = None, *, batch_sizes: Sequence[int] | None = None
+        self,
+        prior: LatencyProfile | None = None,
+        *,
+        batch_sizes: Sequence[int] | None = None,
+        curve: LengthCurve | None = None,
+        length: int = 0,
     ) -> None:
         self._prior = prior
+        self._curve = curve
+        self._length = length
         self._batch_sizes = None if batch_sizes is None else tuple(sorted(batch_sizes))
         self._durations: dict[int, deque[tuple[int, int]]] = {}
         self._own: dict[int, float] = {}
@@ -81,25 +101,30 @@ class LearnedProfile:
         self._has_news = True
         self._given_up = 0
         self._doubt = 1.0
-        self._made: tuple[int, int, float, LatencyProfile] | None = None
+        self._made: _Made | None = None
 
     @property
     def count(self) -> int:
         """How many durations it was told."""
         return self._count
 
-    def observe(self, size: int, duration_ns: int) -> None:
-        """A batch of ``size`` has taken so long (not the first of all, nor one that failed)."""
+    def observe(self, size: int, duration_ns: int) -> bool:
+        """A batch of ``size`` has taken so long (not the first of all, nor one that failed).
+
+        False where that says nothing about others.
+        """
         self._count += 1
         self._given_up = 0
         duration_ns = max(1, duration_ns)
         self._ran_ns += duration_ns
+        if self._curve is not None:
+            self._curve.tell(size * self._length, duration_ns)
         believed_ns = self._believed_ns(size)
         if size not in self._begun:
             self._begun.add(size)
             # It may have compiled, tuned or allocated something.
             if believed_ns is not None and duration_ns > believed_ns:
-                return
+                return False
         self._doubt = 1.0
         durations = self._durations.get(size)
         if durations is None:
@@ -111,13 +136,15 @@ class LearnedProfile:
         elif len(durations) <= _FIRM:
             is_close = believed_ns is not None and abs(duration_ns / believed_ns - 1) < _NEWS
             self._has_news = self._has_news or not is_close
+        return True
 
     def _believed_ns(self, size: int) -> float | None:
         """What the last profile said; None if it was a guess."""
-        if self._made is None or (self._prior is None and not self._durations):
+        made = self._made
+        if made is None or not (self._prior or self._durations or made.version):
             return None
-        _, _, doubt, profile = self._made
-        return profile.latency_ns(size) / doubt if size <= profile.max_batch_size else None
+        largest = made.profile.max_batch_size
+        return made.profile.latency_ns(size) / made.doubt if size <= largest else None
 
     def _typical_ns(self, size: int) -> float:
         own_ns = self._own.get(size)
@@ -148,15 +175,17 @@ class LearnedProfile:
         """What is known now; the same object as before while there is little news."""
         made = self._made
         if made is not None and not self.is_due(max_batch_size):
-            return made[3]
+            return made.profile
         return self.renewed(max_batch_size)
 
     def is_due(self, max_batch_size: int) -> bool:
         """Whether there is more than little news since a profile was made."""
         made = self._made
-        if made is None or made[0] != max_batch_size or made[2] != self._doubt:
+        if made is None or made.max_batch_size != max_batch_size or made.doubt != self._doubt:
             return True
-        news = self._count - made[1]
+        if made.version != self._version:
+            return True
+        news = self._count - made.count
         if self._has_news:
             return news > 0 and news * _CHEAP_SIZES >= max_batch_size
         return news >= _REFRESH and self._ran_ns >= _WORTH_NS * max_batch_size
@@ -164,7 +193,7 @@ class LearnedProfile:
     def renewed(self, max_batch_size: int) -> LatencyProfile:
         """What is known now, however little of it is news."""
         profile = self._profile_of(self.latencies_ns(max_batch_size), max_batch_size)
-        self._made = (max_batch_size, self._count, self._doubt, profile)
+        self._made = _Made(max_batch_size, self._count, self._doubt, self._version, profile)
         self._has_news, self._ran_ns = False, 0
         return profile
 
@@ -192,16 +221,30 @@ class LearnedProfile:
         largest = max([largest, *self._durations])
         return {size: each for size, each in latencies_ns.items() if size <= largest}
 
+    @property
+    def _version(self) -> int:
+        """Of what other lengths say; 0 where that is nothing."""
+        return 0 if self._curve is None or self._prior is not None else self._curve.version
+
     def _found(self, max_batch_size: int) -> dict[int, int]:
         """What is typical of each size."""
         own = {size: self._typical_ns(size) for size in self._durations}
         counts = {size: len(durations) for size, durations in self._durations.items()}
-        base = _base(self._prior, own, counts)
         sizes: Sequence[int] = self._batch_sizes or range(1, max_batch_size + 1)
+        base = _base(self._expected_ns(sizes), own, counts)
         return {
             size: max(1, round(_estimate(base(size), own.get(size), counts.get(size, 0))))
             for size in sizes
         }
+
+    def _expected_ns(self, sizes: Sequence[int]) -> dict[int, float]:
+        """What is known of them from elsewhere, up to a factor."""
+        prior, curve = self._prior, self._curve
+        if prior is not None:
+            return {size: prior.taken_ns(size) for size in range(1, prior.max_batch_size + 1)}
+        if curve is None or not curve.version:
+            return {}
+        return {size: curve.expected_ns(size * self._length) for size in sizes}
 
     def _profile_of(self, latencies_ns: Mapping[int, float], max_batch_size: int) -> LatencyProfile:
         if self._batch_sizes is None:
@@ -209,7 +252,7 @@ class LearnedProfile:
         return LatencyProfile.measured(latencies_ns, max_batch_size=max_batch_size, pads=True)
 
     def _forget(self, found: Mapping[int, float], max_batch_size: int) -> bool:
-        """Sizes that have not run for long keep their place in the prior, and no more."""
+        """Sizes that have not run for long keep their place in what is expected, and no more."""
         due = []
         for size, durations in self._durations.items():
             doublings = min(self._forgotten[size], _MOST_DOUBLINGS)
@@ -217,8 +260,9 @@ class LearnedProfile:
                 due.append(size)
         if not due:
             return False
-        kept = self._known(found)
-        self._prior = self._profile_of(kept, max(kept))
+        if not self._version:  # the curve forgets by itself
+            kept = self._known(found)
+            self._prior = self._profile_of(kept, max(kept))
         for size in due:
             self._forgotten[size] += 1
             del self._durations[size]
@@ -262,42 +306,16 @@ def _believed(
 
 
 def _base(
-    prior: LatencyProfile | None, own: Mapping[int, float], counts: Mapping[int, int]
-) -> Callable[[int], float]:
-    """What to think of a size without looking at its own durations.
-
-    Between sizes that are known, on the way from one to the other. Of what is larger, that twice as
-    many take as long, and more than that their share of it; a wrong guess costs some late batches,
-    and a timid one would be for ever, as the second item of a batch may cost more than all others
-    (a product of matrices instead of one with a vector). Of what is smaller, that half is fixed: a
-    policy that waits for the last moment is lost where one item less saves nothing.
-    """
-    known = dict(own)
-    if prior is not None:
-        last = prior.max_batch_size
-        measured = {size: own_ns for size, own_ns in own.items() if size <= last}
-        speed = _speed({s: each / prior.taken_ns(s) for s, each in measured.items()}, counts)
-        known.update({size: prior.taken_ns(size) * speed for size in range(1, last + 1)})
-    sizes = sorted(known)
-
-    def at(size: int) -> float:
-        if not sizes:
-            return _GUESS_NS
-        if size >= sizes[-1]:
-            return known[sizes[-1]] * max(1.0, size / sizes[-1] / 2)
-        index = bisect_left(sizes, size)
-        above = sizes[index]
-        if index == 0:
-            return known[above] * (1 + size / above) / 2
-        below = sizes[index - 1]
-        share = (size - below) / (above - below)
-        return known[below] + share * (known[above] - known[below])
-
-    return at
+    expected: Mapping[int, float], own: Mapping[int, float], counts: Mapping[int, int]
+) -> Callable[[float], float]:
+    """What to think of a size without looking at its own durations."""
+    ratios = {size: each / expected[size] for size, each in own.items() if size in expected}
+    speed = _speed(ratios, counts)
+    return between({**own, **{size: each * speed for size, each in expected.items()}})
 
 
 def _speed(ratios: Mapping[int, float], counts: Mapping[int, int]) -> float:
-    """By how much batches take longer than the prior says: a geometric mean over sizes."""
+    """By how much batches take longer than was expected: a geometric mean over sizes."""
     weights = {size: _weight(counts[size], ratio, 1.0) for size, ratio in ratios.items()}
     total = sum(weights.values())
     if not total:

@@ -36,6 +36,8 @@ class Rule(ABC):
     """Whether requests of other keys are waiting for a device; kept up by the state machine."""
     max_weight: int | None = None
     """The most that the requests of a batch may weigh together; set by the state machine."""
+    stretches: Sequence[float] = (1.0,)
+    """What batches take, as multiples of their profile: equally likely, ascending."""
     devices = 1
     """How many batches, or stages, run at once; set by the state machine."""
     key: Hashable = None

@@ -96,21 +96,53 @@ def test_those_of_other_priority_keep_to_themselves() -> None:
     assert joined(rule_of(8, 1, priority=1), 1, below) == [(16, 2)]
 
 
-@pytest.mark.parametrize(("deadline_ms", "count"), [(60, 2), (45, 0)])
-def test_nobody_is_late_for_it(deadline_ms: float, count: int) -> None:
-    slow = LatencyProfile.linear(1, 40, max_batch_size=8)
-    expected = [(16, count)] if count else []
-    mine = rule_of(8, 6, deadline_ns=ms(deadline_ms))
-    assert joined(mine, 6, rule_of(16, 2, slow), now_ns=ms(2)) == []  # nobody gains
-    assert joined(rule_of(8, 6, slow), 6, rule_of(16, 2, slow, deadline_ns=ms(deadline_ms))) == (
-        expected
-    )
-    slow_mine = rule_of(8, 6, slow, deadline_ns=ms(deadline_ms))
-    assert joined(slow_mine, 6, rule_of(16, 2, slow)) == expected
-    slow_mine.margin_ns = ms(30)
-    late = rule_of(16, 2, slow)
-    late.margin_ns = ms(30)
-    assert joined(slow_mine, 6, late) == []
+SLOW = LatencyProfile.linear(1, 40, max_batch_size=8)
+"""6 take 46 ms, 2 take 42, and 8 together 48."""
+
+
+@pytest.mark.parametrize(
+    ("deadline_ms", "margin_ms", "joins"), [(60, 0, True), (47, 0, False), (60, 13, False)]
+)
+def test_nobody_is_late_for_it(deadline_ms: float, margin_ms: float, joins: bool) -> None:
+    mine, others = rule_of(8, 6, SLOW, deadline_ns=ms(deadline_ms)), rule_of(16, 2, SLOW)
+    mine.margin_ns = others.margin_ns = ms(margin_ms)
+    assert bool(joined(mine, 6, others)) == joins
+
+
+@pytest.mark.parametrize(("deadline_ms", "joins"), [(48, True), (47, True), (89, True), (88, True)])
+def test_who_would_be_late_goes_along_where_nobody_else_is_late_for_it(
+    deadline_ms: float, joins: bool
+) -> None:
+    # After the others, they would be answered after 88 ms.
+    crowd, few = rule_of(8, 6, SLOW), rule_of(16, 2, SLOW, deadline_ns=ms(deadline_ms))
+    assert bool(joined(crowd, 6, few)) == joins
+
+
+def test_more_that_are_in_time_count_before_who_waits_longer() -> None:
+    quick = LatencyProfile.linear(0, 10, max_batch_size=8)
+    slow = LatencyProfile.linear(0, 18, max_batch_size=8)
+    # Together 18 ms; apart 10, and then 18 more. All seven wait for the one, by 8 ms each.
+    for deadline_ms, expected in ((28, []), (27, [(32, 1)]), (18, [(32, 1)]), (17, [])):
+        lone = rule_of(32, 1, slow, deadline_ns=ms(deadline_ms))
+        assert joined(rule_of(8, 7, quick), 7, lone) == expected
+    # Two are late for one.
+    lone = rule_of(32, 1, slow, deadline_ns=ms(20))
+    assert joined(rule_of(8, 2, quick, deadline_ns=ms(17)), 2, lone) == []
+    assert joined(rule_of(8, 2, quick, deadline_ns=ms(18)), 2, lone) == [(32, 1)]
+
+
+def test_what_batches_may_take_is_weighed() -> None:
+    # 8 take 48 ms, or 24, or 72: of three times one is in time together, and 2 apart.
+    mine, others = rule_of(8, 6, SLOW, deadline_ns=ms(47)), rule_of(16, 2, SLOW)
+    mine.stretches = others.stretches = [0.5, 1.0, 1.5]
+    assert joined(mine, 6, others) == []
+    mine.stretches = others.stretches = [0.5, 0.5, 1.5]
+    assert joined(mine, 6, others) == [(16, 2)]
+
+
+def test_what_is_late_anyway_keeps_nobody_away() -> None:
+    mine, others = rule_of(8, 6, SLOW, deadline_ns=ms(45)), rule_of(16, 2, SLOW)
+    assert joined(mine, 6, others) == [(16, 2)]
 
 
 def test_a_second_device_is_free_sooner() -> None:

@@ -51,8 +51,6 @@ class Goodput(Rule):
         self, profile: LatencyProfile, *, max_batch_size: int, margin_ms: float = 0.0
     ) -> None:
         super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
-        self.stretches: Sequence[float] = (1.0,)
-        """What batches take, as multiples of their profile: equally likely, ascending."""
         self.has_shed = False
         """Whether the last decision gave up a request that alone would have been in time."""
         self.due_ns = 0

@@ -1,14 +1,15 @@
 """Who of other lengths goes along: one batch, padded to the longest, or one after the other.
 
-With buckets each length has a rule and a queue of its own, so a device that is free has several
-batches to choose from. The one that goes first is ``n`` of bucket ``k``, and would take
-``L_k(n)`` (``L``: latency of a batch). The ``m`` that wait in bucket ``j`` can run after it, for
-``L_j(m)``, or with it, for ``T = L_max(k,j)(n + m)`` in all. Together, the ``m`` and all others who
-wait are answered sooner by what the device saves, ``L_k(n) + L_j(m) - T``, and the ``n`` later by
-``T - L_k(n)``. Where the sum of that is a gain, and nobody is late for it, they go together; then
-the next bucket is asked, the one that gains most first. With ``d`` devices, all of them busy, the
-next one is free after ``L_k(n) / d``, so that the ``m`` save less, and what a device saves is worth
-a ``d``-th of it to the others.
+Each length has a rule and a queue of its own, so a device that is free has several batches to
+choose from. The one that goes first is ``n`` of length ``k``, and would take ``L_k(n)`` (``L``:
+latency of a batch). The ``m`` that wait in the queue of length ``j`` can run after it, for
+``L_j(m)``, or with it, for ``T = L_max(k,j)(n + m)`` in all. What counts is how many of the
+``n + m`` are expected to be in time, and where that is equal, how long all wait. Together, the
+``m`` and all others who wait are answered sooner by what the device saves,
+``L_k(n) + L_j(m) - T``, and the ``n`` later by ``T - L_k(n)``. Where the sum of that is a gain,
+they go together; then the next length is asked, the one that gains most first. With ``d`` devices,
+all of them busy, the next one is free after ``L_k(n) / d``, so that the ``m`` save less, and what a
+device saves is worth a ``d``-th of it to the others.
 
 That those who would have been next without the ``m`` wait for these is left out: what the device
 saves is for those yet to come, too, who are not counted either.
@@ -20,8 +21,11 @@ that pay for each token keep to themselves. Nothing has to be tuned, and nobody 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trims_shim.batching.rules import Rule
 
@@ -41,14 +45,14 @@ def companions(
     batch, found = _Batch.of(rule, size), []
     waiting = len(rule.queue) - size + sum(len(each.queue) for each in others)
     while mates:
-        options = [batch.with_(mate) for mate in mates]
-        gains_ns = [each.gain_ns(batch, waiting, now_ns) for each in options]
-        best = max(range(len(mates)), key=gains_ns.__getitem__)
-        if gains_ns[best] <= 0:
+        options = [_Option.of(batch, mate, waiting, now_ns) for mate in mates]
+        best = max(range(len(mates)), key=lambda index: options[index].gain)
+        option = options[best]
+        if option.gain <= _NO_GAIN:
             break
-        count = options[best].size - batch.size
+        count = option.batch.size - batch.size
         found.append((mates.pop(best), count))
-        batch = options[best]
+        batch = option.batch
         waiting -= count
     return found
 
@@ -60,36 +64,39 @@ def _may_join(mate: Rule, rule: Rule) -> bool:
     return mate.queue[0].priority == rule.queue[0].priority
 
 
+_NO_GAIN = (0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """What would run."""
 
     longest: Rule
-    size: int
     weight: int
-    due_ns: int
-    apart_ns: int
-    """How long it takes if the last ones that joined run after the others."""
+    due_ns: Sequence[int]
+    """Deadlines of all in it, ascending."""
 
     @classmethod
     def of(cls, rule: Rule, size: int) -> _Batch:
-        weight = sum(request.weight for request in rule.queue[:size])
-        return cls(rule, size, weight, rule.queue.deadline_ns(size), 0)
+        first = rule.queue[:size]
+        due_ns = sorted([request.deadline_ns for request in first])
+        return cls(rule, sum([request.weight for request in first]), due_ns)
+
+    @property
+    def size(self) -> int:
+        return len(self.due_ns)
 
     @property
     def latency_ns(self) -> int:
         return self.longest.profile.latency_ns(self.size)
 
-    def with_(self, mate: Rule) -> _Batch:
-        """As many of them as there is room for."""
-        longest = max(self.longest, mate, key=lambda rule: rule.length)
-        count = self._room(mate)
-        weight = sum(request.weight for request in mate.queue[:count])
-        apart_ns = self.latency_ns + (mate.profile.latency_ns(count) if count else 0)
-        due_ns = min(self.due_ns, mate.queue.deadline_ns(count))
-        return _Batch(longest, self.size + count, self.weight + weight, due_ns, apart_ns)
+    def with_(self, mate: _Batch) -> _Batch:
+        longest = max(self.longest, mate.longest, key=lambda rule: rule.length)
+        due_ns = sorted([*self.due_ns, *mate.due_ns])
+        return _Batch(longest, self.weight + mate.weight, due_ns)
 
-    def _room(self, mate: Rule) -> int:
+    def room(self, mate: Rule) -> int:
+        """For how many of its first requests."""
         most = min(self.longest.max_batch_size, mate.max_batch_size) - self.size
         count = max(0, min(mate.queue.peers(0), most))
         if mate.max_weight is None or not count:
@@ -97,19 +104,42 @@ class _Batch:
         left = mate.max_weight - self.weight
         return mate.queue.within_weight(count, left) if mate.queue[0].weight <= left else 0
 
-    def gain_ns(self, batch: _Batch, waiting: int, now_ns: int) -> float:
-        """By how much less all wait than if those that have joined ``batch`` run after it.
+    def late(self, start_ns: int, stretches: Sequence[float], latency_ns: float) -> int:
+        """How many are, summed over ``stretches`` of what it takes until they are answered."""
+        due_ns = self.due_ns
+        if start_ns + stretches[-1] * latency_ns <= due_ns[0]:
+            return 0
+        return sum([bisect_left(due_ns, start_ns + each * latency_ns) for each in stretches])
 
-        0 where they cannot go together. ``waiting``: all that are not in ``batch``.
-        """
-        count, longest = self.size - batch.size, self.longest
-        before_ns, together_ns = batch.latency_ns, self.latency_ns
-        saved_ns = self.apart_ns - together_ns
-        if not count or saved_ns <= 0:
-            return 0.0
-        if not longest.is_in_time(self.size, self.due_ns - now_ns - longest.margin_ns):
-            return 0.0
-        devices = longest.devices
+
+class _Option(NamedTuple):
+    """As many of another length as there is room for go along."""
+
+    batch: _Batch
+    """With them."""
+    gain: tuple[int, float]
+    """Against running after it: how many fewer are late, in sum over what batches may take, and by
+    how much less all wait."""
+
+    @classmethod
+    def of(cls, batch: _Batch, mate: Rule, waiting: int, now_ns: int) -> _Option:
+        """``waiting``: all that are not in ``batch``."""
+        count = batch.room(mate)
+        if not count:
+            return cls(batch, _NO_GAIN)
+        joining = _Batch.of(mate, count)
+        both = batch.with_(joining)
+        longest, devices = both.longest, both.longest.devices
+        before_ns, after_ns, together_ns = batch.latency_ns, joining.latency_ns, both.latency_ns
+        saved_ns = before_ns + after_ns - together_ns
+        if saved_ns <= 0:
+            return cls(both, _NO_GAIN)
+        late = functools.partial(
+            _Batch.late, start_ns=now_ns + longest.margin_ns, stretches=longest.stretches
+        )
+        apart = late(batch, latency_ns=before_ns)
+        apart += late(joining, latency_ns=before_ns / devices + after_ns)
         sooner_ns = saved_ns - before_ns * (1 - 1 / devices)
         gained_ns = count * sooner_ns + (waiting - count) * saved_ns / devices
-        return gained_ns - batch.size * (together_ns - before_ns)
+        gained_ns -= batch.size * (together_ns - before_ns)
+        return cls(both, (apart - late(both, latency_ns=together_ns), gained_ns))

@@ -58,6 +58,7 @@ class StagedFunction(BatchFunction):
         isolate_failures: bool,
         takes_owner: bool,
         name: str,
+        by_length: bool = False,
     ) -> None:
         if isinstance(collate_of(collate), Concatenate):
             raise ValueError(
@@ -82,6 +83,7 @@ class StagedFunction(BatchFunction):
             isolate_failures=isolate_failures,
             takes_owner=takes_owner,
             name=name,
+            by_length=by_length,
         )
         if self.is_async or self.is_generator:
             raise TypeError(

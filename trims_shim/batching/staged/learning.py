@@ -13,6 +13,7 @@ from typing import Any
 from trims_shim.batching.collates import padded_size
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.learning import Learning, plain_key
+from trims_shim.batching.lengths import LengthCurve
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profile_store import ProfileStore, SavedProfile
 from trims_shim.batching.profiling import LearnedProfile
@@ -39,13 +40,19 @@ class LearnedStages(LearnedProfile):
         *,
         batch_sizes: Sequence[int] | None = None,
         width: float | None = None,
+        curves: Sequence[LengthCurve] = (),
+        length: int = 0,
     ) -> None:
-        """``width``: where it was not measured."""
+        """``width``: where it was not measured. ``curves``: one for each stage, or none."""
         super().__init__(prior, batch_sizes=batch_sizes)
         if prior is not None and not isinstance(prior, StagedProfile):
             prior = StagedProfile.even(prior, stages)
         priors = prior.stages if prior is not None else (None,) * stages
-        self.stages = tuple(LearnedProfile(each, batch_sizes=batch_sizes) for each in priors)
+        self.stages = tuple(
+            LearnedProfile(each, batch_sizes=batch_sizes, curve=curve, length=length)
+            for each, curve in zip(priors, curves or (None,) * stages, strict=True)
+        )
+        self._has_curves = bool(curves)
         self._preferred: Sequence[float] | None = None
         if prior is not None:
             # The largest size that was known is no limit: larger ones may gain more.
@@ -68,10 +75,10 @@ class LearnedStages(LearnedProfile):
         """See :class:`LearnedProfile`: of the stage of which it was told least."""
         return min(each.count for each in self.stages)
 
-    def observe_stage(self, stage: int, size: int, duration_ns: int) -> None:
+    def observe_stage(self, stage: int, size: int, duration_ns: int) -> bool:
         """As :meth:`observe`, of one stage."""
-        self.stages[stage].observe(size, duration_ns)
         self._news.add(stage)
+        return self.stages[stage].observe(size, duration_ns)
 
     def doubt(self) -> bool:
         """See :class:`LearnedProfile`."""
@@ -84,6 +91,8 @@ class LearnedStages(LearnedProfile):
         whole, stages, news = self._whole, self.stages, self._news
         if whole is None or whole.max_batch_size != max_batch_size:
             return self._made_of([each.profile(max_batch_size) for each in stages])
+        if self._has_curves:  # of other lengths there may be news for any stage
+            news.update(range(len(stages)))
         for stage in news:
             if stages[stage].is_due(max_batch_size):
                 break
@@ -128,13 +137,14 @@ class StagedLearning(Learning):
     ) -> None:
         """``others`` are those of :class:`Learning`."""
         # First: the base class makes a policy, to see whether that can be done.
-        self._stages = stages
+        self._stages = self._parts = stages
         self._is_whole = is_whole
         self._has_loop = has_loop
         self._pairs = pairs
         self._max_active = max_active
         self._width = width
         super().__init__(maker, **others)
+        self.mixes_lengths = self.mixes_lengths and not has_loop
 
     def make_policy(self) -> Policy:
         """See :class:`Learning`."""
@@ -165,15 +175,13 @@ class StagedLearning(Learning):
         assert isinstance(learned, LearnedStages)
         if is_beside and learned.has_width and not learned.is_doubted:
             return True  # rules reckon from what a stage takes alone, which was measured, too
-        seen = self._seen.setdefault(key, set())
+        kin = self._kin[key]
         is_typical = True
         for stage, duration_ns in enumerate(durations_ns, first):
-            if (stage, size) in seen:
-                learned.observe_stage(stage, size, duration_ns)
-            else:
-                seen.add((stage, size))
-                is_typical = False
-        self._refresh(policy, key, learned)
+            is_first = kin.is_first(size, stage)
+            counts = not is_first and learned.observe_stage(stage, size, duration_ns)
+            is_typical = is_typical and not is_first and (counts or not kin.curves)
+        self._refresh_after(policy, key, learned)
         return is_typical
 
     def measured_stages(
@@ -193,13 +201,19 @@ class StagedLearning(Learning):
             ],
             width=width,
         )
-        seen: set[Hashable] = {
-            (stage, size) for stage, each in enumerate(durations_ns) for size in each
-        }
-        return self._start_anew(key, prior, seen)
+        return self._start_anew(key, prior, durations_ns)
 
-    def _new_learned(self, prior: LatencyProfile | None) -> LearnedProfile:
-        return LearnedStages(self._stages, prior, batch_sizes=self._batch_sizes, width=self._width)
+    def _make_learned(
+        self, prior: LatencyProfile | None, curves: Sequence[LengthCurve], length: int
+    ) -> LearnedProfile:
+        return LearnedStages(
+            self._stages,
+            prior,
+            batch_sizes=self._batch_sizes,
+            width=self._width,
+            curves=curves,
+            length=length,
+        )
 
     def _trial_profile(self) -> LatencyProfile:
         return StagedProfile([super()._trial_profile()] * self._stages)

@@ -1,0 +1,83 @@
+"""What a batch takes by its padded values: learned from all lengths, for those that say little yet.
+
+Each length is learned by itself, since no one law holds for all models. But sizes times lengths
+are many, most of them run rarely, and what a size takes that has not run has to be guessed. Then it
+is read from the curve of its family: what ``n`` items that are padded to ``l`` take, by ``n l``
+alone, which is about so on processors and GPUs alike. By how much a length differs from that, its
+own batches tell (:class:`~trims_shim.batching.profiling.LearnedProfile`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from itertools import accumulate
+
+from trims_shim.batching.profile import between
+
+__all__ = ["LengthCurve"]
+
+_KEPT = 16
+"""Durations of each number of values."""
+_REMEMBERED = 512
+"""For so many batches of any length a number of values is remembered after it last ran."""
+_REFRESH = 16
+_WORTH_NS = 100_000_000
+"""So many batches, and so long ones, are between two versions, as it takes a millisecond to make
+one and all profiles that rest on it; at first fewer, each half as many as there were before."""
+
+
+_PLAUSIBLE = 2.0
+"""So many times what fewer values took for each: a batch that takes longer, and is the only one,
+has compiled or allocated something."""
+
+
+class LengthCurve:
+    """Durations in, expectations out. Not safe for threads without a lock.
+
+    Unlike a profile it is told of the first batch of each size, too, as most are the first. Nothing
+    is expected to take longer than something larger has taken.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        """Another one when there is more than little news; 0 while nothing is known."""
+        self._durations: dict[int, deque[tuple[int, int]]] = {}
+        """By values; each with the number of its batch."""
+        self._count = self._ran_ns = 0
+        self._made_after = 0
+        self._expected_ns: Callable[[float], float] = between({})
+
+    def tell(self, values: int, duration_ns: int) -> None:
+        """A batch of so many values has taken so long; those that are padding count."""
+        self._count += 1
+        self._ran_ns += duration_ns
+        durations = self._durations.get(values)
+        if durations is None:
+            durations = self._durations[values] = deque(maxlen=_KEPT)
+        durations.append((self._count, duration_ns))
+        news = self._count - self._made_after
+        if (news >= _REFRESH and self._ran_ns >= _WORTH_NS) or 2 * news >= self._made_after:
+            self._make()
+
+    def expected_ns(self, values: int) -> float:
+        """What a batch of so many values is expected to take. Only where ``version`` is not 0."""
+        return self._expected_ns(values)
+
+    def _make(self) -> None:
+        known_ns: dict[int, float] = {}
+        most_ns = math.inf
+        for values, durations in sorted(self._durations.items()):
+            if self._count - durations[-1][0] > _REMEMBERED:
+                del self._durations[values]
+                continue
+            median_ns = statistics.median_low(each for _, each in durations)
+            if len(durations) > 1 or median_ns <= values * most_ns:
+                known_ns[values] = median_ns
+                most_ns = _PLAUSIBLE * median_ns / values
+        least_ns = [*accumulate(reversed(known_ns.values()), min)][::-1]
+        self._expected_ns = between(dict(zip(known_ns, least_ns, strict=True)))
+        self.version += 1
+        self._made_after, self._ran_ns = self._count, 0
