@@ -62,8 +62,7 @@ def _limit(device: str) -> int:
 
 def _make_batcher(served: Served, side: Mapping[str, Any], device: str, slo_ms: Any) -> Any:
     settings = dict(side)
-    stages, bucketed = settings.pop("stages"), settings.pop("bucketed")
-    policy = settings.pop("policy")
+    stages, policy = settings.pop("stages"), settings.pop("policy")
     if settings:
         policy = functools.partial({"window": Window}[policy], **settings)
     function = served.whole if stages == 0 else served.staged(stages)
@@ -78,7 +77,7 @@ def _make_batcher(served: Served, side: Mapping[str, Any], device: str, slo_ms: 
         slo_ms=slo_ms,
         max_batch_size=_limit(device),
         queue_size=1 << 16,
-        collate=served.bucketed if bucketed else served.collate,
+        collate=served.collate,
         name=f"{served.name}-{side['policy']}-{stages}",
     )
 
@@ -144,7 +143,7 @@ def _prepare(
     torch.set_num_threads(1)
     served = make_served(model, device)
     batchers = {name: _make_batcher(served, side, device, slo_ms) for name, side in sides.items()}
-    collate = collate_of(served.bucketed)
+    collate = collate_of(served.collate)
     for example in served.examples:
         for size in _WARM_SIZES:
             served.whole(collate.join([served.item(example)] * size))

@@ -18,7 +18,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,25 +35,22 @@ __all__ = ["LENGTHS", "MODELS", "Served", "make_served"]
 
 LENGTHS = {"median": 24, "sigma": 0.7, "least": 4, "most": 128}
 """Tokens of a request: log-normal, cut off. Sentences of GLUE's tasks are about as spread."""
-_BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128)
 _VOCABULARY = 30_522
 _ITEMS = 512
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model, its requests, and how each side of the comparison batches them."""
+    """A model, its requests, and how they become batches."""
 
     name: str
     stages: Sequence[Callable[..., Any]]
     items: Sequence[Any]
     """Request ``n`` has item ``n`` modulo their number; on the device. Equal in every process."""
     collate: Any
-    """Of the baselines: padded to the longest of the batch, as the paper's are."""
-    bucketed: Any
-    """Of this package's policies: the same, but only items of one bucket share a batch."""
+    """Padded to the longest of the batch, as the paper's are."""
     examples: Sequence[int]
-    """Numbers of items, one for each bucket that there is."""
+    """Numbers of items: where lengths differ, the middle one of each class of them."""
 
     def item(self, number: int) -> Any:
         """Of a request."""
@@ -181,11 +179,11 @@ def _bert(name: str, size: _Size, device: str) -> Served:
         {"ids": torch.randint(_VOCABULARY, (_length(number),)).to(device)}
         for number in range(_ITEMS)
     ]
-    firsts: dict[int, int] = {}
-    for number in range(_ITEMS):
-        bucket = next(bucket for bucket in _BUCKETS if bucket >= _length(number))
-        firsts.setdefault(bucket, number)
-    return Served(name, stages, items, Pad(), Pad(buckets=_BUCKETS), sorted(firsts.values()))
+    collate, classes = Pad(), defaultdict[Hashable, list[int]](list)
+    for number in sorted(range(_ITEMS), key=_length):
+        classes[collate.with_classes().key(items[number])].append(number)
+    examples = [numbers[len(numbers) // 2] for numbers in classes.values()]
+    return Served(name, stages, items, collate, examples)
 
 
 # --- of operators ---------------------------------------------------------------------------------
@@ -260,7 +258,7 @@ def _unet(name: str, size: _Size, device: str) -> Served:
         _stage(device, _Bottom(widths[-2], widths[-1]), *ups[: size.depth - half]),
         _stage(device, *ups[size.depth - half :], _Mask(widths[0])),
     ]
-    return Served(name, stages, _pictures(size.side, device), "auto", "auto", [0])
+    return Served(name, stages, _pictures(size.side, device), "auto", [0])
 
 
 def _pictures(side: int, device: str) -> list[Tensor]:
@@ -285,7 +283,7 @@ def _vgg(name: str, size: _Size, device: str) -> Served:
         _stage(device, nn.Linear(flat, hidden), nn.ReLU()),
         _stage(device, nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1000)),
     ]
-    return Served(name, stages, _pictures(size.side, device), "auto", "auto", [0])
+    return Served(name, stages, _pictures(size.side, device), "auto", [0])
 
 
 _STAGES = 4

@@ -9,11 +9,12 @@ One process, one model, open-loop Poisson arrivals. Each repeat of a load is a f
 which the sides take turns with equal arrivals: what a machine does to a process it does to all of
 them, and that is more than what tells them apart. The sides are this package's batcher with four
 policies: ``immediate`` and ``window`` (the paper's ZeroBatch and DelayBatch; of the window the best
-of four lengths for each cell, chosen on other arrivals), both padding to the longest of a batch;
-``auto``, which keeps items of different buckets apart; and ``dvabatch``, which also enters and
-leaves between stages. No side is told an objective, so nobody drops, and all latencies count; only
-for peak throughput all know the objective. Writes ``docs/results/staged_serving.json``, ``.md`` and
-``.png``; cells that no longer fit into ``--minutes`` are left out, and named.
+of four lengths for each cell, chosen on other arrivals), both with all lengths in one batch;
+``auto``, which brings them together where that pays; and ``dvabatch``, which also enters and leaves
+between stages. All pad to the longest of a batch. No side is told an objective, so nobody drops,
+and all latencies count; only for peak throughput all know the objective. Writes
+``docs/results/staged_serving.json``, ``.md`` and ``.png``; cells that no longer fit into
+``--minutes`` are left out, and named.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ LOADS = {"low": 0.3, "medium": 0.6, "high": 0.9, "step": 1.1}
 """Shares of what the whole model answers in full batches; of the step, its upper part."""
 _STEP_FOOT = 0.3
 SIDES: dict[str, dict[str, Any]] = {
-    "immediate": {"policy": "immediate", "stages": 0, "bucketed": False},
-    "window": {"policy": "window", "stages": 0, "bucketed": False},
-    "auto": {"policy": "auto", "stages": 0, "bucketed": True},
-    "dvabatch": {"policy": "dvabatch", "stages": None, "bucketed": True},
-    "stages alone": {"policy": "immediate", "stages": None, "bucketed": True},
-    "stretch only": {"policy": "load", "stages": None, "bucketed": True},
-    "split only": {"policy": "operators", "stages": None, "bucketed": True},
+    "immediate": {"policy": "immediate", "stages": 0},
+    "window": {"policy": "window", "stages": 0},
+    "auto": {"policy": "auto", "stages": 0},
+    "dvabatch": {"policy": "dvabatch", "stages": None},
+    "stages alone": {"policy": "immediate", "stages": None},
+    "stretch only": {"policy": "load", "stages": None},
+    "split only": {"policy": "operators", "stages": None},
 }
 """The last three are ablations, measured only where ``--sides`` names them."""
 LONE: dict[str, dict[str, Any]] = {
-    "function": {"policy": "immediate", "stages": 0, "bucketed": False},
-    "one stage": {"policy": "immediate", "stages": 1, "bucketed": False},
-    "all stages": {"policy": "immediate", "stages": None, "bucketed": False},
+    "function": {"policy": "immediate", "stages": 0},
+    "one stage": {"policy": "immediate", "stages": 1},
+    "all stages": {"policy": "immediate", "stages": None},
 }
 _CHOOSING_SEED = 99
 _DIGITS = 4
@@ -81,7 +82,7 @@ class Plan:
     lone_calls: int = 20
     """Of a turn."""
     learning_s: float = 0.5
-    """For each bucket of a model."""
+    """For each class of lengths."""
     calibrations: int = 4
     """Full batches of each model."""
 

@@ -46,10 +46,12 @@ def test_answers_of_a_batch_are_those_of_its_items(model: str) -> None:
     assert len(served.staged(1)) == 1
 
 
-def test_every_bucket_has_an_example_and_lengths_are_as_stated() -> None:
+def test_every_class_has_an_example_and_lengths_are_as_stated() -> None:
     served = served_of("bert")
-    keys = {collate_of(served.bucketed).key(item) for item in served.items}
-    assert len(served.examples) == len(keys) == 8
+    collate = collate_of(served.collate, by_length=True)
+    keys = {collate.key(item) for item in served.items}
+    assert {collate.key(served.item(each)) for each in served.examples} == keys
+    assert len(served.examples) == len(keys) == 5
     lengths = sorted(len(item["ids"]) for item in served.items)
     assert lengths[len(lengths) // 2] == pytest.approx(LENGTHS["median"], rel=0.15)
     assert LENGTHS["least"] <= lengths[0]
@@ -97,7 +99,7 @@ def tiny(name: str, device: str = "cpu") -> Served:
     """Doubles, adds one, negates."""
     stages = [lambda x: 2 * x, lambda x: x + 1, lambda x: -x]
     items = [torch.full((3,), float(number)) for number in range(8)]
-    return Served(name, stages, items, "auto", "auto", [0])
+    return Served(name, stages, items, "auto", [0])
 
 
 @pytest.fixture
