@@ -33,6 +33,22 @@ def test_between_and_beyond_what_ran() -> None:
     assert curve.expected_ns(50) == 7.5 * MS  # half is taken to be fixed
 
 
+@pytest.mark.parametrize(
+    ("durations", "expected_ms"),
+    [
+        ([(100, 10), (400, 40)], 80),  # all in proportion
+        ([(100, 25), (200, 30), (400, 40)], 60),  # some of it fixed
+        ([(100, 10), (400, 10)], 10),  # all of it
+        ([(100, 30), (400, 10)], 10),  # and not less than nothing for more
+    ],
+)
+def test_beyond_much_that_is_known_it_goes_on_like_that(
+    durations: list[tuple[int, float]], expected_ms: float
+) -> None:
+    curve = told(*durations, durations[-1])
+    assert curve.expected_ns(800) == pytest.approx(expected_ms * MS)
+
+
 def test_what_is_larger_and_quicker_says_that_the_smaller_one_was_held_up() -> None:
     curve = told((100, 50), (200, 8), (200, 8))
     assert curve.expected_ns(100) == 8 * MS

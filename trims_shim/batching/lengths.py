@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 
 from trims_shim.batching.profile import between
@@ -29,6 +29,9 @@ _WORTH_NS = 100_000_000
 one and all profiles that rest on it; at first fewer, each half as many as there were before."""
 
 
+_ENOUGH = 4
+"""Where there are so many times as many values as the fewest, it is known how much more cost."""
+_FAR = 1024
 _PLAUSIBLE = 2.0
 """So many times what fewer values took for each: a batch that takes longer, and is the only one,
 has compiled or allocated something."""
@@ -78,6 +81,15 @@ class LengthCurve:
                 known_ns[values] = median_ns
                 most_ns = _PLAUSIBLE * median_ns / values
         least_ns = [*accumulate(reversed(known_ns.values()), min)][::-1]
-        self._expected_ns = between(dict(zip(known_ns, least_ns, strict=True)))
+        self._expected_ns = between(_continued(dict(zip(known_ns, least_ns, strict=True))))
         self.version += 1
         self._made_after, self._ran_ns = self._count, 0
+
+
+def _continued(known_ns: Mapping[int, float]) -> Mapping[int, float]:
+    """The same, and beyond the largest on the line on which it is, if it is known."""
+    if not known_ns or _ENOUGH * min(known_ns) > max(known_ns):
+        return known_ns
+    last = max(known_ns)
+    steps = known_ns[last] - between(known_ns)(last / _ENOUGH)
+    return {**known_ns, _FAR * last: known_ns[last] + steps * (_FAR - 1) / (1 - 1 / _ENOUGH)}
