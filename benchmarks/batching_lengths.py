@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.batching_lengths`` takes about five minutes, prints a table and writes
 ``docs/results/batching_lengths.json``. One simulated device, the default policy beside one that
-never waits; lengths are log-normal, in classes of an octave each, as ``Pad()`` makes them, and a
+never waits; lengths are log-normal, in classes as ``Pad()`` makes them, and a
 batch is padded to its longest item. What batches take is known from the beginning, as after
 ``warm``, of items as long as their class allows, or it is learned on the way, from nothing. A load
 of 1 is what full batches of 128 tokens can answer, which is more than the mean length: 1.2 is not
@@ -39,7 +39,7 @@ __all__ = ["main"]
 _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
 _LARGEST = 64
-LENGTHS = (8, 16, 32, 64, 128, 256)
+LENGTHS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The longest items of each class."""
 _MEDIAN, _SIGMA = 40, 0.7
 _CAPACITY_LENGTH = 128

@@ -1,9 +1,9 @@
-"""Sentences of different lengths from an event loop: padded to buckets, with a mask.
+"""Sentences of different lengths from an event loop: padded, with a mask.
 
     python examples/batching/asyncio_padding.py
 
 A small encoder takes token numbers and a mask, as transformers' models do. Every task awaits the
-vector of one sentence. Sentences of one bucket share a batch, and short ones go with long ones
+vector of one sentence. Sentences of similar length share a batch, and short ones go with long ones
 where that is quicker; what is padded does not change their vectors.
 """
 
@@ -21,9 +21,9 @@ embedding = torch.nn.Embedding(WORDS, WIDTH)
 seen: list[tuple[int, ...]] = []
 
 
-@batched(slo_ms=2000, max_batch_size=16, collate=Pad(buckets=(8, 32)))
+@batched(slo_ms=2000, max_batch_size=16, collate=Pad())
 def encode(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """``input_ids``, ``attention_mask``: [batch, 8 or 32] -> [batch, WIDTH], means of words."""
+    """``input_ids``, ``attention_mask``: [batch, longest] -> [batch, WIDTH], means of words."""
     seen.append(tuple(batch["input_ids"].shape))
     mask = batch["attention_mask"].unsqueeze(2)
     with torch.inference_mode():
@@ -41,7 +41,7 @@ async def main() -> None:
     same = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(vectors, alone, strict=True))
     print(f"same vectors as alone: {same}")
     print(f"{len(vectors)} sentences in {len(seen)} batches")
-    print(f"lengths the model saw: {sorted({length for _, length in seen})}")
+    print(f"shapes the model saw: {sorted(seen)}")
     await encode.aclose()
 
 

@@ -82,12 +82,12 @@ def test_buckets_decide_who_shares_a_batch() -> None:
 @pytest.mark.parametrize(
     ("multiple", "lengths", "classes"),
     [
-        (None, (1, 8, 9, 16, 17, 300), (8, 8, 16, 16, 32, 512)),
-        (64, (1, 64, 65, 129, 256), (64, 64, 128, 256, 256)),
-        (5, (5, 6, 16), (8, 16, 32)),
+        (None, (1, 8, 9, 12, 13, 16, 17, 25, 300), (8, 8, 12, 12, 16, 16, 24, 32, 384)),
+        (64, (1, 64, 65, 129, 193, 257), (64, 64, 128, 192, 256, 384)),
+        (5, (5, 6, 16), (8, 12, 24)),
     ],
 )
-def test_classes_of_lengths_are_octaves_of_what_is_padded_to(
+def test_classes_are_of_similar_lengths_by_what_they_are_padded_to(
     multiple: int | None, lengths: tuple[int, ...], classes: tuple[int, ...]
 ) -> None:
     pad = Pad(multiple=multiple).with_classes()
@@ -116,9 +116,9 @@ def test_one_part_that_is_padded_has_classes() -> None:
     for spec in ([Pad(), "stack"], {"0": Pad(), "1": "stack"}):
         collate = collate_of(spec, by_length=True)
         given = item if isinstance(spec, list) else {"0": item[0], "1": item[1]}
-        assert bucket_in(collate.key(given)) == 32
+        assert bucket_in(collate.key(given)) == 24
         assert bucket_in(collate_of(spec).key(given)) is None
-    assert bucket_in(columns([Pad(), "stack"], 2, by_length=True).key(item)) == 32
+    assert bucket_in(columns([Pad(), "stack"], 2, by_length=True).key(item)) == 24
 
 
 @pytest.mark.parametrize("spec", [[Pad(), Pad()], [Pad(), Pad(mask="other")]])

@@ -23,8 +23,7 @@ from trims_shim.errors import BadBatch
 __all__ = ["Pad", "Padded"]
 
 _SHORT = 8
-"""Lengths up to this are one class; the next ones are twice as long each. Of finer classes more has
-to be learned, and of coarser ones more is padded (docs/decisions/0014: both lose little)."""
+"""Lengths up to this are one class."""
 
 
 class Padded(NamedTuple):
@@ -116,7 +115,7 @@ class Pad:
 
     def _bucket(self, length: int) -> Bucket | None:
         if self._has_classes:
-            return OpenBucket(max(_SHORT, 1 << (self._rounded(length) - 1).bit_length()))
+            return OpenBucket(_class_of(self._rounded(length)))
         if self.buckets is None:
             return None
         kind = OpenBucket if self.mixes and self.mask is not None else Bucket
@@ -286,6 +285,15 @@ class Pad:
 
 
 _REST = Stacking()
+
+
+def _class_of(length: int) -> int:
+    """The longest of those that are similar: 8, 12, 16, 24, 32, 48, ...
+
+    Of finer classes more has to be learned, of coarser ones more is padded (docs/decisions/0014).
+    """
+    power = 1 << (length - 1).bit_length()
+    return max(_SHORT, 3 * power // 4 if length <= 3 * power // 4 else power)
 
 
 def _mask(lengths: list[int], target: int, like: Any, *, is_boolean: bool) -> Any:

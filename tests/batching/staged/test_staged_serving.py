@@ -51,7 +51,7 @@ def test_every_class_has_an_example_and_lengths_are_as_stated() -> None:
     collate = collate_of(served.collate, by_length=True)
     keys = {collate.key(item) for item in served.items}
     assert {collate.key(served.item(each)) for each in served.examples} == keys
-    assert len(served.examples) == len(keys) == 5
+    assert len(served.examples) == len(keys) == 9
     lengths = sorted(len(item["ids"]) for item in served.items)
     assert lengths[len(lengths) // 2] == pytest.approx(LENGTHS["median"], rel=0.15)
     assert LENGTHS["least"] <= lengths[0]

@@ -21,8 +21,6 @@ that pay for each token keep to themselves. Nothing has to be tuned, and nobody 
 
 from __future__ import annotations
 
-import functools
-from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,28 +70,28 @@ class _Batch:
     """What would run."""
 
     longest: Rule
+    size: int
     weight: int
-    due_ns: Sequence[int]
-    """Deadlines of all in it, ascending."""
+    due_ns: int
+    parts: Sequence[tuple[Rule, int]]
+    """Rules, each with how many of its first requests."""
 
     @classmethod
     def of(cls, rule: Rule, size: int) -> _Batch:
-        first = rule.queue[:size]
-        due_ns = sorted([request.deadline_ns for request in first])
-        return cls(rule, sum([request.weight for request in first]), due_ns)
+        first, weight = rule.queue[:size], 0
+        if rule.max_weight is not None:
+            weight = sum([request.weight for request in first])
+        return cls(rule, size, weight, rule.queue.deadline_ns(size), [(rule, size)])
 
-    @property
-    def size(self) -> int:
-        return len(self.due_ns)
+    def with_(self, other: _Batch) -> _Batch:
+        longest = self.longest if self.longest.length > other.longest.length else other.longest
+        due_ns = self.due_ns if self.due_ns < other.due_ns else other.due_ns
+        size, weight = self.size + other.size, self.weight + other.weight
+        return _Batch(longest, size, weight, due_ns, [*self.parts, *other.parts])
 
     @property
     def latency_ns(self) -> int:
         return self.longest.profile.latency_ns(self.size)
-
-    def with_(self, mate: _Batch) -> _Batch:
-        longest = max(self.longest, mate.longest, key=lambda rule: rule.length)
-        due_ns = sorted([*self.due_ns, *mate.due_ns])
-        return _Batch(longest, self.weight + mate.weight, due_ns)
 
     def room(self, mate: Rule) -> int:
         """For how many of its first requests."""
@@ -104,12 +102,17 @@ class _Batch:
         left = mate.max_weight - self.weight
         return mate.queue.within_weight(count, left) if mate.queue[0].weight <= left else 0
 
-    def late(self, start_ns: int, stretches: Sequence[float], latency_ns: float) -> int:
-        """How many are, summed over ``stretches`` of what it takes until they are answered."""
-        due_ns = self.due_ns
-        if start_ns + stretches[-1] * latency_ns <= due_ns[0]:
+    def late(self, start_ns: int, latency_ns: float, stretches: Sequence[float]) -> int:
+        """How many are, summed over what it may take, in multiples of ``latency_ns``."""
+        if start_ns + stretches[-1] * latency_ns <= self.due_ns:
             return 0
-        return sum([bisect_left(due_ns, start_ns + each * latency_ns) for each in stretches])
+        ends_ns = [start_ns + each * latency_ns for each in stretches]
+        return sum(
+            request.deadline_ns < end_ns
+            for rule, count in self.parts
+            for request in rule.queue[:count]
+            for end_ns in ends_ns
+        )
 
 
 class _Option(NamedTuple):
@@ -129,17 +132,18 @@ class _Option(NamedTuple):
             return cls(batch, _NO_GAIN)
         joining = _Batch.of(mate, count)
         both = batch.with_(joining)
-        longest, devices = both.longest, both.longest.devices
         before_ns, after_ns, together_ns = batch.latency_ns, joining.latency_ns, both.latency_ns
         saved_ns = before_ns + after_ns - together_ns
         if saved_ns <= 0:
             return cls(both, _NO_GAIN)
-        late = functools.partial(
-            _Batch.late, start_ns=now_ns + longest.margin_ns, stretches=longest.stretches
+        longest = both.longest
+        devices, stretches = longest.devices, longest.stretches
+        start_ns = now_ns + longest.margin_ns
+        fewer = (
+            batch.late(start_ns, before_ns, stretches)
+            + joining.late(start_ns, before_ns / devices + after_ns, stretches)
+            - both.late(start_ns, together_ns, stretches)
         )
-        apart = late(batch, latency_ns=before_ns)
-        apart += late(joining, latency_ns=before_ns / devices + after_ns)
         sooner_ns = saved_ns - before_ns * (1 - 1 / devices)
         gained_ns = count * sooner_ns + (waiting - count) * saved_ns / devices
-        gained_ns -= batch.size * (together_ns - before_ns)
-        return cls(both, (apart - late(both, latency_ns=together_ns), gained_ns))
+        return cls(both, (fewer, gained_ns - batch.size * (together_ns - before_ns)))
