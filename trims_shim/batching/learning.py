@@ -147,12 +147,9 @@ class Learning:
         key = plain_key(job.key)
         size = padded_size(len(job.live), self._batch_sizes)
         learned = self._learned_of(key)
-        kin = self._kin[key]
-        if kin.is_first(size):
-            return False
-        counts = learned.observe(size, job.ended_ns - job.started_ns)
+        is_typical = self._observe(key, learned, size, job.ended_ns - job.started_ns)
         self._refresh_after(policy, key, learned)
-        return counts or not kin.curves
+        return is_typical
 
     def delivered(self, taken_ns: int) -> None:
         """So long were answers on their way to an event loop, and those who await them there."""
@@ -299,6 +296,15 @@ class Learning:
             self._store, self._is_store_open = self._open_store(), True
         return self._store
 
+    def _observe(
+        self, key: Hashable, learned: LearnedProfile, size: int, duration_ns: int, part: int = 0
+    ) -> bool:
+        """False where it says nothing about others."""
+        kin = self._kin[key]
+        if kin.is_first(size, part):
+            return False
+        return learned.observe(size, duration_ns, part) or not kin.curves
+
     def _refresh_after(self, policy: Policy, key: Hashable, learned: LearnedProfile) -> None:
         """A batch of this key has told something: also of the lengths beside it, one by one."""
         self._refresh(policy, key, learned)
@@ -306,7 +312,7 @@ class Learning:
         if len(kin.keys) > 1:
             kin.keys.rotate()
             other = kin.keys[0]
-            self._refresh(policy, other, self._learned[other])
+            self._refresh(policy, other, self._learned_of(other))
 
     def _refresh(self, policy: Policy, key: Hashable, learned: LearnedProfile) -> None:
         if not isinstance(policy, Batching):

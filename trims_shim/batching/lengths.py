@@ -74,9 +74,9 @@ class LengthCurve:
         most_ns = math.inf
         for values, durations in sorted(self._durations.items()):
             if self._count - durations[-1][0] > _REMEMBERED:
-                del self._durations[values]
+                self._durations.pop(values, None)
                 continue
-            median_ns = statistics.median_low(each for _, each in durations)
+            median_ns = statistics.median_low([each for _, each in [*durations]])
             if len(durations) > 1 or median_ns <= values * most_ns:
                 known_ns[values] = median_ns
                 most_ns = _PLAUSIBLE * median_ns / values

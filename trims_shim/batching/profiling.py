@@ -108,10 +108,10 @@ class LearnedProfile:
         """How many durations it was told."""
         return self._count
 
-    def observe(self, size: int, duration_ns: int) -> bool:
+    def observe(self, size: int, duration_ns: int, part: int = 0) -> bool:
         """A batch of ``size`` has taken so long (not the first of all, nor one that failed).
 
-        False where that says nothing about others.
+        ``part`` is the stage, where there are any. False where it says nothing about others.
         """
         self._count += 1
         self._given_up = 0

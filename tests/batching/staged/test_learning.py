@@ -115,8 +115,8 @@ def test_what_is_doubted_is_learned_from_whatever_runs() -> None:
     for _ in range(4):
         learned.doubt()
     assert learned.is_doubted
-    learned.observe_stage(0, 1, 4 * MS)
-    learned.observe_stage(1, 1, 4 * MS)
+    learned.observe(1, 4 * MS, 0)
+    learned.observe(1, 4 * MS, 1)
     assert not learned.is_doubted
     learning = make(prior=StagedProfile([alone] * 2, width=0.5))
     policy, rule = with_rule(learning)
@@ -211,10 +211,10 @@ def test_little_news_is_no_new_profile() -> None:
     """What rules are given stays the same object, which costs nothing to look at."""
     learned = LearnedStages(2)
     for _ in range(8):
-        learned.observe_stage(0, 1, MS)
-        learned.observe_stage(1, 1, MS)
+        learned.observe(1, MS, 0)
+        learned.observe(1, MS, 1)
     made = learned.profile(8)
-    learned.observe_stage(1, 1, MS)
+    learned.observe(1, MS, 1)
     assert learned.profile(8) is made
     assert learned.count == 8
 

@@ -75,10 +75,10 @@ class LearnedStages(LearnedProfile):
         """See :class:`LearnedProfile`: of the stage of which it was told least."""
         return min(each.count for each in self.stages)
 
-    def observe_stage(self, stage: int, size: int, duration_ns: int) -> bool:
-        """As :meth:`observe`, of one stage."""
-        self._news.add(stage)
-        return self.stages[stage].observe(size, duration_ns)
+    def observe(self, size: int, duration_ns: int, part: int = 0) -> bool:
+        """See :class:`LearnedProfile`."""
+        self._news.add(part)
+        return self.stages[part].observe(size, duration_ns)
 
     def doubt(self) -> bool:
         """See :class:`LearnedProfile`."""
@@ -137,7 +137,7 @@ class StagedLearning(Learning):
     ) -> None:
         """``others`` are those of :class:`Learning`."""
         # First: the base class makes a policy, to see whether that can be done.
-        self._stages = self._parts = stages
+        self._parts = stages
         self._is_whole = is_whole
         self._has_loop = has_loop
         self._pairs = pairs
@@ -152,7 +152,7 @@ class StagedLearning(Learning):
             return super().make_policy()
         return StagedBatching(
             self._make_rule,
-            stages=self._stages,
+            stages=self._parts,
             devices=self._devices,
             pairs=self._pairs,
             has_loop=self._has_loop,
@@ -175,14 +175,12 @@ class StagedLearning(Learning):
         assert isinstance(learned, LearnedStages)
         if is_beside and learned.has_width and not learned.is_doubted:
             return True  # rules reckon from what a stage takes alone, which was measured, too
-        kin = self._kin[key]
-        is_typical = True
-        for stage, duration_ns in enumerate(durations_ns, first):
-            is_first = kin.is_first(size, stage)
-            counts = not is_first and learned.observe_stage(stage, size, duration_ns)
-            is_typical = is_typical and not is_first and (counts or not kin.curves)
+        counts = [
+            self._observe(key, learned, size, duration_ns, stage)
+            for stage, duration_ns in enumerate(durations_ns, first)
+        ]
         self._refresh_after(policy, key, learned)
-        return is_typical
+        return all(counts)
 
     def measured_stages(
         self,
@@ -207,7 +205,7 @@ class StagedLearning(Learning):
         self, prior: LatencyProfile | None, curves: Sequence[LengthCurve], length: int
     ) -> LearnedProfile:
         return LearnedStages(
-            self._stages,
+            self._parts,
             prior,
             batch_sizes=self._batch_sizes,
             width=self._width,
@@ -216,7 +214,7 @@ class StagedLearning(Learning):
         )
 
     def _trial_profile(self) -> LatencyProfile:
-        return StagedProfile([super()._trial_profile()] * self._stages)
+        return StagedProfile([super()._trial_profile()] * self._parts)
 
     # --- kept for the next process ----------------------------------------------------------------
 
@@ -229,10 +227,10 @@ class StagedLearning(Learning):
                 store.save(name, self._kept_as(key, stage), SavedProfile(known, max(known), pads))
 
     def _load(self, name: str, key: Hashable, store: ProfileStore) -> LatencyProfile | None:
-        saved = [store.load(name, self._kept_as(key, stage)) for stage in range(self._stages)]
+        saved = [store.load(name, self._kept_as(key, stage)) for stage in range(self._parts)]
         parts = [each.profile for each in saved if each is not None]
-        return StagedProfile(parts) if len(parts) == self._stages else None
+        return StagedProfile(parts) if len(parts) == self._parts else None
 
     def _kept_as(self, key: Hashable, stage: int) -> Hashable:
         # Other stages of the same model, sliced anew, are others.
-        return key, f"stage {stage} of {self._stages}"
+        return key, f"stage {stage} of {self._parts}"
