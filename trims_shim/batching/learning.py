@@ -67,6 +67,12 @@ class _Kin(NamedTuple):
     seen: set[tuple[int, int]]
     """Parts and sizes that have run."""
 
+    def observe(self, learned: LearnedProfile, size: int, duration_ns: int, part: int = 0) -> bool:
+        """Tell one of them what a batch took; False where it says nothing about others."""
+        if self.is_first(size, part):
+            return False
+        return learned.observe(size, duration_ns, part) or not self.curves
+
     def is_first(self, size: int, part: int = 0) -> bool:
         """Whether none of this size has run, as it seems: that also compiles, tunes and allocates.
 
@@ -147,8 +153,11 @@ class Learning:
         key = plain_key(job.key)
         size = padded_size(len(job.live), self._batch_sizes)
         learned = self._learned_of(key)
-        is_typical = self._observe(key, learned, size, job.ended_ns - job.started_ns)
-        self._refresh_after(policy, key, learned)
+        kin = self._kin[key]
+        is_typical = kin.observe(learned, size, job.ended_ns - job.started_ns)
+        self._refresh(policy, key, learned)
+        if kin.curves:
+            self._refresh_another(policy, kin)
         return is_typical
 
     def delivered(self, taken_ns: int) -> None:
@@ -296,23 +305,11 @@ class Learning:
             self._store, self._is_store_open = self._open_store(), True
         return self._store
 
-    def _observe(
-        self, key: Hashable, learned: LearnedProfile, size: int, duration_ns: int, part: int = 0
-    ) -> bool:
-        """False where it says nothing about others."""
-        kin = self._kin[key]
-        if kin.is_first(size, part):
-            return False
-        return learned.observe(size, duration_ns, part) or not kin.curves
-
-    def _refresh_after(self, policy: Policy, key: Hashable, learned: LearnedProfile) -> None:
-        """A batch of this key has told something: also of the lengths beside it, one by one."""
-        self._refresh(policy, key, learned)
-        kin = self._kin[key]
-        if len(kin.keys) > 1:
-            kin.keys.rotate()
-            other = kin.keys[0]
-            self._refresh(policy, other, self._learned_of(other))
+    def _refresh_another(self, policy: Policy, kin: _Kin) -> None:
+        """One of the lengths beside one that has learned: all of them by turns."""
+        kin.keys.rotate()
+        other = kin.keys[0]
+        self._refresh(policy, other, self._learned_of(other))
 
     def _refresh(self, policy: Policy, key: Hashable, learned: LearnedProfile) -> None:
         if not isinstance(policy, Batching):

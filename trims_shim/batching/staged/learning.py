@@ -175,11 +175,14 @@ class StagedLearning(Learning):
         assert isinstance(learned, LearnedStages)
         if is_beside and learned.has_width and not learned.is_doubted:
             return True  # rules reckon from what a stage takes alone, which was measured, too
+        kin = self._kin[key]
         counts = [
-            self._observe(key, learned, size, duration_ns, stage)
+            kin.observe(learned, size, duration_ns, stage)
             for stage, duration_ns in enumerate(durations_ns, first)
         ]
-        self._refresh_after(policy, key, learned)
+        self._refresh(policy, key, learned)
+        if kin.curves:
+            self._refresh_another(policy, kin)
         return all(counts)
 
     def measured_stages(
