@@ -26,12 +26,11 @@ _REMEMBERED = 512
 _REFRESH = 16
 _WORTH_NS = 100_000_000
 """So many batches, and so long ones, are between two versions, as it takes a millisecond to make
-one and all profiles that rest on it; at first fewer, each half as many as there were before."""
-
-
+one and all profiles that rest on it; at first fewer, half as many as there were before."""
 _ENOUGH = 4
-"""Where there are so many times as many values as the fewest, it is known how much more cost."""
+"""Where the most are so many times the fewest, it is known how much more cost."""
 _FAR = 1024
+"""So many times the most that have run is more than will."""
 _PLAUSIBLE = 2.0
 """So many times what fewer values took for each: a batch that takes longer, and is the only one,
 has compiled or allocated something."""
@@ -91,5 +90,5 @@ def _continued(known_ns: Mapping[int, float]) -> Mapping[int, float]:
     if not known_ns or _ENOUGH * min(known_ns) > max(known_ns):
         return known_ns
     last = max(known_ns)
-    steps = known_ns[last] - between(known_ns)(last / _ENOUGH)
-    return {**known_ns, _FAR * last: known_ns[last] + steps * (_FAR - 1) / (1 - 1 / _ENOUGH)}
+    more_ns = known_ns[last] - between(known_ns)(last / _ENOUGH)
+    return {**known_ns, _FAR * last: known_ns[last] + more_ns * (_FAR - 1) / (1 - 1 / _ENOUGH)}

@@ -11,6 +11,8 @@ from trims_shim.errors import StagingError
 
 __all__ = ["TransformersDecoder", "refuse_training"]
 
+_CACHE_NAMES = ("cache", "past_key_values")
+"""What models call it from transformers 5.24 on, and before."""
 _ATTENTION = frozenset(["full_attention", "sliding_attention", "chunked_attention"])
 """Types of layers that need no more than keys and values of all tokens."""
 _RELATIVE = frozenset(["bloom", "mpt"])
@@ -40,7 +42,8 @@ class TransformersDecoder:
                 "different lengths cannot be joined; batch whole generations with `batched`"
             )
         accepted = inspect.signature(model.forward).parameters
-        if "past_key_values" not in accepted:
+        self._cache_name = next((each for each in _CACHE_NAMES if each in accepted), "")
+        if not self._cache_name:
             raise StagingError(f"{name} takes no `past_key_values`; it cannot go on from a cache")
         self.longest = _longest(model.config.get_text_config())
         """How many tokens a row may have; None for no limit of ours."""
@@ -72,8 +75,8 @@ class TransformersDecoder:
         outputs = self._model(
             input_ids=tokens,
             attention_mask=mask.long(),
-            past_key_values=_cache_class()(cache),
             use_cache=True,
+            **{self._cache_name: _cache_class()(cache)},
             **given,
             **self._keeps,
         )
