@@ -120,6 +120,18 @@ def test_lengths_tell_each_other_what_to_expect() -> None:
     assert learning.profile((OpenBucket(8), "other")).latency_ns(8) < MS
 
 
+def test_beyond_what_a_prior_knows_other_lengths_tell() -> None:
+    # Of so few sizes, as what an earlier process has kept of a rare length.
+    kept = LatencyProfile([10 * MS, 20 * MS])
+    learning = make(prior=lambda key: kept)
+    policy, short = with_rule(learning, OpenBucket(8))
+    for size in (1, 1, 2, 4, 8):
+        learning.ran(policy, ran_job(size, 8 * size, key=OpenBucket(64)))
+    assert [short.profile.latency_ns(size) for size in (1, 2)] == [10 * MS, 20 * MS]
+    # At the speed of the last one that is known: 16 values take 5 ms by the curve, and 64 take 8.
+    assert short.profile.latency_ns(8) == pytest.approx(20 * MS * 8 / 5)
+
+
 def test_what_was_measured_of_one_length_is_known_of_others() -> None:
     learning = make()
     learning.measured(OpenBucket(64), {1: 8 * MS, 8: 64 * MS})

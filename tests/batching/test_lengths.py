@@ -16,7 +16,7 @@ MS = 1_000_000
 def told(*durations: tuple[int, float]) -> LengthCurve:
     curve = LengthCurve()
     for values, duration_ms in durations:
-        curve.tell(values, round(duration_ms * MS))
+        curve.tell(1, values, round(duration_ms * MS))
     return curve
 
 
@@ -62,6 +62,16 @@ def test_what_takes_longer_than_it_can_is_believed_when_it_does_again() -> None:
     assert told(*known, (200, 39)).expected_ns(200) == 39 * MS
 
 
+def test_another_shape_that_compiles_as_well_confirms_nothing() -> None:
+    curve = told((32, 5))
+    curve.tell(4, 32, 300 * MS)
+    curve.tell(1, 128, 300 * MS)
+    assert curve.expected_ns(128) == 10 * MS
+    curve.tell(1, 128, 300 * MS)
+    curve.tell(1, 128, 300 * MS)
+    assert curve.expected_ns(128) == 300 * MS
+
+
 def test_a_device_that_becomes_slower_is_noticed() -> None:
     curve = told(*[(100, 10)] * 20, *[(100, 30)] * 64)
     assert curve.expected_ns(100) == 30 * MS
@@ -75,13 +85,13 @@ def test_what_has_not_run_for_long_is_forgotten() -> None:
 def test_versions_become_fewer() -> None:
     curve, versions = LengthCurve(), []
     for _ in range(1000):
-        curve.tell(8, MS)
+        curve.tell(1, 8, MS)
         versions.append(curve.version)
     assert versions[:5] == [1, 2, 3, 3, 4]
-    assert versions[-1] < 30
+    assert versions[-1] < 45
     quick = LengthCurve()
     for _ in range(1000):
-        quick.tell(8, 1000)
+        quick.tell(1, 8, 1000)
     assert quick.version < curve.version
 
 
@@ -90,8 +100,9 @@ def test_a_line_with_noise_is_found(seed: int, sigma: float) -> None:
     drawn = random.Random(seed)
     curve = LengthCurve()
     for _ in range(400):
-        values = drawn.randint(1, 64) * drawn.choice((8, 16, 32))
-        curve.tell(values, round((5 + values / 100) * MS * drawn.lognormvariate(0, sigma)))
+        size, length = drawn.randint(1, 64), drawn.choice((8, 16, 32))
+        values = size * length
+        curve.tell(size, length, round((5 + values / 100) * MS * drawn.lognormvariate(0, sigma)))
     for values in (64, 512, 1024):
         expected = (5 + values / 100) * MS
         assert curve.expected_ns(values) == pytest.approx(expected, rel=0.1 + 2 * sigma)

@@ -35,6 +35,8 @@ _MOST_LOOKED_UP = 64
 """Keys whose saved profiles are looked for; reading one takes about 100 us."""
 _AT_ONCE = 4
 """Given up before this part of its time has passed, a request was hopeless from the beginning."""
+_MOST_ASKED = 16
+"""Lengths that are asked after each batch whether there is news for them."""
 _MOST_KEYS = 1024
 """As many as :class:`~trims_shim.batching.single.Batching` keeps idle rules for."""
 
@@ -153,7 +155,7 @@ class Learning:
         key = plain_key(job.key)
         size = padded_size(len(job.live), self._batch_sizes)
         learned = self._learned_of(key)
-        kin = self._kin[key]
+        kin = self._kin_of(key)
         is_typical = kin.observe(learned, size, job.ended_ns - job.started_ns)
         self._refresh(policy, key, learned)
         if kin.curves:
@@ -213,12 +215,12 @@ class Learning:
         """``durations_ns``: those of each part."""
         self._learned[key] = self._new_learned(key, prior)
         self._measured.add(key)
-        kin, length = self._kin[key], bucket_in(key) or 0
+        kin, length = self._kin_of(key), bucket_in(key) or 0
         for part, sizes in enumerate(durations_ns):
             for size, duration_ns in sizes.items():
                 kin.is_first(size, part)
                 if kin.curves:
-                    kin.curves[part].tell(size * length, round(duration_ns))
+                    kin.curves[part].tell(size, length, round(duration_ns))
         return self.profile(key)
 
     def refresh(self, policy: Policy, key: Hashable) -> None:
@@ -252,7 +254,9 @@ class Learning:
             while len(self._learned) >= _MOST_KEYS:
                 oldest = next(iter(self._learned))
                 del self._learned[oldest]
-                self._kin.pop(oldest).keys.remove(oldest)
+                kin = self._kin.pop(oldest, None)
+                if kin is not None and oldest in kin.keys:
+                    kin.keys.remove(oldest)
                 self._measured.discard(oldest)
             learned = self._learned[key] = self._new_learned(key, self._prior_of(key))
         return learned
@@ -271,8 +275,10 @@ class Learning:
         elif (kin := self._families.get(family.rest)) is None:
             while len(self._families) >= _MOST_KEYS:
                 del self._families[next(iter(self._families))]
-            curves = [LengthCurve() for _ in range(self._parts)]
-            kin = self._families[family.rest] = _Kin(curves, deque(), set())
+            keys: deque[Hashable] = deque()
+            sizes = self.max_batch_size
+            curves = [LengthCurve(keys, max_batch_size=sizes) for _ in range(self._parts)]
+            kin = self._families[family.rest] = _Kin(curves, keys, set())
         kin.keys.append(key)
         self._kin[key] = kin
         return kin
@@ -307,9 +313,12 @@ class Learning:
 
     def _refresh_another(self, policy: Policy, kin: _Kin) -> None:
         """One of the lengths beside one that has learned: all of them by turns."""
-        kin.keys.rotate()
-        other = kin.keys[0]
-        self._refresh(policy, other, self._learned_of(other))
+        for _ in range(min(len(kin.keys), _MOST_ASKED)):
+            kin.keys.rotate()
+            learned = self._learned.get(kin.keys[0])
+            if learned is not None and learned.is_due(self.max_batch_size):
+                self._refresh(policy, kin.keys[0], learned)
+                return
 
     def _refresh(self, policy: Policy, key: Hashable, learned: LearnedProfile) -> None:
         if not isinstance(policy, Batching):

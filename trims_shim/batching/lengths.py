@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from itertools import accumulate
 
 from trims_shim.batching.profile import between
@@ -24,16 +24,16 @@ _KEPT = 16
 _REMEMBERED = 512
 """For so many batches of any length a number of values is remembered after it last ran."""
 _REFRESH = 16
-_WORTH_NS = 100_000_000
-"""So many batches, and so long ones, are between two versions, as it takes a millisecond to make
-one and all profiles that rest on it; at first fewer, half as many as there were before."""
+_WORTH_NS = 500_000
+"""So many batches are between two versions, and they have run so long for each size of each profile
+that rests on it, which takes some microseconds to make; at first half as many as there were."""
 _ENOUGH = 4
 """Where the most are so many times the fewest, it is known how much more cost."""
 _FAR = 1024
 """So many times the most that have run is more than will."""
 _PLAUSIBLE = 2.0
-"""So many times what fewer values took for each: a batch that takes longer, and is the only one,
-has compiled or allocated something."""
+"""So many times what fewer values took for each: a batch that takes longer has compiled or
+allocated something, if it is the first of its shape."""
 
 
 class LengthCurve:
@@ -43,25 +43,30 @@ class LengthCurve:
     is expected to take longer than something larger has taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Sized = ((),), *, max_batch_size: int = 64) -> None:
+        """``keys``: as many profiles rest on it, of so many sizes."""
+        self._keys = keys
+        self._max_batch_size = max_batch_size
         self.version = 0
         """Another one when there is more than little news; 0 while nothing is known."""
-        self._durations: dict[int, deque[tuple[int, int]]] = {}
-        """By values; each with the number of its batch."""
+        self._durations: dict[int, deque[tuple[int, int, int]]] = {}
+        """By values; each with the number of its batch, and its size."""
         self._count = self._ran_ns = 0
         self._made_after = 0
         self._expected_ns: Callable[[float], float] = between({})
 
-    def tell(self, values: int, duration_ns: int) -> None:
-        """A batch of so many values has taken so long; those that are padding count."""
+    def tell(self, size: int, length: int, duration_ns: int) -> None:
+        """A batch of ``size`` items, padded to ``length``, has taken so long."""
+        values = size * length
         self._count += 1
         self._ran_ns += duration_ns
         durations = self._durations.get(values)
         if durations is None:
             durations = self._durations[values] = deque(maxlen=_KEPT)
-        durations.append((self._count, duration_ns))
+        durations.append((self._count, size, duration_ns))
         news = self._count - self._made_after
-        if (news >= _REFRESH and self._ran_ns >= _WORTH_NS) or 2 * news >= self._made_after:
+        worth_ns = _WORTH_NS * self._max_batch_size * len(self._keys)
+        if (news >= _REFRESH and self._ran_ns >= worth_ns) or 2 * news >= self._made_after:
             self._make()
 
     def expected_ns(self, values: int) -> float:
@@ -75,8 +80,10 @@ class LengthCurve:
             if self._count - durations[-1][0] > _REMEMBERED:
                 self._durations.pop(values, None)
                 continue
-            median_ns = statistics.median_low([each for _, each in [*durations]])
-            if len(durations) > 1 or median_ns <= values * most_ns:
+            told = [*durations]
+            median_ns = statistics.median_low([each for _, _, each in told])
+            has_run_twice = len({size for _, size, _ in told}) < len(told)  # in one shape
+            if has_run_twice or median_ns <= values * most_ns:
                 known_ns[values] = median_ns
                 most_ns = _PLAUSIBLE * median_ns / values
         least_ns = [*accumulate(reversed(known_ns.values()), min)][::-1]

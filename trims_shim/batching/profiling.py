@@ -76,8 +76,7 @@ class LearnedProfile:
 
     ``prior`` is what was measured or saved before; its shape is trusted more than its speed. With
     ``batch_sizes``, only batches of these sizes run, and others as the next larger one. ``curve``
-    is told of all batches, whose items are padded to ``length``; where there is no prior it is what
-    would be one.
+    is told of all batches, whose items are padded to ``length``, and says what the prior does not.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class LearnedProfile:
         duration_ns = max(1, duration_ns)
         self._ran_ns += duration_ns
         if self._curve is not None:
-            self._curve.tell(size * self._length, duration_ns)
+            self._curve.tell(size, self._length, duration_ns)
         believed_ns = self._believed_ns(size)
         if size not in self._begun:
             self._begun.add(size)
@@ -224,7 +223,7 @@ class LearnedProfile:
     @property
     def _version(self) -> int:
         """Of what other lengths say; 0 where that is nothing."""
-        return 0 if self._curve is None or self._prior is not None else self._curve.version
+        return 0 if self._curve is None else self._curve.version
 
     def _found(self, max_batch_size: int) -> dict[int, int]:
         """What is typical of each size."""
@@ -239,12 +238,17 @@ class LearnedProfile:
 
     def _expected_ns(self, sizes: Sequence[int]) -> dict[int, float]:
         """What is known of them from elsewhere, up to a factor."""
-        prior, curve = self._prior, self._curve
+        prior, curve, length = self._prior, self._curve, self._length
+        last = 0 if prior is None else prior.max_batch_size
+        found: dict[int, float] = {}
         if prior is not None:
-            return {size: prior.taken_ns(size) for size in range(1, prior.max_batch_size + 1)}
+            found = {size: prior.taken_ns(size) for size in range(1, last + 1)}
         if curve is None or not curve.version:
-            return {}
-        return {size: curve.expected_ns(size * self._length) for size in sizes}
+            return found
+        # From the last size that the prior knows on, at its speed.
+        speed = found[last] / curve.expected_ns(last * length) if found else 1.0
+        beyond = {size: speed * curve.expected_ns(size * length) for size in sizes if size > last}
+        return found | beyond
 
     def _profile_of(self, latencies_ns: Mapping[int, float], max_batch_size: int) -> LatencyProfile:
         if self._batch_sizes is None:
@@ -260,7 +264,7 @@ class LearnedProfile:
                 due.append(size)
         if not due:
             return False
-        if not self._version:  # the curve forgets by itself
+        if self._prior is not None or self._curve is None:  # a curve forgets by itself
             kept = self._known(found)
             self._prior = self._profile_of(kept, max(kept))
         for size in due:

@@ -92,7 +92,7 @@ class LearnedStages(LearnedProfile):
         if whole is None or whole.max_batch_size != max_batch_size:
             return self._made_of([each.profile(max_batch_size) for each in stages])
         if self._has_curves:  # of other lengths there may be news for any stage
-            news.update(range(len(stages)))
+            news.update(n for n, each in enumerate(stages) if each.is_due(max_batch_size))
         for stage in news:
             if stages[stage].is_due(max_batch_size):
                 break
@@ -175,7 +175,7 @@ class StagedLearning(Learning):
         assert isinstance(learned, LearnedStages)
         if is_beside and learned.has_width and not learned.is_doubted:
             return True  # rules reckon from what a stage takes alone, which was measured, too
-        kin = self._kin[key]
+        kin = self._kin_of(key)
         counts = [
             kin.observe(learned, size, duration_ns, stage)
             for stage, duration_ns in enumerate(durations_ns, first)
