@@ -83,10 +83,6 @@ class Rule(ABC):
         """
         return ()
 
-    def is_in_time(self, size: int, budget_ns: int) -> bool:
-        """Whether a batch of ``size`` is done after so long."""
-        return budget_ns >= self.profile.latency_ns(size)
-
     # Most rules need to know none of these, so they are not abstract.
 
     def on_arrival(self, now_ns: int, request: Request) -> None:  # noqa: B027

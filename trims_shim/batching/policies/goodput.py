@@ -100,7 +100,7 @@ class Goodput(Rule):
         return companions(now_ns, self, size, others)
 
     def is_in_time(self, size: int, budget_ns: int) -> bool:
-        """Also where it takes what the slowest batches take."""
+        """Whether a batch of ``size`` is done after so long, even if it is as slow as any."""
         return budget_ns >= self.stretches[-1] * self.profile.latency_ns(size)
 
     @property
