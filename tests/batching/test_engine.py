@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -126,6 +127,26 @@ def test_a_fork_with_a_lock_held() -> None:
         in_child(check)
     batcher.close()
     assert future.result(LONG_S) == 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_while_another_thread_learns() -> None:
+    batcher = Batcher(triple, policy="immediate")
+    learns, may_end = threading.Event(), threading.Event()
+
+    def learn() -> None:
+        with batcher._engine.options.learning._lock:
+            learns.set()
+            may_end.wait(LONG_S)
+
+    thread = threading.Thread(target=learn)
+    thread.start()
+    assert learns.wait(LONG_S)
+    in_child(lambda: batcher(2))
+    may_end.set()
+    thread.join()
+    assert batcher(1) == 3
+    batcher.close()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

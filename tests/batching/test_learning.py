@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import random
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ def make(**options: Any) -> Learning:
         "name": None, "max_batch_size": 8, "max_batch_weight": None, "devices": 1,
         "batch_sizes": None, "prior": None, "store": lambda: None,
     }  # fmt: skip
-    return Learning(EarlyDrop, **{**defaults, **options})
+    return Learning(options.pop("maker", EarlyDrop), **{**defaults, **options})
 
 
 def ran_job(size: int, latency_ms: float, *, key: Any = None, fails: bool = False) -> Job:
@@ -273,3 +276,32 @@ def test_sizes_that_there_was_no_time_to_measure_are_tried() -> None:
         None, {1: 45 * MS, 4: 47 * MS}
     )
     assert [padded.latency_ns(size) / MS for size in (1, 2, 8)] == [45, 47, 94]
+
+
+def test_several_event_loops_learn_at_once() -> None:
+    """Of the same lengths, and of more than are kept. Any error would fail all that wait."""
+    learning = make(maker=Auto)
+    errors: list[Exception] = []
+
+    def learn(seed: int) -> None:
+        policy, chance = learning.make_policy(), random.Random(seed)
+        lengths = range(2000) if seed % 2 else range(8, 40, 8)
+        try:
+            for _ in range(1500):
+                key = OpenBucket(chance.choice(lengths))
+                learning.ran(policy, ran_job(chance.randint(1, 8), chance.uniform(3, 9), key=key))
+                learning.profile(key)
+        except Exception as error:
+            errors.append(error)
+
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=learn, args=(seed,)) for seed in range(6)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(before_s)
+    assert not errors

@@ -265,6 +265,7 @@ class Engine:
 
     def forget(self) -> None:
         """In a forked child: as it was when it was made."""
+        self.options.learning.forget()
         dispatches = self.dispatches()
         # Never finalized: tasks would complain, loops would write to the parent's.
         _parents.append(dispatches)

@@ -97,12 +97,11 @@ class FlexLearning(Learning):
         plain = plain_key(key)
         return PreemptibleModel(self.profile(plain), self.max_batch_size, self._exits_of(plain))
 
-    def ran(self, policy: Policy, job: Job) -> bool:
-        """See :class:`Learning`."""
-        if isinstance(job, StagedJob) and job.is_typical and len(job.marks_ns):
+    def _learn(self, policy: Policy, job: Job) -> bool:
+        if isinstance(job, StagedJob) and len(job.marks_ns):
             key = job.requests[0].key
             self._learn_exits(plain_key(key), job)
-        return super().ran(policy, job)
+        return super()._learn(policy, job)
 
     def resize(self, policy: Policy) -> None:
         """See :class:`Learning`."""

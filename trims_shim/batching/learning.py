@@ -1,14 +1,15 @@
 """What batches cost, learned while they run: the profiles under a batcher's policy.
 
 There is one profile for each key, because inputs of other shapes take other times. It starts from
-what the user gave or what an earlier process saved, and is refreshed from every batch. All but
-:meth:`Learning.save` is called under the lock of one dispatch; a batcher with several (one for each
-event loop) shares what they learn, which is a few numbers that may be mixed up without harm.
+what the user gave or what an earlier process saved, and is refreshed from every batch. A batcher
+with several dispatches (one for each event loop) shares what they learn, under a lock of its own:
+whoever has a dispatch's takes it next, and nothing else after it.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -123,11 +124,17 @@ class Learning:
         self._kin: dict[Hashable, _Kin] = {}
         self._measured: set[Hashable] = set()
         self._delivery_ns = 0
+        self.forget()
         # Raises here, not at the first request, for what no rule can be made of.
         rule = maker(self._trial_profile(), max_batch_size=max_batch_size)
         self.mixes_lengths = type(rule).companions is not Rule.companions
         """Whether the rules let requests of different lengths share a batch where that pays."""
         self.make_policy()
+
+    def forget(self) -> None:
+        """In a forked child: who held the lock is not there."""
+        # Re-entrant: the collector may run a finalizer that makes another dispatch learn.
+        self._lock = threading.RLock()
 
     def make_policy(self) -> Policy:
         """A new one, that knows what was learned."""
@@ -135,13 +142,15 @@ class Learning:
 
     def profile(self, key: Hashable = None) -> LatencyProfile:
         """What is known of a key now."""
-        return self._learned_of(key).profile(self.max_batch_size)
+        with self._lock:
+            return self._learned_of(key).profile(self.max_batch_size)
 
     def first_profile(self) -> LatencyProfile:
         """Of the first key of which something is known; before that, what a key starts from."""
         for key in self.keys():
             return self.profile(key)
-        return self._new_learned(None, self._prior_of(None)).profile(self.max_batch_size)
+        with self._lock:
+            return self._new_learned(None, self._prior_of(None)).profile(self.max_batch_size)
 
     def keys(self) -> list[Hashable]:
         """Those of which something is known."""
@@ -151,6 +160,11 @@ class Learning:
         """Learn from a job; False if it says nothing about others."""
         if not job.is_typical:
             return False
+        with self._lock:
+            return self._learn(policy, job)
+
+    def _learn(self, policy: Policy, job: Job) -> bool:
+        """See :meth:`ran`."""
         assert job.live is not None
         key = plain_key(job.key)
         size = padded_size(len(job.live), self._batch_sizes)
@@ -180,9 +194,10 @@ class Learning:
             # that a timer came too late, is not the profile's fault.
             slack_ns = request.deadline_ns - request.arrival_ns
             if _AT_ONCE * (now_ns - request.arrival_ns) < slack_ns:
-                learned = self._learned_of(request.key)
-                if learned.doubt():
-                    self._refresh(policy, request.key, learned)
+                with self._lock:
+                    learned = self._learned_of(request.key)
+                    if learned.doubt():
+                        self._refresh(policy, request.key, learned)
 
     def check_size(self, max_batch_size: int) -> None:
         """Raises ValueError for one that cannot be."""
@@ -213,35 +228,46 @@ class Learning:
         self, key: Hashable, prior: LatencyProfile, durations_ns: Sequence[Mapping[int, float]]
     ) -> LatencyProfile:
         """``durations_ns``: those of each part."""
-        self._learned[key] = self._new_learned(key, prior)
-        self._measured.add(key)
-        kin, length = self._kin_of(key), bucket_in(key) or 0
-        for part, sizes in enumerate(durations_ns):
-            for size, duration_ns in sizes.items():
-                kin.is_first(size, part)
-                if kin.curves:
-                    kin.curves[part].tell(size, length, round(duration_ns))
-        return self.profile(key)
+        with self._lock:
+            self._learned[key] = self._new_learned(key, prior)
+            self._measured.add(key)
+            kin, length = self._kin_of(key), bucket_in(key) or 0
+            for part, sizes in enumerate(durations_ns):
+                for size, duration_ns in sizes.items():
+                    kin.is_first(size, part)
+                    if kin.curves:
+                        kin.curves[part].tell(size, length, round(duration_ns))
+            return self.profile(key)
 
     def refresh(self, policy: Policy, key: Hashable) -> None:
         """Give the rules of ``policy`` what is known of a key."""
-        self._refresh(policy, key, self._learned_of(key))
+        with self._lock:
+            self._refresh(policy, key, self._learned_of(key))
 
     def save(self) -> None:
         """Keep what was learned for the next process. Reads and writes files."""
         if self._prior is not None or self.name is None:
             return
-        for key, learned in list(self._learned.items()):
-            if learned.count >= _WORTH_SAVING or key in self._measured:
-                store = self._opened_store()
-                if store is None:
-                    return
-                self._save(self.name, key, learned, store)
+        with self._lock:
+            found = [
+                each
+                for key, learned in self._learned.items()
+                if learned.count >= _WORTH_SAVING or key in self._measured
+                for each in self._kept(key, learned)
+            ]
+            store = self._opened_store() if found else None
+        if store is None:
+            return
+        for key, known in found:
+            if known:
+                saved = SavedProfile(known, max(known), self._batch_sizes is not None)
+                store.save(self.name, key, saved)
 
-    def _save(self, name: str, key: Hashable, learned: LearnedProfile, store: ProfileStore) -> None:
-        known = learned.known_latencies_ns(self.max_batch_size)
-        if known:
-            store.save(name, key, SavedProfile(known, max(known), self._batch_sizes is not None))
+    def _kept(
+        self, key: Hashable, learned: LearnedProfile
+    ) -> list[tuple[Hashable, Mapping[int, float]]]:
+        """What to keep of a key, each under a key of its own."""
+        return [(key, learned.known_latencies_ns(self.max_batch_size))]
 
     def _make_rule(self, key: Hashable) -> Rule:
         if isinstance(key, LateKey):

@@ -15,7 +15,7 @@ from trims_shim.batching.jobs import Job
 from trims_shim.batching.learning import Learning, plain_key
 from trims_shim.batching.lengths import LengthCurve
 from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.profile_store import ProfileStore, SavedProfile
+from trims_shim.batching.profile_store import ProfileStore
 from trims_shim.batching.profiling import LearnedProfile
 from trims_shim.batching.protocol import Policy
 from trims_shim.batching.rules import RuleMaker
@@ -160,10 +160,7 @@ class StagedLearning(Learning):
             max_weight=self._max_batch_weight,
         )
 
-    def ran(self, policy: Policy, job: Job) -> bool:
-        """See :class:`Learning`."""
-        if not job.is_typical:
-            return False
+    def _learn(self, policy: Policy, job: Job) -> bool:
         first, rows, is_beside = 0, len(job.live or ()), False
         durations_ns = [job.ended_ns - job.started_ns]
         if isinstance(job, StageJob):
@@ -221,13 +218,14 @@ class StagedLearning(Learning):
 
     # --- kept for the next process ----------------------------------------------------------------
 
-    def _save(self, name: str, key: Hashable, learned: LearnedProfile, store: ProfileStore) -> None:
+    def _kept(
+        self, key: Hashable, learned: LearnedProfile
+    ) -> list[tuple[Hashable, Mapping[int, float]]]:
         assert isinstance(learned, LearnedStages)
-        pads = self._batch_sizes is not None
-        for stage, of_stage in enumerate(learned.stages):
-            known = of_stage.known_latencies_ns(self.max_batch_size)
-            if known:
-                store.save(name, self._kept_as(key, stage), SavedProfile(known, max(known), pads))
+        return [
+            (self._kept_as(key, stage), each.known_latencies_ns(self.max_batch_size))
+            for stage, each in enumerate(learned.stages)
+        ]
 
     def _load(self, name: str, key: Hashable, store: ProfileStore) -> LatencyProfile | None:
         saved = [store.load(name, self._kept_as(key, stage)) for stage in range(self._parts)]
