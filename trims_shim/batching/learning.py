@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from trims_shim.batching.buckets import bucket_in, family_of
@@ -19,6 +19,7 @@ from trims_shim.batching.collates import padded_size
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.lengths import LengthCurve
 from trims_shim.batching.policies.immediate import Immediate
+from trims_shim.batching.policies.mixing import companions
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profile_store import ProfileStore, SavedProfile
 from trims_shim.batching.profiling import LearnedProfile, sizes_to_measure
@@ -46,19 +47,31 @@ Prior = LatencyProfile | Callable[[Hashable], LatencyProfile]
 """Where a profile starts from: the same for all keys, or what is known of each."""
 
 
-class LateKey:
-    """Key of requests that are served although they are late: they have batches of their own."""
+class LateKey(tuple[Hashable, ...]):
+    """Key of requests that are served although they are late: they have batches of their own.
 
-    __slots__ = ("key",)
+    A tuple, so that lengths are found in it; with a part that is in no other key.
+    """
 
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
+    __slots__ = ()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LateKey) and self.key == other.key
+    def __new__(cls, key: Hashable) -> LateKey:
+        return super().__new__(cls, (cls, key))
 
-    def __hash__(self) -> int:
-        return hash((LateKey, self.key))
+    @property
+    def key(self) -> Hashable:
+        """What it was before."""
+        return self[1]
+
+
+class _Late(Immediate):
+    """For those who are late: all that there are, and of other lengths who go along elsewhere."""
+
+    def companions(
+        self, now_ns: int, size: int, others: Collection[Rule]
+    ) -> Sequence[tuple[Rule, int]]:
+        """See :class:`~trims_shim.batching.rules.Rule`."""
+        return companions(now_ns, self, size, others)
 
 
 class _Kin(NamedTuple):
@@ -271,7 +284,8 @@ class Learning:
 
     def _make_rule(self, key: Hashable) -> Rule:
         if isinstance(key, LateKey):
-            return Immediate(self.profile(key.key), max_batch_size=self.max_batch_size)
+            late = _Late if self.mixes_lengths else Immediate
+            return late(self.profile(key.key), max_batch_size=self.max_batch_size)
         return self._maker(self.profile(key), max_batch_size=self.max_batch_size)
 
     def _learned_of(self, key: Hashable) -> LearnedProfile:
@@ -349,10 +363,11 @@ class Learning:
     def _refresh(self, policy: Policy, key: Hashable, learned: LearnedProfile) -> None:
         if not isinstance(policy, Batching):
             return
-        rule = policy.rules.get(key)
-        if rule is not None:
-            # A rule that is about to become smaller still asks for its larger sizes.
-            rule.profile = learned.profile(max(self.max_batch_size, rule.max_batch_size))
+        for each in (key, LateKey(key)):
+            rule = policy.rules.get(each)
+            if rule is not None:
+                # A rule that is about to become smaller still asks for its larger sizes.
+                rule.profile = learned.profile(max(self.max_batch_size, rule.max_batch_size))
 
 
 def plain_key(key: Hashable) -> Hashable:
