@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import PATIENCE_S
+from harness import PATIENCE_S, wait_until
 
 from trims_shim.batching.exit_points import exit_point
 from trims_shim.batching.flex import FlexBatcher
@@ -190,6 +190,29 @@ def test_a_caller_that_blocks_survives_it(make_scene: Callable[..., Scene]) -> N
     caller.join(PATIENCE_S)
     assert found == ["a!"]
     assert len(scene.long.calls) == 2
+
+
+def test_a_caller_whose_batch_was_given_up_runs_the_one_with_his_item(
+    make_scene: Callable[..., Scene],
+) -> None:
+    """Its own model's larger batch, in which he is."""
+    scene = make_scene()
+    found: list[Any] = []
+    callers = [
+        threading.Thread(target=lambda item=item: found.append(scene.batcher("long", item)))
+        for item in "abcdef"
+    ]
+    callers[0].start()
+    scene.long.wait()
+    for each in callers[1:]:
+        each.start()
+    wait_until(lambda: scene.batcher.stats().submitted == 6)
+    scene.long.open(2)
+    for each in callers:
+        each.join(PATIENCE_S)
+    assert sorted(found) == ["a!", "b!", "c!", "d!", "e!", "f!"]
+    assert sorted(map(len, scene.long.calls)) == [1, 6]
+    assert scene.batcher.preemption_stats().preemptions == 1
 
 
 def test_fewer_requests_do_not_preempt(make_scene: Callable[..., Scene]) -> None:

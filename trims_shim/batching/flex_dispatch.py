@@ -207,6 +207,7 @@ class FlexDispatch(ThreadDispatch):
             super()._end(now_ns, job)
             return
         self._jobs.discard(job)
+        self._free_seat(job)
         self._note(job)
         gone = [each for each in job.requests if each not in (job.live or ())]
         self.record.cancelled += len(gone)

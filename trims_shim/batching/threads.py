@@ -100,9 +100,10 @@ class ThreadDispatch(Dispatch):
             self._report(job, reply)
 
     def _report(self, job: Job, reply: BlockedCall) -> None:
-        """The caller's job has ended."""
-        self.post(job)
-        reply.job = None
+        """The caller's job has ended; he may get another one, where that was not his answer."""
+        self.post(job, reply)
+        while reply.job is job and not reply.is_done:
+            self._wait(reply)
 
     def call_nested(self, entry: Entry) -> Any:
         """From inside a batch, whose end nobody may wait for: alone, here and now."""
@@ -242,6 +243,20 @@ class ThreadDispatch(Dispatch):
         depth = self._runners.pop(ident, 1)
         if depth > 1:
             self._runners[ident] = depth - 1
+
+    # --- the end of a job; under the lock ---------------------------------------------------------
+
+    def _end(self, now_ns: int, job: Job) -> None:
+        self._free_seat(job)
+        super()._end(now_ns, job)
+
+    def _free_seat(self, job: Job) -> None:
+        """Its runner may be given another one now."""
+        seat = job.runner
+        if isinstance(seat, Seat) and seat.job is job:
+            seat.job = None
+            if seat is not self._me:
+                seat.wake()
 
     # --- once more; under the lock ----------------------------------------------------------------
 

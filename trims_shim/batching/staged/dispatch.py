@@ -19,7 +19,7 @@ from typing import Any
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.options import Options
 from trims_shim.batching.protocol import Action, Cancelled, Request
-from trims_shim.batching.replies import FAILURES, BlockedCall, Seat
+from trims_shim.batching.replies import FAILURES
 from trims_shim.batching.staged.functions import StagedFunction
 from trims_shim.batching.staged.jobs import StageJob
 from trims_shim.batching.staged.running import StageOutput
@@ -51,12 +51,6 @@ class StagedDispatch(ThreadDispatch):
         """How many events there have been."""
 
     # --- a thread that runs a stage ---------------------------------------------------------------
-
-    def _report(self, job: Job, reply: BlockedCall) -> None:
-        # With its own thread: who has run one stage may run the next one.
-        self.post(job, reply)
-        while reply.job is job and not reply.is_done:
-            self._wait(reply)
 
     def _execute(self, job: Job) -> None:
         assert isinstance(job, StageJob)
@@ -172,14 +166,6 @@ class StagedDispatch(ThreadDispatch):
             ),
         )
         self.stages.splits += batch.is_split
-
-    def _free_seat(self, job: StageJob) -> None:
-        """Its runner may be given another one now."""
-        seat = job.runner
-        if isinstance(seat, Seat) and seat.job is job:
-            seat.job = None
-            if seat is not self._me:
-                seat.wake()
 
     def _count_stage(self, job: StageJob, gone: Sequence[Request]) -> None:
         record = self.record
