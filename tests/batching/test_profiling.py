@@ -410,3 +410,37 @@ def test_doubt_has_an_end() -> None:
     learned.observe(1, 5_000_000)
     assert not learned.is_doubted
     assert learned.profile(4).latency_ns(1) == 5_000_000
+
+
+def slowed(batches: int, *, factor: float) -> LearnedProfile:
+    """All sizes known, then so many batches of two of them on a device of another speed."""
+    learned = told(LearnedProfile(), [1, 2, 4, 8, 16, 32], times=30)
+    for number in range(batches):
+        size = (2, 4)[number % 2]
+        learned.profile(32)
+        learned.observe(size, round(factor * LINE.latency_ns(size)))
+    return learned
+
+
+@pytest.mark.parametrize("factor", [0.2, 3, 10])
+def test_a_device_of_another_speed_is_seen_at_once_in_all_sizes(factor: float) -> None:
+    expected = LatencyProfile([factor * LINE.latency_ns(size) for size in range(1, 33)])
+    assert close(slowed(12, factor=factor).profile(32), expected, tolerance=0.1)
+
+
+def test_a_short_disturbance_is_none() -> None:
+    learned = slowed(9, factor=3)
+    told(learned, [2], times=1)
+    told(learned, [1, 8, 32], times=20)
+    assert close(learned.profile(32), LINE, tolerance=0.1)
+
+
+def test_a_change_of_speed_takes_what_has_run_since_as_it_was() -> None:
+    """Sizes that say little by themselves have run among those that showed it."""
+    learned = LearnedProfile()
+    told(learned, [1, 2], times=60)
+    for _ in range(10):
+        for size in (2, 32):
+            learned.profile(32)
+            learned.observe(size, 10 * LINE.latency_ns(size))
+    assert learned.profile(32).latency_ns(32) == pytest.approx(10 * LINE.latency_ns(32), rel=0.1)

@@ -51,6 +51,12 @@ _DOUBT_AFTER = 2
 """Requests given up without any batch in between."""
 _MOST_DOUBT = 2.0**-64
 """Less than a nanosecond is left of any latency then; halved for ever, it would become 0."""
+_SURE = 64
+"""After so many batches a profile is no guess any more: if it is wrong then, it is by a change."""
+_CHANGED = 1.7
+"""So many times what is believed, or as little of it, ..."""
+_CHANGED_BATCHES = 10
+"""... after so many batches in a row, of whatever sizes, the device itself has changed."""
 _REFRESH = 16
 _NEWS = 0.1
 """Batches between two profiles, unless a size that is hardly known differs by more than this."""
@@ -98,6 +104,8 @@ class LearnedProfile:
         self._count = 0
         self._ran_ns = 0
         self._has_news = True
+        self._changes: list[tuple[int, float]] = []
+        """Of the last batches, as long as all of them were much slower, or all much quicker."""
         self._given_up = 0
         self._doubt = 1.0
         self._made: _Made | None = None
@@ -128,6 +136,8 @@ class LearnedProfile:
         durations = self._durations.get(size)
         if durations is None:
             durations = self._durations[size] = deque(maxlen=_KEPT)
+        if self._count > _SURE and len(durations) >= _FIRM and believed_ns is not None:
+            self._look_for_change(duration_ns / believed_ns)
         durations.append((self._count, duration_ns))
         self._own.pop(size, None)
         if len(durations) == 1:
@@ -136,6 +146,27 @@ class LearnedProfile:
             is_close = believed_ns is not None and abs(duration_ns / believed_ns - 1) < _NEWS
             self._has_news = self._has_news or not is_close
         return True
+
+    def _look_for_change(self, ratio: float) -> None:
+        """Whether all sizes take another time now: each alone would see it after half of ``_KEPT``.
+
+        Meanwhile those that have not run would seem to be the quick ones.
+        """
+        changes = self._changes
+        is_change = not 1 / _CHANGED < ratio < _CHANGED
+        if not is_change or (changes and (changes[0][1] > 1) != (ratio > 1)):
+            changes.clear()
+        if is_change:
+            changes.append((self._count, ratio))
+        if len(changes) < _CHANGED_BATCHES:
+            return
+        since, factor = changes[0][0], statistics.median([each for _, each in changes])
+        changes.clear()
+        for size, durations in self._durations.items():
+            scaled = [(n, round(each * factor) if n < since else each) for n, each in durations]
+            self._durations[size] = deque(scaled, maxlen=_KEPT)
+        self._own.clear()
+        self._has_news = True
 
     def _believed_ns(self, size: int) -> float | None:
         """What the last profile said; None if it was a guess."""

@@ -30,7 +30,9 @@ ends by what few batches exceed, and by how late timers have come.
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
+from collections.abc import Sequence
 
 from trims_shim.batching.policies.company import Company
 from trims_shim.batching.policies.goodput import Goodput
@@ -51,6 +53,8 @@ _QUANTILES = (
     0.9,  # for the end of waiting
     _WORST_QUANTILE,
 )
+_SURE = 64  # after so many batches a profile is no guess any more, and changes with the device
+_CHANGED = 1.7
 _COMPANY_WORTH_IT = 0.1  # .25 costs violations at low loads
 _NO_SLO_NS = NEVER_NS // 2
 """Beyond it there is no deadline."""
@@ -179,6 +183,9 @@ class Auto(Goodput):
             abs(now_ns[size] - each) <= _AS_BEFORE * each for size, each in before_ns.items()
         )
         if not is_as_before:
+            changes = [now_ns[size] / before_ns[size] for size in now_ns]
+            if len(self._durations_ns) >= _SURE and _is_another_speed(changes):
+                self._durations_ns.clear()  # these say nothing of those to come
             known = [each for each in self._durations_ns if each[0] in now_ns]
             self._tempo = Tempo()
             self._taken.replace(self._tempo.follow([took / now_ns[size] for size, took in known]))
@@ -195,3 +202,8 @@ class Auto(Goodput):
         few, usual, many, wait, worst = [tempo * each for each in self._taken.quantiles(_QUANTILES)]
         self.stretches = [few] if few == many else [few, usual, many]
         self._usual_stretch, self._wait_stretch, self._worst_stretch = usual, wait, worst
+
+
+def _is_another_speed(ratios: Sequence[float]) -> bool:
+    """Whether most of what batches take has changed by much."""
+    return bool(ratios) and not 1 / _CHANGED < statistics.median(ratios) < _CHANGED
