@@ -71,6 +71,7 @@ def test_awaited_from_several_loops_after_each_other(function: Any) -> None:
     batcher = greedy(function, max_batch_size=8)
     for _ in range(3):
         assert run(main()) == [2 * item for item in range(20)]
+    batcher.drain(LONG_S)  # answers come before they are counted
     assert batcher.stats().answered == 60
     batcher.close()
 

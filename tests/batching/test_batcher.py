@@ -321,6 +321,20 @@ def test_update_of_one_instance_holds() -> None:
     assert other.scale.slo_ms is None
 
 
+def test_update_of_the_class_holds_for_later_instances() -> None:
+    class Other(Model):
+        @batched(slo_ms=100)
+        def answer(self, items: list[int]) -> list[int]:
+            return items
+
+    before = Other(1)
+    assert before.answer(1) == 1
+    Other.answer.update(slo_ms=7, max_batch_size=3)
+    after = Other(2)
+    assert (after.answer.slo_ms, after.answer.max_batch_size) == (7, 3)
+    assert (before.answer.slo_ms, before.answer.max_batch_size) == (100, 32)
+
+
 @pytest.mark.parametrize("deadline_ms", [float("inf"), 1e300])
 def test_a_deadline_beyond_all_times_is_none(deadline_ms: float) -> None:
     with Batcher(double, slo_ms=1) as batcher:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from trims_shim.batching.exit_points import exit_point
@@ -93,6 +94,16 @@ def test_a_profile_by_which_nothing_can_be_in_time_is_doubted() -> None:
                 clock.now_ns += MS
         else:
             pytest.fail("nothing is ever answered")
+
+
+def test_shapes_without_end_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trims_shim.batching.learning._MOST_KEYS", 3)
+    with FlexBatcher({"m": [lambda batch: batch]}) as batcher:
+        for length in range(1, 9):
+            batcher("m", np.zeros(length))
+        learning = batcher._engine.options.learning
+        assert isinstance(learning, FlexLearning)
+        assert len(learning.keys()) == len(learning._exits) == 3
 
 
 def test_another_batch_size_is_for_all_models() -> None:

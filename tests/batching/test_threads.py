@@ -551,3 +551,22 @@ def test_a_callback_that_raises_no_exception_ends_no_worker(
         assert batcher.submit(2).result(LONG_S) == 2
         assert len({each for each in batch_threads() if "Gate" in each.name}) == 1
     assert "callback" in caplog.text
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_nobody_waits_in_the_middle_of_a_batch(devices: int) -> None:
+    """On another device it might go well, unless that is held by one who waits, too."""
+
+    may_end = threading.Event()
+
+    def nested(items: list[int]) -> list[int]:
+        if items == [1]:
+            batcher.submit(0).result(LONG_S)
+        assert may_end.wait(LONG_S)
+        return items
+
+    with greedy(nested, devices=devices, max_batch_size=1) as batcher:
+        with pytest.raises(RuntimeError, match="runs a batch"):
+            batcher(1)
+        may_end.set()
+        assert batcher(2) == 2

@@ -351,7 +351,7 @@ async def stream(engine: Engine, make: Callable[[Reply], Request]) -> AsyncGener
     else:
         reply, dispatch = AwaitedStream(engine.mailbox(loop)), engine.threads()
     request = make(reply)
-    if engine.options.devices == 1 and dispatch.is_running_here():
+    if dispatch.is_running_here():
         raise RuntimeError(
             f"{engine.function.name}: this is in the middle of a batch, and the answer it wants to "
             "iterate over comes after it; await aio(), which then runs the item at once"

@@ -515,7 +515,9 @@ class Batcher:
                 ) from error
             kind = self._kind_of(model)
         engine = self._make_engine(kind, True)
+        # As they are now, if the class's were changed by update().
         engine.slo_ns = self._engine.slo_ns
+        engine.resize(self.max_batch_size)
         return engine
 
     # --- requests ---------------------------------------------------------------------------------

@@ -160,13 +160,13 @@ class Engine:
 
     def stats(self) -> BatcherStats:
         """The sum over dispatches."""
-        dispatches = self.dispatches()
         if self._threads is not None:
             return self._threads.stats()
         total = Record(devices=self.options.devices)
-        total.merge(self._past)
-        for dispatch in dispatches:
-            total.merge(dispatch.record)
+        with self._lock:  # else one that becomes a past one meanwhile would count twice, or not
+            dispatches = self.dispatches()
+            for record in (self._past, *(dispatch.record for dispatch in dispatches)):
+                total.merge(record)
         queued = sum(dispatch.queued for dispatch in dispatches)
         running = sum(dispatch.running for dispatch in dispatches)
         return total.snapshot(queued=queued, running=running, now_ns=self.options.clock_ns())

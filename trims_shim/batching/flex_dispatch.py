@@ -113,6 +113,10 @@ class FlexLearning(Learning):
         given = self._priors.get(_model_of(key))
         return given or super()._prior_of(key)
 
+    def _forget_key(self, key: Hashable) -> None:
+        super()._forget_key(key)
+        self._exits.pop(key, None)
+
     def _exits_of(self, key: Hashable) -> tuple[float, ...]:
         known = self._exits.get(key)
         if known is None:

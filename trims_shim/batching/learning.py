@@ -292,14 +292,16 @@ class Learning:
         learned = self._learned.get(key)
         if learned is None:
             while len(self._learned) >= _MOST_KEYS:
-                oldest = next(iter(self._learned))
-                del self._learned[oldest]
-                kin = self._kin.pop(oldest, None)
-                if kin is not None and oldest in kin.keys:
-                    kin.keys.remove(oldest)
-                self._measured.discard(oldest)
+                self._forget_key(next(iter(self._learned)))
             learned = self._learned[key] = self._new_learned(key, self._prior_of(key))
         return learned
+
+    def _forget_key(self, key: Hashable) -> None:
+        del self._learned[key]
+        kin = self._kin.pop(key, None)
+        if kin is not None and key in kin.keys:
+            kin.keys.remove(key)
+        self._measured.discard(key)
 
     def _new_learned(self, key: Hashable, prior: LatencyProfile | None) -> LearnedProfile:
         kin = self._kin_of(key)

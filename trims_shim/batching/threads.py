@@ -128,14 +128,13 @@ class ThreadDispatch(Dispatch):
 
     def check_may_wait(self) -> None:
         """See :class:`Dispatch`. From now on this thread may be away from its seat."""
-        is_running = self.is_running_here()
-        if is_running and (self.options.devices == 1 or self._is_my_turn()):
+        # Also with other devices: they may all be held by threads that wait like this.
+        if self.is_running_here():
             raise RuntimeError(
                 f"{self.function.name}: this thread runs a batch, and the answer it wants to wait "
                 "for comes after it; call the batcher itself, which then runs the item at once"
             )
-        if not is_running:
-            self._leave_seat()
+        self._leave_seat()
 
     def _leave_seat(self) -> None:
         seat = self._seats.pop(threading.get_ident(), None)
