@@ -18,6 +18,7 @@ ROOT = Path(trims_shim.__file__).parent
 # prefix that fits a module's name decides.
 LAYERS = (
     ("_version", "errors", "specs", "config", "late_imports"),
+    ("children",),
     (
         "diagnostics",
         "wire.messages",

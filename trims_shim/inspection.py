@@ -27,6 +27,7 @@ from typing import Any
 from trims_shim import _activate, patches
 from trims_shim import config as configuration
 from trims_shim._version import __version__
+from trims_shim.children import search_path
 from trims_shim.client.cache import Cache, cache
 from trims_shim.config import Config
 from trims_shim.daemon.prepared import directory as prepared_directory
@@ -456,11 +457,9 @@ class _NoAnswer(Exception):
 def _ask_child(code: str) -> Any:
     # The settings of this process do not matter for it, and may be the unusable ones.
     environment = {k: v for k, v in os.environ.items() if not configuration.is_setting(k)}
-    paths = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
-    paths += [path for path in sys.path if os.path.isabs(path)]
     try:
         answer = subprocess.run(
-            [sys.executable or "python3", "-I", "-c", code, json.dumps(paths)],
+            [sys.executable or "python3", "-I", "-c", code, json.dumps(search_path())],
             env=environment,
             cwd="/",
             stdin=subprocess.DEVNULL,

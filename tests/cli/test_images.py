@@ -100,13 +100,14 @@ def test_names_do_not_steer_a_terminal(warmed: Trims, tmp_path: Path) -> None:
     assert warmed("evict", os.fsdecode(path)).returncode == Exit.OK
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:surrogateescape"])  # as of LC_ALL=C
 def test_names_that_the_encoding_of_the_terminal_does_not_have(
-    warmed: Trims, tmp_path: Path
+    warmed: Trims, tmp_path: Path, encoding: str
 ) -> None:
     path = tmp_path / "modèle.pt"
     path.write_bytes(os.urandom(MODEL_BYTES))
     for words in (["warm", str(path)], ["ls"], ["status"], ["top"], ["evict", str(path)]):
-        done = warmed(*words, PYTHONIOENCODING="ascii")
+        done = warmed(*words, PYTHONIOENCODING=encoding)
         assert (done.returncode, "Traceback" in done.stderr) == (Exit.OK, False), done.stderr
         assert words[0] in ("top", "evict") or r"mod\xe8le.pt" in done.stdout + done.stderr
 

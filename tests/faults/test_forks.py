@@ -83,6 +83,40 @@ def test_the_parents_lease_outlives_the_parent(running: World) -> None:
     wait_until(lambda: not world.status().images[0].leases, "the lease ends with the last holder")
 
 
+def test_a_load_that_starts_the_daemon_does_not_wait_for_children(world: World) -> None:
+    """Found: those forked in the middle had the pipes that it read from, until they ended."""
+    path = world.file(1)
+    said = world.run(
+        f"path = {path!r}\n"
+        "import threading\n"
+        "loaded = []\n"
+        "loader = threading.Thread(target=lambda: loaded.append(data(open_file(path))))\n"
+        "loader.start()\n"
+        "children = []\n"
+        "while loader.is_alive() and len(children) < 200:\n"
+        "  pid = os.fork()\n"
+        "  if pid == 0: time.sleep(60), os._exit(0)\n"
+        "  children.append(pid)\n"
+        "loader.join(20)\n"
+        "is_stuck = loader.is_alive()\n"
+        "for pid in children: os.kill(pid, 9), os.waitpid(pid, 0)\n"
+        "loader.join()\n"
+        "say([len(children) > 0, is_stuck, loaded == [open(path, 'rb').read()]])\n"
+    )
+    assert said == [True, False, True]
+
+
+def test_entries_of_the_search_path_that_are_none(world: World) -> None:
+    """Python ignores all that is no string; the daemon is started nevertheless."""
+    path = world.file(1)
+    said = world.run(
+        "import pathlib\n"
+        "sys.path += [pathlib.Path('/'), b'/', None, '/nowhere:/at all']\n"
+        f"say(data(open_file({path!r})) == open({path!r}, 'rb').read())\n"
+    )
+    assert said is True
+
+
 def test_a_child_never_releases_the_parents_lease(running: World) -> None:
     world = running
     path = world.file(1)

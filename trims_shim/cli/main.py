@@ -110,8 +110,13 @@ def _replace_closed_streams() -> None:
 
 def _print_every_name() -> None:
     """Files are called what the encoding of stdout may not have; stderr escapes that by itself."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
+    stdout = sys.stdout
+    if not isinstance(stdout, io.TextIOWrapper):
+        return
+    # Under LC_ALL=C this is how bytes come through that are no text, and nothing more.
+    is_ascii = stdout.errors == "surrogateescape" and stdout.encoding.lower() != "utf-8"
+    if stdout.errors == "strict" or is_ascii:
+        stdout.reconfigure(errors="backslashreplace")
 
 
 def _end_of_pipe() -> Exit:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
-from trims_shim.config import PACKAGE_DIRECTORY
+from trims_shim.children import search_path
 from trims_shim.errors import DaemonStartFailed, DaemonTimeout, DaemonUnavailable
+from trims_shim.late_imports import no_fork
 from trims_shim.wire.endpoint import Endpoint
 from trims_shim.wire.handover import wait_until_ready
 
@@ -26,8 +28,8 @@ __all__ = ["start"]
 _POLL_S = 0.02
 _REASON_LIMIT_BYTES = 4000
 _BOOT = (
-    "import os, sys; "
-    "sys.path[:] = sys.argv[2].split(os.pathsep); "
+    "import json, os, sys; "
+    "sys.path[:] = json.loads(sys.argv[2]); "
     "os.fork() and os._exit(0); "
     "from trims_shim.daemon.detached import main; "
     "main(int(sys.argv[1]))"
@@ -95,16 +97,20 @@ def _raise_failure_before(lock: int) -> None:
 
 def _spawn(endpoint: Endpoint, deadline: float) -> None:
     executable = _interpreter()
-    reader, writer = os.pipe()
-    try:
+    # A child that another thread forks meanwhile has all pipes that there are, Popen's own too, and
+    # who reads from them would wait for its end.
+    with no_fork():
+        reader, writer = os.pipe()
         try:
             process = _launch(executable, endpoint, writer)
         except (OSError, RuntimeError) as error:  # RuntimeError: in a subinterpreter
+            os.close(reader)
             raise DaemonStartFailed(
                 f"the daemon cannot be started with {executable}: {error}; run `trims daemon`"
             ) from error
         finally:
             os.close(writer)
+    try:
         line = _read_line(reader, deadline, endpoint)
         # The first fork ends at once; its status is taken so that no zombie is left.
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -118,16 +124,13 @@ def _spawn(endpoint: Endpoint, deadline: float) -> None:
 
 
 def _launch(executable: str, endpoint: Endpoint, writer: int) -> subprocess.Popen[bytes]:
-    # Paths that depend on the working directory would let whoever owns it choose the code.
-    paths = [path for path in sys.path if os.path.isabs(path)]
-    search_path = os.pathsep.join([os.path.dirname(PACKAGE_DIRECTORY), *paths])
     environment = dict(os.environ)
     environment.update(TRIMS_ENABLED="0", TRIMS_SOCKET_DIR=endpoint.directory)
     # Nobody's link may make us write somewhere else.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(endpoint.log, flags, 0o600), "ab") as log:
         return subprocess.Popen(
-            [executable, "-I", "-c", _BOOT, str(writer), search_path],
+            [executable, "-I", "-c", _BOOT, str(writer), json.dumps(search_path())],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

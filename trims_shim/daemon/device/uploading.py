@@ -13,6 +13,7 @@ and the others may be repeated (:attr:`Job.is_innocent`).
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import queue
@@ -25,8 +26,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from trims_shim.children import search_path
 from trims_shim.client.session import error_from
-from trims_shim.config import PACKAGE_DIRECTORY
 from trims_shim.errors import DriverFailure, TrimsError, WireError
 from trims_shim.memory.device import DeviceAllocation
 from trims_shim.specs import DeviceId
@@ -41,8 +42,8 @@ STALL_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 10
 _END_PATIENCE_S = 5.0
 _BOOT = (
-    "import os, sys; "
-    "sys.path[:] = sys.argv[1].split(os.pathsep); "
+    "import json, sys; "
+    "sys.path[:] = json.loads(sys.argv[1]); "
     "from trims_shim.daemon.device.uploader import main; "
     "main(sys.argv[2:])"
 )
@@ -428,7 +429,6 @@ class _Process:
 def _launch(
     descriptor: int, device: DeviceId, visible: Sequence[DeviceId], backend: str
 ) -> subprocess.Popen[bytes]:
-    paths = [path for path in sys.path if os.path.isabs(path)]
     environment = dict(os.environ)
     # Ids stay true whatever the daemon itself was shown; an instance of MIG is visible alone.
     environment.update(TRIMS_ENABLED="0", CUDA_VISIBLE_DEVICES=",".join(visible))
@@ -438,7 +438,7 @@ def _launch(
             "-I",
             "-c",
             _BOOT,
-            os.pathsep.join([os.path.dirname(PACKAGE_DIRECTORY), *paths]),
+            json.dumps(search_path()),
             str(descriptor),
             device,
             backend,
