@@ -17,19 +17,18 @@ import itertools
 import multiprocessing
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
 
 from benchmarks.batching_latencies import figures, means
+from benchmarks.batching_learner import Learner
 from benchmarks.harness import ROOT, write_json
 from trims_shim.batching.buckets import Bucket, OpenBucket
-from trims_shim.batching.jobs import Job
-from trims_shim.batching.learning import Learning
 from trims_shim.batching.policies import Auto, Immediate
 from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.protocol import Action, Drop, Event, Finished, Policy, Request
+from trims_shim.batching.protocol import Policy, Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import gamma, simulate
 from trims_shim.batching.single import Batching
@@ -95,38 +94,6 @@ class Cell:
 Place = tuple[str, str, str, float, str, str]
 
 
-class _Learner:
-    """A policy that learns what batches take, as behind a batcher."""
-
-    def __init__(self, maker: RuleMaker) -> None:
-        self._learning = Learning(
-            maker,
-            name=None,
-            max_batch_size=_LARGEST,
-            max_batch_weight=None,
-            devices=1,
-            batch_sizes=None,
-            prior=None,
-            store=lambda: None,
-        )
-        self._policy = self._learning.make_policy()
-        self.next_deadline_ns = self._policy.next_deadline_ns
-
-    def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
-        """See :class:`~trims_shim.batching.protocol.Policy`."""
-        if isinstance(event, Finished):
-            job = Job(event.device, event.batch, 0)
-            job.live = list(event.batch)
-            job.started_ns, job.ended_ns = event.started_ns, now_ns
-            is_typical = self._learning.ran(self._policy, job)
-            event = replace(event, is_typical=is_typical)
-        actions = self._policy.on_event(now_ns, event)
-        for action in actions:
-            if isinstance(action, Drop):
-                self._learning.gave_up(self._policy, action, now_ns)
-        return actions
-
-
 def _requests(place: Place, slo_ns: int, count: int, seed: int) -> Iterator[Request]:
     device, _, arrivals, load, _, way = place
     capacity_qps = _LARGEST * 1000 / DEVICES[device](_LARGEST * _CAPACITY_LENGTH)
@@ -161,7 +128,7 @@ def _run(place: Place, count: int, seed: int) -> tuple[float, float, float, floa
     if knowledge == "known":
         policy = Batching(lambda key: maker(profile_of(key), max_batch_size=_LARGEST))
     else:
-        policy = _Learner(maker)
+        policy = Learner(maker, max_batch_size=_LARGEST)
     return figures(simulate(policy, _requests(place, slo_ns, count, seed), service_ns=service_ns))
 
 

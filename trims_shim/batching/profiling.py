@@ -53,10 +53,10 @@ _MOST_DOUBT = 2.0**-64
 """Less than a nanosecond is left of any latency then; halved for ever, it would become 0."""
 _SURE = 64
 """After so many batches a profile is no guess any more: if it is wrong then, it is by a change."""
-_CHANGED = 1.7
-"""So many times what is believed, or as little of it, ..."""
-_CHANGED_BATCHES = 10
-"""... after so many batches in a row, of whatever sizes, the device itself has changed."""
+_SLOWER, _SLOWER_BATCHES = 1.7, 10
+"""So many times what is believed, so many batches in a row: then the device itself has changed."""
+_QUICKER, _QUICKER_BATCHES = 1.4, 8
+"""The other way less is asked for: nothing makes a batch quicker by accident."""
 _REFRESH = 16
 _NEWS = 0.1
 """Batches between two profiles, unless a size that is hardly known differs by more than this."""
@@ -153,12 +153,12 @@ class LearnedProfile:
         Meanwhile those that have not run would seem to be the quick ones.
         """
         changes = self._changes
-        is_change = not 1 / _CHANGED < ratio < _CHANGED
+        is_change = not 1 / _QUICKER < ratio < _SLOWER
         if not is_change or (changes and (changes[0][1] > 1) != (ratio > 1)):
             changes.clear()
         if is_change:
             changes.append((self._count, ratio))
-        if len(changes) < _CHANGED_BATCHES:
+        if len(changes) < (_SLOWER_BATCHES if ratio > 1 else _QUICKER_BATCHES):
             return
         since, factor = changes[0][0], statistics.median([each for _, each in changes])
         changes.clear()
