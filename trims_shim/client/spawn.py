@@ -97,26 +97,24 @@ def _raise_failure_before(lock: int) -> None:
 
 def _spawn(endpoint: Endpoint, deadline: float) -> None:
     executable = _interpreter()
-    # A child that another thread forks meanwhile has all pipes that there are, Popen's own too, and
-    # who reads from them would wait for its end.
-    with no_fork():
-        reader, writer = os.pipe()
-        try:
-            process = _launch(executable, endpoint, writer)
-        except (OSError, RuntimeError) as error:  # RuntimeError: in a subinterpreter
-            os.close(reader)
-            raise DaemonStartFailed(
-                f"the daemon cannot be started with {executable}: {error}; run `trims daemon`"
-            ) from error
-        finally:
-            os.close(writer)
-    try:
+    with contextlib.ExitStack() as stack:
+        # A child that another thread forks meanwhile has all pipes that there are, Popen's own too,
+        # and who reads from them would wait for its end.
+        with no_fork():
+            reader, writer = os.pipe()
+            stack.callback(os.close, reader)
+            try:
+                process = _launch(executable, endpoint, writer)
+            except (OSError, RuntimeError) as error:  # RuntimeError: in a subinterpreter
+                raise DaemonStartFailed(
+                    f"the daemon cannot be started with {executable}: {error}; run `trims daemon`"
+                ) from error
+            finally:
+                os.close(writer)
         line = _read_line(reader, deadline, endpoint)
         # The first fork ends at once; its status is taken so that no zombie is left.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=max(0.1, deadline - time.monotonic()))
-    finally:
-        os.close(reader)
     word, _, reason = line.partition(" ")
     if word not in ("ready", "lost-race"):
         detail = reason.strip() or f"it died without a word; see {endpoint.log}"
