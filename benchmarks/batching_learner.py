@@ -1,23 +1,27 @@
-"""A policy that learns what batches take, for simulations: as behind a batcher."""
+"""Policies that learn what batches take, for simulations: as behind a batcher."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from trims_shim.batching.jobs import Job
 from trims_shim.batching.learning import Learning
 from trims_shim.batching.protocol import Action, Drop, Event, Finished
 from trims_shim.batching.rules import RuleMaker
+from trims_shim.batching.staged.jobs import StageJob
+from trims_shim.batching.staged.learning import StagedLearning
+from trims_shim.batching.staged.scheduler import RunStage, StageEnded
 
-__all__ = ["Learner"]
+__all__ = ["Learner", "StagedLearner"]
 
 
 class Learner:
     """A :class:`~trims_shim.batching.protocol.Policy` that knows nothing at first."""
 
     def __init__(self, maker: RuleMaker, *, max_batch_size: int) -> None:
-        self._learning = Learning(
+        self._learning = self._make_learning(
             maker,
             name=None,
             max_batch_size=max_batch_size,
@@ -30,10 +34,13 @@ class Learner:
         self._policy = self._learning.make_policy()
         self.next_deadline_ns = self._policy.next_deadline_ns
 
+    def _make_learning(self, maker: RuleMaker, **options: Any) -> Learning:
+        return Learning(maker, **options)
+
     def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
         """See :class:`~trims_shim.batching.protocol.Policy`."""
         if isinstance(event, Finished):
-            job = Job(event.device, event.batch, 0)
+            job = self._job_of(event, now_ns)
             job.live = list(event.batch)
             job.started_ns, job.ended_ns = event.started_ns, now_ns
             is_typical = self._learning.ran(self._policy, job)
@@ -43,3 +50,39 @@ class Learner:
             if isinstance(action, Drop):
                 self._learning.gave_up(self._policy, action, now_ns)
         return actions
+
+    def _job_of(self, event: Finished, now_ns: int) -> Job:
+        return Job(event.device, event.batch, 0)
+
+
+class StagedLearner(Learner):
+    """The same for a model of several stages, of which one runs at a time."""
+
+    def __init__(self, maker: RuleMaker, *, stages: int, max_batch_size: int) -> None:
+        self._stages = stages
+        self._running: dict[int, RunStage] = {}
+        super().__init__(maker, max_batch_size=max_batch_size)
+
+    def _make_learning(self, maker: RuleMaker, **options: Any) -> Learning:
+        return StagedLearning(
+            maker,
+            stages=self._stages,
+            is_whole=False,
+            has_loop=False,
+            pairs=2,
+            max_active=None,
+            **options,
+        )
+
+    def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
+        """See :class:`~trims_shim.batching.protocol.Policy`."""
+        actions = super().on_event(now_ns, event)
+        self._running.update((each.device, each) for each in actions if isinstance(each, RunStage))
+        return actions
+
+    def _job_of(self, event: Finished, now_ns: int) -> Job:
+        assert isinstance(event, StageEnded)
+        job = StageJob(self._running.pop(event.device), 0, is_end=True, result=list)
+        job.size = len(event.batch)
+        job.durations_ns.append(now_ns - event.started_ns)
+        return job

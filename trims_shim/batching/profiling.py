@@ -246,6 +246,18 @@ class LearnedProfile:
         """
         return self._known(self._found(max_batch_size))
 
+    @property
+    def largest_sure(self) -> float:
+        """The largest size that has run some times, or was known before; of others it is hoped.
+
+        Where other lengths say what larger ones take there is no such size.
+        """
+        if self._version:
+            return math.inf
+        prior = 0 if self._prior is None else self._prior.max_batch_size
+        firm = [size for size, each in self._durations.items() if len(each) >= _FIRM]
+        return max([prior, *firm])
+
     def _known(self, latencies_ns: Mapping[int, float]) -> dict[int, float]:
         largest = 0 if self._prior is None else self._prior.max_batch_size
         largest = max([largest, *self._durations])

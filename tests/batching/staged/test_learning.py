@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.batching.staged.rules import joining
 from trims_shim.batching.learning import LateKey
+from trims_shim.batching.lengths import LengthCurve
 from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profile_store import ProfileStore
@@ -255,3 +256,28 @@ def test_sizes_that_there_was_no_time_to_measure_are_tried() -> None:
     assert profile.max_batch_size == 16
     assert profile.latency_ns(4) == 46 * MS
     assert learning.measured_stages(None, [{2: 41 * MS}, {}]).latency_ns(2) < 42 * MS
+
+
+def test_sizes_are_sure_that_have_run_some_times_or_were_known_before() -> None:
+    learning = make()
+    policy, rule = with_rule(learning)
+    for _ in range(6):
+        learning.ran(policy, ran_stage(0, 3, 2, 4))
+    for _ in range(2):
+        learning.ran(policy, ran_stage(0, 5, 2, 4))
+    learning.refresh(policy, None)
+    assert rule.profile.sure == (3, 3)
+    assert rule.profile.max_batch_size == 8
+
+    known = StagedProfile([LatencyProfile([4.0 * MS] * 4)] * 2)
+    _, rule = with_rule(make(prior=known))
+    assert rule.profile.sure == (4, 4)
+
+
+def test_where_lengths_tell_of_larger_sizes_all_are_sure() -> None:
+    curve = LengthCurve()
+    learned = LearnedStages(1, curves=[curve], length=8)
+    assert learned.profile(8).sure == (0,)
+    for _ in range(20):
+        curve.tell(4, 32, 5 * MS)
+    assert learned.profile(8).sure == (8,)

@@ -52,8 +52,9 @@ def test_a_stage_takes_a_nanosecond_at_least() -> None:
 
 def test_a_shorter_profile() -> None:
     stages = [LatencyProfile([1, 2, 3]), LatencyProfile([2, 4, 6])]
-    profile = StagedProfile(stages, preferred=(3, 1)).limited(2)
-    assert profile == StagedProfile([each.limited(2) for each in stages], preferred=(2, 1))
+    profile = StagedProfile(stages, preferred=(3, 1), sure=(1, 3)).limited(2)
+    limited = [each.limited(2) for each in stages]
+    assert profile == StagedProfile(limited, preferred=(2, 1), sure=(1, 2))
     assert profile.max_batch_size == 2
 
 
@@ -61,6 +62,7 @@ def test_equal_are_those_of_equal_stages_and_sizes() -> None:
     stages = [LatencyProfile([1, 2])]
     assert StagedProfile(stages) == StagedProfile(stages)
     assert StagedProfile(stages) != StagedProfile(stages, preferred=[1])
+    assert StagedProfile(stages) != StagedProfile(stages, sure=[1])
     assert StagedProfile(stages) != StagedProfile(stages * 2)
     assert StagedProfile(stages) != LatencyProfile([1, 2])
     with pytest.raises(TypeError, match="unhashable"):
@@ -85,10 +87,15 @@ def test_it_needs_stages() -> None:
         StagedProfile([])
 
 
+@pytest.mark.parametrize("kind", ["preferred", "sure"])
 @pytest.mark.parametrize("wrong", [(1,), (1, 2, 1)])
-def test_every_stage_has_a_preferred_size(wrong: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="preferred sizes for 2 stages"):
-        StagedProfile([LatencyProfile([1, 2])] * 2, preferred=wrong)
+def test_every_stage_has_its_sizes(wrong: tuple[int, ...], kind: str) -> None:
+    with pytest.raises(ValueError, match=f"{kind} sizes for 2 stages"):
+        StagedProfile([LatencyProfile([1, 2])] * 2, **{kind: wrong})
+
+
+def test_what_it_is_made_of_is_sure() -> None:
+    assert StagedProfile([LatencyProfile([1, 2, 3]), LatencyProfile([1, 2])]).sure == (2, 2)
 
 
 def test_a_preferred_size_is_at_least_one() -> None:

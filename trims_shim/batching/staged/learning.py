@@ -107,11 +107,12 @@ class LearnedStages(LearnedProfile):
         return self._made_of(parts)
 
     def _made_of(self, parts: Sequence[LatencyProfile]) -> StagedProfile:
+        largest = min(each.max_batch_size for each in parts)
+        sure = [int(min(each.largest_sure, largest)) for each in self.stages]
         preferred = None
         if self._preferred is not None:
-            largest = min(each.max_batch_size for each in parts)
             preferred = [int(min(each, largest)) for each in self._preferred]
-        self._whole = StagedProfile(parts, preferred=preferred, width=self._width)
+        self._whole = StagedProfile(parts, preferred=preferred, width=self._width, sure=sure)
         return self._whole
 
 

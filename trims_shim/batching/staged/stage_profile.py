@@ -21,13 +21,15 @@ class StagedProfile(LatencyProfile):
     ``width``: what stages gain from running at the same time, from 0 (nothing: both take as long as
     one after the other) to 1 (what one leaves of the device's best throughput is free for the
     other); None where that was not measured.
+    ``sure``, for each stage, the largest size that was measured or has run; of larger ones it is
+    guessed, and hoped, what they take.
     Of larger sizes than it knows, the largest in proportion: where less is allowed than before, a
     batch that was made before may still be on its way.
 
     Raises ValueError for no stages, and for sizes that are none, or not one for each stage.
     """
 
-    __slots__ = ("_rest", "preferred", "stages", "width")
+    __slots__ = ("_rest", "preferred", "stages", "sure", "width")
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class StagedProfile(LatencyProfile):
         *,
         preferred: Sequence[int] | None = None,
         width: float | None = None,
+        sure: Sequence[int] | None = None,
     ) -> None:
         if width is not None and not 0 <= width <= 1:
             raise ValueError(f"width is {width}; it is a share")
@@ -44,8 +47,10 @@ class StagedProfile(LatencyProfile):
         largest = min(stage.max_batch_size for stage in stages)
         self.stages = tuple(stages)
         self.preferred = (largest,) * len(stages) if preferred is None else tuple(preferred)
-        if len(self.preferred) != len(stages):
-            raise ValueError(f"{len(self.preferred)} preferred sizes for {len(stages)} stages")
+        self.sure = (largest,) * len(stages) if sure is None else tuple(sure)
+        for kind, sizes in (("preferred", self.preferred), ("sure", self.sure)):
+            if len(sizes) != len(stages):
+                raise ValueError(f"{len(sizes)} {kind} sizes for {len(stages)} stages")
         if min(self.preferred) < 1:
             raise ValueError(f"a stage prefers batches of {min(self.preferred)}; 1 is the least")
         # rest[stage][size]: from this stage to the end.
@@ -91,13 +96,15 @@ class StagedProfile(LatencyProfile):
         """The same up to a smaller size."""
         stages = [stage.limited(max_batch_size) for stage in self.stages]
         preferred = [min(size, max_batch_size) for size in self.preferred]
-        return StagedProfile(stages, preferred=preferred, width=self.width)
+        sure = [min(size, max_batch_size) for size in self.sure]
+        return StagedProfile(stages, preferred=preferred, width=self.width, sure=sure)
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, StagedProfile)
             and self.stages == other.stages
             and self.preferred == other.preferred
+            and self.sure == other.sure
             and self.width == other.width
         )
 

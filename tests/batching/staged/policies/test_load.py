@@ -59,6 +59,22 @@ def test_where_batches_save_nothing_nobody_joins() -> None:
     assert joining(rule_with(*[LATER_NS] * 6, profile=profile), (1, 2, None)) == 0
 
 
+@pytest.mark.parametrize(
+    ("sure", "joined"), [((16, 16, 16, 16), 6), ((2, 4, 16, 16), 3), ((16, 16, 16, 1), 0)]
+)
+def test_a_batch_grows_only_to_sizes_of_which_it_is_known_what_they_take(
+    sure: tuple[int, ...], joined: int
+) -> None:
+    profile = StagedProfile([STAGE] * 4, sure=sure)
+    assert joining(rule_with(*[LATER_NS] * 6, profile=profile), (1, 1, None)) == joined
+
+
+def test_the_papers_rule_knows_of_no_such_sizes() -> None:
+    profile = StagedProfile([STAGE] * 4, sure=(1, 1, 1, 1))
+    rule = rule_with(*[LATER_NS] * 6, profile=profile, wait_ms=2000)
+    assert joining(rule, (1, 1, None)) == 6
+
+
 def test_those_that_could_not_be_joined_are_remembered_for_a_while() -> None:
     rule = rule_with(*[LATER_NS] * 6)
     for _ in range(20):

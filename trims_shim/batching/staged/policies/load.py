@@ -59,11 +59,22 @@ class LoadDiversity(StagedAuto):
             return room
         soonest_ns = now_ns + self.margin_ns + int(self.stretches[0] * self.profile.latency_ns(1))
         self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)
-        size = self._in_time(now_ns, batch, min(room, len(self.queue)))
+        size = self._in_time(now_ns, batch, min(room, len(self.queue), self._sure_room(batch)))
         if size and not batch.is_apart and self._is_worth_it(now_ns, batch, size):
             return size
         self._joinable += (1 - self._joinable) * _HOPE
         return 0
+
+    def _sure_room(self, batch: Batch) -> int:
+        """How many can join and make no batch larger than any of which is known what it takes.
+
+        A batch of new ones that was hoped to be quicker costs its own what it is slower; here, all
+        who are on board wait for it first.
+        """
+        if self._wait_ns is not None:
+            return len(self.queue)
+        later = range(levels_of(batch)[0][0], len(self.staged.stages))
+        return min([self.staged.sure[stage] for stage in later]) - batch.live
 
     def on_met(self, is_joined: bool) -> None:
         """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
