@@ -195,8 +195,8 @@ def test_a_caller_that_blocks_survives_it(make_scene: Callable[..., Scene]) -> N
 def test_a_caller_whose_batch_was_given_up_runs_the_one_with_his_item(
     make_scene: Callable[..., Scene],
 ) -> None:
-    """Its own model's larger batch, in which he is."""
-    scene = make_scene()
+    """Its own model's larger batch, in which he is; the others could not wait for the next one."""
+    scene = make_scene(slo_ms=SLOS_MS | {"long": 1700})
     found: list[Any] = []
     callers = [
         threading.Thread(target=lambda item=item: found.append(scene.batcher("long", item)))

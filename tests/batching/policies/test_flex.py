@@ -230,12 +230,21 @@ def test_a_batch_grows_by_preempting_its_own_model() -> None:
     assert send(policy, more[2:]) == [Preempt(0)]
 
 
-def test_who_could_wait_preempts_its_own_model_but_no_other() -> None:
-    for key, is_preempted in (("long", True), ("short", False)):
+def test_nothing_is_given_up_for_those_who_can_all_wait() -> None:
+    """Nor a batch of their own model: a larger one would answer nobody more in time."""
+    for key in ("long", "short"):
         policy = Flex(MODELS)
         busy_with(policy, "long")
-        waiting = requests_of(key, 5, 10_000, at_ns=1, first=10)
-        assert (Preempt(0) in send(policy, waiting)) == is_preempted
+        assert send(policy, requests_of(key, 5, 10_000, at_ns=1, first=10)) == []
+
+
+def test_a_batch_grows_where_not_all_of_its_model_can_wait() -> None:
+    policy = Flex(MODELS)
+    runs = send(policy, requests_of("long", 1, 10_000))
+    end_ns = MODELS["long"].profile.latency_ns(1)
+    waiting = requests_of("long", 5, end_ns + 60, at_ns=1, first=10)
+    assert runs
+    assert Preempt(0) in send(policy, waiting)
 
 
 def test_the_smallest_of_several_batches_is_preempted() -> None:

@@ -12,7 +12,7 @@ decided afresh when the device is free (late binding).
 Two things are not the paper's, and can be turned off (:meth:`Flex.of_paper` does). The paper's best
 batch is the largest; here the models' deadlines count too
 (:func:`~trims_shim.batching.policies.choice.by_need`). And the paper preempts also where the larger
-batch could have waited for the next device.
+batch could have waited for the next device; here nothing is given up for requests that all can.
 
 Work conserving: no device idles while a request is queued that could be answered in time.
 """
@@ -106,8 +106,9 @@ class Flex:
         self._running: dict[int, _Running] = {}
         self._reserved: dict[int, list[Request]] = {}
         """By device: taken out of their queue for when it has stopped."""
+        # Found when they are asked for, and forgotten when other batches run.
         self._least_queued: dict[Hashable, float] = {}
-        """See :meth:`_fewest_queued`; emptied when other batches run."""
+        self._soonest_end_ns: int | None = None
 
     @classmethod
     def of_paper(
@@ -199,7 +200,7 @@ class Flex:
         device = self._free.pop()
         end_ns = now_ns + self.models[key].profile.latency_ns(len(batch))
         self._running[device] = _Running(key, batch, now_ns, end_ns, worth)
-        self._least_queued.clear()
+        self._forget_running()
         actions.append(Run(device, batch))
 
     def _best(self, now_ns: int, candidates: Sequence[Candidate]) -> tuple[Offer, float]:
@@ -256,7 +257,7 @@ class Flex:
         device, batch = found
         running = self._running[device]
         running.worth = inf
-        self._least_queued.clear()
+        self._forget_running()
         reserved = [each for each in batch if each not in running.batch]
         _remove(self._queues[key], reserved)
         self._reserved[device] = reserved
@@ -265,17 +266,15 @@ class Flex:
     def _preemption(self, key: Hashable, now_ns: int) -> tuple[int, Sequence[Request]] | None:
         """(device, batch instead); None if there is no good one."""
         factor, gain, queue = self._factor, self._gain, self._queues[key]
-        next_ns = self._soonest_end_ns()
+        next_ns = self._next_free_ns()
         # How many can be answered as well by waiting for the next device.
         waiting = len(self._generate(key, next_ns, queue).batch) if gain else 0
         queued, most = len(queue), self.models[key].max_batch_size
-        can_all_wait = waiting == queued  # then another model's batch is not given up for them
+        if waiting == queued:
+            return None  # a larger batch of their own model would save nobody, either
         possible = []
         for device, running in self._running.items():
-            is_own = running.key == key
-            if can_all_wait and not is_own:
-                continue
-            instead = queued + len(running.batch) if is_own else queued
+            instead = queued + len(running.batch) if running.key == key else queued
             worth = running.worth
             least = max(factor * worth, waiting + gain * worth)
             if least <= instead and least <= most:
@@ -322,8 +321,18 @@ class Flex:
         start_ns += self.margin_ns
         return self._generation(start_ns, requests, model.profile, model.max_batch_size)
 
-    def _soonest_end_ns(self) -> int:
-        return min([each.end_ns for each in self._running.values()], default=NEVER_NS)
+    def _next_free_ns(self) -> int:
+        """When the next device should be free; one that was to be long ago counts as that."""
+        found = self._soonest_end_ns
+        if found is None:
+            found = min([each.end_ns for each in self._running.values()], default=NEVER_NS)
+            self._soonest_end_ns = found
+        return found
+
+    def _forget_running(self) -> None:
+        """Other batches run now, or they are worth something else."""
+        self._least_queued.clear()
+        self._soonest_end_ns = None
 
     def _queue_of(self, key: Hashable) -> DeadlineQueue:
         try:
@@ -335,7 +344,7 @@ class Flex:
     def _release(self, device: int) -> None:
         """The device has stopped; what was reserved for it is up for decision again."""
         del self._running[device]
-        self._least_queued.clear()
+        self._forget_running()
         self._free.append(device)
         if device in self._reserved:
             self._queue_again(self._reserved.pop(device))
