@@ -342,22 +342,14 @@ class TestPrepackOff:
     def test_also_where_there_is_no_daemon(
         self, preparations: Preparations, path: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        seen: list[str] = []
-        entry = "session.disable_prepacking"
-        create = collection.C.InferenceSession
-
-        def watch(options: Any, *arguments: Any) -> Any:
-            seen.append(options.get_session_config_entry(entry))
-            return create(options, *arguments)
-
-        monkeypatch.setattr(collection.C, "InferenceSession", watch)
+        seen = watched(monkeypatch)
         preparations.is_away = True
         mine = onnxruntime.SessionOptions()
         session = new(path, mine)
         assert seen == ["1"]
         assert session._sess_options_initial is mine
         with pytest.raises(Exception, match="does not have"):
-            mine.get_session_config_entry(entry)
+            mine.get_session_config_entry("session.disable_prepacking")
 
     def test_a_program_that_says_itself_is_listened_to(
         self, preparations: Preparations, path: str
@@ -368,6 +360,35 @@ class TestPrepackOff:
         assert preparations.requests[0].recipe.prepack == "share"
         shown = session.get_session_options()
         assert shown.get_session_config_entry("session.disable_prepacking") == "0"
+
+    @pytest.mark.parametrize("kind", ["path", "bytes"])
+    def test_also_models_that_are_too_small_to_be_served(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, made: Sample, kind: str
+    ) -> None:
+        options = onnxruntime.SessionOptions()
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        expected = outputs(plain(path, options), made)
+        model = path if kind == "path" else made.content
+        settings = {"ort_prepack": "off", "min_bytes": "1M"}
+        for preparations in patched(tmp_path, monkeypatch, **settings):
+            seen = watched(monkeypatch)
+            assert outputs(new(model), made) == expected
+            assert seen == ["1"]
+            assert preparations.requests == []
+            assert outcomes() == {"small_file": 1}
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whether packing is off in each session that is created from here on."""
+    seen: list[str] = []
+    create = collection.C.InferenceSession
+
+    def watch(options: Any, *arguments: Any) -> Any:
+        seen.append(options.get_session_config_entry("session.disable_prepacking"))
+        return create(options, *arguments)
+
+    monkeypatch.setattr(collection.C, "InferenceSession", watch)
+    return seen
 
 
 # --- processes ------------------------------------------------------------------------------------

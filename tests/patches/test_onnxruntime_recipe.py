@@ -256,8 +256,6 @@ class Session:
         ("not_regular", Session("/")),
         ("ort_format", Session("/model.ort")),
         ("ort_format", Session(None, b"\0\0\0\0ORTM" + bytes(100))),
-        ("small_file", Session(None, bytes(9))),
-        ("small_file", Session(None, b"")),
         ("arguments", Session("")),
         ("arguments", Session(b"/path")),
         ("arguments", Session(None, None)),
@@ -266,8 +264,16 @@ class Session:
 )
 def test_models_that_are_left_alone(reason: str, session: Session) -> None:
     with pytest.raises(NotServed) as caught:
-        models.model_of(session, min_bytes=10)
+        models.model_of(session)
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(("data", "min_bytes"), [(bytes(9), 10), (b"", 10), (b"", 0)])
+def test_bytes_that_are_too_few(data: bytes, min_bytes: int) -> None:
+    assert models.model_of(Session(None, data)).data == data
+    with pytest.raises(NotServed) as caught:
+        models.check_size(data, min_bytes=min_bytes)
+    assert caught.value.reason == "small_file"
 
 
 def test_what_a_class_of_options_has_of_its_own_is_not_in_it() -> None:
@@ -315,7 +321,7 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.onnx"
     os.mkfifo(pipe)
     with pytest.raises(NotServed, match="not a regular file"):
-        models.model_of(Session(str(pipe)), min_bytes=1)
+        models.model_of(Session(str(pipe)))
     # It may have taken the place of a file meanwhile; then at least nobody waits for a writer.
     with (
         pytest.raises(NotServed, match="not a regular file"),

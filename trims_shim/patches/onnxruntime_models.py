@@ -20,7 +20,16 @@ from trims_shim.errors import MemoryFailure, NotServed
 from trims_shim.late_imports import ensure_imported
 from trims_shim.memory.memfd import new_memfd, seal_memfd
 
-__all__ = ["Model", "absolute", "digest_of", "least_bytes", "model_of", "offered", "opened"]
+__all__ = [
+    "Model",
+    "absolute",
+    "check_size",
+    "digest_of",
+    "least_bytes",
+    "model_of",
+    "offered",
+    "opened",
+]
 
 _ORT_MAGIC = b"ORTM"
 """At offset 4 of a model in onnxruntime's own format, a flat buffer."""
@@ -51,14 +60,15 @@ def least_bytes(config: Config) -> int:
     return _LEAST_FACTOR * int(config.min_bytes)
 
 
-def model_of(session: Any, *, min_bytes: int) -> Model:
+def model_of(session: Any) -> Model:
     """What an InferenceSession is about to load. Raises NotServed where that is not for the cache.
 
-    Files are looked at by name only; :func:`opened` decides about their content.
+    Files are looked at by name only; :func:`opened` decides about their content and size, and
+    :func:`check_size` about the size of bytes.
     """
     path, data = session._model_path, session._model_bytes
     if not path:
-        return Model(None, _bytes_worth(data, min_bytes))
+        return Model(None, _bytes_of(data))
     if type(path) is not str:
         raise NotServed("arguments", f"the path is {type(path).__name__}")
     if path.endswith(".ort"):
@@ -74,11 +84,9 @@ def model_of(session: Any, *, min_bytes: int) -> Model:
     return Model(path, None)
 
 
-def _bytes_worth(data: Any, min_bytes: int) -> bytes:
+def _bytes_of(data: Any) -> bytes:
     if not isinstance(data, bytes):
         raise NotServed("arguments", f"the model is {type(data).__name__}")
-    if len(data) < max(1, min_bytes):
-        raise NotServed("small_file", f"a model of {len(data)} bytes")
     if data[4:8] == _ORT_MAGIC:
         raise NotServed("ort_format", "the model is in onnxruntime's own format")
     return data
@@ -142,6 +150,12 @@ def _external_bytes(descriptor: int, size_bytes: int, directory: str) -> int:
 
 
 # --- bytes ----------------------------------------------------------------------------------------
+
+
+def check_size(data: bytes, *, min_bytes: int) -> None:
+    """Raises NotServed for a model that is too small."""
+    if len(data) < max(1, min_bytes):
+        raise NotServed("small_file", f"a model of {len(data)} bytes")
 
 
 def digest_of(data: bytes) -> str:

@@ -113,7 +113,7 @@ def _plan(session: Any, arguments: tuple[Any, Any, Any]) -> _Plan | None:
     """What to ask for; None (counted) where the original has to do it."""
     with _Border("a session"):
         config = cache().config
-        model = models.model_of(session, min_bytes=models.least_bytes(config))
+        model = models.model_of(session)
         if session._read_config_from_model:
             raise NotServed("model_config", f"{model.name}: its options are in the model")
         if onnxruntime_seed.is_set():
@@ -145,6 +145,7 @@ def _ask_for_bytes(
     digest = ""
     with _Border(plan.model.name):
         shared = cache()
+        models.check_size(data, min_bytes=models.least_bytes(shared.config))
         # Nobody hashes a gigabyte for a daemon that is not there.
         shared.welcome(may_start=shared.config.autostart)
         digest = models.digest_of(data)
