@@ -14,9 +14,39 @@ import torch
 from devices import Devices, shared
 from torch import nn
 
-from trims_shim.patches import peft_merge, torch_load, torch_module
+from trims_shim.patches import peft_hotswap, peft_merge, points, torch_load, torch_module
 
 SIDE = 256
+
+
+def check_adapters_to_merge(module: Any, adapter_names: Any = None) -> list[str]:
+    return adapter_names or ["default"]
+
+
+class LoraLayer(nn.Module):
+    """As peft's ``lora.Linear``, with adapters of its own."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ParameterDict({"default": torch.ones(8, SIDE)})
+
+    def merge(self, safe_merge: bool = False, adapter_names: Any = None) -> None:
+        # Looked up in the layer's own module, which imported it by name.
+        layers = sys.modules["peft.tuners.lora.layer"]
+        if layers.check_adapters_to_merge(self, adapter_names):
+            self.base_layer.weight.data += 1.0
+
+    def olora_init(self, adapter_name: str) -> None:
+        weight = self.base_layer.weight.to(torch.float32)
+        weight.data -= 1.0
+
+
+def hotswap_adapter_from_state_dict(
+    model: nn.Module, state_dict: Any, adapter_name: str, config: Any = None
+) -> None:
+    for name, value in state_dict.items():
+        model.get_parameter(name).data.copy_(value)
 
 
 class BaseTuner(nn.Module):
@@ -40,10 +70,21 @@ class BaseTuner(nn.Module):
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     devices = Devices()
     emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
-    module = types.ModuleType("peft.tuners.tuners_utils")
-    module.BaseTuner = BaseTuner  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    undo = emulation.apply(*torch_load.POINTS[:2], *torch_module.POINTS, *peft_merge.POINTS)
+    check = check_adapters_to_merge
+    for name, content in (
+        ("tuners.tuners_utils", {"BaseTuner": BaseTuner, check.__name__: check}),
+        ("tuners.lora.layer", {"LoraLayer": LoraLayer, check.__name__: check}),
+        (
+            "utils.hotswap",
+            {hotswap_adapter_from_state_dict.__name__: hotswap_adapter_from_state_dict},
+        ),
+    ):
+        module = types.ModuleType(f"peft.{name}")
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    undo = emulation.apply(
+        *torch_load.POINTS[:2], *torch_module.POINTS, *peft_merge.POINTS, *peft_hotswap.POINTS
+    )
     yield devices
     undo()
     devices.assert_untouched()
@@ -79,7 +120,40 @@ def test_unloading_without_merging_keeps_sharing(tuner: BaseTuner) -> None:
     assert shared(tuner.base.weight)
 
 
+@pytest.fixture
+def layer(devices: Devices, tmp_path: Any) -> LoraLayer:
+    layer = LoraLayer(nn.Linear(SIDE, SIDE, bias=False))
+    layer.lora_A["default"] = nn.Parameter(torch.randn(SIDE, SIDE))
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    layer.load_state_dict(torch.load(tmp_path / "layer.pt", map_location="cuda"))
+    assert all(shared(each) for each in layer.parameters())
+    return layer
+
+
+def test_merge_of_a_single_layer(layer: LoraLayer) -> None:
+    """As diffusers' ``fuse_lora`` does."""
+    before = layer.base_layer.weight.detach().clone()
+    layer.merge(adapter_names=["default"])
+    assert torch.equal(layer.base_layer.weight, before + 1)
+
+
+def test_olora_takes_its_adapter_out_of_the_base_weight(layer: LoraLayer) -> None:
+    before = layer.base_layer.weight.detach().clone()
+    layer.olora_init("default")
+    assert torch.equal(layer.base_layer.weight, before - 1)
+
+
+def test_adapters_that_are_swapped(layer: LoraLayer) -> None:
+    other = torch.randn(SIDE, SIDE)
+    sys.modules["peft.utils.hotswap"].hotswap_adapter_from_state_dict(
+        layer, {"lora_A.default": other}, "default"
+    )
+    assert torch.equal(layer.lora_A["default"], other)
+    assert shared(layer.base_layer.weight)
+
+
 def test_the_real_library_has_these_methods() -> None:
-    utilities = pytest.importorskip("peft.tuners.tuners_utils")
-    for point in peft_merge.POINTS:
-        assert hasattr(utilities.BaseTuner, point.target.rpartition(".")[2])
+    pytest.importorskip("peft.tuners.tuners_utils")
+    pytest.importorskip("peft.utils.hotswap")
+    for point in (*peft_merge.POINTS, *peft_hotswap.POINTS):
+        assert callable(points.resolve(point.target).original)

@@ -316,6 +316,64 @@ def test_distributed_data_parallel(sharing: Net) -> None:
     assert not any(shared(each) for each in sharing.parameters())
 
 
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """A process group of this process alone."""
+    distributed = torch.distributed
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
+def test_broadcasts(sharing: Net, group: Any) -> None:
+    """As DeepSpeed gives all ranks the weights of one: by a view of each parameter."""
+    torch.distributed.broadcast(sharing.first.weight.data.view(torch.uint8), src=0)
+    assert not shared(sharing.first.weight)
+    torch.distributed.broadcast(tensor=sharing.second.weight, src=0)
+    assert not shared(sharing.second.weight)
+
+
+def test_broadcasts_of_many(sharing: Net, group: Any) -> None:
+    """As FSDP does with ``sync_module_states``."""
+    from torch.distributed import utils
+
+    utils._sync_module_states(sharing, group, 1 << 20, 0, ())
+    assert not any(shared(each) for each in sharing.parameters())
+
+
+def test_registered_buffers(sharing: Net, path: str) -> None:
+    state = torch.load(path, map_location="cuda")
+    before = state["first.weight"].clone()
+    sharing.register_buffer("table", state["first.weight"])
+    sharing.register_buffer("nothing", None)
+    assert torch.equal(sharing.table, before)
+    sharing.table.add_(1)
+    assert shared(state["second.weight"])
+
+
+def test_a_norm_that_is_limited_after_the_load(sharing: Net) -> None:
+    embedding = nn.Embedding(SIDE, SIDE)
+    embedding.weight = sharing.first.weight
+    embedding.max_norm = 1.0
+    plain = nn.Embedding(SIDE, SIDE, max_norm=1.0, _weight=sharing.first.weight.detach().clone())
+    numbers = torch.tensor([[1, 2], [3, 1]])
+    assert torch.equal(embedding(numbers), plain(numbers))
+    table = sharing.second.weight.detach()
+    bags = torch.nn.functional.embedding_bag(numbers, table, max_norm=1.0)
+    assert float(bags.norm(dim=1).max()) <= 1.0 + 1e-5
+    assert not any(shared(each) for each in sharing.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "translate", [torch.jit.script, lambda module: torch.compile(module, backend="eager")]
+)
+def test_an_embedding_can_be_translated(devices: Devices, translate: Any) -> None:
+    translated = translate(nn.Embedding(4, 4, max_norm=1.0))
+    assert translated(torch.tensor([1, 3])).shape == (2, 4)
+
+
 def test_sending_to_another_process(sharing: Net) -> None:
     sent = []
 

@@ -28,6 +28,8 @@ ELIDING = "trims_shim.patches.torch_module"
 _UNSHARING = "trims_shim.patches.torch_unshare"
 _INITIALIZING = "trims_shim.patches.torch_initializers"
 _MERGING = "trims_shim.patches.peft_merge"
+_SWAPPING = "trims_shim.patches.peft_hotswap"
+_RESCALING = "trims_shim.patches.transformers_rwkv"
 _SESSIONS = "onnxruntime.capi.onnxruntime_inference_collection"
 PATCH_FILES = (
     # (settings that ask for it, modules whose import completes the library, patch file)
@@ -46,12 +48,18 @@ PATCH_FILES = (
         ("transformers.core_model_loading", "transformers.modeling_utils"),
         "trims_shim.patches.transformers_load",
     ),
-    (("torch", "safetensors"), ("peft.tuners.tuners_utils",), _MERGING),
+    (
+        ("torch", "safetensors"),
+        ("peft.tuners.tuners_utils", "peft.tuners.lora.layer"),
+        _MERGING,
+    ),
+    (("torch", "safetensors"), ("peft.utils.hotswap",), _SWAPPING),
+    (("torch", "safetensors"), ("transformers.models.rwkv.modeling_rwkv",), _RESCALING),
     (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_options"),
     (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_seed"),
     (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_session"),
 )
-_GUARDS = (ELIDING, _UNSHARING, _INITIALIZING, _MERGING)
+_GUARDS = (ELIDING, _UNSHARING, _INITIALIZING, _MERGING, _SWAPPING, _RESCALING)
 """What keeps programs from writing to shared device memory, which is fatal; so it stays in place
 while there is any."""
 

@@ -1,7 +1,9 @@
 """peft: merging adapters writes the base weights in place, so they become private first.
 
-Merging through a single layer's ``merge`` is not seen; see :mod:`.torch_unshare`. Sources: peft
-0.21, ``BaseTuner`` in peft/tuners/tuners_utils.py.
+A whole model's are looked for at once; ``merge`` of a single layer, which diffusers' ``fuse_lora``
+calls for each, has as many classes as there are tuners, and first asks which adapters to merge. So
+does OLoRA, which takes its adapters out of the base weight. Sources: peft 0.21, ``BaseTuner`` and
+``check_adapters_to_merge`` in peft/tuners/tuners_utils.py, ``LoraLayer`` in tuners/lora/layer.py.
 """
 
 from __future__ import annotations
@@ -36,6 +38,15 @@ def _wrap_unload(original: Callable[..., Any]) -> Callable[..., Any]:
     return unloading
 
 
+def _wrap_check(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def check_adapters_to_merge(module: Any, *args: Any, **kwargs: Any) -> Any:
+        unshare_module(module, "merge")
+        return original(module, *args, **kwargs)
+
+    return check_adapters_to_merge
+
+
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="peft: merge_adapter",
@@ -57,5 +68,20 @@ POINTS: tuple[PatchPoint, ...] = (
         supported="0.21",
         probe=missing_capability,
         wrap=_wrap_unload,
+    ),
+    PatchPoint(
+        name="peft: merge of a layer",
+        target="peft.tuners.tuners_utils:check_adapters_to_merge",
+        supported="0.21",
+        probe=missing_capability,
+        wrap=_wrap_check,
+        has_holders=True,
+    ),
+    PatchPoint(
+        name="peft: OLoRA",
+        target="peft.tuners.lora.layer:LoraLayer.olora_init",
+        supported="0.21",
+        probe=missing_capability,
+        wrap=_wrap,
     ),
 )

@@ -8,9 +8,13 @@ the usual writers; each costs tensors elsewhere one look into an empty index, or
 - ``load_state_dict`` copies into a module (here when :mod:`.torch_module` is not applied, which
   does it on its way), and leaves with ``assign=True`` what the module itself will write;
 - ``torch.nn.init`` fills a tensor (:mod:`.torch_initializers`);
-- ``DistributedDataParallel`` synchronises its module, ``AveragedModel`` updates its own;
+- a buffer is registered, which its module may write; an embedding renormalises its weight, also
+  where ``max_norm`` was set, or given to the function, after the load;
+- ``DistributedDataParallel`` synchronises its module, ``AveragedModel`` updates its own; a tensor
+  is broadcast, by which FSDP, DeepSpeed and others give all ranks the same weights;
 - ``torch.multiprocessing`` sends a tensor: memory that is not torch's cannot be sent, a copy can;
-- peft merges adapters (:mod:`.peft_merge`).
+- peft writes to base weights and adapters (:mod:`.peft_merge`, :mod:`.peft_hotswap`), RWKV to its
+  own (:mod:`.transformers_rwkv`).
 
 Every parameter, view, alias and ``.data`` over the same storage goes along
 (:mod:`.torch_repoint`). Modules that write their own parameters in passing
@@ -18,8 +22,9 @@ Every parameter, view, alias and ``.data`` over the same storage goes along
 on shared memory in the first place.
 
 What slips through, and needs ``TRIMS_DEVICE_ACCESS=private``: ``parameter.data += delta`` (merging
-adapters by hand, manual update steps, evolution strategies), collectives and kernels that are
-given a parameter to write, consumers of DLPack and ``__cuda_array_interface__`` that write. A CUDA
+adapters by hand, manual update steps, evolution strategies), other collectives (torch.compile knows
+them by their identity, so they are left alone) and kernels that are given a parameter to write,
+consumers of DLPack and ``__cuda_array_interface__`` that write. A CUDA
 graph that was captured before a tensor became private goes on reading the shared bytes.
 """
 
@@ -181,6 +186,46 @@ def _wrap_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
+def _wrap_register(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def register_buffer(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, name, *args, **kwargs)
+        if torch_device.is_any_shared():
+            unshare((self._buffers.get(name),), "buffer")
+        return result
+
+    return register_buffer
+
+
+def _wrap_renorm(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def embedding_renorm_(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            unshare((args[0] if args else kwargs.get("input"),), "renorm")
+        return original(*args, **kwargs)
+
+    return embedding_renorm_
+
+
+def _wrap_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            unshare((args[0] if args else kwargs.get("tensor"),), "distributed")
+        return original(*args, **kwargs)
+
+    return broadcast
+
+
+def _wrap_broadcasts(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _broadcast_coalesced(*args: Any, **kwargs: Any) -> Any:
+        if torch_device.is_any_shared():
+            unshare(args[1] if len(args) > 1 else kwargs.get("tensors", ()), "distributed")
+        return original(*args, **kwargs)
+
+    return _broadcast_coalesced
+
+
 def _wrap_share(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _share_cuda_(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -305,6 +350,36 @@ POINTS: tuple[PatchPoint, ...] = (
         supported="2.4 and newer",
         probe=torch_device.missing_capability,
         wrap=_wrap_average,
+    ),
+    PatchPoint(
+        name="torch.nn.Module.register_buffer",
+        target="torch.nn.modules.module:Module.register_buffer",
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_register,
+    ),
+    PatchPoint(
+        # What torch.nn.functional calls; its own function around this one is known to TorchScript.
+        name="torch.embedding_renorm_",
+        target="torch:embedding_renorm_",
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_renorm,
+    ),
+    PatchPoint(
+        name="torch.distributed.broadcast",
+        target="torch.distributed.distributed_c10d:broadcast",
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_broadcast,
+        has_holders=True,
+    ),
+    PatchPoint(
+        name="torch.distributed._broadcast_coalesced",
+        target="torch.distributed:_broadcast_coalesced",
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_broadcasts,
     ),
     PatchPoint(
         name="torch.nn.Module.load_state_dict (guard)",
