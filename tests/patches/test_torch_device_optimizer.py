@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -314,6 +317,64 @@ def test_distributed_data_parallel(sharing: Net) -> None:
     with pytest.raises((RuntimeError, ValueError), match="process group"):
         torch.nn.parallel.DistributedDataParallel(sharing)
     assert not any(shared(each) for each in sharing.parameters())
+
+
+def test_two_threads_make_the_same_tensor_private(
+    sharing: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes second must neither fail, nor put a copy over what the first has written."""
+    weight, failures = sharing.first.weight, []
+    before = weight.detach().clone()
+    copy_of = torch_device._copy_of
+
+    def write() -> None:
+        try:
+            torch_unshare.unshare((weight,), "test")
+            weight.data.add_(1)
+        except Exception as error:
+            failures.append(error)
+
+    other = threading.Thread(target=write)
+
+    def copy_and_be_overtaken(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        copied = copy_of(storage)
+        if other.ident is None:
+            other.start()
+            other.join(0.3)
+        return copied
+
+    monkeypatch.setattr(torch_device, "_copy_of", copy_and_be_overtaken)
+    torch_unshare.unshare((weight,), "test")
+    other.join()
+    assert failures == []
+    assert torch.equal(weight, before + 1)
+
+
+def test_a_fork_while_a_tensor_is_made_private(
+    sharing: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child has nothing to make private, and must not wait for the thread that does."""
+    copy_of = torch_device._copy_of
+    children: list[int] = []
+
+    def copy_and_fork(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+        return copy_of(storage)
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            torch_unshare.unshare(sharing.parameters(), "test")
+            os._exit(0)
+        children.append(os.waitpid(child, 0)[1])
+
+    monkeypatch.setattr(torch_device, "_copy_of", copy_and_fork)
+    torch_unshare.unshare((sharing.first.weight,), "test")
+    assert children == [0]
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -55,6 +56,8 @@ __all__ = [
 ]
 
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+_moving = threading.RLock()
+"""Never waited for in a forked child, where nothing is shared."""
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
@@ -70,7 +73,12 @@ def unshare(tensors: Iterable[Any], why: str) -> None:
     shared = [each for each in tensors if isinstance(each, torch.Tensor) and is_shared(each)]
     if not shared:
         return
-    moved, left = torch_device.take_back(shared)
+    # Who comes second would put a copy over what the first has written meanwhile.
+    with _moving:
+        shared = list(filter(is_shared, shared))
+        if not shared:
+            return
+        moved, left = torch_device.take_back(shared)
     diagnostics.count("unshared", why, moved)
     if left:
         diagnostics.count("alias_left", why, left)
