@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
-NEEDED = ("zmq", "msgpack", "blake3", "torch", "safetensors", "pytest")
+NEEDED = (
+    *("zmq", "msgpack", "blake3", "torch", "safetensors"),
+    # Without it nothing is shared, and every comparison would be one of torch with itself.
+    "pynvml",
+    *("pytest", "pytest_timeout", "hypothesis"),
+)
 LIBRARIES = (
     "torch",
     "triton",

@@ -271,6 +271,43 @@ def training_writes_privately(directory: str) -> Result:
 
 
 @case
+def embeddings_write_privately(directory: str) -> Result:
+    """Their norm is limited after the load; a module gets a loaded tensor as its buffer."""
+    state = torch.load(_path(directory, "state.pt"), map_location="cuda")
+    embedding = nn.Embedding.from_pretrained(state["layers.0.weight"])
+    embedding.max_norm = 0.5
+    rows = embedding(torch.arange(8, device="cuda"))
+    embedding.register_buffer("table", state["layers.1.weight"])
+    embedding.table.mul_(2)
+    again = torch.load(_path(directory, "state.pt"), map_location="cuda")
+    return {"rows": _digest(rows), "table": _digest(embedding.table), "again": _seen(again)}
+
+
+@case
+def merge_adapters_layer_by_layer(directory: str) -> Result:
+    """As diffusers does."""
+    import peft
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    torch.manual_seed(0)
+    net = _net(torch.load(_path(directory, "state.pt"), map_location="cuda"))
+    config = peft.LoraConfig(target_modules=["layers.0", "layers.1"])
+    model = peft.get_peft_model(net, config)
+    weights = [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
+    with torch.no_grad():
+        for each in weights:
+            each.lora_B["default"].weight.add_(0.125)
+            each.merge()
+            each.unmerge()
+            each.merge()
+    return {
+        "merged": len(weights),
+        "output": _digest(model(_sample())),
+        "_shared": _share([net.head.weight]),
+    }
+
+
+@case
 def copies_may_be_written(directory: str) -> Result:
     state = torch.load(_path(directory, "state.pt"), map_location="cuda")
     weight = state["layers.0.weight"]

@@ -25,6 +25,7 @@ NEEDS = {
     "triton_kernel": "triton",
     "torch_compile": "triton",
     "transformers_from_pretrained": "accelerate",
+    "merge_adapters_layer_by_layer": "peft",
 }
 UNSHARED = {"load_with_a_function"}
 """The program's own function copies: there is nothing to share."""
