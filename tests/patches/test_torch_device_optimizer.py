@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -391,8 +392,9 @@ def test_broadcasts(sharing: Net, group: Any) -> None:
     """As DeepSpeed gives all ranks the weights of one: by a view of each parameter."""
     torch.distributed.broadcast(sharing.first.weight.data.view(torch.uint8), src=0)
     assert not shared(sharing.first.weight)
-    torch.distributed.broadcast(tensor=sharing.second.weight, src=0)
+    torch.distributed.distributed_c10d.broadcast(tensor=sharing.second.weight, src=0)
     assert not shared(sharing.second.weight)
+    assert pickle.loads(pickle.dumps(torch.distributed.broadcast)) is torch.distributed.broadcast
 
 
 def test_broadcasts_of_many(sharing: Net, group: Any) -> None:

@@ -215,6 +215,7 @@ def _wrap_renorm(original: Callable[..., Any]) -> Callable[..., Any]:
     return embedding_renorm_
 
 
+@functools.lru_cache(maxsize=1)  # one for both names, by one of which it is pickled
 def _wrap_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def broadcast(*args: Any, **kwargs: Any) -> Any:
@@ -376,11 +377,17 @@ POINTS: tuple[PatchPoint, ...] = (
     ),
     PatchPoint(
         name="torch.distributed.broadcast",
+        target="torch.distributed:broadcast",
+        supported="2.4 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_broadcast,
+    ),
+    PatchPoint(
+        name="torch.distributed.distributed_c10d.broadcast",
         target="torch.distributed.distributed_c10d:broadcast",
         supported="2.4 and newer",
         probe=torch_device.missing_capability,
         wrap=_wrap_broadcast,
-        has_holders=True,
     ),
     PatchPoint(
         name="torch.distributed._broadcast_coalesced",
