@@ -30,6 +30,7 @@ _INITIALIZING = "trims_shim.patches.torch_initializers"
 _MERGING = "trims_shim.patches.peft_merge"
 _SWAPPING = "trims_shim.patches.peft_hotswap"
 _RESCALING = "trims_shim.patches.transformers_rwkv"
+_PUTTING = "trims_shim.patches.accelerate_buffers"
 _SESSIONS = "onnxruntime.capi.onnxruntime_inference_collection"
 PATCH_FILES = (
     # (settings that ask for it, modules whose import completes the library, patch file)
@@ -55,11 +56,12 @@ PATCH_FILES = (
     ),
     (("torch", "safetensors"), ("peft.utils.hotswap",), _SWAPPING),
     (("torch", "safetensors"), ("transformers.models.rwkv.modeling_rwkv",), _RESCALING),
+    (("torch", "safetensors"), ("accelerate.utils.modeling",), _PUTTING),
     (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_options"),
     (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_seed"),
     (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_session"),
 )
-_GUARDS = (ELIDING, _UNSHARING, _INITIALIZING, _MERGING, _SWAPPING, _RESCALING)
+_GUARDS = (ELIDING, _UNSHARING, _INITIALIZING, _MERGING, _SWAPPING, _RESCALING, _PUTTING)
 """What keeps programs from writing to shared device memory, which is fatal; so it stays in place
 while there is any."""
 

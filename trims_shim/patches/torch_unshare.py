@@ -8,8 +8,9 @@ the usual writers; each costs tensors elsewhere one look into an empty index, or
 - ``load_state_dict`` copies into a module (here when :mod:`.torch_module` is not applied, which
   does it on its way), and leaves with ``assign=True`` what the module itself will write;
 - ``torch.nn.init`` fills a tensor (:mod:`.torch_initializers`);
-- a buffer is registered, which its module may write; an embedding renormalises its weight, also
-  where ``max_norm`` was set, or given to the function, after the load;
+- a buffer is registered, which its module may write, or put there (:mod:`.accelerate_buffers`);
+- an embedding renormalises its weight, also where ``max_norm`` was set, or given to the function,
+  after the load;
 - ``DistributedDataParallel`` synchronises its module, ``AveragedModel`` updates its own; a tensor
   is broadcast, by which FSDP, DeepSpeed and others give all ranks the same weights;
 - ``torch.multiprocessing`` sends a tensor: memory that is not torch's cannot be sent, a copy can;

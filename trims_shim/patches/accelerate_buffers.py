@@ -1,0 +1,45 @@
+"""accelerate puts loaded tensors into modules by itself: large buffers become private then, since
+modules write buffers.
+
+So do load_checkpoint_and_dispatch and, where they are given a device map, diffusers' models.
+Source: accelerate 1.15, accelerate/utils/modeling.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_device import is_any_shared, missing_capability
+from trims_shim.patches.torch_unshare import unshare
+
+__all__ = ["POINTS"]
+
+
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def set_module_tensor_to_device(
+        module: Any, tensor_name: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(module, tensor_name, *args, **kwargs)
+        if is_any_shared():
+            *path, name = tensor_name.split(".")
+            owner = functools.reduce(getattr, path, module)
+            unshare((owner._buffers.get(name),), "buffer")
+        return result
+
+    return set_module_tensor_to_device
+
+
+POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        name="accelerate: buffers",
+        target="accelerate.utils.modeling:set_module_tensor_to_device",
+        supported="1.15",
+        probe=missing_capability,
+        wrap=_wrap,
+        has_holders=True,
+    ),
+)
