@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import queue
 import resource
+import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness import PATIENCE_S, wait_until
 
-from trims_shim.client import spawn
-from trims_shim.errors import DaemonStartFailed, DaemonUnavailable
+from trims_shim.cli.daemon import stop_daemon
+from trims_shim.client import connection, spawn
+from trims_shim.daemon import main as daemon
+from trims_shim.errors import DaemonStartFailed, DaemonTimeout, DaemonUnavailable, TrimsError
+from trims_shim.wire import handover
 from trims_shim.wire.endpoint import Endpoint
 
 pytestmark = pytest.mark.usefixtures("no_leak")
@@ -111,3 +120,103 @@ def test_a_frozen_program_is_not_run_again(
     with pytest.raises(DaemonUnavailable, match="trims daemon"):
         spawn.start(endpoint, timeout_s=5)
     assert not (tmp_path / "ran").exists()
+
+
+# --- another starter has the lock -----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def starting(endpoint: Endpoint) -> Iterator[tuple[int, queue.SimpleQueue[str]]]:
+    """The lock, which another starter holds, and what becomes of a start that waits for it."""
+    endpoint.create()
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def start() -> None:
+        try:
+            spawn.start(endpoint, timeout_s=30)
+            ended.put("started")
+        except TrimsError as error:
+            ended.put(str(error))
+
+    waiter = threading.Thread(target=start)
+    with open(endpoint.start_lock, "wb", buffering=0) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiter.start()
+        wait_until(lambda: count_of(endpoint.start_lock) == 2, "it waits")
+        yield lock.fileno(), ended
+    waiter.join()
+
+
+def count_of(path: str) -> int:
+    """How many descriptors of this process are open on a file."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{name}") == path
+    return found
+
+
+def serve(endpoint: Endpoint) -> None:
+    """Let the directory have another socket."""
+    with handover.new_socket() as listener:
+        listener.bind(endpoint.handover + ".new")
+    os.rename(endpoint.handover + ".new", endpoint.handover)
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["none", "a killed daemon's"])
+def test_a_starter_that_is_stopped_once_the_daemon_serves(
+    endpoint: Endpoint, is_left: bool
+) -> None:
+    """Found: whoever waited for it did so in vain, though the daemon was there."""
+    endpoint.create()
+    if is_left:
+        serve(endpoint)
+    with starting(endpoint) as (_, ended):
+        assert ended.empty()
+        serve(endpoint)
+        assert ended.get(timeout=PATIENCE_S) == "started"
+
+
+def test_a_starter_that_fails_where_a_killed_daemon_left_its_socket(endpoint: Endpoint) -> None:
+    """Found: it was taken for a new one, and each of a crowd failed one after the other."""
+    endpoint.create()
+    serve(endpoint)
+    with starting(endpoint) as (lock, ended):
+        os.write(lock, b"no memory here")
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert ended.get(timeout=PATIENCE_S) == "no memory here"
+
+
+# --- another daemon has the lock ------------------------------------------------------------------
+
+
+@pytest.fixture
+def silent(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """What a daemon that is stopped has: the lock, and a socket without room for connections."""
+    endpoint.create()
+    monkeypatch.setattr(daemon, "_LOCK_PATIENCE_S", 0.1)
+    monkeypatch.setattr(connection, "_CONNECT_TIMEOUT_S", 0.1)
+    with open(endpoint.lock, "wb") as lock, handover.new_socket() as listener:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        listener.bind(endpoint.handover)
+        listener.listen(0)
+        with handover.new_socket() as waiting:
+            waiting.connect(endpoint.handover)
+            yield listener
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_daemon_that_many_wait_for_in_vain(endpoint: Endpoint) -> None:
+    """Found: each daemon that was started beside it stayed, and so did `trims stop`."""
+    assert daemon._claim(endpoint) is None
+    with pytest.raises(DaemonTimeout, match="takes no connections"):
+        connection.Connection(endpoint, config_hash="", stall_timeout_s=1)
+    with pytest.raises(DaemonTimeout, match="takes no connections"):
+        stop_daemon(endpoint, timeout_s=1)
+
+
+def test_a_daemon_that_neither_answers_nor_ends(endpoint: Endpoint, silent: socket.socket) -> None:
+    """A failure, so that nobody waits for it with each load."""
+    silent.close()
+    with pytest.raises(DaemonStartFailed, match="neither answers nor ends"):
+        daemon._claim(endpoint)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import World, wait_until
+from harness import World, process_state, wait_until
 
 from trims_shim.errors import ConfigError, UnusableSocketDir
 
@@ -168,4 +168,13 @@ def test_a_directory_that_vanishes_is_made_again(running: World) -> None:
     child.say()
     assert child.hear() is True
     assert child.hear() > 0
-    running.signal(old, 15)
+    wait_until(lambda: process_state(old) in ("", "Z"), "the one that nobody finds has ended")
+
+
+def test_a_socket_that_vanishes_is_made_again(running: World) -> None:
+    """Found: the lock was still held, and each load waited in vain for twice five seconds."""
+    path = running.file(1)
+    old = running.pid()
+    os.unlink(os.path.join(running.sockets, "handover.sock"))
+    assert running.run(f"open_file({path!r})\nsay(cache().welcome().pid)\n") != old
+    wait_until(lambda: process_state(old) in ("", "Z"), "the one that nobody finds has ended")

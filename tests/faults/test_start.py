@@ -115,6 +115,17 @@ def test_the_daemon_does_not_inherit_what_its_starter_had(world: World) -> None:
     wait_until(lambda: process_state(pid) == "", "SIGTERM ends it")
 
 
+def test_a_starter_without_standard_streams(world: World) -> None:
+    """Their numbers are free, and what is opened for the start gets them."""
+    child = world.spawn(
+        "said = os.dup(1)\n"
+        "os.closerange(0, 3)\n"
+        "pid = cache().welcome(may_start=True).pid\n"
+        "os.write(said, f'{pid}\\n'.encode())\n"
+    )
+    assert child.hear() == world.pid()
+
+
 def test_limits_of_its_starter_are_not_the_daemon_s(world: World) -> None:
     """Those that a program may lift; it serves others, too, and makes files of any size."""
     said = world.run(
@@ -279,6 +290,22 @@ def test_a_signal_before_it_serves(make_world: Any) -> None:
     server.stop()
     server.run()
     os.close(server._wake_descriptor)
+
+
+def test_an_idle_daemon_makes_room_before_it_gives_its_memory_back(make_world: Any) -> None:
+    """Which may take many seconds; found: loads of that time were not served."""
+    world = make_world(idle_exit="0.01")
+    config = world.config()
+    directory = endpoint.choose(config)
+    directory.create()
+    server = daemon_main._build(directory, config)
+    order: list[str] = []
+    server.on_stop = lambda: order.append("room")
+    close = server.tiers.close
+    server.tiers.close = lambda: (order.append("memory"), close())  # type: ignore[method-assign]
+    server.run()
+    os.close(server._wake_descriptor)
+    assert order == ["room", "memory"]
 
 
 def test_a_second_daemon_serves_while_the_first_finishes(make_world: Any) -> None:

@@ -92,6 +92,7 @@ def _endpoint() -> Endpoint:
 def _pid(endpoint: Endpoint) -> int | None:
     """The daemon's pid, by the word of the kernel; None if none answers, 0 in another namespace."""
     with handover.new_socket() as probe:
+        probe.setblocking(False)  # one that hangs may have no room for another connection
         try:
             probe.connect(endpoint.handover)
             return handover.peer_of(probe).pid

@@ -82,7 +82,9 @@ class Connection:
         stall_timeout_s: float,
         check: Callable[[messages.Welcome], None] | None = None,
     ) -> None:
-        """Connect and say Hello, and do not wait for the answer. Raises DaemonUnavailable.
+        """Connect and say Hello, and do not wait for the answer.
+
+        Raises DaemonUnavailable; DaemonTimeout of a daemon that many wait for in vain.
 
         Whatever waits first hears the Welcome; ``check`` may then raise what it thinks of it.
         """
@@ -462,6 +464,12 @@ def _connect(endpoint: Endpoint) -> socket.socket:
         # Not blocking from here on: Python waits for its own timeout even under MSG_DONTWAIT.
         connection.setblocking(False)
         peer = handover.peer_of(connection)
+    except BlockingIOError as error:
+        connection.close()
+        raise DaemonTimeout(
+            f"the daemon at {endpoint.handover} takes no connections: it hangs, or the machine is "
+            f"very busy; `fuser -k {endpoint.lock}` ends it"
+        ) from error
     except OSError as error:
         connection.close()
         why = error.strerror or error

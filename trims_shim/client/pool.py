@@ -8,7 +8,6 @@ is left alone for a while.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ class _Pause:
     until_s: float
     length_s: float
     socket: tuple[int, int] | None
-    """Of the daemon in question, see :meth:`Pool._stamp`; another one is asked at once."""
+    """Of the daemon in question, see :meth:`Endpoint.stamp`; another one is asked at once."""
     kind: type[DaemonError]
     reason: str
 
@@ -113,7 +112,7 @@ class Pool:
         return result
 
     def _is_paused(self, pause: _Pause) -> bool:
-        is_same = self._stamp() == pause.socket
+        is_same = self._endpoint.stamp() == pause.socket
         return is_same and time.monotonic() < pause.until_s
 
     def _pause_after(self, error: DaemonError, before: _Pause | None) -> None:
@@ -124,7 +123,7 @@ class Pool:
         ):
             return
         length_s = min(2 * before.length_s, _LONGEST_PAUSE_S) if before else _LEAST_PAUSE_S
-        socket = self._stamp()
+        socket = self._endpoint.stamp()
         until_s = time.monotonic() + length_s
         self._pause = _Pause(until_s, length_s, socket, type(error), str(error))
 
@@ -209,7 +208,7 @@ class Pool:
 
     def _replace(self) -> None:
         """Drain an older daemon; its leases and mappings live on."""
-        before = self._stamp()
+        before = self._endpoint.stamp()
         try:
             connection = self._dial(None)
         except DaemonUnavailable:
@@ -221,7 +220,7 @@ class Pool:
             connection.drain()
             deadline = time.monotonic() + _DRAIN_PATIENCE_S
             # Not alive: it has ended, or is somebody else's and refuses.
-            while before is not None and connection.is_alive() and self._stamp() == before:
+            while before is not None and connection.is_alive() and self._endpoint.stamp() == before:
                 if time.monotonic() > deadline:
                     raise IncompatibleDaemon(
                         f"daemon {welcome.pid} (trims_shim {welcome.package}) does not make room; "
@@ -232,14 +231,6 @@ class Pool:
             pass  # It has just gone.
         finally:
             connection.close()
-
-    def _stamp(self) -> tuple[int, int] | None:
-        """Tells one daemon's socket from the next one's; inode numbers alone are reused at once."""
-        try:
-            status = os.stat(self._endpoint.handover)
-        except OSError:
-            return None
-        return status.st_ino, status.st_ctime_ns
 
 
 def _hear(connection: Connection) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -27,10 +26,16 @@ __all__ = ["start"]
 
 _POLL_S = 0.02
 _REASON_LIMIT_BYTES = 4000
+_REPORT = 3
+"""The descriptor of the report pipe in the new process."""
+_children: list[int] = []
+"""First forks, which end at once."""
 _BOOT = (
     "import json, os, sys; "
+    "os.chdir('/'); "
     "sys.path[:] = json.loads(sys.argv[2]); "
     "os.fork() and os._exit(0); "
+    "os.setsid(); "
     "from trims_shim.daemon.detached import main; "
     "main(int(sys.argv[1]))"
 )
@@ -45,10 +50,12 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     try:
         with _start_lock(endpoint, deadline) as (lock, has_waited):
-            if has_waited and os.path.exists(endpoint.handover):
+            if lock is None:
                 return
             if has_waited:
                 _raise_failure_before(lock)
+                if os.path.exists(endpoint.handover):
+                    return
             os.ftruncate(lock, 0)
             try:
                 _spawn(endpoint, deadline)
@@ -63,29 +70,41 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[tuple[int, bool]]:
-    """The held lock, and whether another starter has had it in the meantime."""
+def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[tuple[int | None, bool]]:
+    """The held lock, and whether another starter has had it in the meantime.
+
+    None in its place once there is another socket than at first: a name that exists also listens.
+    Who holds the lock may be stopped, and then does not say that the daemon is there.
+    """
+    before = endpoint.stamp()
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(endpoint.start_lock, flags, 0o600)
     has_waited = False
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not (is_held := _lock(descriptor)):
+            has_waited = True
+            if endpoint.stamp() not in (None, before):
                 break
-            except BlockingIOError:
-                has_waited = True
             if time.monotonic() > deadline:
                 raise DaemonTimeout(
                     f"another process has been starting the daemon in {endpoint.directory} for "
                     f"too long; see {endpoint.log}"
                 )
             time.sleep(_POLL_S)
-        yield descriptor, has_waited
+        is_served = has_waited and endpoint.stamp() not in (None, before)
+        yield None if is_served or not is_held else descriptor, has_waited
     finally:
         # To close it is not enough: a child that another thread has forked meanwhile has it open.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _raise_failure_before(lock: int) -> None:
@@ -97,46 +116,85 @@ def _raise_failure_before(lock: int) -> None:
 
 def _spawn(endpoint: Endpoint, deadline: float) -> None:
     executable = _interpreter()
+    _take_statuses()
     with contextlib.ExitStack() as stack:
-        # A child that another thread forks meanwhile has all pipes that there are, Popen's own too,
-        # and who reads from them would wait for its end.
+        # A child that another thread forks meanwhile has the pipe, too, and keeps its end from us.
         with no_fork():
             reader, writer = os.pipe()
             stack.callback(os.close, reader)
             try:
-                process = _launch(executable, endpoint, writer)
-            except (OSError, RuntimeError) as error:  # RuntimeError: in a subinterpreter
+                child = _launch(executable, endpoint, writer)
+            except OSError as error:
                 raise DaemonStartFailed(
                     f"the daemon cannot be started with {executable}: {error}; run `trims daemon`"
                 ) from error
             finally:
                 os.close(writer)
+        _children.append(child)
         line = _read_line(reader, deadline, endpoint)
-        # The first fork ends at once; its status is taken so that no zombie is left.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=max(0.1, deadline - time.monotonic()))
+    while child in _take_statuses() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
     word, _, reason = line.partition(" ")
     if word not in ("ready", "lost-race"):
         detail = reason.strip() or f"it died without a word; see {endpoint.log}"
         raise DaemonStartFailed(f"the daemon could not start: {detail}")
 
 
-def _launch(executable: str, endpoint: Endpoint, writer: int) -> subprocess.Popen[bytes]:
+def _launch(executable: str, endpoint: Endpoint, writer: int) -> int:
+    """Its process id. Not subprocess.Popen, which reads from a pipe of its own until the last copy
+    of the other end is closed: a child that another thread forks meanwhile has one.
+    """
     environment = dict(os.environ)
     environment.update(TRIMS_ENABLED="0", TRIMS_SOCKET_DIR=endpoint.directory)
     # Nobody's link may make us write somewhere else.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(endpoint.log, flags, 0o600), "ab") as log:
-        return subprocess.Popen(
-            [executable, "-I", "-c", _BOOT, str(writer), json.dumps(search_path())],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd="/",
-            env=environment,
-            pass_fds=(writer,),
-            start_new_session=True,
+    with contextlib.ExitStack() as stack:
+        log = os.open(endpoint.log, flags, 0o600)
+        stack.callback(os.close, log)
+        log, report = _above(_REPORT, log, stack), _above(_REPORT, writer, stack)
+        return os.posix_spawn(
+            executable,
+            [executable, "-I", "-c", _BOOT, str(_REPORT), json.dumps(search_path())],
+            environment,
+            file_actions=[
+                *((os.POSIX_SPAWN_CLOSE, each) for each in _inheritable()),
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, log, 1),
+                (os.POSIX_SPAWN_DUP2, log, 2),
+                (os.POSIX_SPAWN_DUP2, report, _REPORT),
+            ],
+            setpgroup=0,  # the terminal's Ctrl-C is not for it
         )
+
+
+def _above(number: int, descriptor: int, stack: contextlib.ExitStack) -> int:
+    """A duplicate that is none of the lowest: a program may have closed its standard streams."""
+    duplicate = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, number + 1)
+    stack.callback(os.close, duplicate)
+    return duplicate
+
+
+def _inheritable() -> list[int]:
+    """Descriptors of the program that a new process would have."""
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.get_inheritable(number):
+                found.append(number)
+    return found
+
+
+def _take_statuses() -> list[int]:
+    """Of first forks that have ended, so that no zombie is left; those that have not."""
+    for child in list(_children):
+        try:
+            if os.waitpid(child, os.WNOHANG) == (0, 0):
+                continue
+        except ChildProcessError:
+            pass  # Somebody else has taken it.
+        with contextlib.suppress(ValueError):  # another thread has
+            _children.remove(child)
+    return _children
 
 
 def _interpreter() -> str:

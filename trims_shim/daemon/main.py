@@ -98,7 +98,7 @@ class _Report:
 
 
 def _claim(endpoint: Endpoint) -> int | None:
-    """The held lock, or None when a live daemon has it and answers."""
+    """The held lock, or None when a live daemon has it and answers. Raises DaemonStartFailed."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     lock = os.open(endpoint.lock, flags, 0o600)
     patience = time.monotonic() + _LOCK_PATIENCE_S
@@ -107,19 +107,33 @@ def _claim(endpoint: Endpoint) -> int | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
         except BlockingIOError:
-            if _answers(endpoint) or time.monotonic() > patience:
+            if _answers(endpoint):
                 os.close(lock)
                 return None
+            if time.monotonic() > patience:
+                os.close(lock)
+                raise DaemonStartFailed(
+                    f"the daemon that has locked {endpoint.lock} neither answers nor ends; "
+                    f"`fuser -k {endpoint.lock}` ends it"
+                ) from None
         # A daemon that drains gives the lock up at once; one that starts will answer soon.
         time.sleep(0.02)
 
 
 def _answers(endpoint: Endpoint) -> bool:
     with handover.new_socket() as probe:
-        try:
-            probe.connect(endpoint.handover)
-        except OSError:
-            return False
+        return _listens(probe, endpoint.handover)
+
+
+def _listens(probe: socket.socket, path: str) -> bool:
+    """Whether a process has the socket at ``path``, though it may be stopped."""
+    probe.setblocking(False)
+    try:
+        probe.connect(path)
+    except BlockingIOError:
+        return True  # So many wait for it that there is no room for another one.
+    except OSError:
+        return False
     return True
 
 
@@ -207,10 +221,11 @@ def _listen(endpoint: Endpoint) -> socket.socket:
 
 def _serve(server: Server, lock: int, report: _Report) -> int:
     endpoint = server.endpoint
-    ours = os.stat(endpoint.handover).st_ino
+    ours = _inode(endpoint)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     server.on_stop = lambda: _retire(endpoint, ours, lock)
+    server.is_reachable = lambda: _inode(endpoint) == ours
     _logger.info(
         "daemon %d serves %s from %s",
         os.getpid(),
@@ -228,10 +243,18 @@ def _serve(server: Server, lock: int, report: _Report) -> int:
     return 0
 
 
+def _inode(endpoint: Endpoint) -> int:
+    """Of the socket that clients find; 0 where there is none."""
+    try:
+        return os.stat(endpoint.handover).st_ino
+    except FileNotFoundError:
+        return 0
+
+
 def _retire(endpoint: Endpoint, ours: int, lock: int) -> None:
     """Make room for a successor: no name of ours in the way, the lock free."""
     with contextlib.suppress(OSError):
-        if os.stat(endpoint.handover).st_ino == ours:
+        if _inode(endpoint) == ours:
             os.unlink(endpoint.handover)
     with contextlib.suppress(OSError):
         os.close(lock)
@@ -251,11 +274,7 @@ def _is_draining(path: str) -> bool:
     if os.path.basename(path).startswith("handover"):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-    return True
+        return _listens(probe, path)
 
 
 def _raise_descriptor_limit() -> None:

@@ -103,6 +103,7 @@ class Server(Front):
         self.openings = Openings(self, tiers)
         self.prepared = prepared(self)
         self.on_stop: Callable[[], None] = lambda: None
+        self.is_reachable: Callable[[], bool] = lambda: True
         self.is_stopping = False
         self._watchers: dict[int, Request] = {}
         """Who waits for the status, by session. It takes long; nobody else is to wait for it."""
@@ -122,6 +123,7 @@ class Server(Front):
             while not self._is_finished():
                 self._turn()
         finally:
+            self.stop()  # A successor need not wait until all memory is given back.
             self._close()
 
     def stop(self) -> None:
@@ -159,6 +161,7 @@ class Server(Front):
             self._control.reap()
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + _HOUSEKEEPING_INTERVAL_S
+            self._make_way_if_lost()
             self._events.tend()
             self._guard_against_bloat()
             self.sessions.closer.tend()
@@ -190,6 +193,13 @@ class Server(Front):
         self._events.close()
         self._context.term()
         self._selector.close()
+
+    def _make_way_if_lost(self) -> None:
+        """Stop where somebody has cleaned the directory: no client would ever find this daemon."""
+        with contextlib.suppress(OSError):  # It cannot be seen now.
+            if not self.is_stopping and not self.is_reachable():
+                _logger.warning("%s is gone; another daemon is to serve", self.endpoint.handover)
+                self.stop()
 
     # --- handover ---------------------------------------------------------------------------------
 

@@ -56,6 +56,14 @@ class Endpoint:
         """The PUB socket of one daemon instance."""
         return os.path.join(self.directory, f"events-{instance}.sock")
 
+    def stamp(self) -> tuple[int, int] | None:
+        """Tells one daemon's socket from the next one's; inode numbers alone are reused at once."""
+        try:
+            status = os.stat(self.handover)
+        except OSError:
+            return None
+        return status.st_ino, status.st_ctime_ns
+
     def check_length(self) -> None:
         """Raises ConfigError when the kernel's limit on socket paths would cut a name."""
         length = len(os.fsencode(os.path.join(self.directory, _LONGEST_NAME)))
