@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from trims_shim.client.cache import Cache
 from trims_shim.daemon import loader
 from trims_shim.wire.admin import TierCheck, VerifyImageReply
 
-from .conftest import MODEL_BYTES, Trims
+from .conftest import LIMIT_S, MODEL_BYTES, Trims
 
 
 @pytest.fixture
@@ -184,3 +186,30 @@ def test_evict_all_leaves_the_pinned(warmed: Trims, models: Path) -> None:
     warmed("unpin", pinned["digest"])
     assert "evicted 1 image," in warmed("evict", "--all").stdout
     assert warmed("ls").stdout == ""
+
+
+def test_evict_of_an_empty_name(warmed: Trims, model: Path) -> None:
+    """As of a variable that is not set; found: everything was dropped."""
+    warmed("warm", str(model))
+    done = warmed("evict", "")
+    assert done.returncode == Exit.FAILED
+    assert "`trims evict --all`" in done.stderr
+    assert str(model) in warmed("ls").stdout
+
+
+def test_warm_goes_on_where_nobody_reads_what_it_says(warmed: Trims, models: Path) -> None:
+    """Found: it ended with success after the first file that it could not tell of."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "trims_shim", "warm", str(models)],
+            env=warmed.environment,
+            stderr=writer,
+            timeout=LIMIT_S,
+        )
+    finally:
+        os.close(writer)
+    assert done.returncode == Exit.OK
+    listed = warmed("ls").stdout
+    assert all(str(models / name) in listed for name in ("a.safetensors", "b.pt", "below/c.bin"))

@@ -114,6 +114,11 @@ def test_shim_that_cannot_be_imported_does_not_stop_the_program(
 def test_command_that_cannot_be_started(trims: Trims, tmp_path: Path) -> None:
     done = trims("run", "no-such-command")
     assert (done.returncode, "no-such-command" in done.stderr) == (Exit.NOT_FOUND, True)
+    done = trims("run", "")
+    assert (done.returncode, done.stderr) == (
+        Exit.NOT_FOUND,
+        "trims run: : no such command or file\n",
+    )
     (tmp_path / "bad").write_bytes(b"\x7fELF")
     (tmp_path / "bad").chmod(0o755)
     done = trims("run", str(tmp_path / "bad"))

@@ -196,6 +196,8 @@ def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
 
 def evict(arguments: argparse.Namespace) -> Exit:
     """Drop one image or prepared model, or all that are neither leased nor pinned."""
+    if arguments.image == "":  # Perhaps a variable that was not set; to the daemon it means all.
+        raise UnknownImage("no image has an empty name; `trims evict --all` drops every one")
     name = "" if arguments.all else _name_of(arguments.image)
     tier = _tier_of(arguments)
     images, prepared = _evict(name, tier)

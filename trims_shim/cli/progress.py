@@ -7,6 +7,7 @@ is that of the files that were loaded. Goes to stderr, so that stdout stays data
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ class Progress:
             text = f"{self._path[-32:]}, {reason}, {seconds:.0f} s"
             self._bar.update(self._task, description=text)
         elif not (self._is_quiet or self._is_waiting):
-            print(f"{self._place()}: {reason} ...", file=sys.stderr, flush=True)
+            _say(f"{self._place()}: {reason} ...")
         self._is_waiting = True
 
     def end(self, outcome: str, *, error: str, note: str) -> None:
@@ -71,13 +72,21 @@ class Progress:
         line += note and f"; {note}"
         text = f"{place}: {line}"
         if self._bar is None:
-            print(text, file=sys.stderr, flush=True)
+            _say(text)
             return
         self._bar.console.print(text, markup=False, highlight=False)
         self._bar.advance(self._task, size_bytes)
 
     def _place(self) -> str:
         return f"[{self._number + 1}/{len(self._sizes)}] {self._path}"
+
+
+def _say(text: str) -> None:
+    """Loads go on where nobody reads it any more (``2>&1 | head``), or it cannot be written."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _new_bar() -> rich.progress.Progress | None:

@@ -6,6 +6,7 @@ streams and exit status. Child processes inherit PYTHONPATH and are covered too.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -18,10 +19,10 @@ __all__ = ["bootstrap_directory", "environment", "resolve", "run"]
 
 def run(words: Sequence[str]) -> Exit:
     """Become the program. Returns only when it cannot be started."""
-    command = resolve(words)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
+        command = resolve(words)
         os.execvpe(command[0], command, environment(os.environ))
     except FileNotFoundError:
         print(f"trims run: {words[0]}: no such command or file", file=sys.stderr)
@@ -32,8 +33,13 @@ def run(words: Sequence[str]) -> Exit:
 
 
 def resolve(words: Sequence[str]) -> list[str]:
-    """The command line to execute: Python files and options go to this interpreter."""
+    """The command line to execute: Python files and options go to this interpreter.
+
+    Raises FileNotFoundError for an empty name.
+    """
     first = words[0]
+    if not first:  # Perhaps a variable that was not set.
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), first)
     is_python = first.startswith("-") or first.endswith((".py", ".pyc", ".pyz"))
     if is_python or (shutil.which(first) is None and _is_plain(first)):
         return [sys.executable, *words]
