@@ -177,6 +177,28 @@ def test_a_fork_during_the_start_holds_nobody_up(world: World) -> None:
     assert child.wait() == 0
 
 
+def test_a_child_of_a_starter_that_is_killed_holds_nobody_up(world: World) -> None:
+    """Found: while it lived, nobody could start a daemon in the place of one that had ended."""
+    child = world.spawn(
+        "from trims_shim.client import spawn\n"
+        "start = spawn._spawn\n"
+        "def start_and_die(*arguments):\n"
+        "  start(*arguments)\n"
+        "  starter, child = os.getpid(), os.fork()\n"
+        "  if not child: say(os.getpid()); os.kill(starter, signal.SIGKILL); time.sleep(60)\n"
+        "  time.sleep(60)\n"
+        "spawn._spawn = start_and_die\n"
+        "cache().welcome(may_start=True)\n"
+    )
+    left = child.hear()
+    child.wait()
+    world.kill_daemon()
+    try:
+        world.start(start_timeout="5")
+    finally:
+        world.signal(left, signal.SIGKILL)
+
+
 def test_a_daemon_that_cannot_start_says_why(make_world: Any) -> None:
     world = make_world(group="no-such-group-of-trims")
     path = world.file(1)

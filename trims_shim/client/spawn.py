@@ -30,6 +30,8 @@ _REPORT = 3
 """The descriptor of the report pipe in the new process."""
 _children: list[int] = []
 """First forks, which end at once."""
+_locks: list[int] = []
+"""Descriptors of locks that are held or waited for."""
 _BOOT = (
     "import json, os, sys; "
     "os.chdir('/'); "
@@ -79,6 +81,7 @@ def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[tuple[int | Non
     before = endpoint.stamp()
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(endpoint.start_lock, flags, 0o600)
+    _locks.append(descriptor)
     has_waited = False
     try:
         while not (is_held := _lock(descriptor)):
@@ -96,6 +99,7 @@ def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[tuple[int | Non
     finally:
         # To close it is not enough: a child that another thread has forked meanwhile has it open.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
+        _locks.remove(descriptor)
         os.close(descriptor)
 
 
@@ -221,3 +225,14 @@ def _read_line(reader: int, deadline: float, endpoint: Endpoint) -> str:
             break
         data += chunk
     return data.decode(errors="replace")
+
+
+def _after_fork_in_child() -> None:
+    """Let the locks end with the process that took them, should it be killed."""
+    for descriptor in _locks:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
