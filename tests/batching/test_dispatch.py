@@ -400,6 +400,26 @@ def test_late_requests_that_are_given_up_while_all_are_cancelled_are_answered_on
     dispatch.check_empty()
 
 
+def test_who_waits_behind_a_full_queue_is_found_without_looking_at_all() -> None:
+    class Long(list[Request]):
+        def __contains__(self, request: object) -> bool:
+            raise AssertionError("it may be long")
+
+        remove = index = __iter__ = __contains__  # type: ignore[assignment]
+
+    dispatch = ManualDispatch(EarlyDrop, queue_size=1)
+    dispatch._overflow = Long()
+    dispatch.make("runs")
+    made = [dispatch.make(item, priority=item % 3) for item in range(9)]
+    for item in (4, 0, 8, 5):
+        assert made[item][0].cancel()
+    assert dispatch.stats().cancelled == 4
+    while dispatch.launched:
+        dispatch.run(dispatch.launched[0])
+    assert [made[item][0].result(0) for item in (1, 2, 3, 6, 7)] == [1, 2, 3, 6, 7]
+    dispatch.check_empty()
+
+
 def test_a_submitter_that_waits_for_room_gets_it_or_is_told() -> None:
     dispatch = waiting_dispatch(queue_size=1)
     dispatch.make(1)

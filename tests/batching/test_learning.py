@@ -157,6 +157,19 @@ def test_of_many_lengths_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatc
     assert len(learning._families) == 3
 
 
+def test_a_key_that_comes_again_is_not_forgotten_for_those_that_come_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trims_shim.batching.learning._MOST_KEYS", 3)
+    learning = make()
+    policy, _ = with_rule(learning)
+    for number in range(12):
+        for key in ("often", number):
+            learning.ran(policy, ran_job(1, 5, key=key))
+    assert learning.profile("often").latency_ns(1) == 5 * MS
+    assert learning.keys() == [10, "often", 11]
+
+
 @pytest.mark.parametrize(
     ("maker", "mixes"),
     [(Auto, True), (functools.partial(Auto, margin_ms=1), True), (EarlyDrop, False)],

@@ -265,6 +265,16 @@ def test_named_outputs_are_cut() -> None:
         answers(pad, {"tags": torch.zeros(2, 5)}, items, function="tag")
 
 
+@pytest.mark.parametrize("unpad", [True, ["tags"]])
+def test_what_stands_for_no_result_is_not_cut(unpad: Any) -> None:
+    error = ValueError("of the second")
+    items = [tokens(1, 2, 3), tokens(4), tokens(5, 6)]
+    results = [{"tags": torch.arange(3)}, error, StopIteration]
+    first, *others = answers(Pad(unpad=unpad), results, items)
+    assert first["tags"].tolist() == [0, 1, 2]
+    assert others == [error, StopIteration]
+
+
 def test_padding_one_argument_of_several() -> None:
     collate = columns([Pad(unpad=True), "list"], 2, batch_sizes=[4])
     items = [(torch.ones(2), "a"), (torch.ones(3), "b")]

@@ -88,6 +88,26 @@ def test_sizes_between_measured_ones_lie_on_the_line_between_them() -> None:
     assert table(profile) == [10, 20, 30, 40, 45, 50, 55, 60]
 
 
+def test_thousands_of_measured_sizes_are_looked_up_quickly() -> None:
+    looks = 0
+
+    class Size(int):
+        def __ge__(self, other: int) -> bool:
+            nonlocal looks
+            looks += 1
+            return int(self) >= other
+
+        def __lt__(self, other: int) -> bool:
+            nonlocal looks
+            looks += 1
+            return int(self) < other
+
+    sizes = range(1, 2001)
+    profile = LatencyProfile.measured({Size(size): 10 * size for size in sizes}, pads=False)
+    assert table(profile) == [10 * size for size in sizes]
+    assert looks < 50 * len(sizes)
+
+
 def test_padded_sizes_take_what_the_next_measured_one_takes() -> None:
     profile = LatencyProfile.measured({2: 20, 4: 40, 8: 60}, pads=True)
     assert table(profile) == [20, 20, 40, 40, 60, 60, 60, 60]

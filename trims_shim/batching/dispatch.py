@@ -17,7 +17,7 @@ import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -245,7 +245,7 @@ class Dispatch(ABC):
         if not request.number:
             self._number = request.number = self._number + 1
             self.record.add_request(request.arrival_ns)
-        elif request.payload.is_admitted or request in self._overflow:
+        elif request.payload.is_admitted or self._place_behind(request) is not None:
             return  # seen before, when this was interrupted
         if self._is_shut:
             self._fail([request], self._closed())
@@ -294,13 +294,19 @@ class Dispatch(ABC):
         if request.number in self._waiting:
             self._leave([request])
             self._tell(now_ns, Cancelled(request))
-        elif request in self._overflow:
-            self._overflow.remove(request)
+        elif (place := self._place_behind(request)) is not None:
+            del self._overflow[place]
             request.payload.open_gate()
         else:
             return  # it runs, or has run
         self.record.cancelled += 1
         self._settled([request])
+
+    def _place_behind(self, request: Request) -> int | None:
+        """Where it waits behind the full queue, which may be long; None where it does not."""
+        place = bisect_left(self._overflow, _precedence(request), key=_precedence)
+        found = self._overflow[place : place + 1]
+        return place if found and found[0] is request else None
 
     # --- under the lock: actions ------------------------------------------------------------------
 

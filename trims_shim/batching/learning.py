@@ -182,6 +182,8 @@ class Learning:
         key = plain_key(job.key)
         size = padded_size(len(job.live), self._batch_sizes)
         learned = self._learned_of(key)
+        if len(self._learned) >= _MOST_KEYS:  # those that come again are forgotten last
+            self._learned[key] = self._learned.pop(key)
         kin = self._kin_of(key)
         is_typical = kin.observe(learned, size, job.ended_ns - job.started_ns)
         self._refresh(policy, key, learned)

@@ -253,6 +253,8 @@ class Pad:
     # --- results ----------------------------------------------------------------------------------
 
     def _cut(self, result: Any, length: int, target: int) -> Any:
+        if _is_marker(result):
+            return result
         parts = parts_of(result)
         if self.unpad is True:
             if parts is None:
@@ -285,6 +287,13 @@ class Pad:
 
 
 _REST = Stacking()
+
+
+def _is_marker(result: Any) -> bool:
+    """Whether it stands for no result: an item's error, or the end of its answer."""
+    if isinstance(result, type):
+        return issubclass(result, BaseException)
+    return isinstance(result, BaseException)
 
 
 def _class_of(length: int) -> int:

@@ -217,12 +217,13 @@ def _isotonic(values: Sequence[float]) -> list[float]:
 
 
 def _at(size: int, sizes: list[int], latencies_ns: Mapping[int, float], *, pads: bool) -> float:
-    above = next((each for each in sizes if each >= size), None)
-    if above is None:
+    index = bisect_left(sizes, size)
+    if index == len(sizes):
         largest = sizes[-1]
         return latencies_ns[largest] * size / largest
-    if pads or above == size or above == sizes[0]:
+    above = sizes[index]
+    if pads or above == size or index == 0:
         return latencies_ns[above]
-    below = max(each for each in sizes if each < size)
+    below = sizes[index - 1]
     share = (size - below) / (above - below)
     return latencies_ns[below] + share * (latencies_ns[above] - latencies_ns[below])
