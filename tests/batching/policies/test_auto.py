@@ -279,6 +279,19 @@ def test_one_pause_changes_nothing() -> None:
     assert rule.choose(0) == 1
 
 
+def test_batches_may_take_no_time_by_a_coarse_clock() -> None:
+    bench = Bench()
+    for turn in range(20):
+        bench.arrive(100 * turn)
+        bench.finish(100 * turn)
+    for slo_ms in (30, 40, 50):
+        bench.arrive(3000, slo_ms)
+        bench.arrive(3000, slo_ms)
+    assert bench.running is not None
+    bench.finish(3032)
+    assert bench.running is not None
+
+
 def test_what_is_not_typical_is_not_learned_from() -> None:
     rule = Auto(LINE, max_batch_size=16)
     for _ in range(20):

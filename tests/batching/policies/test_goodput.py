@@ -127,6 +127,29 @@ def test_lower_priorities_only_fill_up(low_ms: float) -> None:
     assert size == 3
 
 
+@pytest.mark.parametrize(
+    ("high_ms", "size", "shed"), [(100, 6, [1]), (53, 3, [1]), (52.5, 2, []), (51.5, 1, [])]
+)
+def test_of_lower_priorities_those_are_given_up_that_keep_more_from_filling_up(
+    high_ms: float, size: int, shed: list[int]
+) -> None:
+    """At 52, the first of them leaves time for two; the others, and who goes before, for more."""
+    deadlines_ms = [high_ms, 52, *[90] * 5]
+    rule, found = asked(deadlines_ms, arrivals_ms=[39, *[0] * 6], priorities=[1, *[0] * 6])
+    assert found == size
+    assert dropped(rule) == ({DropReason.SHED: shed} if shed else {})
+
+
+@pytest.mark.parametrize(("max_weight", "size"), [(5, 6), (3, 4), (1, 2), (0, 1)])
+def test_lower_priorities_fill_up_to_the_limit_on_weights(max_weight: int, size: int) -> None:
+    rule = Goodput(LINE, max_batch_size=8)
+    rule.max_weight = 10 * max_weight + 5
+    rule.queue.add(Request(0, ms(39), ms(100), 1, weight=5))
+    for number in range(1, 9):
+        rule.queue.add(Request(number, 0, ms(52 if number == 1 else 90), weight=10))
+    assert rule.choose(ms(40)) == size
+
+
 def test_four_may_fill_up_where_two_would_be_late() -> None:
     dips = LatencyProfile(each * 1e6 for each in (7.9, 15.4, 20.5, 14.7, 17.2))
     rule, size = asked([55, *[80] * 4], dips, priorities=[1, 0, 0, 0, 0])

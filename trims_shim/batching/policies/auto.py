@@ -110,7 +110,7 @@ class Auto(Goodput):
         """See :class:`~trims_shim.batching.rules.Rule`."""
         queued, profile = len(self.queue), self.profile
         self._company.answered(queued)
-        size, took_ns = len(finished.batch), now_ns - finished.started_ns
+        size, took_ns = len(finished.batch), max(1, now_ns - finished.started_ns)
         if not finished.is_typical or size > profile.max_batch_size:
             return
         if self._known is not profile:
@@ -122,7 +122,6 @@ class Auto(Goodput):
         has_news = self._taken.add(ratio / self._tempo.now)
         if self._tempo.add(ratio) or has_news:
             self._learn_stretches()
-        took_ns = max(1, took_ns)
         self._worst_pace = self._worst(self._paces, queued / took_ns, self._worst_pace)
         if self.max_weight is not None:
             pace = sum(request.weight for request in self.queue) / took_ns

@@ -17,7 +17,9 @@ to be in time.
 Where batches are padded to some sizes, one of 4 may be answered at a higher rate than one of 5: of
 the sizes that a deadline allows, the one with the best rate runs.
 
-No request is given up for the sake of those of lower priority; these only fill a batch up.
+No request is given up for the sake of those of lower priority; these only fill a batch up. Which of
+them is found in the same way: what is about to be late must not keep all others of its priority
+from going along.
 """
 
 from __future__ import annotations
@@ -82,13 +84,10 @@ class Goodput(Rule):
         self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)
         if not self.queue:
             return 0
-        peers = self.queue.peers(0)
-        shed, size = self._best(now_ns, ready_ns, peers)
-        if shed:
-            self.has_shed = True
-            self.drop(self.queue.take(shed), DropReason.SHED)
-        if size == peers - shed:
-            size = self._filled_up(size, ready_ns)
+        size, end = 0, 0
+        while size == end < self.room():
+            shed, size, end = self._joined(now_ns, ready_ns, size)
+            self.has_shed |= shed
         size = min(size, self.room())
         self.due_ns = self.queue.deadline_ns(size)
         return size
@@ -114,10 +113,20 @@ class Goodput(Rule):
         self._efficient = _most_efficient(profile)
         self._best_rate = profile.best_rate()
 
-    def _best(self, now_ns: int, ready_ns: int, peers: int) -> tuple[int, int]:
-        """How many of the first ``peers`` to give up, and how many of the next go then."""
-        profile, first = self.profile, self.queue[0]
-        due_ns = [request.deadline_ns for request in islice(self.queue, peers)]
+    def _joined(self, now_ns: int, ready_ns: int, start: int) -> tuple[bool, int, int]:
+        """Let those of the next priority go along with the first ``start``: whether some of them
+        were given up, how many go in all, and how many there are down to this priority."""
+        end = self.queue.peers(start)
+        shed, size = self._best(now_ns, ready_ns, start, end)
+        self.drop(self.queue.cut(start, start + shed), DropReason.SHED)
+        return shed > 0, size, end - shed
+
+    def _best(self, now_ns: int, ready_ns: int, start: int, end: int) -> tuple[int, int]:
+        """How many of those from ``start`` up to ``end``, which have one priority, to give up, and
+        how many go then; with the first ``start``, for whom they must not be too many.
+        """
+        profile, first, peers = self.profile, self.queue[start], end - start
+        due_ns = [request.deadline_ns for request in islice(self.queue, start, end)]
         needed = peers / max(1, now_ns - first.arrival_ns) / self.servers
         if self.has_rivals:  # while this runs, others do not
             needed = float("inf")
@@ -125,32 +134,36 @@ class Goodput(Rule):
         # By the clock, as arrivals are counted, not by the profile.
         stretch_mean = sum(self.stretches) / len(self.stretches)
         most = min(self._best_rate / stretch_mean, needed) * lasts_ns
-        best, best_shed, best_size = float("-inf"), 0, 1
+        before_ns = self._budget_ns(start, ready_ns)
+        largest = profile.largest_within(before_ns, self.max_batch_size)
+        # What is not hopeless may go alone, though it is a risk.
+        best, best_shed, best_size = (0.0, 0, start) if start else (float("-inf"), 0, 1)
+        least = 0 if start else 1
         larger_ns = surely = compared = 0
         for shed, deadline_ns in enumerate(due_ns):
-            if peers - shed <= surely or most - shed <= best:
+            if end - shed <= surely or most - shed <= best:
                 break
             if deadline_ns < larger_ns:
                 continue  # without the one before it, the batch could be no larger
             compared += 1
-            limit = self._limit(shed, peers)
-            is_enough, seen = False, 0
+            limit = self._limit(start, start + shed, end)
+            is_enough, seen = False, start
             for stretch in self.stretches:
-                # What is not hopeless may go alone, though it is a risk.
-                surely = profile.largest_within((deadline_ns - ready_ns) / stretch, limit) or 1
+                budget_ns = min((deadline_ns - ready_ns) / stretch, before_ns)
+                surely = profile.largest_within(budget_ns, limit) or least
                 size = self._efficient[surely]
-                if size == seen:
+                if size == seen or size < start:
                     continue
                 seen = size
-                in_time = self._expected(due_ns, shed, size, ready_ns)
+                in_time = self._expected(due_ns, shed, size - start, ready_ns, size)
                 rate = in_time / (stretch_mean * profile.latency_ns(size))
-                worth = min(rate, needed) * lasts_ns - shed - (size - in_time)
+                worth = min(rate, needed) * lasts_ns - shed - (size - start - in_time)
                 if worth > best:
                     best, best_shed, best_size = worth, shed, size
-                is_enough = rate >= needed and in_time == size
-            if is_enough or surely == min(peers - shed, self.max_batch_size):
+                is_enough = rate >= needed and in_time == size - start
+            if is_enough or surely == min(end - shed, largest):
                 break
-            if not shed and self._is_overtaken(surely, ready_ns):
+            if not shed and surely > start and self._is_overtaken(start, surely, ready_ns):
                 break
             # Behind one that weighs much, more may find room, whatever their deadline is.
             least_ns = profile.beyond_ns(surely) if surely < limit else 0
@@ -158,44 +171,47 @@ class Goodput(Rule):
             larger_ns = ready_ns + int(stretch * least_ns)
         return best_shed, best_size
 
-    def _limit(self, start: int, end: int) -> int:
-        """How many of those from ``start`` up to ``end`` one batch can hold."""
-        count = min(end - start, self.max_batch_size)
-        if self.max_weight is None:
-            return count
-        return self.queue.within_weight(count, self.max_weight, start)
+    def _budget_ns(self, start: int, ready_ns: int) -> float:
+        """What a batch may take so that the first ``start`` are in time even if it is slow."""
+        if not start:
+            return float("inf")
+        return (self.queue.deadline_ns(start) - ready_ns) / self.stretches[-1]
 
-    def _expected(self, due_ns: list[int], start: int, size: int, ready_ns: int) -> float:
-        """How many of ``size`` from ``start`` on will be in time if they run together."""
+    def _limit(self, start: int, first: int, end: int) -> int:
+        """How many one batch can hold: the first ``start``, and those from ``first`` to ``end``."""
+        count = min(end - first, self.max_batch_size - start)
+        if self.max_weight is None:
+            return start + count
+        left = self.max_weight - sum([request.weight for request in self.queue[:start]])
+        if start and self.queue[first].weight > left:
+            return start
+        return start + self.queue.within_weight(count, left, first)
+
+    def _expected(
+        self, due_ns: list[int], start: int, count: int, ready_ns: int, size: int
+    ) -> float:
+        """How many of ``count`` from ``start`` on will be in time in a batch of ``size``."""
         latency_ns = self.profile.latency_ns(size)
-        end = start + size
+        end = start + count
         in_time = 0
         for stretch in self.stretches:
             in_time += end - bisect_left(due_ns, ready_ns + stretch * latency_ns, start, end)
         return in_time / len(self.stretches)
 
-    def _is_overtaken(self, size: int, ready_ns: int) -> bool:
-        """Whether the first has a short deadline of its own, and all others have time after it.
+    def _is_overtaken(self, start: int, size: int, ready_ns: int) -> bool:
+        """Whether the one at ``start`` has a short deadline of its own, and all who do not go have
+        time after it.
 
         Then it is no sign of a backlog.
         """
         queue = self.queue
         rest = len(queue) - size
-        if not 0 < rest <= self._limit(size, len(queue)) or queue[size].number > queue[0].number:
+        if not 0 < rest <= self._limit(0, size, len(queue)):
+            return False
+        if queue[size].number > queue[start].number:
             return False
         then_ns = ready_ns + int(self.stretches[-1] * self.profile.latency_ns(size))
         return self.is_in_time(rest, queue[size].deadline_ns - then_ns)
-
-    def _filled_up(self, size: int, ready_ns: int) -> int:
-        """``size``, enlarged from lower priorities as long as nobody is late for it."""
-        queue = self.queue
-        due_ns = queue.deadline_ns(size)
-        # Not only one by one: a larger batch may take less.
-        for more in range(size + 1, self.room() + 1):
-            due_ns = min(due_ns, queue[more - 1].deadline_ns)
-            if self.is_in_time(more, due_ns - ready_ns):
-                size = more
-        return size
 
 
 def _most_efficient(profile: LatencyProfile) -> list[int]:
