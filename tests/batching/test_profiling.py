@@ -59,6 +59,32 @@ def test_growing_batches_are_all_found_under_an_objective() -> None:
     assert size == LINE.largest_within(slo_ns, 32) == 25
 
 
+@pytest.mark.parametrize("pauses", [(1.5, 3), (4, 3.5)])
+def test_pauses_in_the_first_batches_of_a_size_keep_no_larger_one_from_being_tried(
+    pauses: tuple[float, float],
+) -> None:
+    learned = LearnedProfile()
+    for _ in range(8):
+        learned.observe(1, LINE.latency_ns(1))
+    learned.profile(8)
+    for slower in pauses:
+        learned.observe(2, round(slower * LINE.latency_ns(2)))
+    assert learned.profile(8).latency_ns(4) < 1.7 * LINE.latency_ns(2)
+
+
+def test_sizes_that_do_not_run_follow_those_that_do_when_a_change_has_passed() -> None:
+    learned = LearnedProfile()
+    for size in [*range(1, 9)] * 10:
+        learned.observe(size, LINE.latency_ns(size))
+    for slower in (2, 1.5, 1.1) * 3:
+        for _ in range(80):
+            learned.profile(8)
+            learned.observe(2, round(slower * LINE.latency_ns(2)))
+        assert learned.profile(8).latency_ns(8) == pytest.approx(
+            slower * LINE.latency_ns(8), rel=0.2
+        )
+
+
 def test_full_batches_are_reached_soon() -> None:
     """Where all sizes take about as long, none is a surprise, and each leads to the next."""
     flat = LatencyProfile.linear(0.4, 45, max_batch_size=16)

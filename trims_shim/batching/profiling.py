@@ -99,7 +99,9 @@ class LearnedProfile:
         self._batch_sizes = None if batch_sizes is None else tuple(sorted(batch_sizes))
         self._durations: dict[int, deque[tuple[int, int]]] = {}
         self._own: dict[int, float] = {}
-        self._begun: set[int] = set()
+        self._begun: dict[int, int] = {}
+        """What the first batch of each size took that did not count, until the second one tells
+        whether it should have; else 0."""
         self._forgotten: Counter[int] = Counter()
         self._count = 0
         self._ran_ns = 0
@@ -128,20 +130,25 @@ class LearnedProfile:
             self._curve.tell(size, self._length, duration_ns)
         believed_ns = self._believed_ns(size)
         if size not in self._begun:
-            self._begun.add(size)
+            self._begun[size] = 0
             # It may have compiled, tuned or allocated something.
             if believed_ns is not None and duration_ns > believed_ns:
+                self._begun[size] = duration_ns
                 return False
         self._doubt = 1.0
+        if self._count > _SURE and self._is_firm(size) and believed_ns is not None:
+            self._look_for_change(duration_ns / believed_ns)
         durations = self._durations.get(size)
         if durations is None:
             durations = self._durations[size] = deque(maxlen=_KEPT)
-        if self._count > _SURE and len(durations) >= _FIRM and believed_ns is not None:
-            self._look_for_change(duration_ns / believed_ns)
+        first_ns, self._begun[size] = self._begun[size], 0
+        is_new = not durations  # sizes beyond it may be tried now
+        if 0 < first_ns <= duration_ns:
+            durations.append((self._count, first_ns))  # it has done nothing else
         durations.append((self._count, duration_ns))
         self._own.pop(size, None)
-        if len(durations) == 1:
-            self._has_news = True  # sizes beyond it may be tried now
+        if is_new:
+            self._has_news = True
         elif len(durations) <= _FIRM:
             is_close = believed_ns is not None and abs(duration_ns / believed_ns - 1) < _NEWS
             self._has_news = self._has_news or not is_close
@@ -162,10 +169,32 @@ class LearnedProfile:
             return
         since, factor = changes[0][0], statistics.median([each for _, each in changes])
         changes.clear()
-        for size, durations in self._durations.items():
-            scaled = [(n, round(each * factor) if n < since else each) for n, each in durations]
-            self._durations[size] = deque(scaled, maxlen=_KEPT)
-        self._own.clear()
+        self._begin_anew(since, factor)
+
+    def _is_firm(self, size: int) -> bool:
+        """Whether what is believed of it is no guess."""
+        if len(self._durations.get(size, ())) >= _FIRM:
+            return True
+        return self._prior is not None and size <= self._prior.max_batch_size
+
+    def _begin_anew(self, since: int, factor: float) -> None:
+        """What ran before the batch ``since``, so many times slower, is what is expected now.
+
+        Not more than that: sizes that do not run meanwhile follow those that do, also when the
+        change has passed. Of those that do, the last ones keep them firm.
+        """
+        assert self._made is not None
+        before = _some(self._durations, lambda number: number < since)
+        after = _some(self._durations, lambda number: number >= since)
+        self._durations, self._own = before, {}
+        if before and (self._prior is not None or self._curve is None):  # a curve learns by itself
+            known = self._known(self._found(self._made.max_batch_size))
+            scaled = {size: max(1.0, factor * each) for size, each in known.items()}
+            self._prior = self._profile_of(scaled, max(scaled))
+        for size, durations in after.items():
+            last = list(before.get(size, ()))[-_FIRM:]
+            durations.extendleft((number, round(factor * each)) for number, each in reversed(last))
+        self._durations, self._own = after, {}
         self._has_news = True
 
     def _believed_ns(self, size: int) -> float | None:
@@ -317,6 +346,18 @@ class LearnedProfile:
         return True
 
 
+def _some(
+    durations: Mapping[int, deque[tuple[int, int]]], is_wanted: Callable[[int], bool]
+) -> dict[int, deque[tuple[int, int]]]:
+    """Those of batches with such numbers, by size."""
+    found = {}
+    for size, told in durations.items():
+        wanted = [each for each in told if is_wanted(each[0])]
+        if wanted:
+            found[size] = deque(wanted, maxlen=_KEPT)
+    return found
+
+
 def _weight(count: int, own_ns: float, base_ns: float) -> int:
     """How many durations to believe: nothing makes a batch quicker by accident."""
     return count if own_ns <= base_ns else count - 1
@@ -358,7 +399,11 @@ def _base(
     """What to think of a size without looking at its own durations."""
     ratios = {size: each / expected[size] for size, each in own.items() if size in expected}
     speed = _speed(ratios, counts)
-    return between({**own, **{size: each * speed for size, each in expected.items()}})
+    scaled = {size: each * speed for size, each in expected.items()}
+    firm = [size for size in sorted(own) if counts[size] >= _FIRM]
+    # What one batch that met a pause says of its size must not be thought of all larger ones.
+    believed = {size: _believed(size, each, firm, own) for size, each in own.items()}
+    return between({**believed, **scaled})
 
 
 def _speed(ratios: Mapping[int, float], counts: Mapping[int, int]) -> float:
