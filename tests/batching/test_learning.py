@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sys
 import threading
@@ -297,6 +298,22 @@ def test_resizing() -> None:
         learning.check_size(0)
     with pytest.raises(ValueError, match="batch_sizes"):
         make(batch_sizes=(8,)).check_size(9)
+
+
+def test_resizing_while_rules_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread does it, between any two looks."""
+    learning = make()
+    policy, rule = with_rule(learning)
+    sizes = itertools.cycle((2, 64))
+    monkeypatch.setattr(
+        Learning, "max_batch_size", property(lambda self: next(sizes)), raising=False
+    )
+    policy.on_event(0, Request(2, 0, key="new"))
+    policy.on_event(0, Request(3, 0, key=LateKey("late")))
+    learning.resize(policy)
+    for each in policy.rules.values():
+        each.profile.check_knows(each.max_batch_size)
+    assert rule.max_batch_size in (2, 64)
 
 
 def test_sizes_that_there_was_no_time_to_measure_are_tried() -> None:

@@ -155,8 +155,11 @@ class Learning:
 
     def profile(self, key: Hashable = None) -> LatencyProfile:
         """What is known of a key now."""
+        return self._profile(key, self.max_batch_size)
+
+    def _profile(self, key: Hashable, max_batch_size: int) -> LatencyProfile:
         with self._lock:
-            return self._learned_of(key).profile(self.max_batch_size)
+            return self._learned_of(key).profile(max_batch_size)
 
     def first_profile(self) -> LatencyProfile:
         """Of the first key of which something is known; before that, what a key starts from."""
@@ -222,10 +225,11 @@ class Learning:
 
     def resize(self, policy: Policy) -> None:
         """Let the rules of ``policy`` make batches of the size that rules to come will make."""
+        size = self.max_batch_size  # another thread may change it meanwhile
         if isinstance(policy, Batching):
             for key, rule in policy.rules.items():
-                rule.profile = self.profile(plain_key(key))
-                rule.max_batch_size = self.max_batch_size
+                rule.profile = self._profile(plain_key(key), size)
+                rule.max_batch_size = size
 
     def sizes_to_measure(self) -> Sequence[int]:
         """Those from which the others follow."""
@@ -285,10 +289,12 @@ class Learning:
         return [(key, learned.known_latencies_ns(self.max_batch_size))]
 
     def _make_rule(self, key: Hashable) -> Rule:
+        size = self.max_batch_size  # another thread may change it meanwhile
+        profile = self._profile(plain_key(key), size)
         if isinstance(key, LateKey):
             late = _Late if self.mixes_lengths else Immediate
-            return late(self.profile(key.key), max_batch_size=self.max_batch_size)
-        return self._maker(self.profile(key), max_batch_size=self.max_batch_size)
+            return late(profile, max_batch_size=size)
+        return self._maker(profile, max_batch_size=size)
 
     def _learned_of(self, key: Hashable) -> LearnedProfile:
         learned = self._learned.get(key)
