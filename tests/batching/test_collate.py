@@ -290,6 +290,14 @@ def test_rows_are_views_of_the_batch() -> None:
     assert tensor.sum() == array.sum() == 6
 
 
+def test_rows_of_an_expanded_tensor_are_not_the_same_memory() -> None:
+    weights = torch.zeros(2)
+    for row in split(weights.expand(3, 2)):
+        row += 1
+        assert row.tolist() == [1, 1]
+    assert weights.tolist() == [0, 0]
+
+
 def test_small_rows_of_a_big_batch_are_copies() -> None:
     rows = 4096
     big = torch.zeros(rows, 128)

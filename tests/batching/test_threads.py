@@ -553,6 +553,29 @@ def test_a_callback_that_raises_no_exception_ends_no_worker(
     assert "callback" in caplog.text
 
 
+def test_failures_are_counted_whatever_callbacks_raise() -> None:
+    def leave(future: object) -> None:
+        raise SystemExit
+
+    gate = Gate()
+
+    def fail(items: list[int]) -> list[int]:
+        gate(items)
+        raise ValueError
+
+    with Batcher(fail, policy="early_drop", isolate_failures=False) as batcher:
+        futures = [batcher.submit(0)]
+        gate.wait_entered()
+        futures += [batcher.submit(item) for item in (1, 2, 3)]
+        for future in futures:
+            future.add_done_callback(leave)
+        gate.open(2)
+        for future in futures:
+            assert isinstance(future.exception(LONG_S), ValueError)
+        batcher.drain(LONG_S)
+        assert batcher.stats().failed == 4
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_nobody_waits_in_the_middle_of_a_batch(devices: int) -> None:
     """On another device it might go well, unless that is held by one who waits, too."""

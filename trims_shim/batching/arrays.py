@@ -161,6 +161,8 @@ class _Torch(ArrayLibrary):
         parts = [part.detach() for part in parts]
         if batch.layout is not torch.strided or batch.is_nested:
             return parts
+        if len(parts) > 1 and batch.stride(0) == 0:
+            return [part.clone() for part in parts]  # expanded: all of them are the same memory
         held_bytes = batch.untyped_storage().nbytes()
         if held_bytes <= _HELD_BYTES:
             return parts

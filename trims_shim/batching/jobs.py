@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.replies import Entry, Failure, deliver
+from trims_shim.batching.replies import FAILURES, Entry, Failure, deliver
 
 __all__ = ["Job"]
 
@@ -28,7 +28,6 @@ class Job:
         "device",
         "ended_ns",
         "era",
-        "failed",
         "live",
         "requests",
         "results",
@@ -48,7 +47,6 @@ class Job:
         self.results: list[Any] | None = None
         """Of ``live``; None until it has run."""
         self.delivered = 0
-        self.failed = 0
         self.chosen_ns = 0
         """When the policy said so."""
         self.started_ns = self.ended_ns = 0
@@ -64,6 +62,11 @@ class Job:
         """Whether its duration says something about others of its size, and key."""
         live = self.live
         return live is not None and live != [] and not self.failed and live[0].key == self.key
+
+    @property
+    def failed(self) -> int:
+        """How many of ``live``."""
+        return sum([isinstance(each, FAILURES) for each in self.results or ()])
 
     def begin(self, now_ns: int) -> list[Entry]:
         """The entries to run. Again, when another thread goes on with it: the same."""
@@ -93,9 +96,8 @@ class Job:
         assert results is not None
         while self.delivered < len(live):
             index = self.delivered
-            is_answer = deliver(live[index].payload.reply, results[index])
+            deliver(live[index].payload.reply, results[index])
             # Counted afterwards: to hand a result out twice is harmless, not to do it is not.
-            self.failed += not is_answer
             self.delivered = index + 1
 
     def let_go(self) -> None:
