@@ -499,6 +499,25 @@ def test_what_a_batch_would_wait_for_in_vain_is_an_error(wait: str) -> None:
         batcher.close()
 
 
+def test_batches_that_ask_each_other_by_turns() -> None:
+    """The one in the middle was begun within the outer one, which waits for it."""
+
+    def counting_down(of_other: list[Batcher]) -> Batcher:
+        async def count(items: list[int]) -> list[int]:
+            return [1 + await of_other[0].aio(item - 1) if item else 0 for item in items]
+
+        return Batcher(count, collate="list")
+
+    ones: list[Batcher] = []
+    others = [counting_down(ones)]
+    ones.append(counting_down(others))
+
+    async def main() -> list[int]:
+        return await asyncio.gather(*(ones[0].aio(item) for item in (5, 0, 3)))
+
+    assert [run(main()) for _ in range(2)] == [[5, 0, 3]] * 2
+
+
 def test_what_a_batch_leaves_behind_is_not_inside_it() -> None:
     left: list[asyncio.Task[Any]] = []
 

@@ -42,10 +42,11 @@ __all__ = [
     "stream",
 ]
 
-_running: contextvars.ContextVar[weakref.ref[Job] | None] = contextvars.ContextVar(
-    "trims_shim_batch", default=None
+_running: contextvars.ContextVar[tuple[weakref.ref[Job], ...]] = contextvars.ContextVar(
+    "trims_shim_batch", default=()
 )
-"""Weak, since whatever a batch leaves behind (tasks, timers, connections) has its context, too."""
+"""Also those of other batchers in whose midst this one was begun, and which may wait for it. Weak,
+since whatever a batch leaves behind (tasks, timers, connections) has its context, too."""
 
 
 class Mailbox:
@@ -249,9 +250,7 @@ class LoopDispatch(Dispatch):
 
     def is_running_here(self) -> bool:
         """See :class:`Dispatch`. Tasks that a batch leaves behind are not inside it any more."""
-        running = _running.get()
-        job = None if running is None else running()
-        return job is not None and job in self._jobs
+        return any(reference() in self._jobs for reference in _running.get())
 
     def check_may_wait(self) -> None:
         """See :class:`Dispatch`."""
@@ -280,7 +279,8 @@ class LoopDispatch(Dispatch):
         return BatchingError(f"{self.function.name}: the task of this batch was cancelled")
 
     async def _run(self, job: Job) -> None:
-        _running.set(weakref.ref(job))
+        outer = [each for each in _running.get() if (of := each()) and of.results is None]
+        _running.set((*outer, weakref.ref(job)))
         clock_ns = self.options.clock_ns
         entries = job.begin(clock_ns())
         try:
