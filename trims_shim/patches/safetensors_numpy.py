@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trims_shim import diagnostics, patches
@@ -17,6 +17,7 @@ from trims_shim.errors import FormatError
 from trims_shim.formats import read_header
 from trims_shim.patches.asking import arena_of_file, opened
 from trims_shim.patches.points import PatchPoint
+from trims_shim.specs import Record
 
 __all__ = ["NUMPY_DTYPES", "POINTS"]
 
@@ -78,13 +79,15 @@ def _path_of(filename: Any) -> str | None:
     return path if isinstance(path, str) else None
 
 
-def _arrays(buffer: Any, records: Any) -> dict[str, Any] | None:
+def _arrays(buffer: Any, records: tuple[Record, ...]) -> dict[str, Any] | None:
     import numpy
+    import safetensors.numpy as library
 
+    known = vars(library).get("_TYPES", NUMPY_DTYPES)  # C64 since 0.7
     whole = numpy.frombuffer(buffer, dtype=numpy.uint8)
     arrays = {}
-    for record in records:
-        dtype = NUMPY_DTYPES.get(record.dtype)
+    for record in _in_order(records, library):
+        dtype = NUMPY_DTYPES.get(record.dtype) if record.dtype in known else None
         if dtype is None:
             diagnostics.fallback("unsupported_format", what=f"dtype {record.dtype}")
             return None
@@ -93,6 +96,13 @@ def _arrays(buffer: Any, records: Any) -> dict[str, Any] | None:
         # Compiled code may refuse what is not aligned; the original's are always views of copies.
         arrays[record.name] = array if array.flags.aligned else array.copy()[...]
     return arrays
+
+
+def _in_order(records: tuple[Record, ...], library: Any) -> Sequence[Record]:
+    """As load_file has them: by offset since safetensors 0.6, by name before."""
+    if hasattr(library.safe_open, "offset_keys"):
+        return records
+    return sorted(records, key=lambda record: record.name)
 
 
 POINTS: tuple[PatchPoint, ...] = (

@@ -1,0 +1,84 @@
+"""safetensors.numpy.load_file over the cached image: what the installed library's would be."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import safetensors
+import safetensors.numpy as library
+
+from trims_shim import diagnostics, patches
+from trims_shim.patches import points, safetensors_numpy
+from trims_shim.testing import FakeDaemon
+
+theirs = inspect.unwrap(library.load_file)  # an installed shim may have patched it
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+    monkeypatch.setattr(patches, "active", lambda: True)
+    monkeypatch.setattr(library, "load_file", theirs)
+    applied = points.apply(safetensors_numpy.POINTS[0])
+    assert applied.state is points.PatchState.APPLIED, applied.reason
+    with FakeDaemon(strict="1") as daemon:
+        yield daemon
+    points.undo(applied)
+
+
+@pytest.fixture
+def _before_0_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what later versions of the library have."""
+
+    class safe_open:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._file = safetensors.safe_open(*args, **kwargs)
+
+        def __enter__(self) -> safe_open:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def keys(self) -> list[str]:
+            return sorted(self._file.keys())
+
+        def get_tensors(self) -> dict[str, Any]:  # by load_file of 0.8, for keys() before 0.6
+            return {name: self._file.get_tensor(name) for name in self.keys()}
+
+    known = {name: dtype for name, dtype in library._TYPES.items() if name != "C64"}
+    monkeypatch.setattr(library, "safe_open", safe_open)
+    monkeypatch.setattr(library, "_TYPES", known)
+
+
+def saved(folder: Path, **arrays: Any) -> Path:
+    library.save_file(arrays, folder / "m.safetensors")
+    return folder / "m.safetensors"
+
+
+def test_order_of_names(daemon: FakeDaemon, tmp_path: Path) -> None:
+    path = saved(tmp_path, a=numpy.ones(9, "f2"), b=numpy.ones(9, "f4"), c=numpy.ones(9, "f8"))
+    assert list(library.load_file(path)) == list(theirs(path)) == ["c", "b", "a"]
+    assert daemon.reads(path) == 1
+
+
+@pytest.mark.usefixtures("_before_0_6")
+def test_order_of_names_in_older_versions(daemon: FakeDaemon, tmp_path: Path) -> None:
+    path = saved(tmp_path, a=numpy.ones(9, "f2"), b=numpy.ones(9, "f4"), c=numpy.ones(9, "f8"))
+    assert list(library.load_file(path)) == list(theirs(path)) == ["a", "b", "c"]
+    assert daemon.reads(path) == 1
+
+
+def test_a_dtype_that_older_versions_refuse(
+    daemon: FakeDaemon, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = saved(tmp_path, a=numpy.ones(9, "c8"))
+    assert library.load_file(path).keys() == {"a"}
+    before = diagnostics.stats().fallbacks.get("unsupported_format", 0)
+    request.getfixturevalue("_before_0_6")
+    library.load_file(path)
+    assert diagnostics.stats().fallbacks["unsupported_format"] == before + 1
