@@ -7,7 +7,9 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -145,6 +147,14 @@ def test_a_lazy_loader(module: MakeModule) -> None:
     name = module("waited_i", "value = 3")
     seen: list[int] = []
     call_when_imported(name, lambda: seen.append(1))
+    lazy = make_lazy(name)
+    assert seen == []
+    assert lazy.value == 3
+    assert seen == [1]
+
+
+def make_lazy(name: str) -> ModuleType:
+    """As lazy_loader and others make a module that is imported with its first use."""
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.loader is not None
@@ -152,9 +162,41 @@ def test_a_lazy_loader(module: MakeModule) -> None:
     lazy = importlib.util.module_from_spec(spec)
     sys.modules[name] = lazy
     spec.loader.exec_module(lazy)
-    assert seen == []
+    return lazy
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_lazy_module_stays_lazy(module: MakeModule, *, is_late: bool) -> None:
+    other, inner = module("waited_k", ""), module("waited_l", "")
+    name = module("waited_m", f"import sys\nsys.waited_m = 1\nimport {inner}\nvalue = 3")
+    seen: list[int] = []
+
+    def wait() -> None:
+        call_when_imported(name, lambda: seen.append(sys.modules[name].value))
+
+    if not is_late:
+        wait()
+    lazy = make_lazy(name)
+    if is_late:
+        wait()
+    importlib.import_module(other)
+    assert not hasattr(sys, "waited_m")
     assert lazy.value == 3
-    assert seen == [1]
+    assert seen == [3]
+    del sys.waited_m  # type: ignore[attr-defined]
+
+
+def test_what_a_test_puts_in_a_modules_place(module: MakeModule) -> None:
+    name = module("waited_n", "")
+    seen: list[Any] = []
+    for stub in (ModuleType(name), MagicMock()):
+        sys.modules[name] = stub
+        call_when_imported(name, lambda: seen.append(sys.modules[name]))
+        importlib.import_module(module(f"waited_n{type(stub).__name__}", ""))
+        assert seen == []
+    del sys.modules[name]
+    real = importlib.import_module(name)
+    assert seen == [real, real]
 
 
 def test_one_finder_however_many_hooks(module: MakeModule) -> None:

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["call_when_imported"]
 
 _hooks: dict[str, list[Callable[[], None]]] = {}
+_running: set[str] = set()
+"""Modules whose code is run by a loader of ours."""
 
 
 def call_when_imported(name: str, hook: Callable[[], None]) -> None:
     """Call ``hook`` once, now when the module is imported already, else right after its import."""
-    module = sys.modules.get(name)
-    if module is not None and not _is_initializing(module):
+    if _is_imported(name):
         _run(hook)
         return
     _hooks.setdefault(name, []).append(hook)
@@ -41,14 +42,34 @@ def _run_overdue() -> None:
     Their loader had been chosen already, so it is the next import of anything that notices.
     """
     for name in list(_hooks):
-        module = sys.modules.get(name)
-        if module is not None and not _is_initializing(module):
+        if _is_imported(name):
             for hook in _hooks.pop(name, []):
                 _run(hook)
 
 
-def _is_initializing(module: types.ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+def _is_imported(name: str) -> bool:
+    """Whether all of a module's code has run: not of one that a program has put there by itself.
+
+    A lazy one will run the hooks: to look at its attributes would import it.
+    """
+    module = sys.modules.get(name)
+    try:
+        spec = object.__getattribute__(module, "__spec__")
+    except AttributeError:
+        return False
+    if spec is None or name in _running or getattr(spec, "_initializing", False):
+        return False
+    if not _is_lazy(module):
+        return True
+    if not isinstance(spec.loader, _Loader):
+        spec.loader = _Loader(spec.loader)
+    return False
+
+
+def _is_lazy(module: object) -> bool:
+    """Whether it is one of importlib's LazyLoader that nobody has used yet."""
+    kind = getattr(sys.modules.get("importlib.util"), "_LazyModule", None)
+    return kind is not None and type(module) is kind
 
 
 def _run(hook: Callable[[], None]) -> None:
@@ -101,6 +122,11 @@ class _Loader:
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        for hook in _hooks.pop(module.__name__, []):
+        name = module.__name__
+        _running.add(name)
+        try:
+            self._loader.exec_module(module)
+        finally:
+            _running.discard(name)
+        for hook in _hooks.pop(name, []):
             _run(hook)
