@@ -199,7 +199,7 @@ with heap.given_back(room_bytes=200 << 20):  # `Libc` has no malloc
         run("""
 import resource
 heap._libc = libc
-heap._is_limited = lambda: False
+heap.are_addresses_limited = lambda: False
 resource.setrlimit(resource.RLIMIT_DATA, (100 << 20, 100 << 20))
 for size in (64 << 20, 1 << 40):
     with heap.given_back(room_bytes=size):

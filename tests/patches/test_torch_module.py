@@ -12,6 +12,7 @@ import inspect
 import io
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import threading
@@ -643,6 +644,24 @@ def test_small_entries_are_copied(
     assert_equal(module, expected)
     assert elided() == 0
     monkeypatch.setattr(torch_elision, "MIN_SIZE_BYTES", module.weight.nbytes)
+    module.load_state_dict(state)
+    assert elided() == 1
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_copied_where_addresses_are_limited(prepare: Callable[..., None], limit: int) -> None:
+    """The program may need those that a replaced parameter has until it is given back."""
+    module = weight()
+    prepare(module)
+    state = cached({"weight": torch.randn(ROWS, COLUMNS)})
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (1 << 46, before[1]))
+    try:
+        module.load_state_dict(state)
+    finally:
+        resource.setrlimit(limit, before)
+    assert_equal(module, state)
+    assert elided() == 0
     module.load_state_dict(state)
     assert elided() == 1
 

@@ -21,9 +21,10 @@ import contextlib
 import ctypes
 import itertools
 import mmap
-import resource
 from collections.abc import Iterator
 from typing import Any
+
+from trims_shim.memory.mapping import are_addresses_limited
 
 __all__ = ["free_bytes", "given_back"]
 
@@ -81,19 +82,13 @@ def given_back(*, room_bytes: int = 0) -> Iterator[None]:
     if before is None or before > _LARGE_BYTES:
         yield
         return
-    if mmap.PAGESIZE > _SMALL_PAGE_BYTES or _is_limited():
+    if mmap.PAGESIZE > _SMALL_PAGE_BYTES or are_addresses_limited():
         room_bytes = 0
     with _room(min(room_bytes, _LIMIT_BYTES)):
         yield
     after = free_bytes()
     if after is not None and after - before >= _WORTH_BYTES:
         _libc.malloc_trim(0)
-
-
-def _is_limited() -> bool:
-    """Whether addresses are scarce: what is kept free here, other allocations then lack."""
-    limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-    return any(resource.getrlimit(each)[0] != resource.RLIM_INFINITY for each in limits)
 
 
 @contextlib.contextmanager

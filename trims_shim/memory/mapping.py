@@ -10,10 +10,18 @@ from __future__ import annotations
 import ctypes
 import mmap as _mmap
 import os
+import resource
 
 from trims_shim.errors import MemoryFailure
 
-__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "map_private", "round_up", "unmap"]
+__all__ = [
+    "HUGE_PAGE_BYTES",
+    "PAGE_BYTES",
+    "are_addresses_limited",
+    "map_private",
+    "round_up",
+    "unmap",
+]
 
 HUGE_PAGE_BYTES = 2 << 20
 """x86-64 and arm64 (4 KiB granule) PMD size; only an alignment, so a wrong value costs speed."""
@@ -39,6 +47,12 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 def round_up(size_bytes: int, unit_bytes: int) -> int:
     """The smallest multiple of ``unit_bytes`` that is at least ``size_bytes``."""
     return -(-size_bytes // unit_bytes) * unit_bytes
+
+
+def are_addresses_limited() -> bool:
+    """Whether addresses are scarce: what we have more of than needed, the program then lacks."""
+    limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    return any(resource.getrlimit(each)[0] != resource.RLIM_INFINITY for each in limits)
 
 
 def map_private(descriptor: int, size_bytes: int) -> int:

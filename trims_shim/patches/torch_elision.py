@@ -47,6 +47,7 @@ from torch.overrides import TorchFunctionMode
 
 from trims_shim import diagnostics
 from trims_shim.client import arenas
+from trims_shim.memory.mapping import are_addresses_limited
 from trims_shim.memory.pages import PageScanner
 from trims_shim.memory.reclaim import RetiredBlock, retire
 from trims_shim.patches import torch_device, torch_repoint, torch_unshare
@@ -315,8 +316,14 @@ def _count_error(error: Exception) -> None:
 
 
 def _holds_cached_bytes(state_dict: Any) -> bool:
-    """Whether anything worth eliding comes from the cache. Other mappings may compute entries."""
-    return type(state_dict) in PLAIN_DICTS and any(
+    """Whether anything worth eliding comes from the cache. Other mappings may compute entries.
+
+    Nothing is where addresses are limited: a module needs twice as many until what is replaced has
+    been given back.
+    """
+    if type(state_dict) not in PLAIN_DICTS or are_addresses_limited():
+        return False
+    return any(
         type(value) in PLAIN_TYPES
         and value.layout is torch.strided
         and value.is_cpu
