@@ -53,6 +53,7 @@ class _Run:
     is_owner: bool
     is_directory_ours: bool
     environment: dict[str, str | None] = field(default_factory=dict)
+    was_active: bool = False
     before: Stats | None = None
     workers: list[Stats] = field(default_factory=list)
 
@@ -179,6 +180,7 @@ def _activate(run: _Run) -> None:
     if is_imported:
         from trims_shim.client.cache import configure
 
+        run.was_active = trims_shim.enabled()
         configure(settings)
         if not trims_shim.enabled():
             trims_shim.enable()
@@ -227,6 +229,22 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         if run.is_directory_ours:
             shutil.rmtree(run.socket_dir, ignore_errors=True)
     _restore(run)
+    if run.is_owner:
+        _deactivate(run)
+
+
+def _deactivate(run: _Run) -> None:
+    """The process, of a program that calls ``pytest.main`` perhaps, goes on as before the run."""
+    import trims_shim
+    from trims_shim import config as configuration
+    from trims_shim.client.cache import configure
+
+    try:
+        configure(configuration.load())
+    except trims_shim.ConfigError:  # nor was it active before
+        run.was_active = False
+    if not run.was_active:
+        trims_shim.disable()
 
 
 def _stop_daemon(socket_dir: str) -> None:

@@ -200,6 +200,34 @@ def test_shared_daemon_is_left_running(
         Path(sockets).rmdir()
 
 
+PROGRAM = """
+import os, sys
+{first}
+import pytest
+assert pytest.main(["--trims", "-q", "-p", "no:cacheprovider", "-k", "served"]) == 0
+import trims_shim
+from safetensors.numpy import load_file
+before = trims_shim.stats().served
+load_file(os.environ["MODEL"])
+print("in the program:", trims_shim.enabled(), trims_shim.stats().served - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "outcome"), [("import trims_shim", "True 1"), ("", "False 0")], ids=["on", "off"]
+)
+def test_a_program_goes_on_as_before(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, first: str, outcome: str
+) -> None:
+    """Its loads start no daemon in the directory of the run, which would stay behind."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as directory:
+        monkeypatch.setenv("TRIMS_SOCKET_DIR", directory)
+        program = pytester.makepyfile(program=PROGRAM.format(first=first))
+        result = pytester.run(sys.executable, program, timeout=LIMIT_S)
+        result.stdout.fnmatch_lines([f"in the program: {outcome}"])
+        pytester.run(*TRIMS, "stop", timeout=LIMIT_S)
+
+
 def test_unusable_setting_is_a_usage_error(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\ntrims_host_bytes = plenty\n")
     result = run(pytester, "--trims")
