@@ -18,7 +18,8 @@ A copy is elided only where it cannot be told from one:
   same dtype and shape, contiguous, no conjugate or negative bit, no inference tensor, no graph
   behind the destination, autograd would not record the copy;
 - the destination: a parameter or buffer of the module tree, all of its storage, which torch's
-  allocator or an earlier elision made, and which nothing else can reach (:func:`is_exclusive`);
+  allocator, or an earlier elision and nobody wrote since, made, and which nothing else can reach
+  (:func:`is_exclusive`);
 - the source: at least 64 KiB inside a live arena, and pristine.
 
 Copies within a device, and onto one, are :mod:`.torch_device_elision`'s, which is asked first.
@@ -194,7 +195,7 @@ class _Call:
             image, offset = aligned, offset + lead_bytes
             if self._is_there_already(dst, image, offset, size):
                 return self._shows(dst, size)
-        if not _is_replaceable(dst, size, aliases=self._aliases[id(dst)]):
+        if not self._is_replaceable(dst, size):
             return False
         target = self._targets.get(image)
         if target is None:
@@ -234,6 +235,25 @@ class _Call:
         if arenas.find(address, size) != (image, offset) or self._scanner is None:
             return False
         return self._scanner.is_pristine(address, size)
+
+    def _is_replaceable(self, dst: torch.Tensor, size: int) -> bool:
+        """Whether taking ``dst`` away from its memory is noticed by nobody, and worth it.
+
+        Memory that cannot be resized is borrowed (from numpy, a file, a DLPack producer, a state
+        dict that was assigned) unless an earlier elision put the tensor there. Written since then,
+        it will be again: that would cost a page fault each time, and more memory than a copy until
+        what was written is given back.
+        """
+        if not is_exclusive(dst, size, aliases=self._aliases[id(dst)]):
+            return False
+        if dst.untyped_storage().resizable():
+            return True
+        address = dst.data_ptr()
+        return (
+            _is_ours(address, size)
+            and self._scanner is not None
+            and self._scanner.is_pristine(address, size)
+        )
 
     def _swap(self, dst: torch.Tensor, fresh: torch.UntypedStorage, size: int) -> None:
         old = torch_repoint.replace(dst, fresh)
@@ -331,19 +351,6 @@ def _holds_cached_bytes(state_dict: Any) -> bool:
         and arenas.find(value.data_ptr(), value.nbytes) is not None
         for value in state_dict.values()
     )
-
-
-def _is_replaceable(dst: torch.Tensor, size: int, *, aliases: int) -> bool:
-    """Whether taking ``dst`` away from its memory is noticed by nobody.
-
-    ``aliases``: of a caller that holds the module's state dict, and looks at its names only.
-
-    Memory that cannot be resized is borrowed (from numpy, a file, a DLPack producer, a state dict
-    that was assigned) unless an earlier elision put the tensor there.
-    """
-    if not is_exclusive(dst, size, aliases=aliases):
-        return False
-    return dst.untyped_storage().resizable() or _is_ours(dst.data_ptr(), size)
 
 
 def _is_ours(address: int, size_bytes: int) -> bool:
