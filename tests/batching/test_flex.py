@@ -7,6 +7,7 @@ stages is held in its first one while requests of a short model come that cannot
 from __future__ import annotations
 
 import asyncio
+import enum
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -113,6 +114,20 @@ def test_models_are_called_by_name() -> None:
         assert torch.equal(batcher("double", row), row * 2)
         assert batcher.submit("linear", row).result(PATIENCE_S).shape == (2,)
         assert batcher.stats().answered == 2
+
+
+class Model(str, enum.Enum):
+    """Its members are their values, but ``str`` makes something else of them."""
+
+    DOUBLE = "double"
+
+
+@pytest.mark.parametrize("name", ["double", Model.DOUBLE])
+def test_names_may_be_members_of_an_enum(name: str) -> None:
+    with FlexBatcher({name: [lambda items: [2 * item for item in items]]}) as batcher:
+        assert batcher("double", 1) == 2
+        assert batcher(Model.DOUBLE, 2) == 4
+        assert list(batcher.map(Model.DOUBLE, range(3))) == [0, 2, 4]
 
 
 def test_many_items_of_one_model_or_of_several() -> None:

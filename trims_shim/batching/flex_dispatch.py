@@ -142,8 +142,10 @@ class FlexLearning(Learning):
 
 
 def _model_of(key: Hashable) -> str:
-    # (model, signature), of StagedFunctions.key; None before the first request.
-    return str(key[0]) if isinstance(key, tuple) else ""
+    # (model, signature), of StagedFunctions.key; None before the first request. The very name: what
+    # `str` makes of a member of an enum that is a string, too, is another one.
+    name: str = key[0] if isinstance(key, tuple) else ""
+    return name
 
 
 def _ascending(shares: Sequence[float]) -> tuple[float, ...]:

@@ -138,7 +138,7 @@ class StagedFunctions:
 
     def run(self, entries: Sequence[Entry]) -> list[Any]:
         """One result or failure for each, without exit points, on the first device."""
-        function = self._models[str(entries[0].owner)].functions[self.devices[0]]
+        function = self._model_of(entries).functions[self.devices[0]]
         lane = self.lanes[0]
         with lane.enter():
             results = function.run(entries)
@@ -149,7 +149,7 @@ class StagedFunctions:
         self, entries: Sequence[Entry], device: int, points: ExitPoints
     ) -> list[Any] | None:
         """One result or failure for each; None where the batch was given up."""
-        model, name = self._models[str(entries[0].owner)], self.devices[device]
+        model, name = self._model_of(entries), self.devices[device]
         function, lane = model.functions[name], self.lanes[device]
         try:
             with lane.enter(), points:
@@ -170,6 +170,10 @@ class StagedFunctions:
             results = function.run(entries[:middle]) + function.run(entries[middle:])
             lane.finish(results)
         return results
+
+    def _model_of(self, entries: Sequence[Entry]) -> _Staged:
+        name: Any = entries[0].owner
+        return self._models[name]
 
     def _through(self, stages: Sequence[Stage], batch: Sequence[Any], points: ExitPoints) -> Any:
         value = stages[0](*batch)
