@@ -137,6 +137,38 @@ def test_rotary_embeddings_that_suit_the_longest_row_limit_the_length(rope: dict
         assert len(complete({"input_ids": items[2], "max_new_tokens": 7})) == 7
 
 
+def test_a_window_that_only_the_models_own_cache_keeps_limits_the_length() -> None:
+    config = transformers.MoshiConfig(
+        vocab_size=23,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        ffn_dim=32,
+        sliding_window=16,
+        pad_token_id=0,
+    )
+    model = transformers.MoshiForCausalLM(config).double().eval()
+    items = [torch.arange(length) for length in (3, 9, 10)]
+    with Batcher(generation(model, max_new_tokens=MOST), collate="list") as complete:
+        fitting, long = complete.submit(items[1]), complete.submit(items[2])
+        assert fitting.result().tolist() == generated(model, items[1])
+        with pytest.raises(ValueError, match="more than 16 together"):
+            long.result()
+
+
+@pytest.mark.parametrize("kind", ["Bert", "RemBert"])
+def test_prompts_are_not_read_in_parts_where_tokens_attend_to_later_ones(kind: str) -> None:
+    config = getattr(transformers, f"{kind}Config")
+    is_encoder, is_decoder = (
+        transformers.AutoModelForCausalLM.from_config(config(**SIZES, is_decoder=flag)).eval()
+        for flag in (False, True)
+    )
+    generation(is_decoder, max_new_tokens=2, prefill_stages=2)
+    generation(is_encoder, max_new_tokens=2)
+    with pytest.raises(StagingError, match="attend to later ones"):
+        generation(is_encoder, max_new_tokens=2, prefill_stages=2)
+
+
 def test_weights_are_the_models_own() -> None:
     model = model_of("llama")
     before = {name: each.data_ptr() for name, each in model.named_parameters()}

@@ -36,6 +36,7 @@ from trims_shim.batching.staged.decoding.transformers_decoder import (
     refuse_training,
 )
 from trims_shim.batching.staged.model import EarlyExit, Loop, Stage, StagedModel, Stepped
+from trims_shim.errors import StagingError
 
 __all__ = ["Decoder", "generation"]
 
@@ -118,12 +119,17 @@ def generation(
     it (``devices=2``); with one device prompts go first.
 
     Raises ValueError for numbers below 1 and sampling that cannot be, and StagingError for models
-    that cannot be run so: encoder-decoders, those without a cache of keys and values, and modules
-    in training mode.
+    that cannot be run so: encoder-decoders, those without a cache of keys and values, modules in
+    training mode, and with several ``prefill_stages`` those whose tokens attend to later ones.
     """
     whole("max_new_tokens", max_new_tokens)
     whole("prefill_stages", prefill_stages)
     decoder, ends = _decoder_of(model)
+    if prefill_stages > 1 and not getattr(decoder, "is_causal", True):
+        raise StagingError(
+            f"{type(model).__name__} lets tokens attend to later ones, so its prompts cannot be "
+            "read in parts; make it with is_decoder=True, or without prefill_stages"
+        )
     if eos_token_id is not None:
         ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
     sampling = Sampling(temperature, top_k, top_p)
@@ -173,8 +179,8 @@ class _Generator:
         if longest and bool((prompts.lengths + prompts.budgets - 1 > longest).any()):
             raise ValueError(
                 f"a prompt and its new tokens are more than {longest} together, and beyond that "
-                "the rotary embeddings of this model depend on the longest in the batch; ask for "
-                "fewer max_new_tokens, or call model.generate for it"
+                "the rotary embeddings of this model depend on the longest in the batch, or its "
+                "own cache forgets; ask for fewer max_new_tokens, or call model.generate for it"
             )
         return read(_Prompts(*prompts, NOTHING_SEEN))
 

@@ -17,6 +17,8 @@ _ATTENTION = frozenset(["full_attention", "sliding_attention", "chunked_attentio
 """Types of layers that need no more than keys and values of all tokens."""
 _RELATIVE = frozenset(["bloom", "mpt"])
 """Types of models that take no positions, and need none: they look at distances only."""
+_WINDOW_OF_CACHE = frozenset(["moshi"])
+"""Types of models that leave tokens out by what their own cache forgets, and not by a mask."""
 
 
 class TransformersDecoder:
@@ -47,6 +49,8 @@ class TransformersDecoder:
             raise StagingError(f"{name} takes no `past_key_values`; it cannot go on from a cache")
         self.longest = _longest(model.config.get_text_config())
         """How many tokens a row may have; None for no limit of ours."""
+        self.is_causal = _is_causal(model)
+        """Whether no token attends to later ones, so that prompts may be read in parts."""
         self._model = model
         self._takes_positions = "position_ids" in accepted
         if not self._takes_positions and model.config.model_type not in _RELATIVE:
@@ -84,11 +88,16 @@ class TransformersDecoder:
 
 
 def _longest(config: Any) -> int | None:
-    """The length from which on rotary embeddings change, to what suits the longest of a batch.
+    """The length beyond which answers would not be those of the model for a row alone.
 
-    In place, as a buffer of the model (transformers.modeling_rope_utils.dynamic_rope_update): the
-    answer for a row would depend on who else is in its batch, or runs at the same time.
+    Where rotary embeddings change, to what suits the longest of a batch, in place, as a buffer of
+    the model (transformers.modeling_rope_utils.dynamic_rope_update): the answer for a row would
+    depend on who else is in its batch, or runs at the same time. Or where the model's own cache
+    begins to forget.
     """
+    if config.model_type in _WINDOW_OF_CACHE:
+        window: int = config.sliding_window
+        return window
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     # One for all layers, or one for each type of them.
     kinds = [each for each in given.values() if isinstance(each, dict)] or [given]
@@ -101,6 +110,16 @@ def _longest(config: Any) -> int | None:
         elif "dynamic" in kind:
             limits.append(config.max_position_embeddings)
     return min(limits, default=None)
+
+
+def _is_causal(model: Any) -> bool:
+    """False for an encoder as BertLMHeadModel's, if nobody has said ``is_decoder=True`` of it."""
+
+    def said(name: str) -> set[Any]:
+        return {getattr(each, name) for each in model.modules() if hasattr(each, name)}
+
+    # The encoders of other inputs, such as images, are none of the tokens'.
+    return True in said("is_causal") or said("is_decoder") != {False}
 
 
 def refuse_training(model: Any) -> None:
