@@ -541,6 +541,24 @@ def test_a_stream_that_has_begun_fails_with_the_step() -> None:
             batcher(3)
 
 
+def test_a_row_that_a_step_fails_for_fails_alone() -> None:
+    def step(state: list[int]) -> Stepped:
+        pieces = [ValueError("two") if n == 2 else n for n in state]
+        return Stepped([n - 1 for n in state], pieces, [n in (1, 11) for n in state])
+
+    model = StagedModel([lambda items: items, Loop(step)])
+    with plain(model, policy=functools.partial(Window, wait_ms=1e6), max_batch_size=3) as batcher:
+        future, failing, stream = batcher.submit(12), batcher.stream(3), batcher.stream(14)
+        assert list(stream) == [14, 13, 12, 11]
+        assert next(failing) == 3
+        with pytest.raises(ValueError, match="two"):
+            next(failing)
+        assert future.result(LONG_S) == [12, 11]
+        batcher.drain(LONG_S)
+        assert (batcher.stats().answered, batcher.stats().failed) == (2, 1)
+        assert batcher.stage_stats().failures == 0
+
+
 # --- cancellation, deadlines ----------------------------------------------------------------------
 
 

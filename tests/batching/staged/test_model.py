@@ -73,6 +73,16 @@ class TestTheWhole:
         model = StagedModel([torch.neg, loop])
         assert model(torch.tensor([-1, -3, -2])) == [[10], [30, 20, 10], [20, 10]]
 
+    def test_a_row_of_a_loop_that_fails_has_its_exception(self) -> None:
+        error = ValueError("two")
+
+        def step(state: list[int]) -> Stepped:
+            pieces = [error if n == 2 else n for n in state]
+            return Stepped([n - 1 for n in state], pieces, [n in (1, 11) for n in state])
+
+        model = StagedModel([lambda items: items, Loop(step)])
+        assert model([1, 3, 12]) == [[1], error, [12, 11]]
+
     def test_a_loop_with_a_take_of_its_own(self) -> None:
         def step(state: dict[str, list[int]]) -> Stepped:
             left = [each - 1 for each in state["left"]]

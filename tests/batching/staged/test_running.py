@@ -153,6 +153,20 @@ def test_a_step_of_a_loop() -> None:
     assert (asked(after.requests), after.rows, after.value) == ([3, 2], [0, 2], [2, 0, 1, 1])
 
 
+def test_a_row_that_a_step_fails_for_leaves_with_its_exception() -> None:
+    error = ValueError("two")
+
+    def step(state: list[int]) -> Stepped:
+        pieces = [error if n == 2 else n for n in state]
+        return Stepped([n - 1 for n in state], pieces, [n == 1 for n in state])
+
+    output = runner(StagedModel([*Keep, Loop(step)])).run(1, [piece([3, 2, 1], value=[3, 2, 1])])
+    assert [(asked([request])[0], made) for request, made in output.steps] == [(3, 3), (1, 1)]
+    assert (asked(output.left), output.results, asked(output.finished)) == ([2], [error], [1])
+    (after,) = output.pieces
+    assert (asked(after.requests), after.rows) == ([3], [0])
+
+
 def test_nothing_is_taken_of_a_loop_that_nobody_has_left() -> None:
     def take(state: list[int], rows: Sequence[int]) -> list[int]:
         raise AssertionError("asked to take rows")

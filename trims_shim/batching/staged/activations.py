@@ -34,7 +34,8 @@ class Stepped:
     """Returned by each step of a loop, for all rows of its batch.
 
     ``state`` is what the next step gets, after rows that are finished were taken out of it.
-    ``pieces``: one for each row, what this step adds to its answer. ``finished``: one for each.
+    ``pieces``: one for each row, what this step adds to its answer. ``finished``: one for each. An
+    exception in a list of pieces is raised for that row alone, which is finished.
     """
 
     state: Any

@@ -21,7 +21,7 @@ from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.lanes import Lane
 from trims_shim.batching.learning import plain_key
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.replies import Entry, Failure
+from trims_shim.batching.replies import FAILURES, Entry, Failure
 from trims_shim.batching.staged.batches import Piece
 from trims_shim.batching.staged.comparing import is_close
 from trims_shim.batching.staged.jobs import Pieces
@@ -215,9 +215,9 @@ def _in_pieces(model: StagedModel, *batch: Any) -> Any:
     if loop is None:
         return _without_graph(model, *batch)
 
-    def last(state: Any) -> list[Pieces]:
+    def last(state: Any) -> list[Any]:
         found = run_steps(loop.step, state, take_rows=loop.take)
-        return [Pieces(each) for each in found]
+        return [each[-1] if isinstance(each[-1], FAILURES) else Pieces(each) for each in found]
 
     with without_graph():
         return run_whole((*model.stages[:-1], last), batch)

@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from trims_shim.batching.replies import FAILURES
 from trims_shim.batching.staged import flow
 from trims_shim.batching.staged.activations import EarlyExit, Shared, Stepped
 from trims_shim.batching.staged.stage_profile import StagedProfile
@@ -54,9 +55,11 @@ class Loop:
         return self.step(state)
 
     def run(self, state: Any) -> list[Any]:
-        """All steps. Returns the answer of each row."""
+        """All steps. Returns the answer of each row, or its exception."""
         pieces = run_steps(self.step, state, take_rows=self.take)
-        return [self.result(each) for each in pieces]
+        return [
+            each[-1] if isinstance(each[-1], FAILURES) else self.result(each) for each in pieces
+        ]
 
 
 class StagedModel:

@@ -20,7 +20,7 @@ from trims_shim.batching.collates import padded_length, padded_size
 from trims_shim.batching.functions import BatchFunction, item_of
 from trims_shim.batching.lanes import Lane
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.replies import Entry
+from trims_shim.batching.replies import FAILURES, Entry
 from trims_shim.batching.splitting import split
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.batches import Piece
@@ -197,13 +197,17 @@ class StageRunner:
     def _after_step(self, requests: list[Request], output: Stepped) -> StageOutput:
         last = len(self.model.stages) - 1
         flags = self._flags(last, output.finished, requests)
-        steps = list(zip(requests, split(output.pieces, len(flags)), strict=False))
-        finished = [each for each, flag in zip(requests, flags, strict=False) if flag]
-        if not finished and len(flags) == len(requests):
+        pieces = split(output.pieces, len(flags))
+        rows = range(len(requests))
+        failed = [row for row in rows if isinstance(pieces[row], FAILURES)]
+        steps = [(requests[row], pieces[row]) for row in rows if row not in failed]
+        finished = [requests[row] for row in rows if flags[row] and row not in failed]
+        if not failed and not finished and len(flags) == len(requests):
             return StageOutput([Piece(requests, None, output.state)], steps=steps)
-        rows = [row for row in range(len(requests)) if not flags[row]]
-        rest = [Piece([requests[row] for row in rows], rows, output.state)] if rows else []
-        return StageOutput(rest, steps=steps, finished=finished)
+        going = [row for row in rows if not flags[row] and row not in failed]
+        rest = [Piece([requests[row] for row in going], going, output.state)] if going else []
+        left, errors = [requests[row] for row in failed], [pieces[row] for row in failed]
+        return StageOutput(rest, left, errors, steps=steps, finished=finished)
 
     def _answers(self, results: Any, requests: Sequence[Request], function: str) -> list[Any]:
         entries: list[Entry] = [request.payload for request in requests]

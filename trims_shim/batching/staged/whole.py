@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trims_shim.batching.replies import FAILURES
 from trims_shim.batching.splitting import split
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 
@@ -43,14 +44,22 @@ def run_whole(stages: Sequence[Callable[..., Any]], batch: Sequence[Any]) -> Any
 
 
 def run_steps(step: Callable[[Any], Stepped], state: Any, *, take_rows: Take) -> list[list[Any]]:
-    """Run a step until all rows are finished. Returns the pieces of each."""
+    """Run a step until all rows are finished. Returns the pieces of each; the last may be its
+    exception.
+    """
     stepped = step(state)
     answers: list[list[Any]] = [[] for _ in stepped.finished]
     rows = list(range(len(answers)))
     while True:
-        for row, piece in zip(rows, split(stepped.pieces, len(rows)), strict=True):
+        pieces = split(stepped.pieces, len(rows))
+        for row, piece in zip(rows, pieces, strict=True):
             answers[row].append(piece)
-        kept = [index for index, is_finished in enumerate(stepped.finished) if not is_finished]
+        ended = zip(pieces, stepped.finished, strict=True)
+        kept = [
+            index
+            for index, (piece, is_finished) in enumerate(ended)
+            if not (is_finished or isinstance(piece, FAILURES))
+        ]
         if not kept:
             return answers
         rows = [rows[index] for index in kept]

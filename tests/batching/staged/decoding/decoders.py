@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from trims_shim.batching.staged.decoding.key_values import NOTHING_SEEN, GrowingCache
 
-__all__ = ["VOCABULARY", "HandWritten", "without_cache"]
+__all__ = ["LONGEST", "VOCABULARY", "HandWritten", "without_cache"]
 
 VOCABULARY = 23
-_WIDTH, _HEADS, _LAYERS, _LONGEST = 16, 2, 2, 64
+LONGEST = 64
+_WIDTH, _HEADS, _LAYERS = 16, 2, 2
 
 
 class HandWritten(nn.Module):
@@ -23,7 +24,7 @@ class HandWritten(nn.Module):
         super().__init__()
         torch.manual_seed(5)
         self.tokens = nn.Embedding(VOCABULARY, _WIDTH)
-        self.positions = nn.Embedding(_LONGEST, _WIDTH)
+        self.positions = nn.Embedding(LONGEST, _WIDTH)
         self.mixed = nn.ModuleList(nn.Linear(_WIDTH, 3 * _WIDTH) for _ in range(_LAYERS))
         self.scores = nn.Linear(_WIDTH, VOCABULARY)
         self.double().eval()

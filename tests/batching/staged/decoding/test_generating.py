@@ -16,10 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.batching.staged.decoding.decoders import VOCABULARY, HandWritten, without_cache
+from tests.batching.staged.decoding.decoders import (
+    LONGEST,
+    VOCABULARY,
+    HandWritten,
+    without_cache,
+)
 from trims_shim.batching import Batcher, batched
 from trims_shim.batching.collate import collate_of
 from trims_shim.batching.padding import Pad
+from trims_shim.batching.policies.window import Window
 from trims_shim.batching.staged.decoding.generating import generation
 from trims_shim.batching.staged.model import EarlyExit, StagedModel
 from trims_shim.errors import StagingError
@@ -40,8 +46,8 @@ def prompt(number: int) -> Tensor:
 
 
 @functools.cache
-def alone(number: int, count: int = MOST) -> list[int]:
-    return without_cache(decoder(), prompt(number), count, ENDS)
+def alone(number: int, count: int = MOST, ends: tuple[int, ...] = ENDS) -> list[int]:
+    return without_cache(decoder(), prompt(number), count, ends)
 
 
 class Arrivals:
@@ -218,6 +224,35 @@ def test_a_prompt_that_fails_fails_alone() -> None:
             empty.result(PATIENCE_S)
         for number, future in enumerate(futures):
             assert future.result(PATIENCE_S).tolist() == alone(number)
+
+
+class OneSize(HandWritten):
+    """As one that was compiled, or captured."""
+
+    def forward(self, tokens: Tensor, *arguments: Any) -> Tensor:
+        assert len(tokens) == 4
+        return super().forward(tokens, *arguments)
+
+
+@pytest.mark.parametrize("sizes", [None, [4]])
+def test_at_the_end_of_its_positions_a_sequence_fails_alone(sizes: list[int] | None) -> None:
+    """The others neither begin anew nor lose what they have heard."""
+    model = generation(decoder() if sizes is None else OneSize(), max_new_tokens=MOST)
+    long = torch.ones(LONGEST - 3, dtype=torch.int64)
+    drawn = {"input_ids": prompt(5), "temperature": 1.0, "seed": 7}
+    (alone_drawn,) = generation(decoder(), max_new_tokens=MOST)([drawn])
+    options = {"collate": "list", "policy": functools.partial(Window, wait_ms=1e6)}
+    with Batcher(model, max_batch_size=3, batch_sizes=sizes, **options) as batcher:
+        failing = batcher.submit(long)
+        stream = batcher.stream(prompt(2))
+        last = batcher.submit(drawn)
+        assert torch.cat(list(stream)).tolist() == alone(2, MOST, ())
+        assert last.result(PATIENCE_S).tolist() == alone_drawn.tolist()
+        with pytest.raises(IndexError, match="out of range"):
+            failing.result(PATIENCE_S)
+        batcher.drain(PATIENCE_S)
+        assert batcher.stage_stats().failures == 0
+        assert batcher.stats().failed == 1
 
 
 def test_a_function_with_its_stages() -> None:

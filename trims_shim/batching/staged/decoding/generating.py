@@ -17,7 +17,7 @@ DVABatch (ATC'22).
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ from trims_shim.batching.staged.decoding.transformers_decoder import (
     refuse_training,
 )
 from trims_shim.batching.staged.model import EarlyExit, Loop, Stage, StagedModel, Stepped
+from trims_shim.diagnostics import pass_on
 from trims_shim.errors import StagingError
 
 __all__ = ["Decoder", "generation"]
@@ -219,34 +220,87 @@ class _Generator:
         return EarlyExit(finished, results, _take(state, going) if going else None)
 
     def step(self, state: _Decoding) -> Stepped:
-        """One more token for each row."""
-        torch = torch_in_this_thread()
+        """One more token for each row, or what the decoder raises for it alone."""
+        import torch
+
+        found = _apart(functools.partial(self._next, state), list(range(len(state.chances))))
+        failed = {rows[0]: each for rows, each in found if isinstance(each, Exception)}
+        if len(failed) == len(found):
+            raise found[0][1]
         with torch.inference_mode():
-            lengths = state.lengths + 1
-            columns = state.past.length + 1
-            numbers = torch.arange(columns, device=lengths.device)
-            cache = GrowingCache(state.past)
-            scores = self.decoder(
-                state.tokens[:, None],
-                state.lengths[:, None],
-                numbers >= (columns - lengths)[:, None],
-                cache,
-            )
+            scores, past = found[0][1] if len(found) == 1 else _together(found, state.past)
             tokens, budgets = chosen(scores, state.chances), state.budgets - 1
             is_last = self._is_last(tokens, budgets)
             is_old = torch.zeros_like(is_last)
-            after = _Decoding(tokens, lengths, budgets, is_old, state.chances, cache.grown())
+            after = _Decoding(tokens, state.lengths + 1, budgets, is_old, state.chances, past)
             # One copy to the host for both.
             finished, is_new = torch.stack([is_last, state.is_new]).tolist()
         two = torch.stack([state.tokens, tokens], 1)  # outside: callers may write to theirs
         pieces = [both if first else both[1:] for both, first in zip(two, is_new, strict=True)]
+        for row, error in failed.items():
+            pieces[row], finished[row] = error, True
         return Stepped(after, pieces, finished)
+
+    def _next(self, state: _Decoding, rows: list[int]) -> tuple[Any, KeyValues]:
+        """The scores of what follows in these rows, and the keys and values until there.
+
+        With fewer than all of them the last one is repeated: some decoders take one size of batch.
+        """
+        torch = torch_in_this_thread()
+        state = _take(state, rows + rows[-1:] * (len(state.chances) - len(rows)))
+        with torch.inference_mode():
+            columns = state.past.length + 1
+            numbers = torch.arange(columns, device=state.lengths.device)
+            cache = GrowingCache(state.past)
+            scores = self.decoder(
+                state.tokens[:, None],
+                state.lengths[:, None],
+                numbers >= (columns - state.lengths - 1)[:, None],
+                cache,
+            )
+            return scores, cache.grown()
 
     def _is_last(self, tokens: Any, budgets: Any) -> Any:
         is_last = budgets <= 0
         for end in self.ends:  # few, and a tensor of them would be copied to the device
             is_last = is_last | (tokens == end)
         return is_last
+
+
+_Found = tuple[list[int], Any]
+"""Rows, and what was returned for them, or raised for a single one."""
+
+
+def _apart(run: Callable[[list[int]], Any], rows: list[int]) -> list[_Found]:
+    """Of all rows at once; where that fails, of halves, until a row that fails is alone.
+
+    As one that has come to the end of the model's positions. Else all of its batch would begin
+    anew, and those who have heard some of their tokens could not.
+    """
+    try:
+        return [(rows, run(rows))]
+    except Exception as error:
+        pass_on(error)  # a time limit of the thread is no fault of a row
+        if len(rows) == 1:
+            return [(rows, error)]
+    middle = len(rows) // 2
+    return _apart(run, rows[:middle]) + _apart(run, rows[middle:])
+
+
+def _together(found: Sequence[_Found], before: KeyValues) -> tuple[Any, KeyValues]:
+    """Scores, and keys and values, of all rows; of those that failed the ones of before."""
+    import torch
+
+    (some, _), *_ = (each for _, each in found if not isinstance(each, Exception))
+    scores, pasts = [], []
+    for rows, each in found:
+        if isinstance(each, Exception):
+            scores.append(torch.zeros_like(some[:1]))
+            pasts.append((before, torch.tensor(rows, device=some.device)))
+        else:
+            scores.append(each[0][: len(rows)])
+            pasts.append((each[1], torch.arange(len(rows), device=some.device)))
+    return torch.cat(scores), gather(pasts, before.length + 1)
 
 
 def _join(states: Sequence[_Decoding]) -> _Decoding:
