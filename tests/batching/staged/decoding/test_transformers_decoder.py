@@ -109,6 +109,19 @@ def test_ends_are_those_of_the_generation_config() -> None:
     assert without.tolist() == first
 
 
+def test_what_else_the_generation_config_has_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("gpt2")
+    generation(model, max_new_tokens=MOST)
+    assert not caplog.records
+    model.generation_config.repetition_penalty = 1.3
+    try:
+        generation(model, max_new_tokens=MOST)
+    finally:
+        model.generation_config.repetition_penalty = None
+    (record,) = caplog.records
+    assert "has repetition_penalty=1.3, which" in record.getMessage()
+
+
 @pytest.mark.parametrize(
     "rope",
     [

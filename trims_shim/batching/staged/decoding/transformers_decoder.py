@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from typing import Any
 
 from trims_shim.batching.staged.decoding.key_values import GrowingCache
 from trims_shim.errors import StagingError
 
 __all__ = ["TransformersDecoder", "refuse_training"]
+
+_logger = logging.getLogger(__name__)
 
 _CACHE_NAMES = ("cache", "past_key_values")
 """What models call it from transformers 5.24 on, and before."""
@@ -19,6 +22,22 @@ _RELATIVE = frozenset(["bloom", "mpt"])
 """Types of models that take no positions, and need none: they look at distances only."""
 _WINDOW_OF_CACHE = frozenset(["moshi"])
 """Types of models that leave tokens out by what their own cache forgets, and not by a mask."""
+_OTHER_SCORES = (
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "min_length",
+    "min_new_tokens",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "sequence_bias",
+    "exponential_decay_length_penalty",
+    "guidance_scale",
+    "num_beams",
+)
+"""What a generation config may have that makes other tokens the likeliest ones."""
 
 
 class TransformersDecoder:
@@ -59,6 +78,7 @@ class TransformersDecoder:
                 "prompt gets beside longer ones; batch whole generations with `batched`"
             )
         self._keeps = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        _warn_of_other_scores(name, model.generation_config)
 
     @property
     def device(self) -> Any:
@@ -110,6 +130,18 @@ def _longest(config: Any) -> int | None:
         elif "dynamic" in kind:
             limits.append(config.max_position_embeddings)
     return min(limits, default=None)
+
+
+def _warn_of_other_scores(name: str, config: Any) -> None:
+    found = {each: getattr(config, each, None) for each in _OTHER_SCORES}
+    asked = [f"{each}={value}" for each, value in found.items() if value and value != 1]
+    if asked:
+        _logger.warning(
+            "the generation config of %s has %s, which model.generate heeds and `generation` does "
+            "not: its tokens will be others",
+            name,
+            ", ".join(asked),
+        )
 
 
 def _is_causal(model: Any) -> bool:
