@@ -122,6 +122,15 @@ def test_tight_objectives_are_kept_as_well_as_by_the_default_policy() -> None:
         assert ours.violations <= 1.05 * default.violations
 
 
+@pytest.mark.parametrize("load", [0.2, 0.5])
+def test_so_they_are_where_nobody_can_join_in_time(load: float) -> None:
+    """Two long stages, most of whose time is not the items': then it waits before it starts."""
+    profile = StagedProfile([LatencyProfile.linear(0.2, 22, max_batch_size=SIZE)] * 2)
+    ours = Report.of(run(DVABatch, profile, load=load, cv=3, slo_ms=65))
+    default = Report.of(run(Auto, profile, load=load, cv=3, slo_ms=65))
+    assert ours.violations <= 1.05 * default.violations
+
+
 def test_without_deadlines_everything_is_answered() -> None:
     outcome = run(DVABatch, UNET, load=0.7, slo_ms=None)
     assert len(outcome.answered) == outcome.requests

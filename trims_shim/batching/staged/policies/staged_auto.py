@@ -3,8 +3,9 @@
 How many start as a new batch, and what is given up, is that of
 :class:`~trims_shim.batching.policies.auto.Auto`; for a model of one stage this is the same rule.
 With several stages it does not wait for more to come: who comes later can still join, and the mean
-latency is what stages are for. But a batch that would only wait before a later stage, for one that
-is ahead of it, starts so much later; until then, more can join it at no cost.
+latency is what stages are for. But where nobody could join in time, not even during the first
+stage, it waits as Auto does. And a batch that would only wait before a later stage, for one that is
+ahead of it, starts so much later; until then, more can join it at no cost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from trims_shim.batching.protocol import Request
 from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.batches import Batch, Part, PartState
 from trims_shim.batching.staged.policies.prospect import Answer, Prospect
-from trims_shim.batching.staged.policies.timetable import Timetable
+from trims_shim.batching.staged.policies.timetable import Timetable, together_ns
 from trims_shim.batching.staged.stage_profile import WIDE
 from trims_shim.batching.staged.staged_rules import StagedRule
 
@@ -48,11 +49,11 @@ class StagedAuto(Auto, StagedRule):
 
     def choose(self, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.rules.Rule`."""
-        if len(self.staged.stages) == 1:
+        if self.devices == 1 or len(self.staged.stages) == 1:
             return super().choose(now_ns)
         size = Goodput.choose(self, now_ns)
-        if not size or self.devices == 1:
-            return size
+        if not size:
+            return 0
         if not self._gains_beside(now_ns, size, 0, queued=len(self.queue)):
             return 0
         if self.has_shed or self.is_full(size):
@@ -62,6 +63,23 @@ class StagedAuto(Auto, StagedRule):
             return size
         self.wake_ns = start_ns
         return 0
+
+    def _start_ns(self, size: int, now_ns: int) -> int:
+        """See :class:`~trims_shim.batching.policies.auto.Auto`."""
+        return super()._start_ns(size, now_ns) if self._is_closing(size, now_ns) else now_ns
+
+    def _is_closing(self, size: int, now_ns: int) -> bool:
+        """Whether a batch of ``size`` that starts now can be joined by nobody in time.
+
+        Who comes in its first stage catches up behind that. Of a loop nobody knows how long it
+        takes, and it can be joined at every step.
+        """
+        if len(self.staged.stages) == 1:
+            return True
+        if self.has_loop:
+            return False
+        joined_ns = self.staged.stage_ns(0, size) + together_ns(self.staged, [(0, 1), (1, size)])
+        return self.due_ns - self.margin_ns < now_ns + int(self.stretches[-1] * joined_ns)
 
     @property
     def servers(self) -> int:
