@@ -45,8 +45,30 @@ def test_twice_the_largest_size_is_tried_and_more_is_not_believed() -> None:
     """Of one size nobody knows what part of it is fixed."""
     profile = told(LearnedProfile(), [4]).profile(32)
     known_ns = LINE.latency_ns(4)
-    found = [profile.latency_ns(size) / known_ns for size in (2, 4, 8, 32)]
-    assert found == [0.75, 1, 1, 4]
+    found = [profile.latency_ns(size) / known_ns for size in (3, 4, 8, 32)]
+    assert found == [0.875, 1, 1, 4]
+
+
+def test_half_the_smallest_size_is_tried_but_once() -> None:
+    """As if its items cost less: behind a long queue nothing smaller would ever run."""
+    flat = LatencyProfile.linear(0.1, 45, max_batch_size=16)
+    learned = LearnedProfile()
+    sizes = []
+    for _ in range(40):
+        latency_ns = learned.profile(16).latency_ns
+        best = min(range(1, 17), key=lambda size: latency_ns(size) / size) if sizes else 16
+        sizes.append(best)
+        learned.observe(best, flat.latency_ns(best))
+    assert sizes.count(8) <= 2  # the first one may have compiled something
+    assert set(sizes) == {16, 8}
+    assert sizes[-20:] == [16] * 20
+
+
+def test_what_was_known_before_is_no_guess() -> None:
+    learned = LearnedProfile(LINE)
+    for _ in range(8):
+        learned.observe(8, LINE.latency_ns(8))
+    assert learned.profile(32).latency_ns(4) == LINE.latency_ns(4)
 
 
 def test_growing_batches_are_all_found_under_an_objective() -> None:

@@ -9,9 +9,9 @@ batcher's lock guards it.
 Two errors would be for ever, and are avoided:
 
 - A size that is thought to be too slow is not tried. So batches of up to twice the largest size
-  that has run are taken to be as quick, the first of each size (which compiles, tunes, allocates)
-  counts only if it is quick, and that an item costs more in a larger batch is believed only of
-  sizes that have run lately, some times.
+  that has run are taken to be as quick, the items of half the smallest to cost less, the first of
+  each size (which compiles, tunes, allocates) counts only if it is quick, and that an item costs
+  more in a larger batch is believed only of sizes that have run lately, some times.
 - A profile that says that nothing can be in time lets nothing run, and is never corrected (it was
   measured on a busy machine, or one batch met a pause). So a slow duration counts when a second one
   confirms it, a quick one counts at once, and :meth:`LearnedProfile.doubt` halves the whole when
@@ -34,7 +34,7 @@ __all__ = ["LearnedProfile", "measure", "sizes_to_measure"]
 
 _KEPT = 64
 """Durations of one size. Clockwork (OSDI'20) keeps 10, BentoML's dispatcher 50 of all sizes."""
-_KEPT_BATCHES = 16
+_KEPT_BATCHES = 64
 """For each of its durations, a size is remembered for so many batches after it last ran, and twice
 as long each time: what was learned of it on a busy machine must not keep it from being tried."""
 _MOST_DOUBLINGS = 8
@@ -45,6 +45,10 @@ it."""
 _INVITING = 0.9
 """Of what as many items cost in smaller batches: so little is believed of a size whose items are
 said to cost more, and is not firm. It is tried, and if it was no error, little was promised."""
+_INVITING_SMALLER = 0.85
+"""Of what as many items cost in the smallest batches that have run: the same for half as many of
+them. A queue that has been long from the start on leaves nothing smaller, and a policy takes the
+larger one of two sizes whose items cost about the same."""
 _PRIOR_WEIGHT = 2
 """As many durations is the word of the prior, or of the other sizes, worth."""
 _DOUBT_AFTER = 2
@@ -94,6 +98,7 @@ class LearnedProfile:
         length: int = 0,
     ) -> None:
         self._prior = prior
+        self._given = 0 if prior is None else prior.max_batch_size
         self._curve = curve
         self._length = length
         self._batch_sizes = None if batch_sizes is None else tuple(sorted(batch_sizes))
@@ -170,6 +175,10 @@ class LearnedProfile:
         since, factor = changes[0][0], statistics.median([each for _, each in changes])
         changes.clear()
         self._begin_anew(since, factor)
+
+    def _is_told_of(self, size: int) -> bool:
+        """Whether a batch has said what it takes, or takes at most, or other lengths do."""
+        return size in self._begun or size <= self._given or self._version > 0
 
     def _is_firm(self, size: int) -> bool:
         """Whether what is believed of it is no guess."""
@@ -262,10 +271,12 @@ class LearnedProfile:
         if self._forget(found, max_batch_size):
             found = self._found(max_batch_size)
         firm = [size for size in found if len(self._durations.get(size, ())) >= _FIRM]
-        return {
-            size: max(1.0, self._doubt * _believed(size, latency_ns, firm, found))
-            for size, latency_ns in found.items()
-        }
+        believed = {size: _believed(size, each, firm, found) for size, each in found.items()}
+        smaller = firm[0] // 2 if firm else 0
+        if smaller in found and not self._is_told_of(smaller):
+            as_many_ns = found[firm[0]] * smaller / firm[0]
+            believed[smaller] = min(believed[smaller], _INVITING_SMALLER * as_many_ns)
+        return {size: max(1.0, self._doubt * each) for size, each in believed.items()}
 
     def known_latencies_ns(self, max_batch_size: int) -> dict[int, float]:
         """What was learned, without guesses; what to save for another process.
