@@ -23,6 +23,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.batching_learner import Learner, StagedLearner
+from benchmarks.batching_learning import TABLES
 from benchmarks.harness import ROOT, write_json
 from trims_shim.batching.policies.auto import Auto
 from trims_shim.batching.profile import LatencyProfile
@@ -45,24 +46,10 @@ _WAYS = ("auto", "auto, learned", "dvabatch", "dvabatch, learned")
 _NS_PER_MS = 1e6
 
 
-def _measured(*latencies_ms: float) -> LatencyProfile:
-    """Of 1, 2, 4, 8 and 16."""
-    sizes = (1, 2, 4, 8, 16)
-    found_ns = {size: each * _NS_PER_MS for size, each in zip(sizes, latencies_ms, strict=True)}
-    return LatencyProfile.measured(found_ns, pads=False)
-
-
-def _line(alpha_ms: float, beta_ms: float) -> LatencyProfile:
-    return LatencyProfile.linear(alpha_ms, beta_ms, max_batch_size=_LARGEST)
-
-
-_MODELS = {
-    "U-Net-like": (_measured(9, 15, 28, 57, 126), 2),
-    "BERT-like": (_measured(3.2, 6, 12, 25, 57), 2),
-    "VGG-like": (_measured(7.6, 13, 19, 33, 67), 2),
-    "2 + 2 b ms": (_line(2, 2), 4),
-    "10 + b ms": (_line(1, 10), 4),
-    "20 + 2 b ms": (_line(2, 20), 4),
+_MODELS = {name: (TABLES[name], 2) for name in ("U-Net-like", "BERT-like", "VGG-like")} | {
+    "2 + 2 b ms": (TABLES["2 + 2 b ms"], 4),
+    "10 + b ms": (TABLES["10 + b ms"], 4),
+    "20 + 2 b ms": (LatencyProfile.linear(2, 20, max_batch_size=_LARGEST), 4),
 }
 """What the whole takes, and in how many stages, all of which take equally long."""
 
