@@ -12,7 +12,7 @@
     │   └── UnknownMessage           its verb is not part of this protocol version
     ├── DaemonError              the daemon cannot be used
     │   ├── DaemonUnavailable        nobody listens, and none may or could be started
-    │   │   └── UnusableSocketDir        the directory of the sockets cannot be made, or be trusted
+    │   │   └── UnusableSocketDir        the directory of the sockets cannot be used or trusted
     │   ├── DaemonStartFailed        it was started and reported a failure
     │   ├── DaemonTimeout            it stopped answering
     │   │   └── LoadStalled          one load makes no progress, whatever the daemon does
@@ -154,7 +154,7 @@ class DaemonUnavailable(DaemonError):
 
 
 class UnusableSocketDir(DaemonUnavailable):
-    """The directory of the sockets cannot be made, or somebody else could change what is in it."""
+    """The directory of the sockets cannot be made or written, or somebody else could change it."""
 
     reason = "socket_dir"
 

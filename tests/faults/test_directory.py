@@ -151,6 +151,24 @@ def test_unwritable_parent(world: World) -> None:
     assert "cannot be made" in refused(world)
 
 
+@needs_root
+def test_a_directory_that_this_user_may_not_write(world: World, torch_file: str) -> None:
+    """A new volume of a container is root's: who mounts it has to hear why nothing is shared."""
+    os.chmod(world.root, 0o755)
+    os.mkdir(world.sockets, 0o755)
+    said = world.run(
+        "import io, logging, torch\n"
+        "log = io.StringIO()\n"
+        "logging.getLogger('trims_shim').addHandler(logging.StreamHandler(log))\n"
+        f"file = open({torch_file!r}, 'rb')\n"
+        f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+        "torch.load(file)\n"
+        "say([trims_shim.stats().fallbacks, log.getvalue()])\n"
+    )
+    assert said[0] == {"socket_dir": 1}
+    assert f"or started in {world.sockets}: Permission denied" in said[1]
+
+
 def test_a_directory_that_vanishes_is_made_again(running: World) -> None:
     """Somebody cleans the temp dir while the daemon runs: the next client starts another."""
     path = running.file(1)

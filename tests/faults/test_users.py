@@ -47,7 +47,7 @@ def test_a_private_directory_is_closed(running: World) -> None:
         TRY + AS_NOBODY + f"say([attempt(lambda: data(open_file({path!r}))[:1]),"
         f" attempt(lambda: os.listdir({running.sockets!r}))])\n"
     )
-    assert said == ["DaemonUnavailable", "PermissionError"]
+    assert said == ["UnusableSocketDir", "PermissionError"]
     assert len(running.status().images) == 0
 
 
@@ -60,7 +60,7 @@ def test_the_connection_of_a_process_ends_with_its_rights(running: World) -> Non
         TRY + f"data(open_file({first!r}))\n" + AS_NOBODY + "say([attempt("
         f"lambda: data(open_file({second!r}))[:1]) for _ in range(2)])\n"
     )
-    assert set(said) <= {"DaemonDied", "DaemonUnavailable", "ConnectionLost", "AccessDenied"}
+    assert set(said) <= {"DaemonDied", "UnusableSocketDir", "ConnectionLost", "AccessDenied"}
     assert len(running.status().images) == 1
 
 

@@ -9,6 +9,7 @@ waits for its own children.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -17,7 +18,12 @@ import time
 from collections.abc import Iterator
 
 from trims_shim.children import search_path
-from trims_shim.errors import DaemonStartFailed, DaemonTimeout, DaemonUnavailable
+from trims_shim.errors import (
+    DaemonStartFailed,
+    DaemonTimeout,
+    DaemonUnavailable,
+    UnusableSocketDir,
+)
 from trims_shim.late_imports import no_fork
 from trims_shim.wire.endpoint import Endpoint
 from trims_shim.wire.handover import wait_until_ready
@@ -46,7 +52,8 @@ _BOOT = (
 def start(endpoint: Endpoint, *, timeout_s: float) -> None:
     """Start a daemon and wait until one answers. Returns also when somebody else won the race.
 
-    Raises DaemonStartFailed with the daemon's reason, DaemonTimeout, DaemonUnavailable.
+    Raises DaemonStartFailed with the daemon's reason, DaemonTimeout, DaemonUnavailable,
+    UnusableSocketDir.
     """
     endpoint.create()
     deadline = time.monotonic() + timeout_s
@@ -66,6 +73,11 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
                     os.pwrite(lock, str(error).encode()[:_REASON_LIMIT_BYTES], 0)
                 raise
     except OSError as error:
+        if error.errno in (errno.EACCES, errno.EROFS):
+            raise UnusableSocketDir(
+                f"no daemon can be reached or started in {endpoint.directory}: {error.strerror}; "
+                "set TRIMS_SOCKET_DIR to a directory that you may write"
+            ) from error
         raise DaemonUnavailable(
             f"the daemon cannot be started in {endpoint.directory}: {error}"
         ) from error
