@@ -228,6 +228,22 @@ def test_a_program_goes_on_as_before(
         pytester.run(*TRIMS, "stop", timeout=LIMIT_S)
 
 
+def test_a_package_that_was_imported_first_is_no_warning(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By `trims run`, or autostart; pytest looks at what the package's files are, as of a wheel."""
+    installed = tmp_path / "site" / "trims_wheel-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: trims-wheel\nVersion: 1\n")
+    (installed / "RECORD").write_text("trims_shim/__init__.py,,\n_trims_pytest.py,,\n")
+    (installed / "entry_points.txt").write_text("[pytest11]\ntrims = _trims_pytest\n")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{installed.parent}")
+    pytester.makeini("[pytest]\nfilterwarnings = error\n")
+    suite = pytester.makepyfile(test_nothing="def test_nothing(): pass\n")
+    result = pytester.run(*TRIMS, "run", sys.executable, "-m", "pytest", suite, timeout=LIMIT_S)
+    result.assert_outcomes(passed=1)
+
+
 def test_unusable_setting_is_a_usage_error(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\ntrims_host_bytes = plenty\n")
     result = run(pytester, "--trims")
