@@ -33,6 +33,7 @@ from trims_shim.config import Config
 from trims_shim.daemon.prepared import directory as prepared_directory
 from trims_shim.daemon.prepared.directory import PreparedSettings
 from trims_shim.errors import ConfigError, PatchError, TrimsError
+from trims_shim.memory import copying_native
 from trims_shim.memory.nvml import INSTALL
 from trims_shim.patches.points import resolve
 from trims_shim.wire.endpoint import Endpoint
@@ -301,6 +302,8 @@ def _versions() -> Iterator[tuple[str, str]]:
             yield name, importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield name, "not installed"
+    is_compiled = copying_native.is_available()
+    yield "copy engine", "C++" if is_compiled else "Python (slower; no compiler at installation)"
     yield "kernel", f"{platform.release()} {platform.machine()}"
 
 

@@ -16,6 +16,14 @@ WITHOUT_RICH = (
 )
 
 
+def test_without_torch_it_says_so(trims: Trims) -> None:
+    without = WITHOUT_RICH.replace("rich", "torch")
+    done = trims.python("-c", without, "demo")
+    assert (done.returncode, done.stdout) == (Exit.FAILED, "")
+    assert done.stderr.endswith("has no torch\n")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_the_demonstration_succeeds_without_extras_and_fits_a_narrow_terminal(
     trims: Trims, tmp_path: Path

@@ -70,6 +70,13 @@ def test_warm_goes_on_after_a_file_that_fails(warmed: Trims, models: Path) -> No
     assert good["digest"]
 
 
+def test_what_warm_says_of_a_failure_names_the_file_once(trims: Trims, model: Path) -> None:
+    done = trims("warm", str(model), TRIMS_HOST_BYTES="4K")
+    assert done.returncode == Exit.FAILED
+    assert "do not fit the host tier" in done.stderr
+    assert done.stderr.count(str(model)) == 1
+
+
 def test_a_file_that_was_loaded_by_a_relative_path_has_its_full_name(
     new_trims: Callable[[], Trims], tmp_path: Path
 ) -> None:
@@ -125,6 +132,16 @@ def test_warm_of_nothing(warmed: Trims, tmp_path: Path) -> None:
     done = warmed("warm", str(tmp_path))
     assert done.returncode == Exit.FAILED
     assert "no model file" in done.stderr
+
+
+def test_warm_of_a_directory_without_models_beside_others(
+    warmed: Trims, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    done = warmed("warm", str(model), str(tmp_path / "empty"))
+    assert done.returncode == Exit.FAILED
+    assert f"no model file in {tmp_path / 'empty'}" in done.stderr
+    assert "in the cache already" in done.stderr
 
 
 def test_pinned_image_stays_until_unpinned(warmed: Trims, models: Path) -> None:

@@ -53,6 +53,8 @@ def test_info_for_people(warmed: Trims) -> None:
     assert "same settings as here" in done.stdout
     assert "applies when torch is imported" in done.stdout
     assert "mode 0700" in done.stdout
+    assert "trims.toml, not there)" in done.stdout
+    assert "  copy engine " in done.stdout
     assert "`trims stop`" in warmed("info", TRIMS_IDLE_EXIT="9").stdout
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -175,6 +176,9 @@ def demo(arguments: argparse.Namespace) -> Exit:
     Prints a table, or one JSON object. Blocks for some ten seconds and starts child processes;
     needs torch, and as much disk as the model has.
     """
+    if importlib.util.find_spec("torch") is None:
+        print(f"trims demo: {sys.executable} has no torch", file=sys.stderr)
+        return Exit.FAILED
     note = _Notes(is_quiet=arguments.json)
     try:
         with _place(arguments.size_mb) as place:

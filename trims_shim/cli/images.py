@@ -57,12 +57,19 @@ class _Warmed:
     note: str = ""
     """Why it may be of no use there."""
 
+    def said(self) -> str:
+        """The error, to stand behind the path."""
+        return self.error.removeprefix(f"{self.path}: ")
+
 
 def warm(arguments: argparse.Namespace) -> Exit:
     """Load files into the cache, one after the other; the daemon reads each with many threads."""
-    paths = list(dict.fromkeys(path for word in arguments.paths for path in _files(word)))
+    found = {word: list(_files(word)) for word in arguments.paths}
+    paths = list(dict.fromkeys(path for each in found.values() for path in each))
+    empty = [word for word, each in found.items() if not each]
+    if empty:
+        print(f"trims warm: no model file in {', '.join(empty)}", file=sys.stderr)
     if not paths:
-        print(f"trims warm: no model file in {', '.join(arguments.paths)}", file=sys.stderr)
         return Exit.FAILED
     tier = HOST_TIER if arguments.device is None else device_named(arguments.device, _devices())
     done = []
@@ -71,13 +78,13 @@ def warm(arguments: argparse.Namespace) -> Exit:
             progress.begin(path)
             warmed = _warm(path, tier, is_pinned=arguments.pin, progress=progress)
             done.append(warmed)
-            progress.end(warmed.outcome, error=warmed.error, note=warmed.note)
+            progress.end(warmed.outcome, error=warmed.said(), note=warmed.note)
     if arguments.json:
         print_json([dataclasses.asdict(each) for each in done])
     for each in done:
         if each.error and arguments.json:
-            print(f"trims: {each.path}: {each.error}", file=sys.stderr)
-    return Exit.FAILED if any(each.error for each in done) else Exit.OK
+            print(f"trims: {each.path}: {each.said()}", file=sys.stderr)
+    return Exit.FAILED if empty or any(each.error for each in done) else Exit.OK
 
 
 def _files(word: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
 
 from trims_shim.cli.exits import Exit
@@ -131,7 +132,8 @@ def _settings(found: Description) -> str:
         for each in found.settings
     ]
     text = table(("  VARIABLE", "VALUE", "FROM", "READ AT", "MEANING"), rows)
-    return f"settings (file: {found.config_file})\n{text}"
+    there = "" if os.path.exists(found.config_file) else ", not there"
+    return f"settings (file: {found.config_file}{there})\n{text}"
 
 
 def _pairs(pairs: list[tuple[str, str]]) -> str:

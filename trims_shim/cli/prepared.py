@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trims_shim.cli.text import ago, bar, printable, size, table
+from trims_shim.cli.text import ago, bar, counted, printable, size, table
 from trims_shim.wire.admin import GetStatusReply, PreparedStatus
 
 __all__ = ["TITLES", "counts", "prepared_lines", "prepared_table", "row_of"]
@@ -31,7 +31,7 @@ def prepared_lines(reply: GetStatusReply) -> list[str]:
     return [
         f"prepared  {account} {size(storage.resident_bytes)} of {size(storage.budget_bytes)} in "
         f"{storage.directory}",
-        f"          {states.count('ready')} ONNX models, {states.count('preparing')} in "
+        f"          {counted(states.count('ready'), 'ONNX model')}, {states.count('preparing')} in "
         f"preparation, {states.count('refused')} not servable; {became['hit']} hits, "
         f"{became['made']} made, {became['failed']} failed, {became['refused']} refused",
     ]
