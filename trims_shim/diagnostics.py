@@ -8,6 +8,7 @@ taken that a fork or a finalizer could find held.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import signal
@@ -259,8 +260,8 @@ def reset_after_fork() -> None:
 class LogFile(logging.FileHandler):
     """Appends to a file, which is opened for its first line.
 
-    A file that cannot be opened is reported as logging reports a line that cannot be written, on
-    stderr; FileHandler would raise it into whatever logs.
+    Where that cannot be opened, lines go to stderr, with the reason; FileHandler would raise it
+    into whatever logs.
     """
 
     def __init__(self, path: str) -> None:
@@ -271,5 +272,9 @@ class LogFile(logging.FileHandler):
         """Append a line. Never raises."""
         try:
             super().emit(record)
-        except OSError:
-            self.handleError(record)
+        except OSError as error:
+            said = copy.copy(record)
+            said.msg, said.args = "%s (TRIMS_LOG_FILE: %s)", (record.getMessage(), error)
+            stderr = logging.StreamHandler()
+            stderr.setFormatter(self.formatter)
+            stderr.emit(said)
