@@ -36,8 +36,9 @@ Strongest first: argument, environment variable, `trims/trims.toml` in `$XDG_CON
 `~/.config` (keys in lower case, without `TRIMS_`), default. `trims info` shows each value and where
 it comes from. An unknown `TRIMS_*` variable or an unclear value is an error; a program then runs
 without the shim, with one warning. An empty variable counts as not set. A process reads its
-settings once, when it imports `trims_shim`. Sizes: `512M`, `8GiB`, `40%` (of the memory the process may use; for
-settings of a device, of the device's; for `TRIMS_PREPARED_BYTES`, of the file system's size).
+settings once, when it imports `trims_shim`. Sizes: `512M`, `8GiB`, `40%` (of the memory the process
+may use; for settings of a device, of the device's; for `TRIMS_PREPARED_BYTES`, of the file
+system's size).
 Booleans: `1` or `0`.
 
 Settings marked *daemon* are read when the daemon starts: `trims stop` to apply a change. (Batchers
