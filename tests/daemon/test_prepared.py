@@ -563,6 +563,44 @@ class TestTrust:
         world.settle()
         world.hit(digest=digest_of(b"sealed"))
 
+    def test_what_others_may_write_stands_for_no_equal_file(
+        self, world: World, model: Path, tmp_path: Path
+    ) -> None:
+        """Who has mapped a file may change it after it was hashed, and no time of it tells."""
+        theirs = tmp_path / "theirs.onnx"
+        shutil.copy(model, theirs)
+        theirs.chmod(0o666)
+        world.make(theirs)
+        assert world.outcome(model) == "preparing"
+        world.settle()
+        assert world.preparer.verdicts == [True, True]
+        assert world.hit(model).key != world.hit(theirs).key
+
+    @pytest.mark.parametrize("place", ["model", "file", "directory", "parent", "link"])
+    def test_what_others_may_put_beside_a_model(
+        self, world: World, model: Path, tmp_path: Path, place: str
+    ) -> None:
+        world.preparer.externals = ("sub/w.bin",)
+        theirs = tmp_path / "theirs" / "models"
+        (model.parent / "sub").mkdir()
+        (model.parent / "sub" / "w.bin").write_bytes(b"w" * 100)
+        shutil.copytree(model.parent, theirs)
+        if place == "link":
+            (theirs / "sub").rename(theirs / "data")
+            (theirs / "sub").symlink_to("data")
+        else:
+            spoilt = {
+                "model": theirs / model.name,
+                "file": theirs / "sub" / "w.bin",
+                "directory": theirs / "sub",
+                "parent": theirs.parent,
+            }[place]
+            spoilt.chmod(0o777)
+        world.make(theirs / model.name)
+        world.make(model)
+        assert world.preparer.verdicts == [True, True]
+        assert world.hit(model).key != world.hit(theirs / model.name).key
+
     def test_a_file_that_changes_while_it_is_prepared(self, world: World, model: Path) -> None:
         world.preparer.on_made = lambda _: model.write_bytes(b"changed")
         before = os.open(model, os.O_RDONLY)

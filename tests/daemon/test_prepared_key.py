@@ -45,6 +45,8 @@ def test_the_model_and_its_external_files_count() -> None:
         Content(CONTENT.digest, ((first, "d" * 64), second)),
         Content(CONTENT.digest, (("w3", digest), second)),
         Content(CONTENT.digest, (("w1" + digest, ""), second)),
+        Content(CONTENT.digest, CONTENT.externals, "here"),
+        Content(CONTENT.digest, CONTENT.externals, "there"),
     ]
     keys = [key(each) for each in (CONTENT, *others)]
     assert all(one != other for one, other in itertools.combinations(keys, 2))

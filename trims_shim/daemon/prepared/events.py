@@ -37,10 +37,15 @@ Flight: TypeAlias = Hashable
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a model is: its digest, and that of each file its weights are in, by location."""
+    """What a model is: its digest, and that of each file its weights are in, by location.
+
+    ``place`` is empty where nobody else may change these files. Else it tells them from all others:
+    what was hashed may not be what was read afterwards, so it stands for no equal file.
+    """
 
     digest: Digest
     externals: tuple[tuple[str, Digest], ...] = ()
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,18 @@ model of the same content does not stand for this one. Earlier versions ask less
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 
 from trims_shim.specs import Identity
 
-__all__ = ["external_identities", "external_path", "is_inside"]
+__all__ = [
+    "external_identities",
+    "external_path",
+    "is_inside",
+    "is_private",
+    "may_others_write",
+]
 
 
 def external_path(model: str, location: str) -> str:
@@ -39,3 +46,27 @@ def external_identities(model: str, locations: Iterable[str]) -> tuple[Identity,
         return tuple(Identity.from_stat(os.stat(external_path(model, each))) for each in wanted)
     except (OSError, ValueError):  # ValueError: a location with a NUL
         return None
+
+
+def may_others_write(status: os.stat_result) -> bool:
+    """Whether somebody else than us and root may change a file, or what is in a directory."""
+    is_theirs = status.st_uid not in (os.geteuid(), 0)
+    return is_theirs or bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def is_private(path: str) -> bool:
+    """Whether nobody but us and root can change a file, or what its path leads to.
+
+    False in doubt, and where symbolic links lead to it. Raises OSError.
+    """
+    if os.path.realpath(path) != path:
+        return False
+    if may_others_write(os.stat(path)):
+        return False
+    while path != (path := os.path.dirname(path)):
+        status = os.stat(path)
+        # In a sticky one (/tmp) others cannot rename what is ours.
+        is_sticky = status.st_uid in (os.geteuid(), 0) and status.st_mode & stat.S_ISVTX
+        if may_others_write(status) and not is_sticky:
+            return False
+    return True

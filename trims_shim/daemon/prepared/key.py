@@ -17,7 +17,7 @@ from trims_shim.wire.messages import SessionRecipe
 
 __all__ = ["LAYOUT_VERSION", "entry_key"]
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Raised by every change of what is prepared, how it is verified, or how it is stored."""
 
 
@@ -34,7 +34,9 @@ class _Parts:
 
 def entry_key(content: Content, recipe: SessionRecipe, *, cpu: str) -> str:
     """64 hexadecimal digits. ``cpu`` is what tells this machine's processor from others."""
-    externals = tuple(sorted(content.externals))
+    externals: tuple[tuple[str, ...], ...] = tuple(sorted(content.externals))
+    if content.place:
+        externals += ((content.place,),)
     parts = _Parts(LAYOUT_VERSION, content.digest, externals, recipe, cpu)
     key: str = blake3(codec.encode(parts)).hexdigest()
     return key

@@ -18,14 +18,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from trims_shim._version import __version__
 from trims_shim.daemon.loader import has_change_time, is_settled
 from trims_shim.daemon.prepared.directory import space_of
 from trims_shim.daemon.prepared.events import Content, Failure, Known
-from trims_shim.daemon.prepared.externals import external_identities
+from trims_shim.daemon.prepared.externals import external_identities, is_private, may_others_write
 from trims_shim.daemon.prepared.files import PreparedFiles, Published
 from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.daemon.prepared.manifest import FileStamp, Manifest
@@ -243,13 +243,15 @@ class Preparations:
         """Raises NotServed where the files are not what they were, or may not have been."""
         files = sorted(hashed.externals, key=lambda each: each.location)
         content = Content(hashed.digest, tuple((each.location, each.digest) for each in files))
-        making.content = content
-        making.key = self._key_of(content, making.request.recipe)
         if not making.is_memory:
             directory = os.path.dirname(making.request.path) if files else ""
             identities = tuple(each.identity for each in files)
-            known = Known(making.identity, content, directory, identities)
-            making.known = known
+            if not self._is_ours_alone(making, hashed):
+                place = repr((making.identity, directory, identities))
+                content = replace(content, place=place)
+            making.known = Known(making.identity, content, directory, identities)
+        making.content = content
+        making.key = self._key_of(content, making.request.recipe)
         self._check_unchanged(making)
         for each in () if making.known is None else making.known.externals:
             if not (self._trusts_young_files or is_settled(each, started_ns)):
@@ -257,6 +259,18 @@ class Preparations:
                 raise NotServed("unsettled_file", "its external data has only just been changed")
         if _MEMORY_GROWTH * making.source_bytes > available_bytes():
             raise NotServed("no_memory", "too little memory is free to prepare it")
+
+    def _is_ours_alone(self, making: Making, hashed: duties.SourceHashed) -> bool:
+        """Whether nobody else can have changed the files since they were hashed.
+
+        Not all that is done to a file shows in its identity: who has mapped it may write to it, and
+        who may rename a directory may put other files in the place of these, and take them away.
+        """
+        if may_others_write(os.fstat(making.descriptor)):
+            return False
+        # With external files, the model itself is opened once more by its name.
+        paths = [each.path for each in hashed.externals]
+        return not paths or all(map(is_private, [making.request.path, *paths]))
 
     def _check_unchanged(self, making: Making) -> None:
         known = making.known
