@@ -47,6 +47,13 @@ class TestChoice:
         (tmp_path / "run").mkdir()
         assert os.path.isabs(_choose("", runtime_dir="run").directory)
 
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+    def test_another_users_are_none(self, tmp_path: Path) -> None:
+        """As `su` leaves them to root, who may write there all the same."""
+        os.chown(tmp_path, 65534, -1)
+        chosen = _choose("", runtime_dir=str(tmp_path), temp_dir=str(tmp_path))
+        assert not chosen.directory.startswith(str(tmp_path))
+
     def test_then_run_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
         run_user = f"/run/user/{os.geteuid()}"
         monkeypatch.setattr(os.path, "isdir", lambda path: path == run_user)

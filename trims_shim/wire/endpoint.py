@@ -107,14 +107,26 @@ def choose(config: Config) -> Endpoint:
     if config.socket_dir:
         return Endpoint(os.path.abspath(os.path.expanduser(config.socket_dir)))
     uid = os.geteuid()
-    for base in (config.runtime_dir, f"/run/user/{uid}"):
+    runtime_dir, temp_dir = map(_unless_others, (config.runtime_dir, config.temp_dir))
+    for base in (runtime_dir, f"/run/user/{uid}"):
         # By its specification, $XDG_RUNTIME_DIR is none where it is relative.
         if os.path.isabs(base) and _is_writable(base):
             return Endpoint(os.path.join(base, "trims"))
     # Not tempfile.gettempdir(): it writes a file, and fixes for good what the program's own calls
     # of it return, even if the program sets TMPDIR after this.
-    base = next(filter(_is_writable, (config.temp_dir, "/tmp", "/var/tmp")), "/tmp")
+    base = next(filter(_is_writable, (temp_dir, "/tmp", "/var/tmp")), "/tmp")
     return Endpoint(os.path.join(os.path.abspath(base), f"trims-{uid}"))
+
+
+def _unless_others(directory: str) -> str:
+    """Empty for another user's: after `su` the environment may name his still. Root could write
+    there, and he could neither use what root makes there nor be kept from putting his in its place.
+    """
+    try:
+        is_ours = os.stat(directory).st_uid in (os.geteuid(), 0)
+    except OSError:
+        return ""
+    return directory if is_ours else ""
 
 
 def _is_writable(directory: str) -> bool:
