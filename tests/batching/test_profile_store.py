@@ -27,6 +27,7 @@ from trims_shim.batching.profile_store import (
     load_saved,
     save_profile,
 )
+from trims_shim.daemon.prepared.directory import examine
 from trims_shim.errors import CorruptFile, FormatError, TruncatedFile, UnsupportedFormat
 
 SAVED = SavedProfile({1: 5e6, 8: 12e6}, 16, note="measured once")
@@ -199,6 +200,15 @@ def test_the_store_is_in_the_cache_directory(tmp_path: Path) -> None:
     assert ProfileStore.of(given).directory == str(tmp_path / "profiles")
     default = config.load({"HOME": "/home/u"})
     assert ProfileStore.of(default).directory == "/home/u/.cache/trims/profiles"
+
+
+def test_prepared_models_may_be_kept_beside_it(tmp_path: Path) -> None:
+    before = os.umask(0o002)  # the default of many systems
+    try:
+        assert ProfileStore(str(tmp_path / "trims" / "profiles")).save("name", None, SAVED)
+    finally:
+        os.umask(before)
+    assert examine(str(tmp_path / "trims" / "prepared")) == ""
 
 
 PRINT_KEY = """

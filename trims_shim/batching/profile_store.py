@@ -135,6 +135,8 @@ class ProfileStore:
         """Keep it, in place of what was there; False, with a warning, where that fails."""
         whole = replace(saved, name=name, key=key_text(key), machine=machine_text())
         try:
+            # Prepared models are not kept where others may write, and makedirs would let them.
+            os.makedirs(os.path.dirname(self.directory), mode=0o700, exist_ok=True)
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
             save_profile(self.path(name, key), whole)
             self._prune()
