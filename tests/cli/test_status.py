@@ -12,6 +12,7 @@ import pytest
 from trims_shim.cli import text
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
+from trims_shim.wire import handover, messages
 
 from .conftest import MODEL_BYTES, Trims
 
@@ -24,6 +25,19 @@ def test_status_shows_memory_images_and_counters(warmed: Trims, model: Path) -> 
     assert str(model) in done.stdout
     assert str(warmed.sockets) in done.stdout
     assert "note" not in done.stdout
+
+
+def test_what_clients_say_of_themselves_steers_no_terminal(warmed: Trims) -> None:
+    """Clients of a machine-wide daemon are other users, and root looks at its status."""
+    with handover.new_socket() as client:
+        client.connect(str(warmed.sockets / "handover.sock"))
+        hello = messages.Hello(messages.PROTOCOL_VERSION, "\x1b[2J1.0", 1, "")
+        for each in (hello, messages.StatsReport({"fallback:\x1b[2Jreason": 1})):
+            handover.send(client, each)
+        shown = warmed("status").stdout
+        assert r"\x1b[2J1.0" in shown
+        assert r"\x1b[2Jreason 1" in shown
+        assert "\x1b" not in shown
 
 
 def test_status_json(warmed: Trims, model: Path) -> None:

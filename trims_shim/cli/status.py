@@ -132,7 +132,8 @@ def headline(reply: GetStatusReply) -> list[str]:
 def _by_reason(counts: dict[str, int]) -> str:
     if not counts:
         return "0"
-    reasons = ", ".join(f"{name} {count}" for name, count in counts.items())
+    # By the word of clients, who may be other users.
+    reasons = printable(", ".join(f"{name} {count}" for name, count in counts.items()))
     return f"{sum(counts.values())} ({reasons})"
 
 
@@ -187,7 +188,7 @@ def _clients(clients: list[ClientStatus], now_ns: int) -> str:
             str(client.leases),
             str(client.requests),
             ago(client.connected_ns, now_ns),
-            client.package,
+            printable(client.package),
         )
         for client in clients
     ]
