@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,6 +76,10 @@ class TestImmutable:
         ):
             with pytest.raises(OSError, match="Errno"):
                 act()
+
+    def test_not_even_its_times_by_another_user(self, segment: host.SealedSegment) -> None:
+        """Who may write to a file may set its times and attributes, whatever seals it has."""
+        assert stat.S_IMODE(os.fstat(segment.descriptor).st_mode) == 0o400
 
     @pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY, os.O_RDWR | os.O_TRUNC])
     def test_by_opening_it_again(self, segment: host.SealedSegment, flags: int) -> None:

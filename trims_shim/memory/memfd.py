@@ -20,9 +20,13 @@ def new_memfd(name: str) -> int:
     """An empty memfd that can be sealed, and not executed where the kernel knows how."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+        descriptor = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
     except OSError:
-        return os.memfd_create(name, flags)
+        descriptor = os.memfd_create(name, flags)
+    # The kernel lets everybody write to one: past a seal that means to set its times, by which it
+    # is known, and attributes.
+    os.fchmod(descriptor, 0o400)
+    return descriptor
 
 
 def seal_memfd(descriptor: int) -> None:
