@@ -45,7 +45,7 @@ LAYERS = (
     ("batching.staged.scheduler", "batching.staged.stage_device"),
     ("batching.staged.simulation",),
     ("memory", "wire.endpoint", "wire.frames", "wire.handover", "daemon.ingest", "client.session"),
-    ("client.descriptors",),
+    ("client.descriptors", "client.threads"),
     ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
     ("client.pool", "client.prepared"),
     ("client.device_arenas",),

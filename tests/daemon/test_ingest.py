@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -67,6 +69,32 @@ def test_hash_file_and_segment_agree(make_file: MakeFile, size: int) -> None:
             assert ingest.hash_segment(file.descriptor, size) == digest
     assert digest == blake3(content).hexdigest()
     assert meter.done_bytes == size
+
+
+WITHOUT_THREADS = """
+import os, resource, tempfile
+from trims_shim.daemon import ingest
+from trims_shim.patches.onnxruntime_models import digest_of
+content = os.urandom(3 << 20)
+file = tempfile.TemporaryFile()
+file.write(content)
+file.flush()
+if os.geteuid() == 0:  # whom no limit stops
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+digests = {ingest.hash_segment(file.fileno(), len(content)), digest_of(content * 8)}
+digests |= {digest_of(content * 8), ingest.hash_segment(file.fileno(), len(content))}
+print(len(digests), ingest.hash_file(file.fileno(), len(content), meter=ingest.Meter(1)) in digests)
+"""
+
+
+def test_hashes_where_the_system_has_no_more_threads() -> None:
+    """Found: they panicked, then and ever after, and nobody who waited for a load was told."""
+    command = [sys.executable, "-c", WITHOUT_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 True\n", done.stderr
 
 
 def test_only_the_announced_part_is_read(make_file: MakeFile) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -223,6 +224,15 @@ class TestErrors:
         monkeypatch.setattr(harness.memory, "create", lambda size: None)
         assert isinstance(harness.load().error, ReadFailed)
 
+    def test_a_panic(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Libraries in Rust raise what is no Exception."""
+
+        def panic(size_bytes: int) -> WritableSegment:
+            raise BaseException("no threads")
+
+        monkeypatch.setattr(harness.memory, "create", panic)
+        assert isinstance(harness.load().error, ReadFailed)
+
 
 def test_a_server_with_an_error_for_who_closes_its_file(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
@@ -246,13 +256,15 @@ def test_jobs_come_back_to_the_caller(harness: Harness) -> None:
     results: list[object] = []
     harness.loader.run(lambda: 6 * 7, results.append)
     harness.loader.run(lambda: 1 // 0, results.append)
-    for _ in range(2):
+    harness.loader.run(lambda: sys.exit("a panic"), results.append)
+    for _ in range(3):
         harness.woken.get(timeout=PATIENCE_S)
     assert results == []
     for job in harness.loader.take_jobs():
         job()
     assert 42 in results
     assert any(isinstance(each, ZeroDivisionError) for each in results)
+    assert any(isinstance(each, ReadFailed) and "a panic" in str(each) for each in results)
 
 
 def test_closing_frees_what_was_not_fetched(no_leak: None, tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 
-from blake3 import blake3
-
 from trims_shim.memory import copying
 from trims_shim.memory.copying_python import read_fully
 
@@ -53,7 +51,9 @@ def fill(
 def hash_segment(descriptor: int, size_bytes: int) -> str:
     """The digest of a sealed segment."""
     with mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
-        digest: str = blake3(mapping, max_threads=blake3.AUTO).hexdigest()
+        hasher = copying.hasher(size_bytes)
+        hasher.update(mapping)
+        digest: str = hasher.hexdigest()
     return digest
 
 
@@ -61,7 +61,7 @@ def hash_file(
     descriptor: int, size_bytes: int, *, meter: Meter, lead_bytes: int = 0, name: str = "file"
 ) -> str:
     """The digest of ``lead_bytes`` zeros and the first ``size_bytes`` of a file. Raises as fill."""
-    hasher = blake3(bytes(lead_bytes), max_threads=blake3.AUTO)
+    hasher = copying.hasher(size_bytes, lead_bytes=lead_bytes)
     buffer = bytearray(min(copying.CHUNK_BYTES, size_bytes))
     view = memoryview(buffer)
     done = 0

@@ -146,9 +146,9 @@ class Loads(abc.ABC, Generic[_Segment]):
         def job() -> None:
             try:
                 result: Any = work()
-            # Border: the requester must be answered whatever happened.
-            except Exception as error:
-                result = error
+            # Border: the requester must be answered whatever happened; a panic is no Exception.
+            except BaseException as error:
+                result = error if isinstance(error, Exception) else ReadFailed(repr(error))
             self._jobs.put(lambda: done(result))
             self._wake()
 
@@ -241,8 +241,8 @@ class Loads(abc.ABC, Generic[_Segment]):
             error = NoSpace(f"{action.opening.name}: {failure}")
         except TrimsError as refused:
             error = refused
-        # Border: whatever a load dies of, its waiters must be told.
-        except Exception as failure:
+        # Border: whatever a load dies of, its waiters must be told; a panic is no Exception.
+        except BaseException as failure:
             error = ReadFailed(f"{action.opening.name}: {type(failure).__name__}: {failure}")
         finally:
             close_all([descriptor])  # a server may have an error for who closes its file

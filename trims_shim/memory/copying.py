@@ -18,6 +18,7 @@ Functions block; each call has its own threads, so calls from several threads do
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ __all__ = [
     "download",
     "engine",
     "fill",
+    "hasher",
     "kept_buffers",
     "upload",
 ]
@@ -52,6 +54,7 @@ RING_CHUNKS = 16
 _THREADS_LIMIT = 4
 _DEVICE_THREADS_LIMIT = 8
 """A thread copies 6 to 10 GB/s out of the page cache; PCIe 5 x16 takes 50 GB/s and more."""
+_HASHED_BY_THREADS_BYTES = 1 << 20
 _REPORT_EVERY_BYTES = 8 * CHUNK_BYTES
 
 OnProgress = Callable[[int], None]
@@ -107,6 +110,28 @@ def default_threads() -> int:
     return max(1, min(_THREADS_LIMIT, len(os.sched_getaffinity(0))))
 
 
+def hasher(size_bytes: int, *, lead_bytes: int = 0) -> Any:
+    """BLAKE3 of so many bytes, which begin with ``lead_bytes`` zeros: of many by a thread for each
+    processor, or by one where the system has no more.
+    """
+    threads = _hash_threads() if size_bytes >= _HASHED_BY_THREADS_BYTES else 1
+    return blake3(bytes(lead_bytes), max_threads=threads)
+
+
+@functools.cache
+def _hash_threads() -> int:
+    """Of all large hashes. The process's pool of threads is made by the first, or never: then each
+    one panics, and that is no Exception.
+    """
+    try:
+        blake3(bytes(_HASHED_BY_THREADS_BYTES), max_threads=blake3.AUTO)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        return 1
+    return int(blake3.AUTO)
+
+
 def fill(
     source: int,
     view: memoryview,
@@ -122,7 +147,7 @@ def fill(
     FileChanged when the file ends early, ReadFailed when the kernel reports an error; ``view`` is
     then partly written.
     """
-    behind = _Behind(on_progress, blake3(bytes(lead_bytes), max_threads=blake3.AUTO))
+    behind = _Behind(on_progress, hasher(len(view), lead_bytes=lead_bytes))
     with view[lead_bytes:] as body, _reading(source, len(body)) as direct:
         # O_DIRECT wants memory that is aligned as the file is.
         transfer = copying_python.fill(
@@ -154,7 +179,7 @@ def upload(
     Raises FileChanged, ReadFailed, MemoryFailure (the outline cannot be written), DriverFailure.
     """
     _check(layout, name)
-    behind = _Behind(on_progress, blake3(max_threads=blake3.AUTO) if is_hashed else None)
+    behind = _Behind(on_progress, hasher(layout.file_bytes) if is_hashed else None)
     route = _route(layout, address, device_index, name)
     with _reading(source, layout.file_bytes) as direct:
         return _run(_engine().upload(source, direct, outline, route), behind)
@@ -176,7 +201,7 @@ def download(
     MemoryFailure when ``target`` cannot be written, DriverFailure.
     """
     _check(layout, name)
-    behind = _Behind(on_progress, blake3(max_threads=blake3.AUTO))
+    behind = _Behind(on_progress, hasher(layout.file_bytes))
     route = _route(layout, address, device_index, name)
     return _run(_engine().download(outline, target, route), behind)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trims_shim.client.threads import can_start
 from trims_shim.config import Config
 from trims_shim.errors import MemoryFailure, NotServed
 from trims_shim.late_imports import ensure_imported
@@ -167,6 +168,8 @@ def digest_of(data: bytes) -> str:
     from blake3 import blake3
 
     threads = min(_THREADS_LIMIT, os.cpu_count() or 1) if len(data) > _THREADS_WORTH_BYTES else 1
+    if threads > 1 and not can_start(threads):
+        threads = 1  # it would panic, which is no Exception
     digest: str = blake3(data, max_threads=threads).hexdigest()
     return digest
 
