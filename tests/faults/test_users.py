@@ -170,6 +170,17 @@ def test_what_may_not_be_read_is_not_served(shared: World) -> None:
     holder.say()
 
 
+def test_a_user_who_may_have_no_more_threads(shared: World) -> None:
+    """ZeroMQ would abort the program (`ulimit -u`, a container's limit); root knows no such."""
+    path = shared.file(1)
+    os.chmod(path, 0o644)
+    said = shared.run(
+        TRY + AS_NOBODY + "import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (0, 0))\n"
+        f"say(attempt(lambda: len(data(open_file({path!r})))))\n"
+    )
+    assert said == "DaemonUnavailable"
+
+
 def test_tokens_and_tickets_of_another_session(shared: World) -> None:
     """A token that was not given, another connection's ticket, a claimed ticket: all refused."""
     path = shared.file(1)

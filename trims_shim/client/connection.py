@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from trims_shim._version import __version__
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.client.session import Conversation, error_from
+from trims_shim.client.threads import can_start
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
 from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import HOST_TIER
@@ -42,6 +43,8 @@ _LAST_WORDS_MS = 100
 _DESCRIPTORS_NEEDED = 16
 """Of a ZeroMQ context with one connected socket (8 with libzmq 4.3), a segment, and some to spare.
 """
+_THREADS_NEEDED = 4
+"""Of a ZeroMQ context (2 with libzmq 4.3), and some to spare."""
 
 
 class DaemonDied(DaemonUnavailable):
@@ -319,6 +322,7 @@ class Connection:
             # Somebody has cleaned the directory; ZeroMQ would wait for it to come back.
             raise DaemonUnavailable(f"the daemon's socket {path} is gone")
         _check_descriptors()
+        _check_threads()
         # A context waits for ever for a socket that is left open.
         with zmq.Context(io_threads=1) as context, context.socket(zmq.DEALER) as control:
             control.setsockopt(zmq.LINGER, 0)
@@ -507,3 +511,9 @@ def _check_descriptors() -> None:
         raise DaemonUnavailable(f"this process has too few descriptors left: {error}") from error
     finally:
         handover.close_all(held)
+
+
+def _check_threads() -> None:
+    """Raises DaemonUnavailable where ZeroMQ would get no threads: it aborts the process."""
+    if not can_start(_THREADS_NEEDED):
+        raise DaemonUnavailable("this process can start too few threads (see `ulimit -u`)")
