@@ -188,11 +188,22 @@ def test_the_oldest_of_too_many_are_deleted(
     store: ProfileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trims_shim.batching.profile_store._LIMIT_FILES", 3)
+    os.mkdir(store.directory)
+    others = ["photo.jpg", "notes.json", ".hidden"]
+    for name in others:
+        Path(store.directory, name).write_text("of somebody")
     for number in range(5):
         store.save("classify", number, SAVED)
         os.utime(store.path("classify", number), ns=(number, number))
     store.save("classify", 5, SAVED)
     assert [n for n in range(6) if store.load("classify", n)] == [3, 4, 5]
+    assert set(others) < set(os.listdir(store.directory)), "it deletes nothing but profiles"
+
+
+def test_a_pipe_in_the_place_of_a_profile_is_not_waited_for(store: ProfileStore) -> None:
+    os.mkdir(store.directory)
+    os.mkfifo(store.path("classify"))
+    assert store.load("classify") is None
 
 
 def test_the_store_is_in_the_cache_directory(tmp_path: Path) -> None:

@@ -13,13 +13,15 @@ import hashlib
 import logging
 import os
 import platform
+import re
+import stat
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profile_json import JsonFormat, largest_of, latencies_of
 from trims_shim.config import Config
-from trims_shim.errors import FormatError
+from trims_shim.errors import CorruptFile, FormatError
 
 __all__ = [
     "ProfileStore",
@@ -34,6 +36,8 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 _FORMAT = JsonFormat("trims latency profile", "latency profile", 1, "trims batch profile")
+_OURS = re.compile(r".*-[0-9a-f]{16}\.json|\.profile-.*", re.DOTALL)
+"""Profiles, and what was left on the way to one."""
 _LIMIT_FILES = 1000
 """Inputs of very many shapes make as many keys, and keys may hold what differs in each process."""
 
@@ -122,6 +126,8 @@ class ProfileStore:
         """What was saved of this batcher and key on this machine; None if there is nothing good."""
         path = self.path(name, key)
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise CorruptFile(f"{path} is no plain file")  # a pipe would be waited for
             saved = load_saved(path)
         except FileNotFoundError:
             return None
@@ -146,8 +152,10 @@ class ProfileStore:
         return True
 
     def _prune(self) -> None:
+        # The directory may have been somebody's before: what is not ours stays.
         with os.scandir(self.directory) as entries:
-            files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+            ours = [entry for entry in entries if _OURS.fullmatch(entry.name)]
+            files = [entry for entry in ours if entry.is_file(follow_symlinks=False)]
         if len(files) <= _LIMIT_FILES:
             return
         with contextlib.suppress(FileNotFoundError):  # another process does the same
