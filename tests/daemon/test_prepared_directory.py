@@ -95,6 +95,15 @@ def test_a_sticky_cache_directory_will_do(tmp_path: Path) -> None:
     assert examine(str(path)) == ""
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write in the home of others")
+def test_the_home_of_another_user(tmp_path: Path) -> None:
+    """As `sudo -E` leaves it: what root made there would keep that user from having any."""
+    home = tmp_path / "home"
+    home.mkdir()
+    os.chown(home, 65534, -1)
+    assert "belongs to user 65534" in examine(str(home / ".cache" / "trims" / "prepared"))
+
+
 def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "cannot" in examine(str(tmp_path / "file" / "trims" / "prepared"))

@@ -100,7 +100,7 @@ def examine(directory: str) -> str:
         parent = _existing_parent(directory)
         is_usable = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
         problem = "" if is_usable else f"{directory} cannot be made: {parent} cannot be written"
-        problem = problem or _machines_problem(parent)
+        problem = problem or _roots_problem(parent) or _machines_problem(parent)
     except OSError as error:
         problem = str(error)
     return problem and problem + hint
@@ -132,6 +132,12 @@ def _existing_parent(path: str) -> str:
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
+
+
+def _roots_problem(parent: str) -> str:
+    """Under `sudo -E`, HOME is another user's, who could not use what root makes there."""
+    owner = os.stat(parent).st_uid
+    return f"{parent} belongs to user {owner}" if os.geteuid() == 0 != owner else ""
 
 
 def _machines_problem(path: str) -> str:
