@@ -1,4 +1,4 @@
-"""What learning costs: the benchmark runs, and where the device has steps, the best size is found."""
+"""What learning costs: the benchmark runs, and on a device with steps the best size is found."""
 
 from __future__ import annotations
 
