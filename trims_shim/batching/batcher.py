@@ -282,9 +282,9 @@ class Batcher:
         reply = StreamReply()
         request = self._request(args, reply, deadline_ms, priority)
         dispatch.check_may_wait()
-        dispatch.submit_and_wait_for_room(request)
         pieces = _pieces(reply, dispatch, request)
         next(pieces)  # so that closing or forgetting it ends it, also before the first piece
+        dispatch.submit_and_wait_for_room(request)
         return pieces
 
     def astream(

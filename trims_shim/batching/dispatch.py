@@ -151,32 +151,45 @@ class Dispatch(ABC):
 
     def settle(self, me: Seat | None = None) -> None:
         """Empty the inbox, unless somebody else is at it; they look again."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            return  # a finalizer or a handler, in the middle of this thread's own turn
+        outside: deque[Callable[[], None]] = deque()
+        try:
+            self._take_turns(me, outside)
+        except BaseException:  # of a signal handler, and maybe between any two steps
+            self.recover()
+            _call_all(outside)
+            raise
+
+    def _take_turns(self, me: Seat | None, outside: deque[Callable[[], None]]) -> None:
         while self._inbox:
             if not self._lock.acquire(blocking=False):
                 return
-            outside: list[Callable[[], None]] = []
             try:
-                if self._is_busy:
-                    return  # a finalizer, in the middle of this thread's own turn
                 self._is_busy = True
                 self._me = me
                 try:
                     self._empty()
                 finally:
-                    outside, self._outside = self._outside, outside
+                    outside += self._outside
+                    self._outside.clear()
                     self._is_busy = False
                     self._me = None  # it may have its answer by now, which is its caller's
             finally:
                 self._lock.release()
-                if outside:
-                    _call_all(outside)
+            _call_all(outside)
 
     def recover(self) -> None:
         """After an interrupt of this thread, which may have come between any two steps of it."""
         while self._lock._is_owned():  # type: ignore[attr-defined]
             self._is_busy = False
             self._lock.release()
-        self.settle()
+        self.post(self._count_room)
+
+    def _count_room(self, now_ns: int) -> None:
+        """A place may have been lost, between its taking and the queue."""
+        while len(self._room) + len(self._waiting) < self.options.queue_size:
+            self._room.append(None)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -243,8 +256,8 @@ class Dispatch(ABC):
 
     def _arrive(self, now_ns: int, request: Request) -> None:
         if not request.number:
-            self._number = request.number = self._number + 1
             self.record.add_request(request.arrival_ns)
+            self._number = request.number = self._number + 1
         elif request.payload.is_admitted or self._place_behind(request) is not None:
             return  # seen before, when this was interrupted
         if self._is_shut:
@@ -269,19 +282,21 @@ class Dispatch(ABC):
         while self._late:
             self._queue(now_ns, self._late.popleft())
         while self._overflow and self._room:
-            self._room.pop()
-            request = self._overflow.pop(0)
+            # In this order an interrupt between any two of them loses no request.
+            request = self._overflow[0]
+            if not request.payload.is_admitted:
+                self._admit(now_ns, request)
             request.payload.open_gate()
-            self._admit(now_ns, request)
+            self._overflow.pop(0)
+            self._room.pop()
 
     def _end(self, now_ns: int, job: Job) -> None:
         if job not in self._jobs:
             return  # from before a fork
+        self._settled(job.requests)
         self._jobs.discard(job)
         self._count(job)
-        self._settled(job.requests)
-        if self._held:
-            self._launch(self._held.popleft())
+        self._launch_held()
         if job.era == self._era:
             is_typical = self.options.learning.ran(self._policy, job)
             # To its callers a batch ends when they have the answers. These are on their way yet;
@@ -292,15 +307,15 @@ class Dispatch(ABC):
 
     def _withdraw(self, now_ns: int, request: Request) -> None:
         if request.number in self._waiting:
+            self._settled([request])
             self._leave([request])
+            self.record.cancelled += 1
             self._tell(now_ns, Cancelled(request))
         elif (place := self._place_behind(request)) is not None:
-            del self._overflow[place]
+            self._settled([request])
             request.payload.open_gate()
-        else:
-            return  # it runs, or has run
-        self.record.cancelled += 1
-        self._settled([request])
+            del self._overflow[place]
+            self.record.cancelled += 1
 
     def _place_behind(self, request: Request) -> int | None:
         """Where it waits behind the full queue, which may be long; None where it does not."""
@@ -332,6 +347,14 @@ class Dispatch(ABC):
         else:
             self._launch(job)
 
+    def _launch_held(self) -> None:
+        """As many as there are devices for."""
+        held = self._held
+        while held and len(self._jobs) - len(held) < self.options.devices:
+            if held[0].runner is None:  # else it was launched, and then came an interrupt
+                self._launch(held[0])
+            held.popleft()
+
     def _is_begun(self, job: Job) -> bool:
         return job.runner is not None or job in self._held
 
@@ -360,8 +383,8 @@ class Dispatch(ABC):
     def _leave(self, requests: Sequence[Request]) -> None:
         """They are in the queue no more."""
         for request in requests:
-            del self._waiting[request.number]
             self._room.append(None)
+            del self._waiting[request.number]
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
         self.record.failed += len(requests)
@@ -384,8 +407,8 @@ class Dispatch(ABC):
         for watch in self._watches[:]:
             watch.numbers.difference_update(request.number for request in requests)
             if not watch.numbers:
-                self._watches.remove(watch)
                 self._outside.append(watch.on_done)
+                self._watches.remove(watch)
 
     def _count(self, job: Job) -> None:
         live, record = job.live or (), self.record
@@ -425,6 +448,7 @@ class Dispatch(ABC):
                     job.runner.wake()
             else:
                 self._jobs.discard(job)
+        self._launch_held()
 
     # --- watching, closing, forgetting ------------------------------------------------------------
 
@@ -548,15 +572,25 @@ def _dropped(name: str, reason: DropReason) -> RequestDropped:
     return RequestDropped(reason.value, message)
 
 
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    """All of them, whatever they raise; then raise the first that was no Exception."""
+def _call_all(calls: deque[Callable[[], None]]) -> None:
+    """All of them, whatever they raise; then raise the first that was no Exception.
+
+    An interrupt may make it call one twice; those it has not come to are in ``calls``.
+    """
     interrupt: BaseException | None = None
-    for call in calls:
+    tried: Callable[[], None] | None = None
+    while calls:
+        call = calls[0]
         try:
             call()
-        except Exception:
-            _logger.exception("a callback of a batcher failed")
         except BaseException as error:
-            interrupt = interrupt or error
+            if isinstance(error, Exception) and signalled(error) is None:
+                _logger.exception("a callback of a batcher failed")
+            else:
+                interrupt = interrupt or error
+                if call is not tried:
+                    tried = call
+                    continue  # it may not have come to its end
+        calls.popleft()
     if interrupt is not None:
         raise interrupt

@@ -25,7 +25,7 @@ from trims_shim.batching.options import Options
 from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.profiling import measure
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.replies import Entry, Failure
+from trims_shim.batching.replies import Entry, Failure, Seat
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.statistics import BatcherStats, Record
 from trims_shim.batching.threads import ThreadDispatch, join_workers
@@ -185,9 +185,11 @@ class Engine:
             if dispatch.is_busy:
                 dispatch.check_may_wait()
         self.check_may_end()
-        done = threading.Event()
-        self.watch(done.set)
-        if not done.wait(timeout_s):
+        # No Event: who is interrupted while he waits for one may keep its lock, and then whoever
+        # would set it waits for ever.
+        done = Seat()
+        self.watch(done.wake)
+        if not done.sleep(-1.0 if timeout_s is None else max(0.0, timeout_s)):
             raise TimeoutError(
                 f"{self.function.name}: requests are still open after {timeout_s} s: {self.stats()}"
             )

@@ -220,8 +220,7 @@ class FlexDispatch(ThreadDispatch):
         self._settled(gone)
         for request in job.live or ():
             self._wait_again(request)
-        if self._held:
-            self._launch(self._held.popleft())
+        self._launch_held()
         if job.era == self._era:
             self._tell(now_ns, Preempted(job.device, list(job.live or ()), job.chosen_ns))
         else:

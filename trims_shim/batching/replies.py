@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BatchingError
 
 if TYPE_CHECKING:
@@ -113,9 +114,8 @@ class Entry:
 
     def lose(self, error: BaseException) -> None:
         """It will not run."""
-        reply = self.reply
+        self.reply.fail(error)
         self.let_go()
-        reply.fail(error)
 
     def let_go(self) -> None:
         """It was answered, and its reply is its caller's alone.
@@ -127,8 +127,8 @@ class Entry:
 
     def open_gate(self) -> None:
         """Nobody needs to wait for its place any more."""
-        gate, self.gate = self.gate, None
-        if gate is not None:
+        gate = self.gate
+        if gate is not None and gate.locked():
             gate.release()
 
 
@@ -237,11 +237,28 @@ class BlockedCall(Seat):
 # --- futures --------------------------------------------------------------------------------------
 
 
+class _Condition(threading.Condition):
+    """Entered and left in one step each, as its lock is, not by functions in Python.
+
+    In these a signal handler may raise while the lock is taken, and for good: who would hand the
+    answer over waits for ever, and with him the device.
+    """
+
+    __slots__ = ("__enter__", "__exit__")
+
+    def __init__(self) -> None:
+        lock = threading.RLock()
+        super().__init__(lock)
+        self.__enter__ = lock.__enter__  # type: ignore[method-assign]
+        self.__exit__ = lock.__exit__  # type: ignore[method-assign]
+
+
 class BatchFuture(Future[Any]):
     """Of ``submit``. ``cancel()`` frees its place in the queue."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._condition = _Condition()
         self._dispatch: Dispatch | None = None
         self._request: Request | None = None
 
@@ -303,7 +320,7 @@ class BatchFuture(Future[Any]):
     def orphan(self) -> None:
         """In a forked child: fail without a lock, which the parent may have held."""
         if self._state in ("PENDING", "RUNNING"):
-            self._condition = threading.Condition()
+            self._condition = _Condition()
             self._waiters.clear()
             self.__dict__["_done_callbacks"] = []
             self._exception = BatchingError(_OTHER_PROCESS)
@@ -314,9 +331,30 @@ class BatchFuture(Future[Any]):
         try:
             settle(value)
         except InvalidStateError:
-            pass  # cancelled, or set by somebody else
-        except Exception:
-            _logger.exception("a callback of %r failed", self)
+            self._tell()  # cancelled, or set by somebody else, who may have been interrupted
+
+    def _tell(self) -> None:
+        """Those who were not told yet that it is there."""
+        with self._condition:
+            if self._state != "FINISHED":
+                return
+            for waiter in self._waiters:
+                if self not in waiter.finished_futures:
+                    add = waiter.add_result if self._exception is None else waiter.add_exception
+                    add(self)
+            self._condition.notify_all()
+        self._invoke_callbacks()
+
+    def _invoke_callbacks(self) -> None:
+        # Not as the base class's: who goes on after an interrupt calls those that are left.
+        callbacks = self._done_callbacks  # type: ignore[attr-defined]
+        while callbacks:
+            try:
+                callbacks[0](self)
+            except Exception as error:
+                pass_on(error)
+                _logger.exception("a callback of %r failed", self)
+            callbacks.pop(0)
 
     def _notify_cancelled(self) -> None:
         # What wait() and as_completed() look for; the executor's part of a cancellation.

@@ -30,6 +30,7 @@ from trims_shim.batching.jobs import Job
 from trims_shim.batching.options import Options
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.replies import BatchFuture, BlockedCall, Entry, Seat, deliver
+from trims_shim.diagnostics import signalled
 from trims_shim.errors import BatcherClosed, QueueFull
 
 __all__ = ["IDLE_S", "ThreadDispatch", "adopt_torch_threads", "join_workers"]
@@ -76,6 +77,8 @@ class ThreadDispatch(Dispatch):
                     self._run_own(reply)
                 else:
                     self._wait(reply)
+            if self._keeper is reply:
+                self.post(self._look_for_keeper)
         except (QueueFull, BatcherClosed):
             raise
         except BaseException:
@@ -83,8 +86,6 @@ class ThreadDispatch(Dispatch):
             raise
         finally:
             self._seats.pop(ident, None)
-        if self._keeper is reply:
-            self.post(self._look_for_keeper)
         return reply.take()
 
     def _run_own(self, reply: BlockedCall) -> None:
@@ -314,27 +315,43 @@ class ThreadDispatch(Dispatch):
 
     def _new_worker(self) -> Seat:
         worker = Seat()
+        claim: list[None] = [None]
         # First: a callback that comes with it may wait for what it runs.
-        self._outside.insert(0, lambda: self._start(worker))
+        self._outside.insert(0, lambda: self._start(worker, claim))
         return worker
 
-    def _start(self, worker: Seat) -> None:
-        ident = self._enter()  # nor may a signal handler wait for one that it keeps from beginning
+    def _start(self, worker: Seat, claim: list[None]) -> None:
+        """Who takes ``claim`` is its thread, or sees to it that none is needed."""
+        runners, ident = self._runners, threading.get_ident()
+        depth = runners.get(ident, 0)
         try:
+            # Nor may a signal handler wait for one that it keeps from beginning.
+            runners[ident] = depth + 1
             thread = threading.Thread(
-                target=_live,
-                args=(weakref.ref(self), worker),
+                target=_begin,
+                args=(weakref.ref(self), worker, claim),
                 name=f"batch-{self.function.name}",
                 daemon=True,
             )
             thread.start()
             _started.add(thread)
-        except RuntimeError as error:
-            self._do_without(worker, self._without_thread(error))
+        except BaseException as error:
+            if not _is_first(claim):
+                raise  # its thread lives
+            if isinstance(error, Exception) and signalled(error) is None:
+                self._do_without(worker, self._without_thread(error))
+                return
+            # Of a signal handler, which may leave a thread that never comes to its target.
+            self._replace(worker)
+            raise
         finally:
-            self._exit(ident)
+            # Without a call, in which an interrupt could come.
+            if depth:
+                runners[ident] = depth
+            else:
+                del runners[ident]
 
-    def _without_thread(self, error: RuntimeError) -> RuntimeError:
+    def _without_thread(self, error: Exception) -> RuntimeError:
         """There are too many, or the interpreter ends, or is one that allows no daemons."""
         needs_none = self.options.caller_runs and not self.function.is_generator
         instead = "; a plain call, batcher(item), needs none" if needs_none else ""
@@ -342,13 +359,26 @@ class ThreadDispatch(Dispatch):
         found.__cause__ = error
         return found
 
-    def _do_without(self, worker: Seat, error: RuntimeError) -> None:
+    def _replace(self, worker: Seat) -> None:
+        """Its thread does not live: another one does what it should."""
+        job = self._taken_from(worker)
+        if job is not None:
+            self._hand_over(job)
+        else:
+            self.post(nothing)  # somebody else keeps the time
+
+    def _taken_from(self, worker: Seat) -> Job | None:
+        """Its job; it gets no other one, and keeps no time."""
         with self._turn():
             job, worker.job = worker.job, None
             if self._keeper is worker:
                 self._keeper = None
             if worker in self._idle:
                 self._idle.remove(worker)
+        return job
+
+    def _do_without(self, worker: Seat, error: RuntimeError) -> None:
+        job = self._taken_from(worker)
         if job is not None:
             job.begin(self.options.clock_ns())
             job.end_with(self.options.clock_ns(), error)
@@ -379,10 +409,10 @@ class ThreadDispatch(Dispatch):
         seat = self._seat_for_time()
         if keeper is not None and keeper is not seat:
             keeper.wake_ns = None
-        self._keeper = seat
         seat.wake_ns = wake_ns
         if seat is not self._me:
             seat.wake()
+        self._keeper = seat  # last: an interrupt leaves none that does not know it
 
     def _seat_for_time(self) -> Seat:
         me = self._me
@@ -407,6 +437,20 @@ class ThreadDispatch(Dispatch):
         keeper = self._keeper
         if isinstance(keeper, BlockedCall) and (keeper.is_done or keeper.is_abandoned):
             self._keeper = None
+
+
+def _is_first(claim: list[None]) -> bool:
+    """Of two threads, for one of them."""
+    try:
+        claim.pop()
+    except IndexError:
+        return False
+    return True
+
+
+def _begin(dispatch_ref: weakref.ref[ThreadDispatch], worker: Seat, claim: list[None]) -> None:
+    if _is_first(claim):
+        _live(dispatch_ref, worker)
 
 
 def _live(dispatch_ref: weakref.ref[ThreadDispatch], worker: Seat) -> None:

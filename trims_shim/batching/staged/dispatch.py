@@ -142,8 +142,7 @@ class StagedDispatch(ThreadDispatch):
         self._count_stage(job, gone)
         self._settled([each for each in left if self._active.pop(each.number, None)])
         job.let_go()
-        if self._held:
-            self._launch(self._held.popleft())
+        self._launch_held()
         if job.era != self._era:
             for request in [each for each in job.requests if each.number in self._active]:
                 if self._begin_again(request):
