@@ -702,3 +702,40 @@ def test_closing(function: Any) -> None:
             await task
 
     run(main())
+
+
+class Ended(asyncio.Future[Any]):
+    """In place of a task that has ended."""
+
+    def set_name(self, name: str) -> None:
+        pass
+
+
+def eager(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Future[Any]:
+    """As asyncio.eager_task_factory (Python 3.12), of batches that do not wait."""
+    if coroutine.__name__ == "_run":
+        try:
+            coroutine.send(None)
+        except StopIteration as end:
+            ended = Ended(loop=loop)
+            ended.set_result(end.value)
+            return ended
+    return asyncio.Task(coroutine, loop=loop, **options)
+
+
+def test_batches_are_made_where_tasks_are_eager() -> None:
+    batches: list[list[int]] = []
+
+    async def function(items: list[int]) -> list[int]:
+        batches.append(items)  # awaits nothing: an eager task ends before it is known
+        return items
+
+    async def main() -> None:
+        factory: Any = getattr(asyncio, "eager_task_factory", eager)
+        asyncio.get_running_loop().set_task_factory(factory)
+        async with greedy(function, max_batch_size=8) as batcher:
+            assert await asyncio.gather(*map(batcher.aio, range(10))) == [*range(10)]
+            assert batcher.stats().answered == 10
+
+    run(main())
+    assert max(map(len, batches)) == 8

@@ -279,6 +279,10 @@ class LoopDispatch(Dispatch):
         return BatchingError(f"{self.function.name}: the task of this batch was cancelled")
 
     async def _run(self, job: Job) -> None:
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            # By the turn that has made this task: the loop's tasks are eager (Python 3.12). What
+            # users write is called without the lock, and others may join who come at once.
+            await asyncio.sleep(0)
         outer = [each for each in _running.get() if (of := each()) and of.results is None]
         _running.set((*outer, weakref.ref(job)))
         clock_ns = self.options.clock_ns
