@@ -75,7 +75,7 @@ def test_status_shows_it(prepared: Trims, onnx_model: Path) -> None:
     assert storage["resident_bytes"] == row["size_bytes"]
     text = prepared("status").stdout
     assert f"in {storage['directory']}\n" in text
-    assert "1 ONNX models, 0 in preparation, 0 not servable" in text
+    assert "1 ONNX model, 0 in preparation, 0 not servable" in text
     assert row["key"][:12] in text
 
 
@@ -148,7 +148,7 @@ def test_lines() -> None:
     rows = (_row("ready"), _row("preparing", ""), _row("refused", reason="unknown_model"))
     first, second = prepared_lines(_reply(*rows))
     assert first.endswith("512 KiB of 1.0 MiB in /cache/prepared")
-    assert "1 ONNX models, 1 in preparation, 1 not servable" in second
+    assert "1 ONNX model, 1 in preparation, 1 not servable" in second
     assert prepared_lines(_reply(problem="no disk")) == ["prepared  no ONNX models: no disk"]
     nothing_told = admin.GetStatusReply(
         "1.0", 3, 1, 0, 0, 0.0, "", admin.MemoryStatus("memfd", "", 1, 0, 0, 0), (), ()

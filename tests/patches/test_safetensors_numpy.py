@@ -16,13 +16,18 @@ from trims_shim import diagnostics, patches
 from trims_shim.patches import points, safetensors_numpy
 from trims_shim.testing import FakeDaemon
 
-theirs = inspect.unwrap(library.load_file)  # an installed shim may have patched it
+
+def theirs(path: Path) -> dict[str, Any]:
+    """The library's own; not by a name of this module, where the shim would find it."""
+    found: dict[str, Any] = inspect.unwrap(library.load_file)(path)
+    return found
 
 
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
     monkeypatch.setattr(patches, "active", lambda: True)
-    monkeypatch.setattr(library, "load_file", theirs)
+    # An installed shim may have patched it.
+    monkeypatch.setattr(library, "load_file", inspect.unwrap(library.load_file))
     applied = points.apply(safetensors_numpy.POINTS[0])
     assert applied.state is points.PatchState.APPLIED, applied.reason
     with FakeDaemon(strict="1") as daemon:
