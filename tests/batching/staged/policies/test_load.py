@@ -18,6 +18,7 @@ from trims_shim.batching.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, DropReason, Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator.arrivals import poisson
+from trims_shim.batching.staged.batches import Batch
 from trims_shim.batching.staged.policies.load import LoadDiversity
 from trims_shim.batching.staged.policies.staged_auto import StagedAuto
 from trims_shim.batching.staged.scheduler import StagedBatching
@@ -67,6 +68,23 @@ def test_a_batch_grows_only_to_sizes_of_which_it_is_known_what_they_take(
 ) -> None:
     profile = StagedProfile([STAGE] * 4, sure=sure)
     assert joining(rule_with(*[LATER_NS] * 6, profile=profile), (1, 1, None)) == joined
+
+
+class Asked(LoadDiversity):
+    """Remembers how many it has thought of."""
+
+    sizes: list[int] | None = None
+
+    def _in_time(self, now_ns: int, batch: Batch, size: int) -> int:
+        self.sizes = [*(self.sizes or ()), size]
+        return super()._in_time(now_ns, batch, size)
+
+
+def test_nobody_joins_a_batch_that_is_larger_than_any_before() -> None:
+    rule = Asked(StagedProfile([STAGE] * 4, sure=(8,) * 4), max_batch_size=16)
+    queue_up(rule, *[LATER_NS] * 6)
+    assert joining(rule, (1, 9, None)) == 0
+    assert rule.sizes == [0]
 
 
 def test_the_papers_rule_knows_of_no_such_sizes() -> None:

@@ -74,7 +74,7 @@ class LoadDiversity(StagedAuto):
         if self._wait_ns is not None:
             return len(self.queue)
         later = range(levels_of(batch)[0][0], len(self.staged.stages))
-        return min([self.staged.sure[stage] for stage in later]) - batch.live
+        return max(0, min([self.staged.sure[stage] for stage in later]) - batch.live)
 
     def on_met(self, is_joined: bool) -> None:
         """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
