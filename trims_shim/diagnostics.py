@@ -25,6 +25,7 @@ __all__ = [
     "Stats",
     "count",
     "fallback",
+    "is_interrupt",
     "log",
     "pass_on",
     "reason_of",
@@ -171,6 +172,11 @@ def pass_on(error: BaseException | None) -> None:
     raised = None if error is None else signalled(error)
     if raised is not None:
         raise raised
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it is no fault of what was called: no Exception, or raised from outside of it."""
+    return not isinstance(error, Exception) or signalled(error) is not None
 
 
 def signalled(error: BaseException) -> BaseException | None:

@@ -42,7 +42,7 @@ from trims_shim.batching.protocol import (
 )
 from trims_shim.batching.replies import FAILURES, BatchFuture, Seat
 from trims_shim.batching.statistics import BatcherStats, Record
-from trims_shim.diagnostics import signalled
+from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
 
 __all__ = ["Dispatch", "nothing"]
@@ -229,7 +229,7 @@ class Dispatch(ABC):
             try:
                 self._take(inbox[0])
             except BaseException as error:
-                if not isinstance(error, Exception) or signalled(error) is not None:
+                if is_interrupt(error):
                     # The event stays: somebody else goes on with it.
                     self._start_over(None)
                     self._rescue()
@@ -419,7 +419,7 @@ class Dispatch(ABC):
             if not isinstance(result, FAILURES):
                 record.add_answer(request.arrival_ns, request.payload.deadline_ns, job.ended_ns)
 
-    def _start_over(self, error: Exception | None) -> None:
+    def _start_over(self, error: BaseException | None) -> None:
         """The policy has failed, or was interrupted: a new one, which knows nothing of devices.
 
         A policy that raises would raise again: its requests fail with the error. One that was
@@ -584,13 +584,13 @@ def _call_all(calls: deque[Callable[[], None]]) -> None:
         try:
             call()
         except BaseException as error:
-            if isinstance(error, Exception) and signalled(error) is None:
-                _logger.exception("a callback of a batcher failed")
-            else:
+            if is_interrupt(error):
                 interrupt = interrupt or error
                 if call is not tried:
                     tried = call
                     continue  # it may not have come to its end
+            else:
+                _logger.exception("a callback of a batcher failed")
         calls.popleft()
     if interrupt is not None:
         raise interrupt

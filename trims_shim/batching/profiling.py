@@ -182,9 +182,15 @@ class LearnedProfile:
 
     def _is_firm(self, size: int) -> bool:
         """Whether what is believed of it is no guess."""
-        if len(self._durations.get(size, ())) >= _FIRM:
-            return True
-        return self._prior is not None and size <= self._prior.max_batch_size
+        return self._has_run_often(size) or size <= self._largest_before
+
+    def _has_run_often(self, size: int) -> bool:
+        return len(self._durations.get(size, ())) >= _FIRM
+
+    @property
+    def _largest_before(self) -> int:
+        """That the prior knows."""
+        return 0 if self._prior is None else self._prior.max_batch_size
 
     def _begin_anew(self, since: int, factor: float) -> None:
         """What ran before the batch ``since``, so many times slower, is what is expected now.
@@ -270,7 +276,7 @@ class LearnedProfile:
         found = self._found(max_batch_size)
         if self._forget(found, max_batch_size):
             found = self._found(max_batch_size)
-        firm = [size for size in found if len(self._durations.get(size, ())) >= _FIRM]
+        firm = [size for size in found if self._has_run_often(size)]
         believed = {size: _believed(size, each, firm, found) for size, each in found.items()}
         smaller = firm[0] // 2 if firm else 0
         if smaller in found and not self._is_told_of(smaller):
@@ -294,13 +300,10 @@ class LearnedProfile:
         """
         if self._version:
             return math.inf
-        prior = 0 if self._prior is None else self._prior.max_batch_size
-        firm = [size for size, each in self._durations.items() if len(each) >= _FIRM]
-        return max([prior, *firm])
+        return max([self._largest_before, *filter(self._has_run_often, self._durations)])
 
     def _known(self, latencies_ns: Mapping[int, float]) -> dict[int, float]:
-        largest = 0 if self._prior is None else self._prior.max_batch_size
-        largest = max([largest, *self._durations])
+        largest = max([self._largest_before, *self._durations])
         return {size: each for size, each in latencies_ns.items() if size <= largest}
 
     @property

@@ -30,7 +30,7 @@ from trims_shim.batching.jobs import Job
 from trims_shim.batching.options import Options
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.replies import BatchFuture, BlockedCall, Entry, Seat, deliver
-from trims_shim.diagnostics import signalled
+from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, QueueFull
 
 __all__ = ["IDLE_S", "ThreadDispatch", "adopt_torch_threads", "join_workers"]
@@ -338,7 +338,7 @@ class ThreadDispatch(Dispatch):
         except BaseException as error:
             if not _is_first(claim):
                 raise  # its thread lives
-            if isinstance(error, Exception) and signalled(error) is None:
+            if not is_interrupt(error):
                 self._do_without(worker, self._without_thread(error))
                 return
             # Of a signal handler, which may leave a thread that never comes to its target.
@@ -351,7 +351,7 @@ class ThreadDispatch(Dispatch):
             else:
                 del runners[ident]
 
-    def _without_thread(self, error: Exception) -> RuntimeError:
+    def _without_thread(self, error: BaseException) -> RuntimeError:
         """There are too many, or the interpreter ends, or is one that allows no daemons."""
         needs_none = self.options.caller_runs and not self.function.is_generator
         instead = "; a plain call, batcher(item), needs none" if needs_none else ""

@@ -204,7 +204,7 @@ class StagedDispatch(ThreadDispatch):
 
     # --- under the lock: once more ----------------------------------------------------------------
 
-    def _start_over(self, error: Exception | None) -> None:
+    def _start_over(self, error: BaseException | None) -> None:
         """Those that are on their way, and not in a job, begin again: their policy is gone."""
         begun = filter(self._is_begun, self._jobs)
         running = {each.number for job in begun for each in job.requests}

@@ -21,13 +21,13 @@ from trims_shim.batching.functions import BatchFunction
 from trims_shim.batching.lanes import Lane
 from trims_shim.batching.learning import plain_key
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.replies import FAILURES, Entry, Failure
+from trims_shim.batching.replies import Entry, Failure
 from trims_shim.batching.staged.batches import Piece
 from trims_shim.batching.staged.comparing import is_close
 from trims_shim.batching.staged.jobs import Pieces
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.running import StageOutput, StageRunner, without_graph
-from trims_shim.batching.staged.whole import run_steps, run_whole
+from trims_shim.batching.staged.whole import answers_of, run_steps, run_whole
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BatchingError
 
@@ -217,7 +217,7 @@ def _in_pieces(model: StagedModel, *batch: Any) -> Any:
 
     def last(state: Any) -> list[Any]:
         found = run_steps(loop.step, state, take_rows=loop.take)
-        return [each[-1] if isinstance(each[-1], FAILURES) else Pieces(each) for each in found]
+        return answers_of(found, Pieces)
 
     with without_graph():
         return run_whole((*model.stages[:-1], last), batch)

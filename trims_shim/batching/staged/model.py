@@ -16,11 +16,10 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from trims_shim.batching.replies import FAILURES
 from trims_shim.batching.staged import flow
 from trims_shim.batching.staged.activations import EarlyExit, Shared, Stepped
 from trims_shim.batching.staged.stage_profile import StagedProfile
-from trims_shim.batching.staged.whole import run_steps, run_whole
+from trims_shim.batching.staged.whole import answers_of, run_steps, run_whole
 
 __all__ = ["EarlyExit", "Loop", "Shared", "Stage", "StagedModel", "Stepped", "check_stage"]
 
@@ -57,9 +56,7 @@ class Loop:
     def run(self, state: Any) -> list[Any]:
         """All steps. Returns the answer of each row, or its exception."""
         pieces = run_steps(self.step, state, take_rows=self.take)
-        return [
-            each[-1] if isinstance(each[-1], FAILURES) else self.result(each) for each in pieces
-        ]
+        return answers_of(pieces, self.result)
 
 
 class StagedModel:

@@ -12,7 +12,7 @@ from trims_shim.batching.replies import FAILURES
 from trims_shim.batching.splitting import split
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 
-__all__ = ["run_steps", "run_whole"]
+__all__ = ["answers_of", "run_steps", "run_whole"]
 
 Take = Callable[[Any, Sequence[int]], Any]
 
@@ -41,6 +41,11 @@ def run_whole(stages: Sequence[Callable[..., Any]], batch: Sequence[Any]) -> Any
         return value
     results.update(zip(rows, split(value, len(rows)) if rows else (), strict=True))
     return [results[row] for row in sorted(results)]
+
+
+def answers_of(rows: Sequence[list[Any]], result: Callable[[list[Any]], Any]) -> list[Any]:
+    """What ``result`` makes of the pieces of each row of :func:`run_steps`, or its exception."""
+    return [each[-1] if isinstance(each[-1], FAILURES) else result(each) for each in rows]
 
 
 def run_steps(step: Callable[[Any], Stepped], state: Any, *, take_rows: Take) -> list[list[Any]]:
