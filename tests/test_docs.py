@@ -69,3 +69,14 @@ def test_every_reason_not_to_serve_a_session_is_explained() -> None:
     page = (ROOT / "docs" / "onnxruntime.md").read_text()
     reasons = {"preparer_*" if each.startswith("preparer_") else each for each in reasons}
     assert sorted(each for each in reasons if f"`{each}`" not in page) == []
+
+
+def test_messages_that_are_explained_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    cells = re.findall(r"^\| (.*?) \|", page, flags=re.MULTILINE)
+    quoted = {text for cell in cells for text in re.findall(r'(?<!=)"([^"`]+)"', cell)}
+    assert "trims_shim stays inactive" in quoted
+    others = {"Trying to resize storage that is not resizable", "illegal memory access"}
+    sources = [path.read_text() for path in (ROOT / "trims_shim").rglob("*.py")]
+    code = re.sub(r'"\s+f?"', "", "\n".join(sources))  # literals over several lines, joined
+    assert sorted(each for each in quoted - others if each not in code) == []
