@@ -584,6 +584,5 @@ def _check_known(name: str, what: str) -> None:
 
     spell = _variable if what.startswith("environment") else str
     near = difflib.get_close_matches(name, _BY_NAME, n=1)
-    known = ", ".join(map(spell, _BY_NAME))
-    hint = f"did you mean {spell(near[0])}?" if near else f"known: {known}"
+    hint = f"did you mean {spell(near[0])}?" if near else "`trims info` lists all settings"
     raise ConfigError(f"{what} is not a setting of trims_shim; {hint}")

@@ -362,7 +362,9 @@ def test_plots_are_pictures(what: str, tmp_path: Path, capsys: pytest.CaptureFix
     words = ["plot", what, *SMALL, "-o", str(path), "--loads", "0.5,1.2", "--policy", "immediate"]
     assert main(["batch", *words]) == Exit.OK
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == f"drawn: {path}\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"drawn: {path}\n"
+    assert printed.err == ("[1/1] immediate\n" if what == "load" else "")
 
 
 def test_data_of_plots(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,10 @@ def test_info_for_people(warmed: Trims) -> None:
     assert "mode 0700" in done.stdout
     assert "trims.toml, not there)" in done.stdout
     assert "  copy engine " in done.stdout
+    settings = done.stdout[done.stdout.index("\nsettings") :].splitlines()[2:]
+    assert f"  TRIMS_SOCKET_DIR={warmed.sockets} (environment)" in settings
+    assert "  TRIMS_EVICTION=lru (default; read when the daemon starts)" in settings
+    assert [line for line in settings if len(line) > 80 and "TRIMS_" not in line] == []
     assert "`trims stop`" in warmed("info", TRIMS_IDLE_EXIT="9").stdout
 
 

@@ -16,6 +16,13 @@ from .conftest import Trims
 LOOKING = ["status", "top", "info", "ls"]
 IMAGES = ["warm", "pin", "unpin", "evict", "verify"]
 COMMANDS = [*LOOKING, *IMAGES, "stop", "run", "daemon", "autostart", "demo", "batch"]
+GROUPED = [
+    "batch profile",
+    "batch simulate",
+    "batch plot",
+    "stage profile",
+    "stage plot",
+]
 PRINTS_DATA = set(COMMANDS) - {"run", "daemon", "batch"}
 NEEDS_DAEMON = (
     ("status",),
@@ -46,6 +53,18 @@ def test_help_of_a_command_has_an_example(name: str, capsys: pytest.CaptureFixtu
     assert "example:\n  " in text
     assert f"trims {name}" in text
     assert ("--json" in text) == (name in PRINTS_DATA)
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "stage", *GROUPED])
+def test_help_fits_a_terminal(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with contextlib.suppress(SystemExit):
+        main([*name.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5
+    assert [line for line in lines if len(line) > 80] == []
 
 
 @pytest.mark.parametrize(

@@ -146,9 +146,11 @@ def _row(state: str, key: str = "a" * 64, reason: str = "") -> admin.PreparedSta
 
 def test_lines() -> None:
     rows = (_row("ready"), _row("preparing", ""), _row("refused", reason="unknown_model"))
-    first, second = prepared_lines(_reply(*rows))
-    assert first.endswith("512 KiB of 1.0 MiB in /cache/prepared")
-    assert "1 ONNX model, 1 in preparation, 1 not servable" in second
+    first, second, third, fourth = prepared_lines(_reply(*rows))
+    assert first.endswith("512 KiB of 1.0 MiB")
+    assert second.endswith("in /cache/prepared")
+    assert "1 ONNX model, 1 in preparation, 1 not servable" in third
+    assert "0 hits" in fourth
     assert prepared_lines(_reply(problem="no disk")) == ["prepared  no ONNX models: no disk"]
     nothing_told = admin.GetStatusReply(
         "1.0", 3, 1, 0, 0, 0.0, "", admin.MemoryStatus("memfd", "", 1, 0, 0, 0), (), ()

@@ -20,7 +20,7 @@ from .conftest import MODEL_BYTES, Trims
 def test_status_shows_memory_images_and_counters(warmed: Trims, model: Path) -> None:
     done = warmed("status")
     assert done.returncode == Exit.OK
-    assert "2.0 MiB of 64.0 MiB resident" in done.stdout
+    assert "2.0 MiB of 64.0 MiB resident (#)\n" in done.stdout
     assert "1 misses" in done.stdout
     assert str(model) in done.stdout
     assert str(warmed.sockets) in done.stdout
@@ -113,4 +113,5 @@ def test_text() -> None:
     assert text.bar([(2, "#"), (1, "+")], 10, width=10) == "[##+.......]"
     assert text.bar([(20, "#"), (1, "+")], 10, width=10) == "[##########]"
     assert text.bar([(1, "#")], 0, width=3) == "[...]"
-    assert text.table(("A", "BB"), [("x", "1")], right="BB") == "A  BB\nx   1"
+    assert text.table(("A", "BB"), [("x", "1")], right=["BB"]) == "A  BB\nx   1"
+    assert text.table(("A", "P50 MS"), [("x", "1")], right=["P50 MS"]) == "A  P50 MS\nx       1"

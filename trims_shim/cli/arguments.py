@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 Commands = argparse._SubParsersAction
+_WIDTH = 79
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,7 +71,7 @@ def add_command(
     parser = commands.add_parser(
         name,
         help=help,
-        description=help[0].upper() + help[1:] + ".",
+        description=textwrap.fill(help[0].upper() + help[1:] + ".", _WIDTH),
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -88,7 +88,7 @@ def _table(reports: Mapping[str, Report]) -> str:
         )
         for name, report in reports.items()
     ]
-    return table(titles, rows, right=" ".join(titles[1:]))
+    return table(titles, rows, right=titles[1:])
 
 
 def _described(report: Report) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def _add_profile(commands: Commands[argparse.ArgumentParser]) -> None:
         "profile",
         "batch_profile:profile",
         "measure how long batches of a function take",
-        "trims batch profile app:classify --shape 3,224,224 --max-batch-size 64 -o classify.json",
+        "trims batch profile app:classify --shape 3,224,224 -o classify.json",
     )
     profile.add_argument(
         "target",
@@ -71,7 +71,7 @@ def _add_simulate(commands: Commands[argparse.ArgumentParser]) -> None:
         "simulate",
         "batch:simulate",
         "compare batching policies on made-up arrivals or on a trace",
-        "trims batch simulate --line 2,20 --max-batch-size 16 --slo-ms 100 --rate 200 --cv 3",
+        "trims batch simulate --line 2,20 --slo-ms 100 --rate 200 --cv 3",
     )
     _add_experiment(simulate)
     _add_load(simulate)
@@ -83,7 +83,7 @@ def _add_plot(commands: Commands[argparse.ArgumentParser]) -> None:
         "plot",
         "batch_plot:plot",
         "draw a profile or a comparison of policies (needs matplotlib)",
-        "trims batch plot load --line 2,20 --max-batch-size 16 --slo-ms 100 -o load.png",
+        "trims batch plot load --line 2,20 --slo-ms 100 -o load.png",
     )
     what = "; ".join(f"{name}: {text}" for name, text in _PLOTS.items())
     plot.add_argument("what", choices=tuple(_PLOTS), metavar="WHAT", help=what)

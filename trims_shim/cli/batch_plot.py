@@ -7,6 +7,7 @@ drawn, and needs none.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 
 from trims_shim.batching.protocol import Request
@@ -82,10 +83,12 @@ def _load(arguments: argparse.Namespace) -> Drawing:
     capacity_qps = setup.capacity_qps(slo_ns)
     loads = sorted(arguments.loads)
     streams = [made_up(arguments, load * capacity_qps) for load in loads]
-    lines = [
-        Line(name, loads, [_violations(setup, maker, stream) for stream in streams])
-        for name, maker in makers.items()
-    ]
+    lines = []
+    for number, (name, maker) in enumerate(makers.items(), start=1):
+        if not arguments.json:
+            print(f"[{number}/{len(makers)}] {name}", file=sys.stderr, flush=True)
+        violations = [_violations(setup, maker, stream) for stream in streams]
+        lines.append(Line(name, loads, violations))
     panel = Panel(f"load, of {capacity_qps:.4g}/s", "violations", lines, is_share=True)
     return Drawing(f"{device_text(setup)}; SLO {slo_ns / _NS_PER_MS:g} ms", [panel])
 

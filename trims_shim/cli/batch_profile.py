@@ -167,4 +167,4 @@ def _table(durations_ns: dict[int, int]) -> str:
         )
         for size, taken_ns in durations_ns.items()
     ]
-    return table(titles, rows, right=" ".join(titles))
+    return table(titles, rows, right=titles)

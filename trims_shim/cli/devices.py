@@ -87,19 +87,21 @@ def _lines(device: DeviceStatus, reply: GetStatusReply) -> tuple[str, str]:
 
 
 def account(memory: DeviceStatus | MemoryStatus) -> str:
-    """A bar of a tier's budget and what its characters stand for."""
+    """A bar of a tier's budget, and what those of its characters stand for that there are."""
     lingering = max(0, memory.lingering_bytes)
     parts = (
         (memory.resident_bytes, "#"),
         (memory.reserved_bytes, "+"),
         (lingering, "~"),
     )
-    return (
-        f"{bar(parts, memory.budget_bytes)} "
-        f"{size(memory.resident_bytes)} of {size(memory.budget_bytes)} resident (#), "
-        f"{size(memory.reserved_bytes)} loading (+), "
-        + (f"{size(lingering)} lingering (~)" if memory.lingering_bytes >= 0 else "lingering: ?")
-    )
+    text = f"{size(memory.resident_bytes)} of {size(memory.budget_bytes)} resident (#)"
+    if memory.reserved_bytes:
+        text += f", {size(memory.reserved_bytes)} loading (+)"
+    if memory.lingering_bytes < 0:
+        text += ", lingering: ?"
+    elif lingering:
+        text += f", {size(lingering)} lingering (~)"
+    return f"{bar(parts, memory.budget_bytes)} {text}"
 
 
 def image_count(reply: GetStatusReply) -> str:

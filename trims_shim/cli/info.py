@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from dataclasses import asdict
 
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.status import RESTART_HINT
-from trims_shim.cli.text import print_json, size, table
+from trims_shim.cli.text import print_json, size
 from trims_shim.inspection import DaemonStatus, Description, DeviceFound, PatchStatus, look
 
 __all__ = ["info"]
@@ -121,19 +122,16 @@ def _limits(found: Description) -> str:
 
 
 def _settings(found: Description) -> str:
-    rows = [
-        (
-            "  " + each.variable,
-            each.value or "(empty)",
-            each.source,
-            "daemon start" if each.is_read_at_daemon_start else "",
-            each.help,
+    lines = []
+    for each in found.settings:
+        source = each.source.removesuffix(f" {each.variable}")  # environment TRIMS_STRICT
+        when = "; read when the daemon starts" if each.is_read_at_daemon_start else ""
+        lines.append(f"  {each.variable}={each.value} ({source}{when})")
+        lines += textwrap.wrap(
+            each.help, 79, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
         )
-        for each in found.settings
-    ]
-    text = table(("  VARIABLE", "VALUE", "FROM", "READ AT", "MEANING"), rows)
     there = "" if os.path.exists(found.config_file) else ", not there"
-    return f"settings (file: {found.config_file}{there})\n{text}"
+    return "\n".join([f"settings (file: {found.config_file}{there})", *lines])
 
 
 def _pairs(pairs: list[tuple[str, str]]) -> str:

@@ -30,9 +30,10 @@ __all__ = ["main"]
 _RUN_USAGE = """\
 usage: trims run [--] COMMAND [ARGUMENT ...]
 
-Run a program with the cache, unchanged: COMMAND is a program (python, torchrun, pytest, a shell
-script), a Python file, or -m MODULE / -c CODE for this interpreter. Every Python process that the
-program starts uses the cache too, except under python -I, -E or -S. TRIMS_ENABLED=0 turns it off.
+Run a program with the cache, unchanged. COMMAND is a program (python, torchrun,
+pytest, a shell script), a Python file, or -m MODULE / -c CODE for this
+interpreter. Every Python process that the program starts uses the cache too,
+except under python -I, -E or -S. TRIMS_ENABLED=0 turns it off.
 
 The exit status is the program's; 126 and 127 if it cannot be started.
 

@@ -8,7 +8,7 @@ from trims_shim.wire.admin import GetStatusReply, PreparedStatus
 __all__ = ["TITLES", "counts", "prepared_lines", "prepared_table", "row_of"]
 
 TITLES = ("KEY", "STATE", "SIZE", "LEASES", "HITS", "USED", "NAMES")
-_RIGHT = "SIZE LEASES HITS USED"
+_RIGHT = ("SIZE", "LEASES", "HITS", "USED")
 _SHOWN = 20
 
 
@@ -19,7 +19,7 @@ def counts(counters: dict[str, int]) -> dict[str, int]:
 
 
 def prepared_lines(reply: GetStatusReply) -> list[str]:
-    """Two lines above the tables; none where another user's daemon does not tell."""
+    """Lines above the tables; none where another user's daemon does not tell."""
     storage = reply.storage
     if storage is None:
         return []
@@ -29,11 +29,12 @@ def prepared_lines(reply: GetStatusReply) -> list[str]:
     became = counts(reply.counters)
     account = bar([(storage.resident_bytes, "#")], storage.budget_bytes)
     return [
-        f"prepared  {account} {size(storage.resident_bytes)} of {size(storage.budget_bytes)} in "
-        f"{storage.directory}",
+        f"prepared  {account} {size(storage.resident_bytes)} of {size(storage.budget_bytes)}",
+        f"          in {storage.directory}",
         f"          {counted(states.count('ready'), 'ONNX model')}, {states.count('preparing')} in "
-        f"preparation, {states.count('refused')} not servable; {became['hit']} hits, "
-        f"{became['made']} made, {became['failed']} failed, {became['refused']} refused",
+        f"preparation, {states.count('refused')} not servable;",
+        f"          {became['hit']} hits, {became['made']} made, {became['failed']} failed, "
+        f"{became['refused']} refused",
     ]
 
 

@@ -31,7 +31,7 @@ from trims_shim.batching.staged.width import measure_width
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.stage_target import StageTarget
 from trims_shim.cli.targets import import_from_here, on_device
-from trims_shim.cli.text import print_json, table
+from trims_shim.cli.text import counted, print_json, table
 from trims_shim.errors import ConfigError, StagingError
 
 __all__ = ["profile"]
@@ -203,7 +203,7 @@ class _Teller:
         self._tries += 1
         size = max(found.total_ns)
         self._print(
-            f"[{self._tries}/{MAX_TRIES}] {len(found.model)} stages: batch of {size} in "
+            f"[{self._tries}/{MAX_TRIES}] {counted(len(found.model), 'stage')}: batch of {size} in "
             f"{found.total_ns[size] / 1e6:.3g} ms, its longest stage in "
             f"{found.longest_ns[size] / 1e6:.3g} ms"
         )
@@ -256,7 +256,7 @@ def _table(saved: SavedStages) -> str:
         )
     ]
     rows.append(("all", *_cells(whole_ns, sizes), ""))
-    return table(titles, rows, right=" ".join(titles[1:]))
+    return table(titles, rows, right=titles[1:])
 
 
 def _cells(latencies_ns: Mapping[int, float], sizes: Sequence[int]) -> list[str]:

@@ -18,7 +18,8 @@ __all__ = ["add_stage"]
 
 _LENGTH = "N"
 _EXAMPLE = """trims stage profile app:unet --shape 3,256,256 -o unet.json
-  trims stage profile app:bert --shape N --dtype int64 --lengths 16,64,256 -o bert.json
+  trims stage profile app:bert --shape N --dtype int64 --lengths 16,64,256 \\
+      -o bert.json
   trims stage plot bert.json -o bert.png"""
 
 

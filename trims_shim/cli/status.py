@@ -176,7 +176,7 @@ def _images(images: tuple[ImageStatus, ...], now_ns: int) -> str:
         )
         for image in images
     ]
-    return table(titles, rows, right="SIZE RESIDENT LEASES HITS USED")
+    return table(titles, rows, right=("SIZE", "RESIDENT", "LEASES", "HITS", "USED"))
 
 
 def _clients(clients: list[ClientStatus], now_ns: int) -> str:
@@ -192,4 +192,4 @@ def _clients(clients: list[ClientStatus], now_ns: int) -> str:
         )
         for client in clients
     ]
-    return table(titles, rows, right="PID USER LEASES REQUESTS CONNECTED")
+    return table(titles, rows, right=titles[:-1])

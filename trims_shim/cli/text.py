@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 __all__ = ["ago", "bar", "counted", "duration", "print_json", "printable", "size", "table"]
@@ -62,10 +62,12 @@ def printable(name: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = "") -> str:
-    """Columns padded to their widest cell; titles that occur in ``right`` are right-aligned."""
+def table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()
+) -> str:
+    """Columns padded to their widest cell; those with a title in ``right`` are right-aligned."""
     widths = [max(len(row[i]) for row in (titles, *rows)) for i in range(len(titles))]
-    aligned_right = [title in right.split() for title in titles]
+    aligned_right = [title in right for title in titles]
     lines = []
     for row in (titles, *rows):
         cells = [

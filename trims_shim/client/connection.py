@@ -476,9 +476,10 @@ def _connect(endpoint: Endpoint) -> socket.socket:
         ) from error
     except OSError as error:
         connection.close()
-        why = error.strerror or error
+        # Without a socket there is nothing to add: none was started, or it ended as it should.
+        why = "" if isinstance(error, FileNotFoundError) else f" ({error.strerror or error})"
         raise DaemonUnavailable(
-            f"no daemon answers at {endpoint.handover}: {why}; a load starts one, or `trims daemon`"
+            f"no daemon answers at {endpoint.handover}{why}; a load starts one, or `trims daemon`"
         ) from error
     if peer.uid not in (os.geteuid(), 0):
         connection.close()
