@@ -32,17 +32,23 @@ LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 
 HEAD = """# Configuration
 
-Strongest first: argument, environment variable, `trims/trims.toml` in `$XDG_CONFIG_HOME` or
-`~/.config` (keys in lower case, without `TRIMS_`), default. `trims info` shows each value and where
-it comes from. An unknown `TRIMS_*` variable or an unclear value is an error; a program then runs
-without the shim, with one warning. An empty variable counts as not set. A process reads its
-settings once, when it imports `trims_shim`. Sizes: `512M`, `8GiB`, `40%` (of the memory the process
-may use; for settings of a device, of the device's; for `TRIMS_PREPARED_BYTES`, of the file
-system's size).
-Booleans: `1` or `0`.
+A setting's value comes from the first of these that has one:
 
-Settings marked *daemon* are read when the daemon starts: `trims stop` to apply a change. (Batchers
-read `TRIMS_CACHE_DIR`, too.)
+1. an argument, where a function takes it;
+2. the environment variable (an empty one counts as not set);
+3. `trims/trims.toml` in `$XDG_CONFIG_HOME` or `~/.config`: keys in lower case, without `TRIMS_`;
+4. the default.
+
+`trims info` shows each value and where it comes from. If a `TRIMS_*` variable is unknown or its
+value unclear, the program runs without the shim, with one warning, and `trims` commands that need
+the cache end with status 2.
+
+- **When it is read.** A process reads its settings once, when it imports `trims_shim`. Settings
+  marked *daemon* are read when the daemon starts: `trims stop` to apply a change. (Batchers read
+  `TRIMS_CACHE_DIR`, too.)
+- **Sizes**: `512M`, `8GiB`, `40%`. A percentage is of the memory the process may use; for settings
+  of a device, of the device's; for `TRIMS_PREPARED_BYTES`, of the file system's size.
+- **Booleans**: `1` or `0`.
 
 | variable | default | read by | meaning |
 |---|---|---|---|

@@ -247,6 +247,7 @@ class TestBudget:
         assert isinstance(refused, RefuseRequest)
         assert isinstance(refused.error, NoSpace)
         assert "not to be had 41" in str(refused.error)
+        assert "and run `trims stop`, or run `trims evict --all`" in str(refused.error)
         started(store.open(opening(size=60), 1, withheld_bytes=40))
 
     def test_relieving_drops_free_images_only_and_no_more_than_wanted(self) -> None:

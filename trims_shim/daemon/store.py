@@ -604,7 +604,7 @@ class Store:
             f"{name}: {needed} bytes do not fit the {self._tier}: budget "
             f"{totals.budget_bytes}, resident {totals.resident_bytes}, loading "
             f"{totals.reserved_bytes}, still mapped elsewhere or not to be had {withheld_bytes}; "
-            f"raise {self._setting}, free memory, or `trims evict`"
+            f"raise {self._setting} and run `trims stop`, or run `trims evict --all`"
         )
 
     def _grant(
