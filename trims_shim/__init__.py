@@ -1,4 +1,4 @@
-"""trims_shim: a model that is anywhere on the machine is loaded everywhere, without a copy.
+"""trims_shim: load a model's weights once per machine, and share them between all processes.
 
 Importing the package is all it takes: ``torch.load``, safetensors, ``load_state_dict`` and
 ``onnxruntime.InferenceSession`` then take weights from a local cache daemon that keeps one copy for

@@ -63,35 +63,36 @@ class Batcher:
     batcher for each instance.
 
     ``model``: the same in stages, a :class:`~trims_shim.batching.staged.StagedModel`, so that
-    requests can enter and leave a batch on its way. Stages run instead of ``function``, which
-    answers where one fails; the first batch of each key runs both ways, and where the results
-    differ by more than rounding, the function answers alone. A StagedModel may also be given as
-    ``function`` itself. Of a method it is that of the instance: the name of an attribute (dotted,
-    if need be), or a function of the instance, which is called once for each. ``buffer_pairs`` and
-    ``max_active`` are for models in stages: how many batches there may be at each border, and how
-    many requests on their way.
+    requests can enter and leave a batch on its way. The stages run instead of ``function``, which
+    answers if one fails. The first batch of each key runs both ways; if the results differ by more
+    than rounding, the function answers alone. A StagedModel may also be given as ``function``
+    itself. For a method, ``model`` is the name of the instance's attribute (dotted, if need be), or
+    a function of the instance, which is called once for each. ``buffer_pairs`` and ``max_active``
+    are for models in stages: how many batches there may be at each border, and how many requests
+    on their way.
 
     ``max_batch_size``: 32, or the largest of ``batch_sizes``.
     ``slo_ms``: by when an answer is wanted, from the call on; None for no limit.
     ``policy``: a name of :data:`trims_shim.batching.policies.POLICIES`, or what makes a rule; for
     models in stages also of :data:`trims_shim.batching.staged.policies.STAGED_POLICIES`. By default
     ``"auto"``, and with stages ``"dvabatch"``.
-    ``profile``: how long batches take, or a file with it; learned if not given, and kept for the
-    next process; in both cases refreshed by each batch.
+    ``profile``: how long batches take, or a file with it. If not given, it is learned and kept for
+    the next process. Each batch refreshes it in both cases.
     ``collate``: how items become batches, see :func:`~trims_shim.batching.collate.collate_of`;
-    ``batch_sizes``: the only sizes the function sees, smaller batches are filled up.
-    ``queue_size``: how many may wait; beyond that callers wait for room, or with
+    ``batch_sizes``: the only sizes the function sees; smaller batches are filled up.
+    ``queue_size``: how many may wait. Beyond that callers wait for room, or with
     ``when_full="reject"`` get :class:`~trims_shim.errors.QueueFull`.
     ``when_late``: what becomes of requests that the policy gives up: dropped with
     :class:`~trims_shim.errors.RequestDropped`, or served when nothing else is left.
     ``isolate_failures``: halve a failing batch until each failing item is alone.
-    ``weight`` of an item, and the most that the items of a batch may weigh together.
-    ``devices``: how many batches run at once, 1 by default. Of a model in stages how many of its
-    stages, each with one batch; also names of devices (``["cuda:0", "cuda:0"]`` are two streams);
-    by default 1 on a CPU, and 2 where its parameters are on a GPU; policies of models in stages use
-    that second one only where it was measured to gain.
+    ``weight``: of an item; ``max_batch_weight``: the most that the items of a batch may weigh
+    together.
+    ``devices``: how many batches run at once, 1 by default. For a model in stages: how many of its
+    stages run at once, each with one batch, or names of devices (``["cuda:0", "cuda:0"]`` are two
+    streams). The default is then 1 on a CPU, and 2 if its parameters are on a GPU; policies of
+    models in stages use that second one only where it was measured to gain.
     ``caller_runs``: a thread that waits for its answer may run the batch itself, which saves a
-    change of threads; False for functions that care in which thread they run (thread-local state;
+    change of threads. False for functions that care in which thread they run (thread-local state;
     OpenMP, which keeps a pool of threads for each thread that computes).
     """
 

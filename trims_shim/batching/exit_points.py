@@ -59,8 +59,8 @@ class ExitPoints:
 def exit_point() -> None:
     """Here a batch of :class:`~trims_shim.batching.flex.FlexBatcher` may be given up.
 
-    To be called by models, in the thread that runs their stage, between pieces of work whose
-    results are not needed if the batch runs again. Does nothing anywhere else.
+    Models call it in the thread that runs their stage, between pieces of work whose results are not
+    needed if the batch runs again. Anywhere else it does nothing.
     """
     points = getattr(_here, "points", None)
     if points is not None:

@@ -66,8 +66,8 @@ class FlexBatcher(Batcher):
 
     ``models``: by name, an ``nn.Sequential`` or a list of callables. The first is called with the
     batch, ``[batch, ...]``, each other one with the result before it; the last returns one result
-    for each item. Stages are called again, from the first, when a batch was given up, so they must
-    not change anything but what they return. Inside of stages
+    for each item. When a batch was given up, its stages are called again from the first, so they
+    must change nothing but what they return. Inside of stages
     :func:`~trims_shim.batching.exit_points.exit_point` makes more exit points.
 
     ``slo_ms``: by when an answer is wanted; a number for all, or one for each model by name;
@@ -77,8 +77,9 @@ class FlexBatcher(Batcher):
     mapping of them by the device's name.
     ``preemption_factor``: how many times as large another batch has to be (lambda in the paper);
     None never preempts. ``margin_ms`` is kept free before each deadline.
-    ``profiles``: how long batches take, of some models by name; learned if not given, and kept for
-    the next process under the batcher's ``name`` if it has one. All else as for Batcher.
+    ``profiles``: how long batches take, for some models by name. If not given, they are learned,
+    and kept for the next process under the batcher's ``name`` if it has one. All else as for
+    Batcher.
 
     Raises ValueError for models without stages, TypeError for stages that are not callable.
     """

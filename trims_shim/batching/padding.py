@@ -27,7 +27,7 @@ _SHORT = 8
 
 
 class Padded(NamedTuple):
-    """What a function gets whose items are no mappings."""
+    """What a function gets for items that are no mappings."""
 
     values: Any
     """``[batch, longest, ...]``, or the items' structure of such."""
@@ -52,9 +52,8 @@ class Pad:
 
     Batches are padded to their longest item, rounded up to a multiple of ``multiple``. By the
     default policies items of similar length share a batch, and others join them where more of them
-    are in time then, or all who wait are answered sooner. By other policies, and with
-    ``mask=None``, by which a model cannot tell items from what they are padded with, all lengths
-    share one.
+    are in time then, or all who wait are answered sooner. All lengths share one batch under other
+    policies, and with ``mask=None``, because then a model cannot tell items from their padding.
 
     ``buckets`` are the lengths to pad to; an item longer than the largest is refused with a
     ValueError. Items of one bucket share a batch. By the default policies others join them, as

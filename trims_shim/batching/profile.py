@@ -26,9 +26,9 @@ _GUESS_NS = 1_000
 class LatencyProfile:
     """Latency of a batch, in nanoseconds, for every size from 1 to ``max_batch_size``.
 
-    A larger one may take less than a smaller one, as some products of matrices do: of a perceptron
-    on a processor, 3 rows 13 ms, and 4 rows 10. But no size takes less than one item alone, by
-    which it is decided what is hopeless: where one does, that is what one item is said to take.
+    A larger size may take less than a smaller one, as some products of matrices do: a perceptron on
+    a processor took 13 ms for 3 rows, and 10 for 4. But no size takes less than one item alone,
+    because that decides what is hopeless: where one does, one item is said to take as little.
     """
 
     __slots__ = ("_alone_ns", "_least", "_table", "max_batch_size")

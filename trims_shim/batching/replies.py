@@ -254,7 +254,7 @@ class _Condition(threading.Condition):
 
 
 class BatchFuture(Future[Any]):
-    """Of ``submit``. ``cancel()`` frees its place in the queue."""
+    """What ``submit`` returns. ``cancel()`` frees its place in the queue."""
 
     def __init__(self) -> None:
         super().__init__()
