@@ -263,7 +263,11 @@ def _add_programs(commands: Commands[argparse.ArgumentParser]) -> None:
         "let TRIMS_ENABLED=1 in the environment switch the cache on for this Python installation",
         "trims autostart install && TRIMS_ENABLED=1 python app.py",
     )
-    autostart.add_argument("action", choices=("install", "remove", "status"))
+    autostart.add_argument(
+        "action",
+        choices=("install", "remove", "status"),
+        help="write the .pth file that does it, delete it, or say whether it is there",
+    )
     autostart.add_argument(
         "--site-packages", metavar="DIRECTORY", help="default: that of this interpreter"
     )

@@ -115,7 +115,8 @@ def headline(reply: GetStatusReply) -> list[str]:
     return [
         f"daemon    {reply.pid}, trims_shim {reply.package}, up {uptime}, "
         + (f"exits when idle for {duration(reply.idle_exit_s)}" if reply.idle_exit_s else "stays"),
-        f"memory    {memory.kind}" + (f" ({memory.reason})" if memory.reason else ""),
+        f"memory    {memory.kind}",
+        *([f"          {memory.reason}"] if memory.reason else ()),
         f"host      {account(memory)}",
         *device_lines(reply),
         *prepared_lines(reply),
