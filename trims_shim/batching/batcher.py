@@ -14,8 +14,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
-from types import ModuleType
-from typing import Any, Literal, overload
+from types import GenericAlias, ModuleType
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 from trims_shim.batching.arguments import (
     choice,
@@ -49,13 +49,34 @@ from trims_shim.batching.streams import END, StreamReply
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BatcherClosed
 
+if TYPE_CHECKING:
+    from typing_extensions import Self, TypeVar, Unpack
+
+    from trims_shim.batching.signatures import (
+        AllOptions,
+        Answers,
+        Item,
+        ListOptions,
+        Piece,
+        Pieces,
+        Result,
+        batched,
+    )
+
+    _A = TypeVar("_A", default=Any)
+    _B = TypeVar("_B", default=Any)
+else:
+    from typing import TypeVar
+
+    Item, Result, Piece = TypeVar("Item"), TypeVar("Result"), TypeVar("Piece")
+
 __all__ = ["Batcher", "batched"]
 
 _NS_PER_MS = 1_000_000
 _MAX_BATCH_SIZE = 32
 
 
-class Batcher:
+class Batcher(Generic[Item, Result, Piece]):
     """Turns a function of batches into one of items, under a latency objective.
 
     ``function`` gets one batch for each argument of its callers and returns one result for each
@@ -104,6 +125,36 @@ class Batcher:
     _classes: tuple[type, ...] = ()
     """Whose method it is."""
 
+    if not TYPE_CHECKING:
+        # Not Generic's: type variables have defaults from Python 3.13 on only.
+        __class_getitem__ = classmethod(GenericAlias)
+
+    @overload
+    def __init__(self, function: StagedModel, **options: Unpack[AllOptions]) -> None: ...
+    @overload
+    def __init__(
+        self: Batcher[_A, _B],
+        function: Callable[[list[_A]], Answers[_B]],
+        **options: Unpack[ListOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: Batcher[_A, list[_B], _B],
+        function: Callable[[list[_A]], Pieces[_B]],
+        **options: Unpack[ListOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: Batcher[Any, _B],
+        function: Callable[..., Answers[_B]],
+        **options: Unpack[ListOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        function: Callable[..., Any] | classmethod[Any, ..., Any],
+        **options: Unpack[AllOptions],
+    ) -> None: ...
     def __init__(
         self,
         function: Callable[..., Any] | classmethod[Any, Any, Any],
@@ -227,7 +278,12 @@ class Batcher:
 
     # --- one item ---------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, deadline_ms: float | None = None, priority: int = 0) -> Any:
+    def __call__(
+        self,
+        *args: Unpack[tuple[Item, Unpack[tuple[Any, ...]]]],
+        deadline_ms: float | None = None,
+        priority: int = 0,
+    ) -> Result:
         """The answer for one item; blocks. Raises what the function raised for it, RequestDropped,
         QueueFull or BatcherClosed; RuntimeError where blocking would stop the loop that has to run.
 
@@ -240,13 +296,19 @@ class Batcher:
         dispatch = engine.threads()
         reply = BlockedCall()
         request = self._request(args, reply, deadline_ms, priority)
+        answer: Result
         if dispatch.is_running_here():
-            return dispatch.call_nested(request.payload)
-        return dispatch.call(request, reply)
+            answer = dispatch.call_nested(request.payload)
+        else:
+            answer = dispatch.call(request, reply)
+        return answer
 
     def submit(
-        self, *args: Any, deadline_ms: float | None = None, priority: int = 0
-    ) -> BatchFuture:
+        self,
+        *args: Unpack[tuple[Item, Unpack[tuple[Any, ...]]]],
+        deadline_ms: float | None = None,
+        priority: int = 0,
+    ) -> BatchFuture[Result]:
         """The answer as a :class:`concurrent.futures.Future`, which may be cancelled.
 
         Blocks only while the queue is full. Raises QueueFull and BatcherClosed; the rest is the
@@ -261,16 +323,25 @@ class Batcher:
         dispatch.submit_and_wait_for_room(request)
         return future
 
-    async def aio(self, *args: Any, deadline_ms: float | None = None, priority: int = 0) -> Any:
+    async def aio(
+        self,
+        *args: Unpack[tuple[Item, Unpack[tuple[Any, ...]]]],
+        deadline_ms: float | None = None,
+        priority: int = 0,
+    ) -> Result:
         """The answer for one item; awaits. As calling it, but for event loops."""
         self, args = self._bound(args)
-        return await _aio().call(self._engine, self._maker(args, deadline_ms, priority))
+        answer: Result = await _aio().call(self._engine, self._maker(args, deadline_ms, priority))
+        return answer
 
     # --- answers in pieces ------------------------------------------------------------------------
 
     def stream(
-        self, *args: Any, deadline_ms: float | None = None, priority: int = 0
-    ) -> Generator[Any, None, None]:
+        self,
+        *args: Unpack[tuple[Item, Unpack[tuple[Any, ...]]]],
+        deadline_ms: float | None = None,
+        priority: int = 0,
+    ) -> Generator[Piece, None, None]:
         """The pieces of the answer for one item as they come; blocks between them.
 
         For batch functions that are generators: each list they yield has a piece for every item;
@@ -289,17 +360,36 @@ class Batcher:
         return pieces
 
     def astream(
-        self, *args: Any, deadline_ms: float | None = None, priority: int = 0
-    ) -> AsyncGenerator[Any, None]:
+        self,
+        *args: Unpack[tuple[Item, Unpack[tuple[Any, ...]]]],
+        deadline_ms: float | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[Piece, None]:
         """As :meth:`stream`, for event loops."""
         self, args = self._bound(args)
-        pieces: AsyncGenerator[Any, None] = _aio().stream(
+        pieces: AsyncGenerator[Piece, None] = _aio().stream(
             self._engine, self._maker(args, deadline_ms, priority)
         )
         return pieces
 
     # --- many items -------------------------------------------------------------------------------
 
+    @overload
+    def map(
+        self,
+        *iterables: Unpack[tuple[Iterable[Item], Unpack[tuple[Iterable[Any], ...]]]],
+        deadline_ms: float | None = None,
+        priority: int = 0,
+        return_exceptions: Literal[False] = False,
+    ) -> Iterator[Result]: ...
+    @overload
+    def map(
+        self,
+        *iterables: Unpack[tuple[Iterable[Item], Unpack[tuple[Iterable[Any], ...]]]],
+        deadline_ms: float | None = None,
+        priority: int = 0,
+        return_exceptions: bool,
+    ) -> Iterator[Result | BaseException]: ...
     def map(
         self,
         *iterables: Iterable[Any],
@@ -425,13 +515,13 @@ class Batcher:
         await self.adrain()
         self._engine.rest()
 
-    def __enter__(self) -> Batcher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close(cancel=exc_info[0] is not None)
 
-    async def __aenter__(self) -> Batcher:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -446,7 +536,12 @@ class Batcher:
     def __repr__(self) -> str:
         return f"<Batcher of {self.name}, at most {self.max_batch_size} at once>"
 
-    def warm(self, *args: Any, repeats: int = 3, limit_s: float = 2.0) -> LatencyProfile:
+    def warm(
+        self,
+        *args: Unpack[tuple[Item, Unpack[tuple[Any, ...]]]],
+        repeats: int = 3,
+        limit_s: float = 2.0,
+    ) -> LatencyProfile:
         """Measure how long batches take, with copies of one item, and start from that profile.
 
         Runs the function in this thread, for about ``limit_s`` at most, beside batches that may be
@@ -471,7 +566,7 @@ class Batcher:
         """Whether it is a method of no instance, which serves nobody."""
         return self._owner is None and bool(self._classes)
 
-    def _bound(self, args: tuple[Any, ...]) -> tuple[Batcher, tuple[Any, ...]]:
+    def _bound(self, args: Any) -> tuple[Self, Any]:
         """Called with the instance first, as ``Class.method(instance, item)`` and what wraps a
         batched method do: the instance's own, and the item."""
         if self._owner is not None or len(args) < 2:
@@ -481,7 +576,7 @@ class Batcher:
             return self.__get__(args[0]), args[1:]
         return self, args
 
-    def __get__(self, instance: object, owner: type | None = None) -> Batcher:
+    def __get__(self, instance: object, owner: type | None = None) -> Self:
         """Of a class: the batcher of this instance, which is gone when the instance is."""
         if self._is_of_class:
             instance = type(instance) if owner is None else owner
@@ -495,7 +590,7 @@ class Batcher:
         engine = self._engines.find(instance)
         if engine is None:
             engine = self._engines.keep(instance, self._engine_of(instance))
-        view = Batcher.__new__(Batcher)
+        view = type(self).__new__(type(self))
         view.__dict__.update(self.__dict__)
         view._owner, view._engine = instance, engine
         if self._model_of is not None:
@@ -544,7 +639,7 @@ class Batcher:
         entry = Entry(args, reply, deadline_ns, self._owner)
         return Request(0, now_ns, deadline_ns, priority, key, weight, entry)
 
-    def _call_async(self, args: tuple[Any, ...], deadline_ms: float | None, priority: int) -> Any:
+    def _call_async(self, args: Any, deadline_ms: float | None, priority: int) -> Result:
         asyncio = sys.modules.get("asyncio")
         if asyncio is not None and asyncio._get_running_loop() is not None:
             raise RuntimeError(
@@ -561,17 +656,17 @@ class Batcher:
             del future  # it may have an error, whose traceback has this frame
 
 
-@overload
-def batched(function: Callable[..., Any], /) -> Batcher: ...
-@overload
-def batched(**options: Any) -> Callable[[Callable[..., Any]], Batcher]: ...
-def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Decorate a function of batches, or a method; options as for :class:`Batcher`."""
-    if function is None:
-        return functools.partial(Batcher, **options)
-    if isinstance(function, int | float | str):
-        raise TypeError(f"{function!r} is no function; options have names: @batched(slo_ms=100)")
-    return Batcher(function, **options)
+if not TYPE_CHECKING:
+
+    def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+        """Decorate a function of batches, or a method; options as for :class:`Batcher`."""
+        if function is None:
+            return functools.partial(Batcher, **options)
+        if isinstance(function, int | float | str):
+            raise TypeError(
+                f"{function!r} is no function; options have names: @batched(slo_ms=100)"
+            )
+        return Batcher(function, **options)
 
 
 def _plain_kind(

@@ -55,7 +55,7 @@ class PreemptionStats:
     stop_p99_ms: float
 
 
-class FlexBatcher(Batcher):
+class FlexBatcher(Batcher[str, Any]):
     """Answers items of several models under a latency objective.
 
     ::

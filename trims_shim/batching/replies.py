@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BatchingError
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from trims_shim.batching.dispatch import Dispatch
     from trims_shim.batching.jobs import Job
     from trims_shim.batching.protocol import Request
+    from trims_shim.batching.signatures import Answer
+else:
+    Answer = TypeVar("Answer")
 
 __all__ = [
     "FAILURES",
@@ -253,7 +256,7 @@ class _Condition(threading.Condition):
         self.__exit__ = lock.__exit__  # type: ignore[method-assign]
 
 
-class BatchFuture(Future[Any]):
+class BatchFuture(Future[Answer]):
     """What ``submit`` returns. ``cancel()`` frees its place in the queue."""
 
     def __init__(self) -> None:
@@ -278,7 +281,7 @@ class BatchFuture(Future[Any]):
             dispatch.cancel(request)
         return True
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> Answer:
         """See :class:`concurrent.futures.Future`; an error where waiting would never end."""
         self._check_may_wait()
         try:
