@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import types
@@ -53,6 +55,17 @@ def tensors(tmp_path: Path) -> str:
 
 
 class TestHandle:
+    @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+    def test_is_not_copied(
+        self, daemon: FakeDaemon, tensors: str, copied: Callable[[Any], Any]
+    ) -> None:
+        with trims_shim.open(tensors) as handle:
+            # A copy's views of device memory would outlive it.
+            with pytest.raises(TypeError, match=r"neither copied nor pickled: open the file"):
+                copied(handle)
+            assert handle.torch("count") == 7
+        assert trims_shim.DeviceHandle.__reduce__ is trims_shim.Handle.__reduce__
+
     def test_describes_its_file(self, daemon: FakeDaemon, tensors: str) -> None:
         with trims_shim.open(tensors) as handle:
             assert handle.name == tensors

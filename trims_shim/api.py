@@ -130,7 +130,18 @@ def _warm_onnx(path: str, *, is_plain: bool, waiting: Callable[[], None] | None)
 
 
 @overload
-def open(path: str | os.PathLike[str], *, device: None = None, access: _Access = ...) -> Handle: ...
+def open(
+    path: str | os.PathLike[str],
+    *,
+    device: Literal["cpu"] | None = None,
+    access: _Access = ...,
+) -> Handle: ...
+
+
+@overload
+def open(
+    path: str | os.PathLike[str], *, device: Literal["cuda"] | int, access: _Access = ...
+) -> DeviceHandle: ...
 
 
 @overload

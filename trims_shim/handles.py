@@ -46,6 +46,9 @@ class _Opened(ABC, Generic[_Arena]):
         """Let go of the mapping; views keep it alive for as long as they need it."""
         self._arena = None
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} is neither copied nor pickled: open the file where it is needed")
+
     def __enter__(self: _Self) -> _Self:
         return self
 
