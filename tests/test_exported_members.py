@@ -66,6 +66,7 @@ def test_exports_exist(name: str) -> None:
         if (error.name or "").split(".")[0] in OPTIONAL:
             pytest.skip(f"{error.name} is not installed")
         raise
+    assert set(getattr(module, "__all__", ())) <= set(dir(module))
     for each in getattr(module, "__all__", ()):
         assert getattr(module, each) is not None or each in vars(module)
 
