@@ -16,6 +16,7 @@ from trims_shim.batching.policies import POLICIES
 from trims_shim.batching.staged import StagedModel, generation
 
 NAN, INFINITY = float("nan"), float("inf")
+PROFILE = LatencyProfile.linear(1, 1, max_batch_size=2)
 
 
 def same(items: Any) -> Any:
@@ -35,8 +36,10 @@ def flex(**options: Any) -> FlexBatcher:
 
 
 def window(wait_ms: Any) -> Any:
-    profile = LatencyProfile.linear(1, 1, max_batch_size=2)
-    return POLICIES["window"](profile, max_batch_size=2, wait_ms=wait_ms)
+    return POLICIES["window"](PROFILE, max_batch_size=2, wait_ms=wait_ms)
+
+
+generates = functools.partial(generation, same, max_new_tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +62,16 @@ def window(wait_ms: Any) -> Any:
         (flex, "margin_ms", ["3", NAN, INFINITY, -1, None]),
         (Pad, "buckets", [4, "ab", [1.5], [], [0]]),
         (Pad, "multiple", [1.5, NAN, "2", 0]),
+        (flex, "name", [5, b"x"]),
+        (flex, "profiles", [5, [PROFILE], PROFILE, {"b": PROFILE}]),
+        (Pad, "axis", ["0", 1.5, None, -1]),
+        (Pad, "fields", ["input_ids"]),
+        (Pad, "unpad", ["logits"]),
+        (functools.partial(StagedModel, [same]), "profile", [PROFILE, 5]),
         (window, "wait_ms", ["3", NAN, INFINITY, -1, None]),
         (functools.partial(generation, same), "max_new_tokens", ["3", 1.5, INFINITY, 0]),
+        (generates, "eos_token_id", ["</s>", 1.5, ["</s>"]]),
+        (generates, "pad_token_id", [None, "<pad>"]),
     ],
 )
 def test_a_wrong_option_is_named(make: Callable[..., Any], option: str, values: list[Any]) -> None:

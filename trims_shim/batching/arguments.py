@@ -19,6 +19,7 @@ from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.errors import ConfigError
 
 __all__ = [
+    "check_name",
     "check_path",
     "choice",
     "devices_of",
@@ -113,6 +114,12 @@ def number(name: str, value: Any) -> Any:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r}; it has to be a number") from None
+
+
+def check_name(name: object) -> None:
+    """Of a batcher."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; it has to be text")
 
 
 def choice(name: str, value: str, yes: str, no: str) -> bool:

@@ -18,6 +18,7 @@ from types import GenericAlias, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 from trims_shim.batching.arguments import (
+    check_name,
     choice,
     devices_of,
     lasting_name,
@@ -183,8 +184,7 @@ class Batcher(Generic[Item, Result, Piece]):
             function, self._is_of_class = function.__func__, True
         if not callable(function):
             raise TypeError(f"{function!r} is not callable")
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"name is {name!r}; it has to be text")
+        check_name(name)
         if batch_sizes is not None:
             batch_sizes = sizes("batch_sizes", batch_sizes)
         if max_batch_size is None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from trims_shim.batching.arguments import (
+    check_name,
     choice,
     devices_of,
     number,
@@ -109,6 +110,7 @@ class FlexBatcher(Batcher[str, Any]):
         names = ["cpu"] * found if isinstance(found, int) else found
         if preemption_factor is not None:
             preemption_factor = number("preemption_factor", preemption_factor)
+        check_name(name)
         self.name = name or "flex"
         of_models = slo_ms if isinstance(slo_ms, Mapping) else {}
         self._slos_ns = _slos_ns(of_models, models)
@@ -143,7 +145,7 @@ class FlexBatcher(Batcher[str, Any]):
             name=name,
             max_batch_size=max_batch_size,
             devices=len(names),
-            priors={each: prior_of(of_model) for each, of_model in (profiles or {}).items()},
+            priors=_priors(profiles or {}, models),
             store=open_store,
         )
         options = Options(
@@ -212,6 +214,18 @@ class FlexBatcher(Batcher[str, Any]):
         entry = Entry(tuple(items), reply, deadline_ns, model)
         priority = number("priority", priority)
         return Request(0, now_ns, deadline_ns, priority, key, 1, entry)
+
+
+def _priors(
+    profiles: Mapping[str, LatencyProfile | str | os.PathLike[str]], models: Mapping[str, Stages]
+) -> dict[str, LatencyProfile | None]:
+    if not isinstance(profiles, Mapping):
+        raise TypeError(f"profiles is {profiles!r}; it has to be a mapping of profiles by model")
+    if not set(profiles) <= set(models):
+        raise ValueError(
+            f"profiles are given for {', '.join(profiles)}; the models are {', '.join(models)}"
+        )
+    return {name: prior_of(each) for name, each in profiles.items()}
 
 
 def _slos_ns(of_models: Mapping[str, float], models: Mapping[str, Stages]) -> dict[str, int]:

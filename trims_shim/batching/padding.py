@@ -75,6 +75,13 @@ class Pad:
     _has_classes: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name, names in (("fields", self.fields), ("unpad", self.unpad)):
+            if isinstance(names, str | bytes):
+                raise TypeError(f"{name} is {names!r}; it has to be a list of names: [{names!r}]")
+        try:
+            operator.index(self.axis)
+        except TypeError:
+            raise TypeError(f"axis is {self.axis!r}; it has to be a whole number") from None
         if self.axis < 0:
             raise ValueError(f"axis is {self.axis}; count it from the front of an item, from 0")
         try:

@@ -38,6 +38,8 @@ class TestMaking:
     def test_of_what_is_no_stage(self, stage: Any) -> None:
         with pytest.raises(TypeError):
             StagedModel([abs, stage])
+        with pytest.raises(TypeError):
+            Loop(stage)
 
     def test_a_loop_is_the_last(self) -> None:
         loop = Loop(abs)

@@ -44,6 +44,7 @@ class Loop:
         take: Callable[[Any, Sequence[int]], Any] | None = None,
         result: Callable[[list[Any]], Any] = list,
     ) -> None:
+        check_stage(step)
         self.step = step
         self.join = join or flow.join
         self.take = take or flow.take
@@ -85,6 +86,11 @@ class StagedModel:
             check_stage(stage)
         if any(isinstance(stage, Loop) for stage in self.stages[:-1]):
             raise TypeError("a Loop has to be the last stage")
+        if profile is not None and not isinstance(profile, StagedProfile):
+            raise TypeError(
+                f"profile is {profile!r}; it has to be a StagedProfile (StagedProfile.even makes "
+                "one of the whole's)"
+            )
         if profile is not None and len(profile.stages) != len(self.stages):
             raise ValueError(
                 f"a profile of {len(profile.stages)} stages for a model of {len(self.stages)}"

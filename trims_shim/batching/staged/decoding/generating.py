@@ -17,7 +17,8 @@ DVABatch (ATC'22).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -119,12 +120,14 @@ def generation(
     later may meet them in between. Others take their steps meanwhile where there is a device for
     it (``devices=2``); with one device prompts go first.
 
-    Raises ValueError for numbers below 1 and sampling that cannot be, and StagingError for models
-    that cannot be run so: encoder-decoders, those without a cache of keys and values, modules in
-    training mode, and with several ``prefill_stages`` those whose tokens attend to later ones.
+    Raises TypeError for tokens that are no numbers, ValueError for numbers below 1 and sampling
+    that cannot be, and StagingError for models that cannot be run so: encoder-decoders, those
+    without a cache of keys and values, modules in training mode, and with several
+    ``prefill_stages`` those whose tokens attend to later ones.
     """
     whole("max_new_tokens", max_new_tokens)
     whole("prefill_stages", prefill_stages)
+    pad_token_id = _token("pad_token_id", pad_token_id)
     decoder, ends = _decoder_of(model)
     if prefill_stages > 1 and not getattr(decoder, "is_causal", True):
         raise StagingError(
@@ -132,13 +135,21 @@ def generation(
             "read in parts; make it with is_decoder=True, or without prefill_stages"
         )
     if eos_token_id is not None:
-        ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+        found = eos_token_id if isinstance(eos_token_id, Iterable) else (eos_token_id,)
+        ends = tuple(_token("eos_token_id", each) for each in found)
     sampling = Sampling(temperature, top_k, top_p)
     generator = _Generator(decoder, ends, max_new_tokens, pad_token_id, sampling)
     loop = Loop(generator.step, join=_join, take=_take, result=_answer)
     stages: list[Stage] = [*generator.prefill(prefill_stages), loop]
     name = name or getattr(model, "__name__", type(model).__name__)
     return StagedModel(stages, name=name)
+
+
+def _token(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it has to be the number of a token") from None
 
 
 def _decoder_of(model: Any) -> tuple[Decoder, tuple[int, ...]]:
