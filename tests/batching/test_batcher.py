@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import inspect
 import itertools
 import pickle
 import threading
@@ -16,6 +17,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -1012,6 +1014,34 @@ def test_methods_are_copied_and_pickled_with_their_instance() -> None:
     assert model.scale.stats().submitted == 1
     assert pickle.loads(pickle.dumps(Model.scale)) is Model.scale
     assert pickle.loads(pickle.dumps(Model.named))(2) == "Model 2"
+
+
+def test_methods_are_equal_and_have_a_signature_as_methods_do() -> None:
+    model = Model(3)
+    assert model.scale == model.scale
+    assert len({model.scale, model.scale, Model(3).scale, Model.scale}) == 3
+    assert list(inspect.signature(Model.scale).parameters) == ["self", "items"]
+    assert list(inspect.signature(model.scale).parameters) == ["items"]
+
+
+def test_methods_of_a_subclass_of_batcher_are_of_that_subclass() -> None:
+    class Doubling(Batcher[int, int]):
+        def __call__(self, *args: Any, **options: Any) -> int:
+            return 2 * super().__call__(*args, **options)
+
+    class Own(Model):
+        scale = Doubling(Model.scale.function)
+
+    assert Own(3).scale(2) == 12
+
+
+def test_a_class_method_above_a_batcher_calls_it() -> None:
+    def named(cls: type, items: list[int]) -> list[str]:
+        return [f"{cls.__name__} {item}" for item in items]
+
+    # What Python makes of `@classmethod` above `@batched`, from 3.13 on.
+    assert MethodType(Batcher(named), Model)(1) == "Model 1"
+    assert Batcher(lambda cls, items: [*zip(cls, items, strict=True)])(1, 2) == (1, 2)
 
 
 def test_an_instance_without_weak_references_is_told_what_to_do() -> None:

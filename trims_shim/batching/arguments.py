@@ -135,9 +135,12 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{module}.{name}" if module else name
 
 
-def takes_self(function: Callable[..., Any]) -> bool:
-    """Whether it is written as a method is."""
-    return inspect.isfunction(function) and function.__code__.co_varnames[:1] == ("self",)
+def takes_self(function: Callable[..., Any], first: object) -> bool:
+    """Whether it is written as a method is, and ``first`` may be whose it is."""
+    if not inspect.isfunction(function):
+        return False
+    name = function.__code__.co_varnames[:1]
+    return name == ("self",) or (name == ("cls",) and isinstance(first, type))
 
 
 def lasting_name(function: Callable[..., Any]) -> str | None:

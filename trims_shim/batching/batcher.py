@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
-from types import GenericAlias, ModuleType
+from types import GenericAlias, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 from trims_shim.batching.arguments import (
@@ -121,6 +121,7 @@ class Batcher(Generic[Item, Result, Piece]):
     _model: StagedModel | None = None
     _model_of: Callable[[Any], StagedModel] | None = None
     """Of a method: that of an instance."""
+    __wrapped__: Callable[..., Any]
     _is_of_class = False
     """It is a class method."""
     _classes: tuple[type, ...] = ()
@@ -533,6 +534,13 @@ class Batcher(Generic[Item, Result, Piece]):
             return getattr, (self._owner, self._function.__name__)
         return str(self.__dict__.get("__qualname__", self.name))
 
+    def __eq__(self, other: object) -> bool:
+        # As methods are: each access makes one anew.
+        return isinstance(other, Batcher) and self._engine is other._engine
+
+    def __hash__(self) -> int:
+        return hash(id(self._engine))
+
     def __repr__(self) -> str:
         return f"<Batcher of {self.name}, at most {self.max_batch_size} at once>"
 
@@ -572,7 +580,7 @@ class Batcher(Generic[Item, Result, Piece]):
         if self._owner is not None or len(args) < 2:
             return self, args
         # A wrapped method, or one assigned to its class later, is told by its first parameter.
-        if isinstance(args[0], self._classes) or takes_self(self._function):
+        if isinstance(args[0], self._classes) or takes_self(self._function, args[0]):
             return self.__get__(args[0]), args[1:]
         return self, args
 
@@ -593,6 +601,7 @@ class Batcher(Generic[Item, Result, Piece]):
         view = type(self).__new__(type(self))
         view.__dict__.update(self.__dict__)
         view._owner, view._engine = instance, engine
+        view.__wrapped__ = MethodType(self._function, instance)  # for inspect.signature
         if self._model_of is not None:
             of_model: Any = engine
             view._model = of_model.model
