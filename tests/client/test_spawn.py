@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import queue
@@ -51,6 +52,15 @@ def test_an_interpreter_that_cannot_be_run(
     python.write_text("not a program")
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(DaemonStartFailed, match="trims daemon"):
+        spawn.start(endpoint, timeout_s=5)
+
+
+def test_no_process_can_be_started(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "posix_spawn", refuse)
+    with pytest.raises(DaemonStartFailed, match="raise `ulimit -u`"):
         spawn.start(endpoint, timeout_s=5)
 
 

@@ -101,6 +101,10 @@ def test_the_daemon_does_not_inherit_what_its_starter_had(world: World) -> None:
     pid = world.run(
         f"os.chdir({world.root!r})\n"
         "os.set_inheritable(os.open('/etc/hostname', os.O_RDONLY), True)\n"
+        "import resource\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "os.dup2(os.open('/etc/passwd', os.O_RDONLY), 200)\n"  # beyond the limit by now
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
@@ -109,7 +113,7 @@ def test_the_daemon_does_not_inherit_what_its_starter_had(world: World) -> None:
     )
     assert int(_status_of(pid, "SigIgn"), 16) & 1 << signal.SIGCHLD - 1 == 0
     assert _status_of(pid, "Umask") == "0022"
-    assert "/etc/hostname" not in world.descriptors(pid).values()
+    assert not {"/etc/hostname", "/etc/passwd"} & set(world.descriptors(pid).values())
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
     world.signal(pid, signal.SIGTERM)
     wait_until(lambda: process_state(pid) == "", "SIGTERM ends it")
@@ -212,6 +216,18 @@ def test_a_daemon_that_cannot_start_says_why(make_world: Any) -> None:
     assert "no-such-group-of-trims" in reason[1]
     # A daemon says why before it ends.
     wait_until(lambda: not world.processes(), "the daemon that could not start is gone")
+
+
+def test_a_daemon_that_may_have_too_few_files_names_the_limit(world: World) -> None:
+    """ZeroMQ aborted it, or said "Too many open files"; with a few more it answered nobody."""
+    reason = world.run(
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\n"
+        f"try:\n open_file({world.file(1)!r})\n"
+        "except errors.TrimsError as error:\n say([error.reason, str(error)])\n"
+    )
+    assert reason[0] == "daemon_start_failed"
+    assert "ulimit -H -n" in reason[1]
 
 
 def test_a_crowd_hears_at_once_that_no_daemon_can_start(make_world: Any) -> None:

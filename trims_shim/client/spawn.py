@@ -41,6 +41,7 @@ _locks: list[int] = []
 _BOOT = (
     "import json, os, sys; "
     "os.chdir('/'); "
+    "[os.close(each) for each in json.loads(sys.argv[3])]; "
     "sys.path[:] = json.loads(sys.argv[2]); "
     "os.fork() and os._exit(0); "
     "os.setsid(); "
@@ -141,8 +142,10 @@ def _spawn(endpoint: Endpoint, deadline: float) -> None:
             try:
                 child = _launch(executable, endpoint, writer)
             except OSError as error:
+                is_limit = error.errno == errno.EAGAIN  # of processes
+                next_step = "raise `ulimit -u`" if is_limit else "run `trims daemon`"
                 raise DaemonStartFailed(
-                    f"the daemon cannot be started with {executable}: {error}; run `trims daemon`"
+                    f"the daemon cannot be started with {executable}: {error}; {next_step}"
                 ) from error
             finally:
                 os.close(writer)
@@ -168,12 +171,14 @@ def _launch(executable: str, endpoint: Endpoint, writer: int) -> int:
         log = os.open(endpoint.log, flags, 0o600)
         stack.callback(os.close, log)
         log, report = _above(_REPORT, log, stack), _above(_REPORT, writer, stack)
+        # Not by file actions, which refuse numbers beyond the limit (`ulimit -S -n`).
+        surplus = [each for each in _inheritable() if each > _REPORT]
+        arguments = [str(_REPORT), json.dumps(search_path()), json.dumps(surplus)]
         return os.posix_spawn(
             executable,
-            [executable, "-I", "-c", _BOOT, str(_REPORT), json.dumps(search_path())],
+            [executable, "-I", "-c", _BOOT, *arguments],
             environment,
             file_actions=[
-                *((os.POSIX_SPAWN_CLOSE, each) for each in _inheritable()),
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, log, 1),
                 (os.POSIX_SPAWN_DUP2, log, 2),

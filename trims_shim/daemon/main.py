@@ -46,6 +46,8 @@ __all__ = ["Outcome", "run"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 _LOCK_PATIENCE_S = 5.0
+_DESCRIPTORS_NEEDED = 48
+"""Some twenty of its own, and those of clients and images; with few, libzmq aborts."""
 
 
 class Outcome(enum.Enum):
@@ -138,8 +140,8 @@ def _listens(probe: socket.socket, path: str) -> bool:
 
 
 def _build(endpoint: Endpoint, config: Config) -> Server:
-    memory, reason = _memory(config)
     _raise_descriptor_limit()
+    memory, reason = _memory(config)
     _remove_stale(endpoint)
     instance = secrets.token_hex(8)
     wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -283,6 +285,12 @@ def _raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _DESCRIPTORS_NEEDED:
+        raise DaemonStartFailed(
+            f"the daemon may have {soft} open files and needs {_DESCRIPTORS_NEEDED}; raise "
+            "`ulimit -H -n`"
+        )
 
 
 def _group_id(name: str) -> int | None:
