@@ -505,7 +505,7 @@ def _socket(endpoint: Endpoint) -> SocketStatus:
     try:
         status = os.lstat(endpoint.directory)
         mode, owner = f"{stat.S_IMODE(status.st_mode):04o}", status.st_uid
-        endpoint.check_length()
+        endpoint.check_path()
         endpoint.check_owner()
     except FileNotFoundError:
         problem = "does not exist yet; the first daemon makes it"

@@ -82,13 +82,17 @@ class TestChoice:
 class TestLength:
     def test_the_longest_path_that_works_is_allowed(self, tmp_path: Path) -> None:
         room = 107 - len("/control-0123456789abcdef.sock")
-        Endpoint("/" + "x" * (room - 1)).check_length()
+        Endpoint("/" + "x" * (room - 1)).check_path()
         with pytest.raises(ConfigError, match="107"):
-            Endpoint("/" + "x" * room).check_length()
+            Endpoint("/" + "x" * room).check_path()
 
     def test_bytes_count_not_characters(self) -> None:
         with pytest.raises(ConfigError):
-            Endpoint("/" + "ü" * 50).check_length()
+            Endpoint("/" + "ü" * 50).check_path()
+
+    def test_not_utf_8(self) -> None:
+        with pytest.raises(ConfigError, match=r"not UTF-8.*TRIMS_SOCKET_DIR"):
+            Endpoint(os.fsdecode(b"/run/\xff")).check_path()
 
     def test_no_name_is_longer_than_the_one_that_is_checked(self) -> None:
         names = Endpoint("")
@@ -111,7 +115,14 @@ class TestOwner:
         deep.check_owner()
 
     def test_missing(self, absent: Endpoint) -> None:
-        with pytest.raises(DaemonUnavailable, match="no daemon has run"):
+        with pytest.raises(DaemonUnavailable, match=r"no daemon has run; .*so does a load"):
+            absent.check_owner()
+
+    def test_missing_where_none_can_be_started(
+        self, absent: Endpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        with pytest.raises(DaemonUnavailable, match=r"may not write to .*TRIMS_SOCKET_DIR"):
             absent.check_owner()
 
     def test_a_file_in_its_place(self, absent: Endpoint) -> None:

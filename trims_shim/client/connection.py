@@ -456,7 +456,7 @@ def _lost(error: OSError) -> DaemonUnavailable:
 
 
 def _connect(endpoint: Endpoint) -> socket.socket:
-    endpoint.check_length()
+    endpoint.check_path()
     endpoint.check_owner()
     try:
         connection = handover.new_socket()
@@ -479,7 +479,7 @@ def _connect(endpoint: Endpoint) -> socket.socket:
         # Without a socket there is nothing to add: none was started, or it ended as it should.
         why = "" if isinstance(error, FileNotFoundError) else f" ({error.strerror or error})"
         raise DaemonUnavailable(
-            f"no daemon answers at {endpoint.handover}{why}; a load starts one, or `trims daemon`"
+            f"no daemon answers at {endpoint.handover}{why}; {endpoint.how_to_start()}"
         ) from error
     if peer.uid not in (os.geteuid(), 0):
         connection.close()

@@ -64,8 +64,15 @@ class Endpoint:
             return None
         return status.st_ino, status.st_ctime_ns
 
-    def check_length(self) -> None:
-        """Raises ConfigError when the kernel's limit on socket paths would cut a name."""
+    def check_path(self) -> None:
+        """Raises ConfigError for one that no socket can have: too long, or not UTF-8."""
+        try:
+            self.directory.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"socket directory {self.directory!r} is not UTF-8, as ZeroMQ needs it; set "
+                "TRIMS_SOCKET_DIR to another one"
+            ) from error
         length = len(os.fsencode(os.path.join(self.directory, _LONGEST_NAME)))
         if length > _SUN_PATH_LIMIT_BYTES:
             raise ConfigError(
@@ -74,14 +81,25 @@ class Endpoint:
                 f"shorter path"
             )
 
+    def how_to_start(self) -> str:
+        """What whoever finds no daemon is told."""
+        place = self.directory
+        while not os.path.lexists(place):
+            place = os.path.dirname(place) or "/"
+        if not _is_writable(place):
+            return (
+                f"you may not write to {place}: whoever may can start one, or set TRIMS_SOCKET_DIR "
+                "to a directory of yours"
+            )
+        return "`trims daemon` starts one, and so does a load (unless TRIMS_AUTOSTART=0)"
+
     def check_owner(self) -> None:
         """Raises DaemonUnavailable when it is missing, UnusableSocketDir when it is not safe."""
         try:
             status = os.lstat(self.directory)
         except FileNotFoundError:
             raise DaemonUnavailable(
-                f"no socket directory {self.directory}, so no daemon has run; a load starts one, "
-                "or `trims daemon`"
+                f"no socket directory {self.directory}, so no daemon has run; {self.how_to_start()}"
             ) from None
         except OSError as error:
             raise UnusableSocketDir(f"socket directory {self.directory}: {error}") from error
@@ -89,7 +107,7 @@ class Endpoint:
 
     def create(self, *, mode: int = 0o700) -> None:
         """Make the directory if it is missing, and check it. Raises UnusableSocketDir."""
-        self.check_length()
+        self.check_path()
         try:
             os.makedirs(os.path.dirname(self.directory) or "/", exist_ok=True)
             os.mkdir(self.directory, mode)
