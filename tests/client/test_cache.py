@@ -30,6 +30,7 @@ from trims_shim.errors import (
     TooManyRequests,
     UnknownImage,
 )
+from trims_shim.testing import FakeDaemon
 from trims_shim.wire import handover, messages
 
 WELCOME = messages.Welcome(messages.PROTOCOL_VERSION, "1", 1, "i", b"t")
@@ -272,6 +273,18 @@ def test_at_exit_counters_are_reported() -> None:
     dialled.cache.request(1)
     dialled.cache.close()
     assert not dialled.lines[0].is_open
+
+
+def test_whoever_follows_loads_hears_what_became_of_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not only of those that the framework's own loader made."""
+    path = tmp_path / "model"
+    path.write_bytes(bytes(1000))
+    with FakeDaemon(), open(path, "rb") as file, caplog.at_level("DEBUG", "trims_shim"):
+        kept = [caches.cache().open(file.fileno(), name="model", min_bytes=1) for _ in range(2)]
+        assert len(kept) == 2
+    assert caplog.messages == ["model: from the cache (miss)", "model: from the cache (local)"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ is right: it still maps the memory, so the parent's lease must outlive the paren
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import stat
 import weakref
@@ -62,7 +63,7 @@ class Cache:
         other TrimsError when it cannot help.
         """
         identity = self._check(descriptor, name, min_bytes)
-        image = self._local(identity)
+        image = self._local(identity, name)
         arena = self._lease(descriptor, identity, name) if image is None else image.map()
         diagnostics.count("bytes_shared", amount=arena.size_bytes)
         return arena
@@ -77,7 +78,7 @@ class Cache:
         key = (image.digest, lead_bytes)
         found = self._aligned.get(key)
         if found is not None and found.is_open:
-            diagnostics.count("open", "local")
+            _note(found.name, "local")
             return found
 
         descriptor = image.descriptor
@@ -118,7 +119,7 @@ class Cache:
         if arena is None:
             arena = self._lease_device(descriptor, identity, name, device)
         else:
-            diagnostics.count("open", "local")
+            _note(name, "local")
         diagnostics.count("bytes_shared", amount=arena.size_bytes)
         return arena
 
@@ -149,8 +150,9 @@ class Cache:
             return reply, lambda: connection.release(reply.lease)
 
         reply, release = self._pool.ask(ask, may_start=self.config.autostart)
-        model = prepared_model(reply, name=path or digest[:12], release=release)
-        diagnostics.count("open", reply.outcome)
+        name = path or digest[:12]
+        model = prepared_model(reply, name=name, release=release)
+        _note(name, reply.outcome)
         return model
 
     def _check(self, descriptor: int, name: str, min_bytes: int | None) -> Identity:
@@ -162,12 +164,12 @@ class Cache:
             raise NotServed("small_file", f"{name} has {status.st_size} bytes")
         return Identity.from_stat(status)
 
-    def _local(self, identity: Identity) -> Image | None:
+    def _local(self, identity: Identity, name: str) -> Image | None:
         """An image this process still holds; a settled identity means equal content."""
         image = self._images.get(self._digests.get(identity, ""))
         if image is None or not image.is_open:
             return None
-        diagnostics.count("open", "local")
+        _note(name, "local")
         return image
 
     def _lease(self, descriptor: int, identity: Identity, name: str) -> Arena:
@@ -201,7 +203,7 @@ class Cache:
             if device_arenas.dropped() == dropped_before:
                 raise
             granted, release = self._pool.ask(ask, may_start=self.config.autostart)
-        diagnostics.count("open", granted.reply.outcome)
+        _note(name, granted.reply.outcome)
         arena = device_arenas.adopt(granted, device=device, name=name, release=release)
         if granted.reply.is_settled:
             self._settle(identity, arena.digest)
@@ -229,7 +231,7 @@ class Cache:
 
 def _image_of(granted: Granted, name: str, connection: Line) -> Image:
     reply = granted.reply
-    diagnostics.count("open", reply.outcome)
+    _note(name, reply.outcome)
     return Image(
         granted.descriptor,
         reply.size_bytes,
@@ -237,6 +239,12 @@ def _image_of(granted: Granted, name: str, connection: Line) -> Image:
         name=name,
         release=lambda: connection.release(reply.lease),
     )
+
+
+def _note(name: str, outcome: str) -> None:
+    """Count an image that the cache has, and say so to whoever follows loads (TRIMS_LOG=debug)."""
+    diagnostics.count("open", outcome)
+    diagnostics.log(logging.DEBUG, "%s: from the cache (%s)", name, outcome)
 
 
 # --- the process-wide object ----------------------------------------------------------------------
