@@ -263,6 +263,29 @@ def test_an_interrupt_under_the_lock_leaves_the_event_to_somebody_else() -> None
     dispatch.check_empty()
 
 
+@pytest.mark.parametrize("step", ["_arrive", "_admit", "_settled"])
+def test_an_event_for_which_there_was_no_memory_is_taken_again(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch = waiting_dispatch(queue_size=9)
+    do, errors = getattr(dispatch, step), iter([MemoryError])
+
+    def without_memory(*arguments: Any) -> None:
+        for error in errors:
+            raise error
+        do(*arguments)
+
+    monkeypatch.setattr(dispatch, step, without_memory)
+    futures = [dispatch.make(item)[0] for item in range(3)]
+    while dispatch.launched:
+        dispatch.run(dispatch.launched[0])
+    dispatch.close(cancel=False)
+    while dispatch.launched:
+        dispatch.run(dispatch.launched[0])
+    assert all(future.done() for future in futures)
+    dispatch.check_empty()
+
+
 @pytest.mark.parametrize("wrong", ["empty", "unknown", "twice"])
 def test_a_policy_that_runs_what_is_not_queued_fails_its_requests(wrong: str) -> None:
     dispatch = waiting_dispatch(queue_size=9)

@@ -41,6 +41,7 @@ from trims_shim.batching.protocol import (
     Run,
 )
 from trims_shim.batching.replies import FAILURES, BatchFuture, Seat
+from trims_shim.batching.stack import has_stack
 from trims_shim.batching.statistics import BatcherStats, Record
 from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
@@ -97,6 +98,8 @@ class Dispatch(ABC):
         """Queue it, or put it behind a full queue. Raises QueueFull, BatcherClosed."""
         if self.is_closed:
             raise self._closed()
+        if not has_stack() and me is not None:
+            me.is_away = True  # what a batch raises on a stack that is full is its neighbours', too
         try:
             self._take_room(request)
             self.post(request, me)
@@ -139,6 +142,7 @@ class Dispatch(ABC):
 
     def cancel(self, request: Request) -> None:
         """Nobody waits for it any more. Never blocks."""
+        has_stack()
         self.post(Cancelled(request))
 
     def post(self, event: Any, me: Seat | None = None) -> None:
@@ -224,7 +228,7 @@ class Dispatch(ABC):
     # --- under the lock: events -------------------------------------------------------------------
 
     def _empty(self) -> None:
-        inbox = self._inbox
+        inbox, failed = self._inbox, None
         while inbox:
             try:
                 self._take(inbox[0])
@@ -235,6 +239,9 @@ class Dispatch(ABC):
                     self._rescue()
                     raise
                 self._start_over(error)
+                if inbox[0] is not failed:
+                    failed = inbox[0]
+                    continue  # it may not have come to its end
             inbox.popleft()
         self._keep_time(self._policy.next_deadline_ns())
 
@@ -268,8 +275,8 @@ class Dispatch(ABC):
             insort(self._overflow, request, key=_precedence)
 
     def _admit(self, now_ns: int, request: Request) -> None:
-        request.payload.is_admitted = True
         self._waiting[request.number] = request
+        request.payload.is_admitted = True
         self._queue(now_ns, request)
 
     def _queue(self, now_ns: int, request: Request) -> None:
@@ -463,10 +470,12 @@ class Dispatch(ABC):
             else:
                 self._outside.append(on_done)
 
+        has_stack()
         self.post(begin)
 
     def close(self, *, cancel: bool) -> None:
         """Take no more requests; with ``cancel`` fail those that wait. Does not wait."""
+        has_stack()
         self.is_closed = True
 
         def shut(now_ns: int) -> None:
@@ -491,6 +500,7 @@ class Dispatch(ABC):
 
     def change(self, apply: Callable[[Policy], None]) -> None:
         """Let ``apply`` change the policy between two events."""
+        has_stack()
         self.post(lambda now_ns: apply(self._policy))
 
     def is_alive(self) -> bool:
