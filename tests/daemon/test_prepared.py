@@ -41,6 +41,7 @@ from trims_shim.errors import (
     TooManyRequests,
     UnknownImage,
 )
+from trims_shim.specs import Identity
 from trims_shim.wire import admin, messages
 from trims_shim.wire.duties import PrepareReply
 from trims_shim.wire.handover import Peer
@@ -441,10 +442,31 @@ class TestExternalFiles:
         monkeypatch.setattr(
             prepared_making, "is_settled", lambda identity, at_ns: identity.size_bytes != size
         )
+        monkeypatch.setattr(prepared_making, "_SETTLE_PATIENCE_S", 0.05)
         world.prepared._preparations._trusts_young_files = False
         world.make(model)
         assert world.preparer.verdicts == [False]
         assert world.outcome(model) == "refused unsettled_file"
+
+    def test_a_young_one_is_waited_for(
+        self, world: World, model: Path, external: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        size = os.stat(external).st_size
+        asked_ns = 0
+
+        def is_settled(identity: Identity, at_ns: int) -> bool:
+            nonlocal asked_ns
+            if identity.size_bytes != size:
+                return True
+            asked_ns = asked_ns or time.time_ns()
+            return at_ns > asked_ns
+
+        monkeypatch.setattr(prepared_making, "is_settled", is_settled)
+        monkeypatch.setattr(prepared_making, "_SETTLE_PATIENCE_S", 60.0)
+        world.prepared._preparations._trusts_young_files = False
+        world.make(model)
+        assert world.preparer.verdicts == [False, True], "it is read again after the wait"
+        world.hit(model)
 
     def test_one_that_changes_meanwhile(self, world: World, model: Path, external: Path) -> None:
         world.preparer.on_made = lambda _: external.write_bytes(b"x")

@@ -71,7 +71,8 @@ class Preparer(Protocol):
 class Making:
     """One preparation; owns ``descriptor``. What has a default is filled in by the thread.
 
-    ``known`` is what was learned of the model's files, None for one that is offered as memory.
+    ``known`` is what was learned of the model's files, None for one that is offered as memory;
+    ``young`` is external data of which not every change would have shown.
     """
 
     job: int
@@ -82,6 +83,7 @@ class Making:
     content: Content | None = None
     key: str = ""
     known: Known | None = None
+    young: tuple[Identity, ...] = ()
     failure: Failure | None = None
 
     @property
@@ -185,7 +187,16 @@ class Preparations:
         """None where it was not wanted, or ``making.failure`` says why there is nothing."""
         if self._closing.is_set():
             raise NotServed("stopping", "the daemon is stopping")
+        published = self._try(making)
+        if making.young:
+            # Which files these are, only the first reading tells.
+            making.content = making.failure = None
+            published = self._try(making)
+        return published
+
+    def _try(self, making: Making) -> Published | None:
         self._wait_until_settled(making)
+        making.young = ()
         started_ns = time.time_ns()
         directory = self._files.make()
         try:
@@ -217,7 +228,9 @@ class Preparations:
                 raise NotServed("unsettled_file", f"{making.name} has only just been changed")
 
     def _is_settled(self, making: Making) -> bool:
-        if self._trusts_young_files or is_settled(making.identity, time.time_ns()):
+        now_ns = time.time_ns()
+        files = (making.identity, *making.young)
+        if self._trusts_young_files or all(is_settled(each, now_ns) for each in files):
             return True
         return making.is_memory and is_sealed(making.descriptor)
 
@@ -253,10 +266,12 @@ class Preparations:
         making.content = content
         making.key = self._key_of(content, making.request.recipe)
         self._check_unchanged(making)
-        for each in () if making.known is None else making.known.externals:
-            if not (self._trusts_young_files or is_settled(each, started_ns)):
-                making.known = None
-                raise NotServed("unsettled_file", "its external data has only just been changed")
+        externals = () if making.known is None else making.known.externals
+        if not self._trusts_young_files:
+            making.young = tuple(each for each in externals if not is_settled(each, started_ns))
+        if making.young:
+            making.known = None
+            raise NotServed("unsettled_file", "its external data has only just been changed")
         if _MEMORY_GROWTH * making.source_bytes > available_bytes():
             raise NotServed("no_memory", "too little memory is free to prepare it")
 
