@@ -15,7 +15,7 @@ from .conftest import Trims
 
 LOOKING = ["status", "top", "info", "ls"]
 IMAGES = ["warm", "pin", "unpin", "evict", "verify"]
-COMMANDS = [*LOOKING, *IMAGES, "stop", "run", "daemon", "autostart", "demo", "batch"]
+COMMANDS = [*LOOKING, *IMAGES, "stop", "run", "daemon", "autostart", "demo", "batch", "completion"]
 GROUPED = [
     "batch profile",
     "batch simulate",
@@ -23,7 +23,7 @@ GROUPED = [
     "stage profile",
     "stage plot",
 ]
-PRINTS_DATA = set(COMMANDS) - {"run", "daemon", "batch"}
+PRINTS_DATA = set(COMMANDS) - {"run", "daemon", "batch", "completion"}
 NEEDS_DAEMON = (
     ("status",),
     ("ls",),

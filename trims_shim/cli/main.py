@@ -25,7 +25,7 @@ from trims_shim.cli.values import count, positive
 from trims_shim.config import platform_problem
 from trims_shim.errors import ConfigError, DaemonUnavailable, TrimsError
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _RUN_USAGE = """\
 usage: trims run [--] COMMAND [ARGUMENT ...]
@@ -66,9 +66,9 @@ def _dispatch(words: list[str]) -> int:
     if words[:1] == ["run"]:
         # Not argparse: everything after `run` belongs to the program, also what starts with "-".
         return _run(words[1:])
-    arguments = _parser().parse_args(words)
+    arguments = make_parser().parse_args(words)
     module, _, function = arguments.command.partition(":")
-    if platform_problem and not module.startswith(("batch", "stage")):
+    if platform_problem and not module.startswith(("batch", "stage", "completion")):
         raise DaemonUnavailable(platform_problem)
     command: Callable[[argparse.Namespace], Exit]
     command = getattr(importlib.import_module(f"trims_shim.cli.{module}"), function)
@@ -129,7 +129,8 @@ def _end_of_pipe() -> Exit:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands but what comes after ``run``."""
     codes = "\n".join(f"  {code.value:3}  {code.meaning}" for code in Exit)
     parser: argparse.ArgumentParser = Parser(
         prog="trims",
@@ -270,6 +271,14 @@ def _add_programs(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     autostart.add_argument(
         "--site-packages", metavar="DIRECTORY", help="default: that of this interpreter"
+    )
+    add_command(
+        commands,
+        "completion",
+        "completion:completion",
+        "print a script that completes commands and options in bash",
+        "source <(trims completion)   # in ~/.bashrc",
+        has_json=False,
     )
     demo = add_command(
         commands,

@@ -1,0 +1,53 @@
+"""``trims completion``: a bash script that completes commands and options of ``trims``.
+
+Made from the parser, so it has what ``trims --help`` has; the script itself starts no Python. What
+it does not know (files, values of options, what comes after ``run``) is bash's own to complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.main import make_parser
+
+__all__ = ["completion"]
+
+_SCRIPT = """\
+_trims() {{
+    local IFS=' ' words='' before
+    before="${{COMP_WORDS[*]:1:COMP_CWORD-1}} "
+    case "$before" in
+{cases}
+    esac
+    IFS=$' \\n'
+    COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _trims trims
+"""
+
+
+def completion(arguments: argparse.Namespace) -> Exit:
+    """Print the script."""
+    words = _words(make_parser(), "")
+    # A command of a command before the command itself: the first case that fits counts.
+    cases = [
+        f'        "{path} "*) words="{words[path]}" ;;' for path in sorted(words, reverse=True)
+    ]
+    cases[-1] = f'        " ") words="{words[""]}" ;;'
+    print(_SCRIPT.format(cases="\n".join(cases)), end="")
+    return Exit.OK
+
+
+def _words(parser: argparse.ArgumentParser, path: str) -> dict[str, str]:
+    """What may follow, by the commands before it: ``{"": "status top ...", "batch": ...}``."""
+    found: dict[str, str] = {}
+    words: list[str] = []
+    for action in parser._actions:
+        words += [each for each in action.option_strings if each.startswith("--")]
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                found |= _words(command, f"{path} {name}".lstrip())
+        if not action.option_strings:
+            words += map(str, action.choices or ())
+    return found | {path: " ".join(words)}
