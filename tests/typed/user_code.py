@@ -14,7 +14,6 @@ from collections.abc import (
     Generator,
     Iterator,
     Mapping,
-    MutableSequence,
     Sequence,
 )
 from typing import Any, Protocol
@@ -41,7 +40,7 @@ def length(texts: Sequence[str]) -> list[int]:
 
 
 @batched(slo_ms=10_000)
-async def half(numbers: list[int]) -> MutableSequence[float]:
+async def half(numbers: list[int]) -> list[float]:
     return [number / 2 for number in numbers]
 
 
@@ -84,6 +83,11 @@ def named(texts: list[str]) -> Mapping[str, list[int]]:
 
 
 @batched
+def numbered(texts: list[str]) -> dict[int, list[int]]:
+    return {0: [len(text) for text in texts]}
+
+
+@batched
 def joined(texts: list[str], numbers: list[int]) -> list[str]:
     return [text * number for text, number in zip(texts, numbers, strict=True)]
 
@@ -113,6 +117,7 @@ assert_type(double, Batcher[Any, torch.Tensor])
 assert_type(sums, Batcher[Any, Any])
 assert_type(both, Batcher)
 assert_type(named, Batcher)
+assert_type(numbered, Batcher)
 assert_type(concatenated, Batcher)
 assert_type(by_argument, Batcher)
 
@@ -128,6 +133,7 @@ def check_functions() -> None:
     assert type(sums(np.ones(2))) is np.float64
     assert type(both(torch.ones(2))) is tuple
     assert named("ab") == {"length": 2}
+    assert numbered("ab") == {0: 2}
     assert assert_type(joined("ab", 2), str) == "abab"
     assert concatenated(["ab", "c"]) == [2, 1]
     assert padded([1, 2]) == 2

@@ -35,11 +35,13 @@ _Row = TypeVar("_Row", covariant=True)
 class Rows(Protocol[_Row]):
     """One result for each item: a list, a tensor or an array.
 
-    No tuple, which is several outputs and cannot be assigned to; no mapping of names.
+    No tuple, to which nothing can be assigned, and no mapping, to which nothing can be added: they
+    are several outputs.
     """
 
     def __getitem__(self, index: int, /) -> _Row: ...
     def __setitem__(self, index: int, row: Any, /) -> None: ...
+    def __add__(self, rows: Any, /) -> Any: ...
 
 Answers: TypeAlias = Rows[_B] | Awaitable[Rows[_B]]
 Pieces: TypeAlias = Iterator[list[_B]] | AsyncIterator[list[_B]]
