@@ -39,6 +39,10 @@ def window(wait_ms: Any) -> Any:
     return POLICIES["window"](PROFILE, max_batch_size=2, wait_ms=wait_ms)
 
 
+def makes_nothing(profile: LatencyProfile, *, max_batch_size: int) -> None:
+    """As where a return was forgotten."""
+
+
 generates = functools.partial(generation, same, max_new_tokens=3)
 
 
@@ -52,6 +56,7 @@ generates = functools.partial(generation, same, max_new_tokens=3)
         (batcher, "devices", [1.5, 0, 1 << 80]),
         (batcher, "name", [5, b"x"]),
         (batcher, "profile", [5, [1.0]]),
+        (batcher, "policy", ["nexus", 5, makes_nothing]),
         (batcher, "clock_ns", [time.monotonic, object]),
         (staged, "devices", ["cuda:0", 1.5, []]),
         (staged, "buffer_pairs", ["2", 1.5, 0, None]),

@@ -116,6 +116,9 @@ class Batcher(Generic[Item, Result, Piece]):
     ``caller_runs``: a thread that waits for its answer may run the batch itself, which saves a
     change of threads. False for functions that care in which thread they run (thread-local state;
     OpenMP, which keeps a pool of threads for each thread that computes).
+    ``name``: in messages and metrics, and by which the next process finds the profile; by
+    default the function's.
+    ``clock_ns``: as ``time.monotonic_ns``; for tests.
     """
 
     _model: StagedModel | None = None

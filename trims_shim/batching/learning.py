@@ -139,7 +139,9 @@ class Learning:
         self._delivery_ns = 0
         self.forget()
         # Raises here, not at the first request, for what no rule can be made of.
-        rule = maker(self._trial_profile(), max_batch_size=max_batch_size)
+        rule: object = maker(self._trial_profile(), max_batch_size=max_batch_size)
+        if not isinstance(rule, Rule):
+            raise TypeError(f"policy is {maker!r}, and what it makes is no Rule: {rule!r}")
         self.mixes_lengths = type(rule).companions is not Rule.companions
         """Whether the rules let requests of different lengths share a batch where that pays."""
         self.make_policy()
