@@ -334,6 +334,15 @@ def test_where_threads_are_gevents_it_says_so(monkeypatch: pytest.MonkeyPatch) -
         assert plain.submit(1).result(LONG_S) == 1
 
 
+@both
+def test_awaiting_without_a_loop_of_asyncio_says_what_to_do(function: Any) -> None:
+    # As under trio, whose tasks run on no loop of asyncio.
+    with Batcher(function) as batcher:
+        for awaited in (batcher.aio(1), batcher.adrain(), anext(batcher.astream(1))):
+            with pytest.raises(RuntimeError, match=r"double: .* of asyncio; under trio"):
+                next(awaited.__await__())
+
+
 def test_how_long_answers_take_from_a_thread_to_those_who_await_them() -> None:
     taken: list[int] = []
     learning: Any = types.SimpleNamespace(delivered=taken.append)

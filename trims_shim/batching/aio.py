@@ -320,9 +320,19 @@ class LoopDispatch(Dispatch):
         self.post(self._ask_if_due)
 
 
+def _running_loop(engine: Engine) -> asyncio.AbstractEventLoop:
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        raise RuntimeError(
+            f"{engine.function.name}: this needs a running event loop of asyncio; under trio, "
+            "`await trio.to_thread.run_sync(batcher, item)`"
+        )
+    return loop
+
+
 async def call(engine: Engine, make: Callable[[Reply], Request]) -> Any:
     """Make a request on the running loop and await its answer."""
-    loop = asyncio.get_running_loop()
+    loop = _running_loop(engine)
     future: asyncio.Future[Any] = loop.create_future()
     if engine.function.is_async:
         on_loop = engine.of_loop(loop)
@@ -348,7 +358,7 @@ async def call(engine: Engine, make: Callable[[Reply], Request]) -> Any:
 
 async def stream(engine: Engine, make: Callable[[Reply], Request]) -> AsyncGenerator[Any, None]:
     """Make a request on the running loop and iterate over the pieces of its answer."""
-    loop = asyncio.get_running_loop()
+    loop = _running_loop(engine)
     dispatch: Dispatch
     if engine.function.is_async:
         reply, dispatch = AwaitedStream(None), engine.of_loop(loop)
@@ -372,7 +382,7 @@ async def stream(engine: Engine, make: Callable[[Reply], Request]) -> AsyncGener
 async def settled(engine: Engine) -> None:
     """Await that all that was requested until now is answered."""
     engine.check_may_end()
-    loop = asyncio.get_running_loop()
+    loop = _running_loop(engine)
     future: asyncio.Future[Any] = loop.create_future()
     reply = AwaitedReply(future, engine.mailbox(loop))
     engine.watch(lambda: reply.answer(None))
