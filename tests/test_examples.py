@@ -6,6 +6,8 @@ daemon is stopped at the end.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -28,6 +30,7 @@ UNMODIFIED = (
     "gpu_unmodified.py",
     "onnx_unmodified.py",
 )
+HAS_FASTAPI = importlib.util.find_spec("fastapi") is not None
 RESULT_LINES = ("answer", "sum of weights", "same tensor")
 """Starts of the lines that must not depend on how weights were loaded."""
 
@@ -36,6 +39,46 @@ import runpy, trims_shim
 runpy.run_path({program!r}, run_name="__main__")
 print("served by the cache:", trims_shim.stats().served)
 """
+
+ASKED = """
+import asyncio, json, os, sys
+from urllib.parse import urlencode
+
+sys.path.insert(0, "examples/batching")
+from fastapi_server import app, classify
+
+classify.update(slo_ms=60_000)  # a busy machine drops none
+
+async def ask(path, **query):
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
+        "scheme": "http", "path": path, "raw_path": path.encode(), "root_path": "", "headers": [],
+        "query_string": urlencode(query).encode(), "client": None, "server": None,
+    }
+    sent = []
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+    async def send(message):
+        sent.append(message)
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 200, sent
+    return json.loads(b"".join(each.get("body", b"") for each in sent[1:]))
+
+async def work():
+    points = [{"x": x / 4, "y": y / 4} for x in range(-4, 5) for y in range(-4, 5)]
+    paths = ["/classify", "/classify-in-thread"]
+    found = await asyncio.gather(*(ask(path, **each) for path in paths for each in points))
+    return {"answers": [each["class"] for each in found], **await ask("/worker")}
+
+for _ in range(2):
+    pid = os.fork()
+    if pid == 0:
+        print(json.dumps(asyncio.run(asyncio.wait_for(work(), 120))), flush=True)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+print(json.dumps(asyncio.run(asyncio.wait_for(work(), 120))))
+"""
+"""A master that has loaded the application, two workers that it forks, and then itself."""
 
 Run = Callable[..., str]
 
@@ -171,6 +214,24 @@ def test_prompts_are_continued_together(run: Run) -> None:
     assert "same tokens as alone: True" in output
     assert "streamed in 23 pieces, the same: True" in output
     assert number(r"([\d.]+) rows for each step", output) > 1.5
+
+
+def test_workers_of_a_web_server_share_weights_and_batch_requests(run: Run) -> None:
+    stand_in = [] if HAS_FASTAPI else [str(ROOT / "tests" / "fastapi_stand_in")]
+    path = os.pathsep.join([str(ROOT), *stand_in])
+    plain = run("-c", ASKED, PYTHONPATH=path, TRIMS_ENABLED="0")
+    shared = run("-c", ASKED, PYTHONPATH=path)
+    workers = [json.loads(line) for line in [*plain.splitlines(), *shared.splitlines()]]
+    assert len(workers) == 6
+    first = workers[0]["answers"]
+    assert first[: len(first) // 2] == first[len(first) // 2 :]
+    assert len(set(first)) > 1
+    for worker in workers:
+        assert worker["answers"] == first
+        batches = {int(size): count for size, count in worker["batches"].items()}
+        assert sum(size * count for size, count in batches.items()) == len(first)
+        assert max(batches) > 1
+    assert [worker["loads from the cache"] for worker in workers] == [0, 0, 0, 0, 0, 1]
 
 
 def test_suite_with_a_model_per_test_passes_with_trims(run: Run) -> None:
