@@ -334,7 +334,7 @@ class Connection:
     def _timeout(self, what: str) -> DaemonTimeout:
         """Nothing that would ask the daemon helps then."""
         pid = handover.peer_of(self._handover).pid  # 0 in another namespace
-        end = f"; `kill {pid}` ends it, and loads start another within a minute" if pid else ""
+        end = f"; `kill -9 {pid}` ends it, and loads start another within a minute" if pid else ""
         return DaemonTimeout(f"the daemon {what}: it hangs, or the machine is very busy{end}")
 
     def _send_control(self, control: zmq.Socket[bytes], envelope: codec.Envelope) -> None:
