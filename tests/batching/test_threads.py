@@ -498,6 +498,22 @@ def test_workers_adopt_torchs_number_of_threads(monkeypatch: pytest.MonkeyPatch)
         assert batcher.submit(1).result(LONG_S) == asked[0]
 
 
+def test_a_worker_without_memory_fails_its_batch_and_serves_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors = iter([MemoryError])
+
+    def without_memory() -> None:
+        for error in errors:
+            raise error
+
+    monkeypatch.setattr("trims_shim.batching.threads.adopt_torch_threads", without_memory)
+    with greedy(runners) as batcher:
+        with pytest.raises(MemoryError):
+            batcher.submit(1).result(LONG_S)
+        assert batcher.submit(2).result(LONG_S) is not None
+
+
 # Subinterpreters allow no daemon threads, and say so as one is made.
 no_thread = pytest.mark.parametrize("step", ["__init__", "start"])
 

@@ -220,6 +220,7 @@ class ThreadDispatch(Dispatch):
             self._execute(job)
         except BaseException as error:
             if job.results is None:
+                job.begin(self.options.clock_ns())  # it may not have come to that
                 job.end_with(self.options.clock_ns(), error)
             job.deliver_surely()
 
