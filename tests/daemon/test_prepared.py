@@ -547,6 +547,19 @@ class TestTrust:
         world.hit(model)
         assert preparation.request.path == str(model)
 
+    def test_a_file_that_is_gone_when_its_turn_comes(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def is_settled(*_: object) -> bool:
+            model.unlink()
+            return True
+
+        monkeypatch.setattr(prepared_making, "is_settled", is_settled)
+        world = make_world(trusts_young_files=False)
+        world.make(model)
+        assert world.counters["prepared_failed"] == 1
+        assert world.preparer.preparations == [], "no process is started in vain"
+
     def test_a_file_from_the_future_is_not_prepared(
         self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -196,6 +196,8 @@ class Preparations:
 
     def _try(self, making: Making) -> Published | None:
         self._wait_until_settled(making)
+        # A file that was made for one session is gone by now: no process is started for it.
+        self._check_unchanged(making)
         making.young = ()
         started_ns = time.time_ns()
         directory = self._files.make()
