@@ -84,6 +84,8 @@ class Auto(Goodput):
         self._times_ns: dict[int, tuple[float, int]] = {}
         """By size, as :meth:`_learn_times` has them, until something else is learned."""
         self._company = Company()
+        self._waits_for_company = True
+        """Also where that cannot lower violations."""
 
     def choose(self, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.rules.Rule`."""
@@ -146,7 +148,7 @@ class Auto(Goodput):
         if needed_ns <= due_ns - arrival_ns:
             if company.until_ns > last_ns:
                 company.until_ns = last_ns
-            patience_ns = company.patience_ns[size]
+            patience_ns = company.patience_ns[size] if self._waits_for_company else 0
             return min(last_ns, since_ns + patience_ns) if patience_ns else 0
         company.until_ns = min(last_ns, arrival_ns + company.savings_ns[size])
         return company.until_ns if company.shares[size] >= _COMPANY_WORTH_IT else 0

@@ -51,13 +51,14 @@ def run(
     count: int = 1200,
 ) -> StagedOutcome:
     """``load``: of the throughput of the largest batches."""
+    size = profile.max_batch_size
     device = StageDevice(profile, demand=demand_of_best_size if is_wide else full_demand)
     policy = StagedBatching(
-        lambda key: maker(profile, max_batch_size=SIZE),
+        lambda key: maker(profile, max_batch_size=size),
         stages=len(profile.stages),
         devices=2 if is_wide else 1,
     )
-    rate_qps = load * SIZE / profile.latency_ns(SIZE) * 1e9
+    rate_qps = load * size / profile.latency_ns(size) * 1e9
     stream = requests(gamma(rate_qps, cv, Random(7)), slo_ms=slo_ms, count=count)
     return simulate_staged(policy, stream, device=device)
 
@@ -123,11 +124,20 @@ def test_tight_objectives_are_kept_as_well_as_by_the_default_policy() -> None:
 
 
 @pytest.mark.parametrize("load", [0.2, 0.5])
-def test_so_they_are_where_nobody_can_join_in_time(load: float) -> None:
+@pytest.mark.parametrize(
+    ("stage", "slo_ms"),
+    [
+        pytest.param(LatencyProfile.linear(0.2, 22, max_batch_size=SIZE), 65, id="nobody"),
+        pytest.param(LatencyProfile.linear(1, 10, max_batch_size=4), 36, id="one"),
+    ],
+)
+def test_so_they_are_where_few_can_join_in_time(
+    load: float, stage: LatencyProfile, slo_ms: float
+) -> None:
     """Two long stages, most of whose time is not the items': then it waits before it starts."""
-    profile = StagedProfile([LatencyProfile.linear(0.2, 22, max_batch_size=SIZE)] * 2)
-    ours = Report.of(run(DVABatch, profile, load=load, cv=3, slo_ms=65))
-    default = Report.of(run(Auto, profile, load=load, cv=3, slo_ms=65))
+    profile = StagedProfile([stage] * 2)
+    ours = Report.of(run(DVABatch, profile, load=load, cv=3, slo_ms=slo_ms))
+    default = Report.of(run(Auto, profile, load=load, cv=3, slo_ms=slo_ms))
     assert ours.violations <= 1.05 * default.violations
 
 

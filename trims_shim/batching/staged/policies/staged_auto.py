@@ -2,10 +2,10 @@
 
 How many start as a new batch, and what is given up, is that of
 :class:`~trims_shim.batching.policies.auto.Auto`; for a model of one stage this is the same rule.
-With several stages it does not wait for more to come: who comes later can still join, and the mean
-latency is what stages are for. But where nobody could join in time, not even during the first
-stage, it waits as Auto does. And a batch that would only wait before a later stage, for one that is
-ahead of it, starts so much later; until then, more can join it at no cost.
+With several stages it waits only where starting at once might cost answers, and not to lower the
+mean latency: for that, who comes later can still join. And a batch that would only wait before a
+later stage, for one that is ahead of it, starts so much later; until then, more can join it at no
+cost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trims_shim.batching.protocol import Request
 from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.batches import Batch, Part, PartState
 from trims_shim.batching.staged.policies.prospect import Answer, Prospect
-from trims_shim.batching.staged.policies.timetable import Timetable, together_ns
+from trims_shim.batching.staged.policies.timetable import Timetable
 from trims_shim.batching.staged.stage_profile import WIDE
 from trims_shim.batching.staged.staged_rules import StagedRule
 
@@ -42,6 +42,7 @@ class StagedAuto(Auto, StagedRule):
         self, profile: LatencyProfile, *, max_batch_size: int, margin_ms: float = 0.0
     ) -> None:
         super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
+        self._waits_for_company = len(self.staged.stages) == 1
         self._arrivals_ns: deque[int] = deque(maxlen=_ARRIVALS)
         self._prospect: Prospect | None = None
         self._prospect_of: LatencyProfile | None = None
@@ -66,20 +67,8 @@ class StagedAuto(Auto, StagedRule):
 
     def _start_ns(self, size: int, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.policies.auto.Auto`."""
-        return super()._start_ns(size, now_ns) if self._is_closing(size, now_ns) else now_ns
-
-    def _is_closing(self, size: int, now_ns: int) -> bool:
-        """Whether a batch of ``size`` that starts now can be joined by nobody in time.
-
-        Who comes in its first stage catches up behind that. Of a loop nobody knows how long it
-        takes, and it can be joined at every step.
-        """
-        if len(self.staged.stages) == 1:
-            return True
-        if self.has_loop:
-            return False
-        joined_ns = self.staged.stage_ns(0, size) + together_ns(self.staged, [(0, 1), (1, size)])
-        return self.due_ns - self.margin_ns < now_ns + int(self.stretches[-1] * joined_ns)
+        # Of a loop nobody knows how long it takes, and it can be joined at every step.
+        return now_ns if self.has_loop else super()._start_ns(size, now_ns)
 
     @property
     def servers(self) -> int:
