@@ -40,6 +40,8 @@ class StagedDispatch(ThreadDispatch):
         self._staged = function
         self._last = len(function.model) - 1
         self._has_loop = function.model.loop is not None
+        self._end_stage = None if self._has_loop else self._last
+        """Who has run it is answered."""
         super().__init__(function, options)
 
     def _set_up(self) -> None:
@@ -74,7 +76,7 @@ class StagedDispatch(ThreadDispatch):
             return StageOutput()
         output = self._staged.run_stage(job.stage, pieces, device=job.device)
         while job.may_run_on(output) and job.news == self._news and not self._inbox:
-            is_end = self._is_end(job.through + 1)
+            is_end = job.through + 1 == self._end_stage
             if not job.run_on(self.options.clock_ns(), is_end=is_end):
                 break
             output = self._staged.run_stage(job.through, output.pieces, device=job.device)
@@ -101,12 +103,9 @@ class StagedDispatch(ThreadDispatch):
         return StageJob(
             action,
             self._era,
-            is_end=self._is_end(action.stage),
+            is_end=action.stage == self._end_stage,
             result=list if loop is None else loop.result,
         )
-
-    def _is_end(self, stage: int) -> bool:
-        return stage == self._last and not self._has_loop
 
     def _set_out(self, job: Job) -> None:
         """Those that have not begun leave the queue."""
@@ -172,7 +171,8 @@ class StagedDispatch(ThreadDispatch):
         if not job.stage:
             record.add_start([each.arrival_ns for each in job.began], job.started_ns)
         if job.through == self._last or not job.part.pieces:  # or all have left before
-            record.batch_sizes.update(job.sizes(job.through))
+            for size in job.sizes(job.through):
+                record.batch_sizes[size] += 1
         record.cancelled += sum(each.number in self._active for each in gone)
         answered = 0
         for request, result in zip(job.live or (), job.results or (), strict=True):

@@ -82,6 +82,9 @@ class StagedModel:
         self.name = name
         if not self.stages:
             raise ValueError("a model needs at least one stage")
+        last = self.stages[-1]
+        self.loop = last if isinstance(last, Loop) else None
+        """The last stage, if it is one."""
         for stage in self.stages:
             check_stage(stage)
         if any(isinstance(stage, Loop) for stage in self.stages[:-1]):
@@ -95,12 +98,6 @@ class StagedModel:
             raise ValueError(
                 f"a profile of {len(profile.stages)} stages for a model of {len(self.stages)}"
             )
-
-    @property
-    def loop(self) -> Loop | None:
-        """The last stage, if it is one."""
-        last = self.stages[-1]
-        return last if isinstance(last, Loop) else None
 
     def __call__(self, *batch: Any) -> Any:
         """The whole with one batch, one argument for each of the first stage.

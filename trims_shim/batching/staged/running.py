@@ -80,18 +80,22 @@ class StageRunner:
 
     def run(self, stage: int, pieces: Sequence[Piece], *, device: int = 0) -> StageOutput:
         """Raises what the stage raises, and BadBatch for what it may not return."""
-        outputs: list[_Group] = []
+        groups: list[list[Request]] = []
+        outputs: list[Any] = []
         with without_graph():
             lane = self.lanes[device]
             try:
                 with lane.enter():
                     for requests, arguments in self._calls(stage, pieces):
-                        outputs.append((requests, self.model.stages[stage](*arguments)))
+                        groups.append(requests)
+                        outputs.append(self.model.stages[stage](*arguments))
             finally:
                 # Also after a failure: the device may still read what is given up now.
-                lane.finish([output for _, output in outputs])
+                lane.finish(outputs)
             # Not in the lane, which is not waited for once more.
-            return _together([self._sorted(stage, *each) for each in outputs])
+            return _together(
+                [self._sorted(stage, *each) for each in zip(groups, outputs, strict=True)]
+            )
 
     # --- before the stage -------------------------------------------------------------------------
 
@@ -298,13 +302,10 @@ class without_graph:
 
     __slots__ = ("_had_graph", "_inference", "_torch")
 
-    def __init__(self) -> None:
-        self._torch: Any = None
-        self._inference: Any = None
-
     def __enter__(self) -> None:
         torch = sys.modules.get("torch")
-        self._torch = torch if hasattr(torch, "inference_mode") else None  # it may be half there
+        self._torch: Any = torch if hasattr(torch, "inference_mode") else None  # or half there
+        self._inference: Any = None
         if self._torch is None:
             return
         if self._torch.is_inference_mode_enabled():

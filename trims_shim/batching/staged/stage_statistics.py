@@ -73,8 +73,10 @@ class StageRecord:
     def add_runs(self, stage: int, sizes: Sequence[int], taken_ns: int) -> None:
         """A stage has run with so many requests: once, or once for each that are kept apart."""
         if sizes:
-            self._sizes[stage].update(sizes)
             self._busy_ns[stage] += taken_ns
+            counts = self._sizes[stage]
+            for size in sizes:
+                counts[size] += 1
 
     def add_exits(self, stage: int, count: int) -> None:
         """So many were answered by a stage before the last."""
