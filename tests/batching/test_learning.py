@@ -69,6 +69,27 @@ def test_the_first_batch_of_each_size_says_nothing() -> None:
     assert rule.profile.latency_ns(2) < 8 * MS
 
 
+def test_of_the_first_batch_of_a_size_only_what_is_slow_says_nothing() -> None:
+    learning = make()
+    policy, rule = with_rule(learning)
+    learning.ran(policy, ran_job(1, 500))
+    learning.ran(policy, ran_job(1, 6))
+    assert learning.ran(policy, ran_job(3, 5))
+    assert rule.profile.latency_ns(3) < 6 * MS
+
+
+def test_a_size_that_is_slow_twice_is_slow() -> None:
+    """It had nothing to compile then, and a policy is told of a batch if its profile is."""
+    learning = make()
+    policy, rule = with_rule(learning)
+    learning.ran(policy, ran_job(1, 500))
+    learning.ran(policy, ran_job(1, 6))
+    assert not learning.ran(policy, ran_job(2, 50))
+    assert rule.profile.latency_ns(2) <= 6 * MS
+    assert learning.ran(policy, ran_job(2, 50))
+    assert rule.profile.latency_ns(2) == 50 * MS
+
+
 def test_failed_and_empty_batches_say_nothing() -> None:
     learning = make()
     policy, _ = with_rule(learning)

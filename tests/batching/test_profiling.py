@@ -91,7 +91,7 @@ def test_pauses_in_the_first_batches_of_a_size_keep_no_larger_one_from_being_tri
     learned.profile(8)
     for slower in pauses:
         learned.observe(2, round(slower * LINE.latency_ns(2)))
-    assert learned.profile(8).latency_ns(4) < 1.7 * LINE.latency_ns(2)
+    assert learned.profile(8).latency_ns(4) <= 2 * LINE.latency_ns(1)
 
 
 def test_sizes_that_do_not_run_follow_those_that_do_when_a_change_has_passed() -> None:
@@ -231,6 +231,19 @@ def test_little_is_promised_of_sizes_that_have_not_run() -> None:
     ]
 
 
+def test_of_a_size_that_seems_slow_no_more_is_promised_than_that_items_cost_the_same() -> None:
+    """That is enough for it to be tried; what is promised and not kept makes requests late."""
+    learned = LearnedProfile()
+    for size in (1, 2, 3, 4) * 10:
+        learned.observe(size, 8 * MS)
+    for _ in range(3):
+        learned.profile(16)
+        learned.observe(5, 20 * MS)
+    profile = learned.profile(16)
+    assert profile.latency_ns(4) == 8 * MS
+    assert profile.latency_ns(5) == 10 * MS
+
+
 def test_batches_that_do_not_pay_are_tried_seldom() -> None:
     rng = random.Random(3)
     learned, sizes = LearnedProfile(), []
@@ -288,7 +301,7 @@ def test_what_invites_a_size_is_not_saved() -> None:
     learned = LearnedProfile(prior)
     for _ in range(20):
         learned.observe(4, 10 * MS)
-    assert learned.profile(8).latency_ns(5) < 12 * MS  # so that it is tried
+    assert learned.profile(8).latency_ns(5) < 13 * MS  # so that it is tried
     assert learned.known_latencies_ns(8)[5] == 20 * MS
 
 

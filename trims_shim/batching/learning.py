@@ -80,25 +80,21 @@ class _Kin(NamedTuple):
     curves: Sequence[LengthCurve]
     """Of the whole, or of each stage; none where there are no lengths."""
     keys: deque[Hashable]
-    seen: set[tuple[int, int]]
-    """Parts and sizes that have run."""
+    seen: set[int]
+    """Parts that have run."""
 
     def observe(self, learned: LearnedProfile, size: int, duration_ns: int, part: int = 0) -> bool:
         """Tell one of them what a batch took; False where it says nothing about others."""
-        if self.is_first(size, part):
-            return False
-        return learned.observe(size, duration_ns, part) or not self.curves
+        return not self.is_first(part) and learned.observe(size, duration_ns, part)
 
-    def is_first(self, size: int, part: int = 0) -> bool:
-        """Whether none of this size has run, as it seems: that also compiles, tunes and allocates.
+    def is_first(self, part: int = 0) -> bool:
+        """Whether nothing has run, as it seems: that also compiles, tunes and allocates.
 
-        Where there are lengths, none at all: there would be a first one for each length and size,
-        and the curves see through it.
+        Of other sizes a profile sees it, by what it has believed of them; and curves do.
         """
-        what = (part, 0 if self.curves else size)
-        if what in self.seen:
+        if part in self.seen:
             return False
-        self.seen.add(what)
+        self.seen.add(part)
         return True
 
 
@@ -255,7 +251,7 @@ class Learning:
             kin, length = self._kin_of(key), bucket_in(key) or 0
             for part, sizes in enumerate(durations_ns):
                 for size, duration_ns in sizes.items():
-                    kin.is_first(size, part)
+                    kin.is_first(part)
                     if kin.curves:
                         kin.curves[part].tell(size, length, round(duration_ns))
             return self.profile(key)

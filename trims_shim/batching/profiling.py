@@ -42,9 +42,6 @@ _FIRM = 4
 """Durations of a size from which on it may say that its items cost more than those of smaller ones.
 Batches are made because they cost less, so otherwise it is noise, or a prior that was measured in
 it."""
-_INVITING = 0.9
-"""Of what as many items cost in smaller batches: so little is believed of a size whose items are
-said to cost more, and is not firm. It is tried, and if it was no error, little was promised."""
 _INVITING_SMALLER = 0.85
 """Of what as many items cost in the smallest batches that have run: the same for half as many of
 them. A queue that has been long from the start on leaves nothing smaller, and a policy takes the
@@ -389,22 +386,19 @@ def _believed(
 ) -> float:
     """``latency_ns``, unless it says of a size that is not firm that its items cost more.
 
-    More than in the next smaller firm size, or on the way from that to the next larger one. Beyond
-    the largest they are taken to cost somewhat less: where all cost the same, none is tried.
+    More than in the next smaller firm size, or on the way from that to the next larger one. At
+    equal costs it is tried by queues that are long enough; if it was no error, little was promised.
     """
     index = bisect_left(firm, size)
     if index == 0 or (index < len(firm) and firm[index] == size):
         return latency_ns
     below = firm[index - 1]
     item_ns = found[below] / below
-    if index == len(firm):
-        most_ns, instead_ns = item_ns * size, _INVITING * item_ns * size
-    else:
+    if index < len(firm):
         share = (size - below) / (firm[index] - below)
         item_ns += share * (found[firm[index]] / firm[index] - item_ns)
-        # Down: at equal costs a policy takes the larger batch.
-        most_ns = instead_ns = math.floor(item_ns * size)
-    return instead_ns if latency_ns > most_ns else latency_ns
+    # Down, as policies take the larger batch only if its items cost no more.
+    return min(latency_ns, math.floor(item_ns * size))
 
 
 def _base(
