@@ -62,8 +62,8 @@ PATCH_FILES = (
     (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_session"),
 )
 _GUARDS = (ELIDING, _UNSHARING, _INITIALIZING, _MERGING, _SWAPPING, _RESCALING, _PUTTING)
-"""What keeps programs from writing to shared device memory, which is fatal; so it stays in place
-while there is any."""
+"""Patch files that keep programs from writing to shared device memory, which is fatal. They stay
+applied while this process has any."""
 
 overridden: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
     "trims_shim_override", default=None
@@ -107,7 +107,7 @@ def _when_imported(modules: tuple[str, ...], hook: Callable[[], None]) -> None:
 
 
 def disable() -> None:
-    """Put every original back that is still ours to put back; what others wrapped turns inert."""
+    """Put the originals back. A replacement that another tool has wrapped stays, inactive."""
     global _is_enabled
     ensure_imported("trims_shim.patches.points")
     from trims_shim.patches.points import undo
@@ -127,19 +127,19 @@ def _is_any_shared() -> bool:
 
 
 def applied() -> dict[str, list[AppliedPatch]]:
-    """What became of the patch points of each patch file whose library is imported."""
+    """Return the state of the patch points of each patch file whose library is imported."""
     with _lock:
         return {patch_file: list(patches) for patch_file, patches in _applied.items()}
 
 
 def requested() -> frozenset[str]:
-    """Patch files asked for, those that wait for their library's import included."""
+    """Return the patch files asked for, also those that wait for their library's import."""
     with _lock:
         return frozenset(_requested)
 
 
 def _apply(patch_file: str) -> None:
-    # A child that is forked in the middle would find half of it, and our lock held.
+    # A child forked in the middle would inherit a half-applied patch, and our lock held.
     with no_fork(), _lock:
         from trims_shim.patches.points import apply
 
@@ -151,9 +151,9 @@ def _apply(patch_file: str) -> None:
 
 
 def _preload() -> None:
-    """Import what a load needs, while the program is importing anyway and not loading a model.
+    """Import what a load needs now, while the program is importing rather than loading a model.
 
-    But not ZeroMQ, which only the process needs that is the first to load a file.
+    ZeroMQ is left out: only the first process to load a file needs it.
     """
     importlib.import_module("trims_shim.client.cache")
     importlib.import_module("trims_shim.wire.codec").prepare()

@@ -1,8 +1,7 @@
-"""accelerate puts loaded tensors into modules by itself: large buffers become private then, since
-modules write buffers.
+"""accelerate: large buffers become private when it puts loaded tensors into modules itself.
 
-So do load_checkpoint_and_dispatch and, where they are given a device map, diffusers' models.
-Source: accelerate 1.15, accelerate/utils/modeling.py.
+Modules write buffers. load_checkpoint_and_dispatch goes the same way, and so do diffusers' models
+that are given a device map. Source: accelerate 1.15, accelerate/utils/modeling.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What patches of all libraries ask the cache of this process for, on the host tier.
+"""How patches of all libraries ask the cache of this process for files, on the host tier.
 
-Where it has none, None is returned and the reason is counted: the framework then loads by itself.
-Imports none of the patched libraries.
+Where the cache has none, the functions return None and count the reason; the framework then loads
+by itself. Imports none of the patched libraries.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["absolute", "aligned_image", "arena_of_file", "opened"]
 
 @contextlib.contextmanager
 def opened(filename: str | os.PathLike[str]) -> Iterator[int | None]:
-    """A descriptor of a file, closed after the block; None where it cannot be opened.
+    """Open a file for the block; yield its descriptor, or None where it cannot be opened.
 
-    Whoever opens it next, the original loader, has its own words for that.
+    The original loader opens it next and raises its own error.
     """
     try:
         descriptor = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
@@ -39,9 +39,9 @@ def opened(filename: str | os.PathLike[str]) -> Iterator[int | None]:
 
 
 def absolute(name: Any) -> str:
-    """What the cache calls a file that the program calls ``name``: its absolute path.
+    """Return the absolute path, the cache's name for a file that the program calls ``name``.
 
-    So that ``trims pin PATH`` means the same file in every directory. Raises nothing.
+    ``trims pin PATH`` therefore means the same file in every directory. Raises nothing.
     """
     if isinstance(name, int):
         return f"file descriptor {name}"
@@ -55,7 +55,7 @@ def absolute(name: Any) -> str:
 
 
 def arena_of_file(descriptor: int, name: object) -> Arena | None:
-    """The arena of an open file, or None (counted) when the framework has to load it itself."""
+    """Return the arena of an open file; None (counted) where the framework has to load it."""
     shared = cache()
     path = absolute(name)
     try:
@@ -70,7 +70,7 @@ def arena_of_file(descriptor: int, name: object) -> Arena | None:
 
 
 def aligned_image(image: Image, lead_bytes: int) -> Image | None:
-    """The image with the same bytes behind ``lead_bytes`` zeros, where there is one (counted)."""
+    """Return the image with the same bytes after ``lead_bytes`` zeros, or None (counted)."""
     try:
         found = cache().aligned(image, lead_bytes)
     except TrimsError as error:

@@ -1,4 +1,4 @@
-"""What does not end on shared device memory, whichever library it is for: counted, told once.
+"""Counts and reports what does not end on shared device memory, for every library.
 
 Imports none of the patched libraries.
 """
@@ -14,21 +14,25 @@ __all__ = ["Skips"]
 
 
 class Skips:
-    """Of one library; ``expected`` are reasons that are no fault, beside those of every load."""
+    """The skips of one library.
+
+    ``expected`` are reasons that are no fault, besides ``diagnostics.EXPECTED_REASONS``.
+    """
 
     def __init__(self, *expected: str) -> None:
         self._expected = diagnostics.EXPECTED_REASONS | set(expected)
         self.warned: set[str] = set()
 
     def __call__(self, reason: str, *, what: str) -> None:
-        """Count it; it is no fault."""
+        """Count a skip that is no fault."""
         diagnostics.count("not_on_device", reason)
         diagnostics.log(logging.DEBUG, "%s: not on shared device memory (%s)", what, reason)
 
     def error(self, error: Exception, *, what: str) -> None:
-        """Count it; warn once if it is a fault. Raises ``error`` under TRIMS_STRICT then.
+        """Count a skip; warn once per reason if it is a fault.
 
-        Raises what a signal handler raised in any case.
+        Raises ``error`` if it is a fault and TRIMS_STRICT is set, and always what a signal handler
+        raised.
         """
         diagnostics.pass_on(error)
         reason = diagnostics.reason_of(error)

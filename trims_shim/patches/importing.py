@@ -2,7 +2,7 @@
 
 A finder at the head of ``sys.meta_path`` that never finds anything itself: it asks the others and
 wraps the loader of the few modules it waits for. Hooks run after the module's own code, outside any
-lock of ours; what they raise must not break the user's import, so it is counted and dropped.
+lock of ours. An exception of a hook must not break the user's import: it is counted and dropped.
 
 Own code instead of ``wrapt.importer``: importing wrapt takes longer than ``import trims_shim`` may
 take in all (docs/decisions/0003-no-wrapt.md).
@@ -23,11 +23,11 @@ __all__ = ["call_when_imported"]
 
 _hooks: dict[str, list[Callable[[], None]]] = {}
 _running: set[str] = set()
-"""Modules whose code is run by a loader of ours."""
+"""Modules whose code a :class:`_Loader` is running."""
 
 
 def call_when_imported(name: str, hook: Callable[[], None]) -> None:
-    """Call ``hook`` once, now when the module is imported already, else right after its import."""
+    """Call ``hook`` once: now if the module is already imported, else right after its import."""
     if _is_imported(name):
         _run(hook)
         return
@@ -37,9 +37,9 @@ def call_when_imported(name: str, hook: Callable[[], None]) -> None:
 
 
 def _run_overdue() -> None:
-    """Hooks of modules that were in the middle of their import when they were asked for.
+    """Run the hooks of modules whose import was under way when the hooks were registered.
 
-    Their loader had been chosen already, so it is the next import of anything that notices.
+    Their loader had been chosen before, so the next import of any module runs the hooks.
     """
     for name in list(_hooks):
         if _is_imported(name):
@@ -48,9 +48,10 @@ def _run_overdue() -> None:
 
 
 def _is_imported(name: str) -> bool:
-    """Whether all of a module's code has run: not of one that a program has put there by itself.
+    """Whether all code of a module has run; False for one that the program made by itself.
 
-    A lazy one will run the hooks: to look at its attributes would import it.
+    An unloaded module of LazyLoader gets a loader that runs the hooks: reading its attributes here
+    would load it.
     """
     module = sys.modules.get(name)
     try:
@@ -67,7 +68,7 @@ def _is_imported(name: str) -> bool:
 
 
 def _is_lazy(module: object) -> bool:
-    """Whether it is one of importlib's LazyLoader that nobody has used yet."""
+    """Whether importlib's LazyLoader made the module and nothing has used it yet."""
     kind = getattr(sys.modules.get("importlib.util"), "_LazyModule", None)
     return kind is not None and type(module) is kind
 
@@ -83,7 +84,7 @@ def _run(hook: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """See the module docstring."""
+    """The finder at the head of ``sys.meta_path``; see the module docstring."""
 
     def __init__(self) -> None:
         self._searching: set[str] = set()
@@ -107,7 +108,7 @@ class _Finder:
 
 
 class _Loader:
-    """The real loader, plus the hooks after it; removes itself from the module it loads."""
+    """Runs the real loader, then the hooks; removes itself from the module it loads."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -1,7 +1,7 @@
-"""Whether a library's private name still is the library's own.
+"""Whether a library's private name is still the library's own.
 
-Programs replace such names, with or without thinking of a cache, and perhaps before the shim is
-imported: what is found there then is not the original, however early it is looked up.
+Programs may replace such names, even before the shim is imported. So the value found there need not
+be the original, however early it is looked up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["is_own"]
 def is_own(value: Any, home: str) -> bool:
     """Whether a function, a partial of one, or a class was written in the module named ``home``.
 
-    The name a function gives itself says nothing: ``functools.wraps`` copies it.
+    A function's ``__module__`` and ``__name__`` prove nothing: ``functools.wraps`` copies them.
     """
     if isinstance(value, type):
         return value.__module__ == home

@@ -1,7 +1,7 @@
-"""peft: an adapter is swapped for another one by writing into it, so it becomes private first.
+"""peft: hotswapping overwrites an adapter in place, so the adapter becomes private first.
 
-Base weights stay shared. Source: peft 0.21, peft/utils/hotswap.py, which peft itself imports when
-it is asked to.
+Base weights stay shared. Source: peft 0.21, peft/utils/hotswap.py, which peft imports only when a
+program asks for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """peft: merging adapters writes the base weights in place, so they become private first.
 
-A whole model's are looked for at once; ``merge`` of a single layer, which diffusers' ``fuse_lora``
-calls for each, has as many classes as there are tuners, and first asks which adapters to merge. So
-does OLoRA, which takes its adapters out of the base weight. Sources: peft 0.21, ``BaseTuner`` and
+Merging a whole model makes all of its weights private at once. ``merge`` of a single layer, which
+diffusers' ``fuse_lora`` calls for each, has a class for each tuner; all of them first call
+``check_adapters_to_merge``, which is patched in their place. OLoRA takes its adapters out of the
+base weight, and so writes it too. Sources: peft 0.21, ``BaseTuner`` and
 ``check_adapters_to_merge`` in peft/tuners/tuners_utils.py, ``LoraLayer`` in tuners/lora/layer.py.
 """
 

@@ -1,8 +1,8 @@
 """A patch point: where a library is patched, under which conditions, and how it is undone.
 
 Owns the mechanics only; what a replacement does is in one file per patched library. A replacement
-consults :func:`trims_shim.patches.active` at each call, so that disabling is immediate even where
-another tool has wrapped it since; the attribute is put back only while it is still ours.
+asks :func:`trims_shim.patches.active` at each call. So disabling takes effect at once, even where
+another tool has wrapped the replacement since. The attribute is put back only while still ours.
 
 Preference (deepest first): a method on a class, then a module global that the library looks up at
 call time, then a public name plus known holders that imported it by name.
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class PatchState(enum.Enum):
-    """What became of a patch point in this process."""
+    """The state of a patch point in this process."""
 
     APPLIED = "applied"
     SKIPPED = "skipped"
@@ -43,11 +43,11 @@ class PatchPoint:
     """One place in one library.
 
     ``target`` is ``"package.module:Class.attribute"``. ``supported`` is the version range it was
-    tested with, for people; ``probe`` decides: it returns None where the library can do what the
-    replacement needs, else why not; without one it is enough that there is a target. ``wrap`` makes
-    the replacement from the original attribute (a function, a class, or the raw ``__dict__`` entry
-    such as a ``staticmethod``). ``has_holders``: the name itself is what callers hold, so modules
-    that imported it before are rebound.
+    tested with, for people only. ``probe`` decides: it returns None where the library can do what
+    the replacement needs, else the reason; the default accepts any library that has the target.
+    ``wrap`` makes the replacement from the original attribute (a function, a class, or the raw
+    ``__dict__`` entry such as a ``staticmethod``). ``has_holders``: callers import the name itself,
+    so modules that imported it before are rebound.
     """
 
     name: str
@@ -59,7 +59,7 @@ class PatchPoint:
 
 
 class Found(NamedTuple):
-    """Where a target is: the module or class, its attribute, the raw entry, and whose that is."""
+    """Where a target is: the module or class, its attribute, the raw entry there or in a base."""
 
     parent: Any
     attribute: str
@@ -79,7 +79,7 @@ class AppliedPatch:
 
 
 def resolve(target: str) -> Found:
-    """A target in an imported module.
+    """Find a target in an imported module.
 
     Reads ``__dict__`` along the MRO: getattr would bind descriptors and could wake lazy modules.
     Raises PatchError when the module is not imported or the attribute does not exist.
@@ -102,12 +102,12 @@ def resolve(target: str) -> Found:
 
 
 def _namespace(parent: Any) -> Mapping[str, Any]:
-    """``__dict__``, empty for objects (None, numbers) that have none."""
+    """Return ``__dict__``; empty for objects (None, numbers) that have none."""
     return getattr(parent, "__dict__", {})
 
 
 def apply(point: PatchPoint) -> AppliedPatch:
-    """Apply a patch point whose library is imported; never raises, the result tells."""
+    """Apply a patch point whose library is imported. Never raises: the result says all."""
     try:
         found = resolve(point.target)
         reason = point.probe()
@@ -117,7 +117,7 @@ def apply(point: PatchPoint) -> AppliedPatch:
         setattr(found.parent, found.attribute, replacement)
     except PatchError as error:
         return AppliedPatch(point, PatchState.SKIPPED, str(error))
-    # Border: a probe or wrapper that meets a library it does not know must cost the user nothing.
+    # Border: a probe or wrapper that fails on an unknown version must not disturb the program.
     except Exception as error:
         return AppliedPatch(point, PatchState.SKIPPED, f"{type(error).__name__}: {error}")
     if point.has_holders:
@@ -126,7 +126,7 @@ def apply(point: PatchPoint) -> AppliedPatch:
 
 
 def undo(patch: AppliedPatch) -> None:
-    """Put the original back, unless somebody else has replaced ours meanwhile."""
+    """Put the original back, unless another tool has replaced ours meanwhile."""
     found = patch.found
     if patch.state is not PatchState.APPLIED or found is None:
         return
@@ -147,7 +147,7 @@ def _home(point: PatchPoint) -> str:
 
 
 def rebind(old: Any, new: Any, *, home: str) -> None:
-    """Make every module global that is ``old`` be ``new``, except in ``home``.
+    """Set every module global that is ``old`` to ``new``, except in ``home``.
 
     Reads module ``__dict__``s only: ``getattr`` and ``dir`` would wake lazy modules.
     """

@@ -1,21 +1,21 @@
 """safetensors.safe_open onto a CUDA device: tensors over the shared image of the file.
 
-``safe_open`` is a compiled class that cannot be subclassed and knows its device only inside; with a
-device it fills a pinned buffer and copies. So the name ``safetensors.safe_open`` is replaced by a
-class that hands every call on to the compiled one, except where the device is CUDA and the file can
-be had there: then the program gets a :class:`_DeviceFile`. It holds a compiled ``safe_open`` of the
-same file for everything else (names, metadata, shapes, errors, tensors that cannot be served); its
-mapping of the file costs nothing until it is read. ``safetensors.torch.load_file`` and
-``load_model`` find the name in their module and are covered; ``isinstance`` works with both.
+``safe_open`` is a compiled class that cannot be subclassed; given a device, it fills a pinned
+buffer and copies. So the name ``safetensors.safe_open`` is replaced by a class that hands every
+call on to the compiled one, except where the device is CUDA and the file can be had there: then the
+program gets a :class:`_DeviceFile`. That holds a compiled ``safe_open`` of the same file for
+everything else (names, metadata, shapes, errors, tensors that cannot be served), whose mapping of
+the file costs nothing until it is read. ``safetensors.torch.load_file`` and ``load_model`` look the
+name up in their module and are covered; ``isinstance`` works with both classes.
 
 ``device="cuda"`` is device 0 in safetensors, not torch's current device.
 
-Who opens files on the CPU and then moves every tensor, as transformers does, says so with
-:data:`destination` while it opens them, and gets slices that are the compiled class's and know
-where on the device their bytes are (:class:`DeferredSlice`). So no host image is needed.
+A caller that opens files on the CPU and then moves every tensor, as transformers does, sets
+:data:`destination` while it opens them. Its slices are the compiled class's and also know where on
+the device their bytes are (:class:`DeferredSlice`), so no host image is needed.
 
 A slice that is a contiguous block with the allocator's alignment is a view of the shared image with
-a storage of its own; any other one is copied on the device.
+a storage of its own; any other slice is copied on the device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["POINTS", "DeferredSlice", "destination"]
 destination: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "trims_shim_destination", default=None
 )
-"""The number of the CUDA device that what is opened on the CPU in this context will be moved to."""
+"""The CUDA device to which files opened on the CPU in this context will be moved, by number."""
 
 _CUDA = re.compile("cuda:([0-9]{1,4})")
 _FRAMEWORKS = ("pt", "torch", "pytorch")
@@ -105,7 +105,7 @@ _NAMES = {"filename", "framework", "device", "backend"}
 def _arguments(
     filename: Any = None, framework: Any = None, device: Any = "cpu", *, backend: Any = "mmap"
 ) -> tuple[str, int | None] | None:
-    """The file and the number of the CUDA device, None for the CPU, of a call to be served."""
+    """The file and the number of the CUDA device (None: CPU); None if safetensors is to serve."""
     if not isinstance(filename, (str, os.PathLike)) or framework not in _FRAMEWORKS:
         return None
     path = os.fspath(filename)
@@ -129,7 +129,7 @@ def _arena(filename: str, place: Place) -> DeviceArena | None:
 
 
 class _DeviceFile:
-    """What the program gets in the place of a compiled ``safe_open``."""
+    """Stands in for a compiled ``safe_open``."""
 
     def __init__(self, file: Any, arena: DeviceArena, place: Place) -> None:
         """Raises FormatError where this package reads the header differently."""
@@ -167,7 +167,7 @@ class _DeviceFile:
         return self
 
     def __exit__(self, *exception: Any) -> Any:
-        self._open = None  # from now on the compiled one has the word, which says that it is closed
+        self._open = None  # from now on the compiled one answers: it raises that it is closed
         return self._file.__exit__(*exception)
 
     def _tensor(self, name: Any, parts: torch_device.Parts | None = None) -> Any:
@@ -176,7 +176,7 @@ class _DeviceFile:
         return self._file.get_tensor(name) if tensor is None else tensor
 
     def _source(self, name: Any) -> _Source | None:
-        """None where the compiled file has to refuse the name."""
+        """Return None where the compiled file has to answer, and refuse a wrong name."""
         if self._open is None or type(name) is not str:
             return None
         arena, records = self._open
@@ -185,7 +185,7 @@ class _DeviceFile:
 
 
 class _DeferredFile(_DeviceFile):
-    """What the program gets when it opens a file on the CPU and will move the tensors."""
+    """Stands in for a file opened on the CPU whose tensors will be moved."""
 
     def get_tensor(self, name: Any) -> Any:
         return self._file.get_tensor(name)
@@ -199,16 +199,16 @@ class _DeferredFile(_DeviceFile):
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A record, and the image that it is in."""
+    """A record and the image that holds it."""
 
     record: Record
     arena: DeviceArena
     place: Place
 
     def tensor(self, parts: torch_device.Parts | None = None) -> torch.Tensor | None:
-        """The tensor on the device; None where the compiled file has to make it.
+        """Return the tensor on the device; None where the compiled file has to make it.
 
-        ``parts``: of the same arena, where there are more tensors to come.
+        ``parts`` is of the same arena, for a caller that wants more tensors of it.
         """
         record, span = self.record, self.record.span
         try:
@@ -228,7 +228,7 @@ class _Source:
 
 
 class _DeviceSlice:
-    """What the program gets in the place of a compiled slice."""
+    """Stands in for a compiled slice."""
 
     def __init__(self, inner: Any, source: _Source | None) -> None:
         self._inner = inner
@@ -247,18 +247,18 @@ class _DeviceSlice:
         try:
             part = whole[index]
         except (IndexError, ValueError, TypeError):
-            return self._inner[index]  # which raises its own
+            return self._inner[index]  # raises safetensors' own error
         return _own_storage(part)
 
 
 class DeferredSlice(_DeviceSlice):
-    """A slice in host memory, of the file itself, whose tensor is on a device as well."""
+    """A slice of the file in host memory whose tensor is on a device as well."""
 
     def __getitem__(self, index: Any) -> Any:
         return self._inner[index]
 
     def on_device(self, index: int, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """All of it on a device; None where it has to be copied from here."""
+        """Return the whole tensor on a device; None where it has to be copied from host memory."""
         source = self._source
         if source is None or source.place.index != index:
             return None
@@ -268,13 +268,13 @@ class DeferredSlice(_DeviceSlice):
 
 
 def _is_basic(index: Any) -> bool:
-    """Numbers, slices and an ellipsis: what makes a view."""
+    """Whether an index has only numbers, slices and ellipses, so that it makes a view."""
     parts = index if type(index) is tuple else (index,)
     return all(type(part) in (int, slice, type(...)) for part in parts)
 
 
 def _own_storage(part: torch.Tensor) -> torch.Tensor:
-    """A view as ``to(device)`` would have returned it: all of a storage of its own."""
+    """Return a view as ``to(device)`` would: a tensor that is all of its own storage."""
     found = torch_device.find(part)
     is_block = part.is_contiguous() and part.nbytes > 0
     if found is not None and is_block and found[1] % torch_device.ALIGNMENT_BYTES == 0:

@@ -1,8 +1,8 @@
-"""safetensors.torch.load_model: says of which tensors it holds aliases while it loads.
+"""safetensors.torch.load_model: declares the aliases that it holds while it loads.
 
-``load_model`` keeps ``model.state_dict()`` while it calls ``load_state_dict``, so that no parameter
-has its memory to itself, which would make every load a copy. The aliases are counted instead: one
-for each name of the parameter, no more.
+``load_model`` keeps ``model.state_dict()`` while it calls ``load_state_dict``. So no parameter has
+its memory to itself, and every load would copy. Instead, exactly these aliases are allowed for: one
+for each name of a parameter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """safetensors.numpy.load_file: arrays over the arena instead of a private copy of the file.
 
-The compiled ``safe_open(framework="np")`` copies every tensor, so there is no deeper seam; the
-function is replaced and known holders of the name are rebound. Other numpy users (``flax``) call it
-through the module. Arrays are writable, as the original's, and writes stay private.
+The compiled ``safe_open(framework="np")`` copies every tensor, so there is no deeper seam. The
+function is replaced, and known holders of its name are rebound; other users (``flax``) call it
+through the module. Arrays are writable, as the original's are, and writes stay private.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _serve(filename: Any) -> dict[str, Any] | None:
 
 
 def _path_of(filename: Any) -> str | None:
-    """What safetensors takes for a path; None for what it refuses, paths of bytes among it."""
+    """Return ``filename`` as safetensors' path; None where it refuses it, as it does bytes."""
     try:
         path = os.fspath(filename)
     except TypeError:
@@ -93,13 +93,13 @@ def _arrays(buffer: Any, records: tuple[Record, ...]) -> dict[str, Any] | None:
             return None
         part = whole[record.span.offset_bytes : record.span.end_bytes]
         array = part.view(numpy.dtype(dtype)).reshape(record.shape)
-        # Compiled code may refuse what is not aligned; the original's are always views of copies.
+        # Compiled code may refuse unaligned arrays. The original's are always views of copies.
         arrays[record.name] = array if array.flags.aligned else array.copy()[...]
     return arrays
 
 
 def _in_order(records: tuple[Record, ...], library: Any) -> Sequence[Record]:
-    """As load_file has them: by offset since safetensors 0.6, by name before."""
+    """Return records in load_file's order: by offset since safetensors 0.6, by name before."""
     if hasattr(library.safe_open, "offset_keys"):
         return records
     return sorted(records, key=lambda record: record.name)

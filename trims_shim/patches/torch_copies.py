@@ -1,8 +1,8 @@
-"""When a ``copy_`` between two tensors may be replaced, and when nobody watches torch's operations.
+"""When a ``copy_`` between two tensors may be replaced by something else.
 
 Owns the conditions on the call (:func:`is_watched`), on the pair (:func:`is_stock_copy`,
-:func:`is_byte_copy`) and on the destination (:func:`is_exclusive`). They only look; every one of
-them errs towards the copy.
+:func:`is_byte_copy`) and on the destination (:func:`is_exclusive`). They only look, and in doubt
+they decide for the copy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _holds_state_dict: contextvars.ContextVar[bool] = contextvars.ContextVar(
 _FX_TRACING = next(
     name for name in ("is_fx_symbolic_tracing", "is_fx_tracing") if hasattr(_symbolic_trace, name)
 )
-"""The older name also says so of an export, and warns where torch has the newer one."""
+"""The second, older name is also true during an export, and warns in a torch with the newer one."""
 _COPY = torch._C.TensorBase.copy_
 PLAIN_TYPES: frozenset[Any] = frozenset({torch.Tensor, torch.nn.Parameter})
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
@@ -58,10 +58,12 @@ _REAL = frozenset(
 class _Owners(NamedTuple):
     """Reference counts that together show every other way to a tensor's memory.
 
-    Another view of it: ``storage_uses``; the storage object itself in somebody's hands, also as a
-    typed storage: ``storage_objects``; a DLPack capsule or its consumer, a graph, a script module:
-    ``tensor_uses``; a numpy array holds a view. Compared with those of a tensor that nobody else
-    holds, measured once, because the absolute numbers are torch's business.
+    - ``storage_uses``: other views of it, also by a numpy array;
+    - ``storage_objects``: references to the storage object, also by a typed storage;
+    - ``tensor_uses``: a DLPack capsule or its consumer, a graph, a script module.
+
+    They are compared with the counts of a tensor that nothing else holds. Those are measured once,
+    because the absolute numbers are torch's business.
     """
 
     storage_uses: int
@@ -80,12 +82,12 @@ class _Owners(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def _sole() -> _Owners:
-    """Those of a tensor that nobody else holds."""
+    """Return the counts of a tensor that nothing else holds."""
     return _Owners.of(torch.zeros(4, device="cpu"))
 
 
 def missing_capability() -> str | None:
-    """Why this torch cannot elide copies, or None: tries the private parts on tiny tensors."""
+    """Say why this torch cannot elide copies, or None. Tries its private parts on tiny tensors."""
     needed = (
         (torch.Tensor, "_use_count"),
         (torch._C, "_storage_Use_Count"),
@@ -119,7 +121,7 @@ def _exports() -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
 
 
 def is_transformed() -> bool:
-    """Whether torch compiles, traces, or transforms what runs, or runs it as inference."""
+    """Whether torch now compiles, traces or transforms operations, or is in inference mode."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -132,7 +134,7 @@ def is_transformed() -> bool:
 def is_watched(has_mode: Callable[[], bool] = has_mode) -> bool:
     """Whether something besides the program can see or change what ``copy_`` does right now.
 
-    ``has_mode`` says whether a function or dispatch mode does.
+    ``has_mode`` says whether a function or dispatch mode can.
     """
     return bool(
         is_transformed()
@@ -177,7 +179,7 @@ def is_byte_copy(dst: torch.Tensor, src: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def holding_state_dict() -> Iterator[None]:
-    """Who calls load_state_dict inside the block holds ``module.state_dict()`` meanwhile.
+    """Declare that callers of load_state_dict in the block hold ``module.state_dict()`` meanwhile.
 
     That is one alias for each name in it.
     """
@@ -189,7 +191,7 @@ def holding_state_dict() -> Iterator[None]:
 
 
 def held_aliases(module: torch.nn.Module) -> Counter[int]:
-    """How many aliases who calls load_state_dict holds, by the id of each parameter and buffer."""
+    """Count the aliases that load_state_dict's caller holds, by id of parameter or buffer."""
     aliases: Counter[int] = Counter()
     if _holds_state_dict.get():
         for each in module.modules():
@@ -203,10 +205,7 @@ def held_aliases(module: torch.nn.Module) -> Counter[int]:
 
 
 def is_exclusive(dst: torch.Tensor, size: int, *, aliases: int = 0) -> bool:
-    """Whether ``dst`` is all of its storage, in ordinary memory.
-
-    Nothing else but ``aliases`` tensors may reach it.
-    """
+    """Whether :func:`is_sole_owner` holds, and the memory is neither shared nor pinned."""
     return (
         is_sole_owner(dst, size, aliases=aliases)
         and not dst.untyped_storage().is_shared()
@@ -215,7 +214,7 @@ def is_exclusive(dst: torch.Tensor, size: int, *, aliases: int = 0) -> bool:
 
 
 def is_sole_owner(dst: torch.Tensor, size: int, *, aliases: int = 0) -> bool:
-    """Whether ``dst`` is all of its storage, which nothing but ``aliases`` tensors can reach."""
+    """Whether ``dst`` is all of its storage, which only ``aliases`` other tensors can reach."""
     expected = _sole()._replace(storage_uses=_sole().storage_uses + aliases)
-    # As long as its storage: so it begins where the storage does.
+    # A contiguous tensor as long as its storage begins where the storage does.
     return _Owners.of(dst) == expected and dst.untyped_storage().nbytes() == size

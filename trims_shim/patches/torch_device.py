@@ -1,21 +1,21 @@
 """Torch storages over shared device memory, and the one way to them for all torch patches.
 
 Owns which device a load may be served on (:func:`place_of`), the way from an open file or a host
-image to its :class:`DeviceArena`, and the storages over it. There is one storage for each tensor of
-a file, so that it is saved, copied and given up by itself. A storage that lies in an arena holds
-it; :func:`lend` and :func:`take_back` move tensors that exist in and out of shared memory, with all
-views and aliases (:mod:`.torch_repoint`).
+image to its :class:`DeviceArena`, and the storages over it. Each tensor of a file has a storage of
+its own, so that it is saved, copied and freed alone. A storage that lies in an arena holds the
+arena. :func:`lend` and :func:`take_back` move existing tensors into and out of shared memory, with
+all views and aliases (:mod:`.torch_repoint`).
 
-The memory is mapped read-only and a write to it is fatal to the writing process, so what programs
-are known to write is private from the start: tensors below :data:`MIN_SHARED_BYTES` (running
-statistics, counters, biases: hundreds of them are a few megabytes) and, with ``access`` set to
-``private``, everything; :mod:`.torch_unshare` has the rest.
+The memory is mapped read-only, and a write to it is fatal to the writing process. So tensors that
+programs are known to write are private from the start: those below :data:`MIN_SHARED_BYTES`
+(running statistics, counters, biases: hundreds of them are a few megabytes) and, with ``access``
+set to ``private``, all. :mod:`.torch_unshare` covers writes to the others.
 
-What differs from memory of torch's allocator: such a storage cannot be resized, is not counted by
+Such a storage differs from one of torch's allocator: it cannot be resized, it is not counted by
 ``torch.cuda.memory_allocated``, and ``record_stream`` does nothing for it (its memory is unmapped
 only after the device has been synchronised).
 
-Where CUDA is absent, importing this module costs an import of torch, which is there already.
+Without CUDA, importing this module imports torch and little else.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ __all__ = [
 ]
 
 MIN_SHARED_BYTES = 64 << 10
-"""Smaller tensors are private copies. What modules write in passing is smaller (the running
-statistics of 16384 channels just are), and a copy on the device takes some microseconds."""
+"""Smaller tensors are private copies. Tensors that modules write in passing are smaller (running
+statistics of fewer than 16384 channels are), and a copy on the device takes some microseconds."""
 ALIGNMENT_BYTES = 512
-"""What torch's allocator gives; kernels choose their loops by alignment."""
+"""The alignment of torch's allocator; kernels choose their loops by alignment."""
 _ACCESS_PRIVATE = "private"
 
 skip = Skips("device_off", "capturing", "forked", "no_such_device")
-"""Count something that does not end on shared device memory; warn once if that is a fault."""
+"""Count a tensor or load that does not end on shared device memory."""
 
 access: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "trims_shim_device_access", default=None
@@ -90,32 +90,32 @@ access: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 
 
 class Runtime(Protocol):
-    """The few things that need CUDA; tests put an emulated one into :data:`runtime`."""
+    """The operations that need CUDA; tests put an emulation into :data:`runtime`."""
 
     def is_built(self) -> bool:
         """Whether this process could ever have tensors on a device. Cheap."""
 
     def index(self, device: torch.device) -> int:
-        """The number of a device in this process; of the current one where ``device`` has none.
+        """Return a device's number in this process; the current one's if ``device`` has none.
 
-        Raises NotServed for a device on which torch has to raise its own error, or which must be
+        Raises NotServed for a device for which torch has to raise its own error, or which must be
         left alone just now.
         """
 
     def device(self, index: int) -> torch.device:
-        """The device that tensors on it have."""
+        """Return the value of ``tensor.device`` for tensors on this device."""
 
     def device_id(self, index: int) -> DeviceId:
-        """What the driver calls it. Raises DriverFailure."""
+        """Return the driver's name of the device. Raises DriverFailure."""
 
     def ready(self, index: int) -> None:
         """Make sure that torch has set the device up."""
 
     def storage(self, address: int, size_bytes: int, index: int) -> torch.UntypedStorage:
-        """A storage over memory that somebody else keeps alive."""
+        """Return a storage over memory that the caller keeps alive."""
 
     def settle(self, device: torch.device) -> None:
-        """Return when what was copied on a device just now can be read from every stream."""
+        """Block until copies just queued on a device can be read from every stream."""
 
 
 class CudaRuntime:
@@ -171,7 +171,7 @@ def _storage_over(address: int, device: torch.device, size_bytes: int) -> torch.
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A device that shared memory can be had on."""
+    """A device on which memory can be shared."""
 
     index: int
     id: DeviceId
@@ -179,7 +179,7 @@ class Place:
 
 
 def place_of(device: torch.device) -> Place | None:
-    """Where tensors for ``device`` are shared; None (counted) where torch goes its own way."""
+    """Return the place for tensors on ``device``; None (counted) where torch goes its own way."""
     if not runtime.is_built():
         return None
     try:
@@ -188,14 +188,14 @@ def place_of(device: torch.device) -> Place | None:
         index = runtime.index(device)
         runtime.ready(index)
         return Place(index, runtime.device_id(index), runtime.device(index))
-    # Border: whatever torch or the driver says here, torch's own code will meet and raise.
+    # Border: torch's own code meets the same error of torch or the driver, and raises it.
     except Exception as error:
         skip.error(error, what=str(device))
         return None
 
 
 def is_private() -> bool:
-    """Whether loads get private copies of what is shared."""
+    """Whether loads get private copies instead of shared memory."""
     return (access.get() or cache().config.device_access) == _ACCESS_PRIVATE
 
 
@@ -203,21 +203,21 @@ def is_private() -> bool:
 
 
 def arena_of_file(descriptor: int, name: object, place: Place) -> DeviceArena | None:
-    """The device memory of an open file; None (counted) where it has to be loaded otherwise."""
+    """Return the device memory of an open file; None (counted) where there is none."""
     return _arena(descriptor, absolute(name), place)
 
 
 def _arena(descriptor: int, name: str, place: Place) -> DeviceArena | None:
     try:
         return cache().open_device(descriptor, name=name, device=place.id)
-    # Border: the shim never makes a load fail; whatever it was, the host tier or torch goes on.
+    # Border: the shim never makes a load fail; the host tier or torch goes on.
     except Exception as error:
         skip.error(error, what=name)
         return None
 
 
 def arena_of_image(image: Image, place: Place) -> DeviceArena | None:
-    """The device memory of an image that is in host memory; None (counted) as above."""
+    """Return the device memory of an image in host memory; None (counted) where there is none."""
     arena: DeviceArena | None = _arenas().held(image.digest, place.id)
     if arena is not None:
         return arena
@@ -229,19 +229,19 @@ def arena_of_image(image: Image, place: Place) -> DeviceArena | None:
 
 
 def record_of(arena: DeviceArena, offset_bytes: int, size_bytes: int) -> int | None:
-    """Where in ``arena`` bytes of the file lie; None unless inside one tensor and aligned."""
+    """Return the offset in ``arena`` of bytes of the file; None unless aligned in one tensor."""
     found = arena.layout.find(offset_bytes, size_bytes)
     return found if found is not None and found % ALIGNMENT_BYTES == 0 else None
 
 
 def find(tensor: torch.Tensor) -> tuple[DeviceArena, int] | None:
-    """(arena, offset in bytes) of a tensor in shared device memory."""
+    """Return (arena, offset in bytes) of a tensor; None unless in shared device memory."""
     if not _holds:
         return None
     try:
         storage = tensor.untyped_storage()
         found = _arenas().find(storage.data_ptr(), storage.nbytes())
-    # Sparse, quantized, fake, lazy: tensors without a storage, or with one without an address.
+    # Sparse, quantized, fake and lazy tensors have no storage, or one without an address.
     except (RuntimeError, NotImplementedError, ValueError):
         return None
     if found is None:
@@ -261,7 +261,7 @@ def is_any_shared() -> bool:
 
 @functools.cache
 def _arenas() -> Any:
-    # Not at the top: it brings the driver's binding with it, and most programs have no device.
+    # Not at the top: it imports the driver's binding, and most programs have no device.
     ensure_imported("trims_shim.client.device_arenas")
     from trims_shim.client import device_arenas
 
@@ -271,22 +271,22 @@ def _arenas() -> Any:
 # --- storages -------------------------------------------------------------------------------------
 
 _holds: dict[int, Callable[[], object]] = {}
-"""What ends the hold of a storage on its arena, by the address of torch's storage object."""
+"""Calls that end a storage's hold on its arena, by the address of torch's storage object."""
 
 
 def shared_storage(arena: DeviceArena, offset_bytes: int, size_bytes: int) -> torch.UntypedStorage:
-    """A storage over a part of an arena, which it holds."""
+    """Return a storage over a part of an arena; it holds the arena."""
     storage = runtime.storage(arena.address + offset_bytes, size_bytes, arena.index)
     _hold(storage, arena)
     return storage
 
 
 class Parts:
-    """Storages and tensors over parts of an arena: what one load makes of it.
+    """The storages and tensors that one load makes over parts of an arena.
 
-    Small parts are private copies, and all are with ``access`` set to ``private`` (see the module
-    docstring). They are waited for together, at the end of the ``with`` block, as torch waits for
-    its own copies from host memory: programs go on with them on any stream.
+    Small parts are private copies, and with ``access`` set to ``private`` all are (see the module
+    docstring). The end of the ``with`` block waits for all copies together, as torch waits for its
+    own copies from host memory: the program may use them on any stream.
     """
 
     def __init__(self, arena: DeviceArena) -> None:
@@ -305,7 +305,7 @@ class Parts:
             runtime.settle(self._device)
 
     def storage(self, offset_bytes: int, size_bytes: int) -> torch.UntypedStorage:
-        """A storage over a part, or a private copy of it."""
+        """Return a storage over a part, or over a private copy of it."""
         if size_bytes >= self._shared_from_bytes:
             return shared_storage(self._arena, offset_bytes, size_bytes)
         with unseen():
@@ -314,7 +314,7 @@ class Parts:
             return self._whole.narrow(0, offset_bytes, size_bytes).clone().untyped_storage()
 
     def tensor(self, offset_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """A contiguous tensor that is all of its storage."""
+        """Return a contiguous tensor that is all of its storage."""
         size_bytes = dtype.itemsize * math.prod(shape)
         storage = self.storage(offset_bytes, size_bytes)
         with unseen():
@@ -330,20 +330,20 @@ class Parts:
 def tensor_at(
     arena: DeviceArena, offset_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """One tensor over (or copied from) a part of an arena; see :class:`Parts`."""
+    """Return one tensor over, or copied from, a part of an arena; see :class:`Parts`."""
     with Parts(arena) as parts:
         return parts.tensor(offset_bytes, dtype, shape)
 
 
 def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A private copy, that has to be waited for."""
+    """Queue a private copy; the caller waits for it."""
     with unseen():
         copy: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
     return copy
 
 
 def lend(tensor: torch.Tensor, arena: DeviceArena, offset_bytes: int) -> None:
-    """Put a tensor, whose memory nothing else reads, on a part of an arena of the same size."""
+    """Put a tensor on an equally large part of an arena; nothing else may read its old memory."""
     before = tensor.untyped_storage()
     shared = runtime.storage(arena.address + offset_bytes, before.nbytes(), arena.index)
     torch_repoint.replace(tensor, shared)
@@ -355,10 +355,10 @@ def lend(tensor: torch.Tensor, arena: DeviceArena, offset_bytes: int) -> None:
 
 
 def take_back(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Give tensors on shared memory, and all over the same storages, private memory.
+    """Give private memory to tensors on shared memory and to all others over the same storages.
 
-    Returns how many storages those were, and over how many something is left that could not follow:
-    it keeps the shared memory.
+    Returns the number of storages, and the number of those with a user that could not follow: that
+    user keeps the shared memory.
     """
     tensors = list({id(each): each for each in tensors}.values())
     shared = list({each._cdata: each for each in map(_storage_of, tensors)}.values())
@@ -378,7 +378,7 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def _end_hold(storage: torch.UntypedStorage, arena: DeviceArena) -> None:
-    """A storage was made private; one that could not be still needs its arena."""
+    """End the hold of a storage that became private; one that did not still needs its arena."""
     if lies_in_arena(storage):
         return
     end = _holds.pop(storage._cdata, None)
@@ -392,18 +392,18 @@ _is_address_kept = False
 
 
 def keep_addresses() -> None:
-    """From now on something that torch cannot see, a CUDA graph, may use tensors by address."""
+    """Declare that from now on a CUDA graph, which torch cannot see into, may use addresses."""
     global _is_address_kept
     _is_address_kept = True
 
 
 def are_addresses_kept() -> bool:
-    """Whether moving a tensor to other memory could be noticed by more than its users."""
+    """Whether a CUDA graph may notice that a tensor moves to other memory."""
     return _is_address_kept
 
 
 def _hold(storage: torch.UntypedStorage, arena: DeviceArena) -> None:
-    """Keep the arena until torch's storage object is gone: the last tensor over it, that is."""
+    """Keep the arena until torch's storage object dies, with the last tensor over it."""
     key = storage._cdata
     finalizer = weakref.finalize(storage, _let_go, key, arena)
     finalizer.atexit = False
@@ -411,7 +411,10 @@ def _hold(storage: torch.UntypedStorage, arena: DeviceArena) -> None:
 
 
 def _let_go(key: int, arena: DeviceArena) -> None:
-    """Runs in the garbage collector; what it was given kept the arena alive until now."""
+    """End a hold when the storage has died. The argument kept the arena alive until now.
+
+    May run in the garbage collector.
+    """
     _holds.pop(key, None)
 
 
@@ -419,7 +422,7 @@ def _let_go(key: int, arena: DeviceArena) -> None:
 
 
 def missing_capability() -> str | None:
-    """Why this torch cannot have tensors on shared device memory, or None."""
+    """Say why this torch cannot have tensors on shared device memory, or None."""
     if not runtime.is_built():
         return "this torch is built without CUDA"
     for name in ("_construct_storage_from_data_pointer", "_get_function_stack_at"):
@@ -431,7 +434,7 @@ def missing_capability() -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _broken_promise() -> str | None:
-    """What does not hold of storages here; tried in host memory."""
+    """Say which assumption about storages fails in this torch, or None; tried in host memory."""
     memory = (ctypes.c_char * 64)()
     storage = _storage_over(ctypes.addressof(memory), torch.device("cpu"), 64)
     gone: list[int] = []

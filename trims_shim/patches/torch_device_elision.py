@@ -1,14 +1,14 @@
-"""load_state_dict into a module on a device: parameters take shared memory over instead of copying.
+"""load_state_dict into a module on a device: parameters take over shared memory, without copying.
 
-``parameter.copy_(entry)`` becomes: the parameter is put on the device image that the
-entry lies in (or, for an entry in host memory of the shim, on the device image of the same bytes).
-Both are the same read-only memory, so there is nothing to keep apart; who is about to write gets
-private memory first (:mod:`.torch_unshare`). Buffers are always copied, because modules write them.
+Instead of ``parameter.copy_(entry)``, the parameter is put on the device image in which the entry
+lies or, for an entry in host memory of the shim, on the device image of the same bytes. Both sides
+may share the memory because it is read-only; whoever is about to write gets private memory first
+(:mod:`.torch_unshare`). Buffers are always copied, because modules write them.
 
-A copy is elided where it moves bytes in order and leaves no other trace, as in host memory
-(:mod:`.torch_elision`), and besides only while
+As in host memory (:mod:`.torch_elision`), a copy is elided only where it moves bytes in order and
+leaves no other trace. On a device it is elided only while, in addition,
 
-- the parameter has no gradient, is in no optimizer, and its module does not write it in passing;
+- the parameter has no gradient, is in no optimizer, and its module's forward does not write it;
 - no CUDA graph has been captured in this process: graphs know weights by address, and a load
   into the same memory is how a captured graph gets new ones.
 """
@@ -38,7 +38,7 @@ __all__ = ["Adopter", "adopter_for"]
 
 
 def adopter_for(module: Any, state_dict: Any) -> Adopter | None:
-    """What elides the copies of this load onto a device; None where there is nothing to elide."""
+    """Return the adopter for a load onto a device; None where there is nothing to elide."""
     if torch_device.missing_capability() is not None or torch_device.is_private():
         return None
     if not isinstance(module, torch.nn.Module) or type(state_dict) not in PLAIN_DICTS:
@@ -66,7 +66,7 @@ def _is_cached(value: Any, is_on_device: bool) -> bool:
 
 
 class Adopter:
-    """The copies of one load_state_dict."""
+    """Elides the copies of one load_state_dict."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._sources = Sources()
@@ -80,7 +80,7 @@ class Adopter:
         }
 
     def close(self) -> None:
-        """Forget what was looked at."""
+        """Drop the scanner and the device arenas of the load."""
         self._sources.close()
 
     def adopt(self, dst: torch.Tensor, src: torch.Tensor) -> bool:

@@ -1,16 +1,17 @@
 """torch.load straight onto a device: a plain state dict whose tensors all go to one CUDA device.
 
-The pickle is read from the program's file with torch's own reader, so no host image is needed; what
-it says decides (``map_location`` as a string, device or dictionary; None where the checkpoint was
-saved on CUDA). The device image is opened, and the tensors are built over it from the recipe, as
-:mod:`.torch_load` does over host memory: ties, views, ``requires_grad`` and parameters are torch's.
+torch's own reader reads the pickle from the program's file, so no host image is needed. The pickle
+and ``map_location`` decide the device (``map_location`` is a string, a device or a dictionary; or
+None where the checkpoint was saved on CUDA). The device image is opened, and the tensors are built
+over it from the recipe, as :mod:`.torch_load` does over host memory: ties, views, ``requires_grad``
+and parameters are as torch makes them.
 
-A checkpoint that holds the state of an optimizer is about to be trained on, averaged, resumed: all
-of it becomes private copies, made on the device.
+A checkpoint with the state of an optimizer is about to be trained on, averaged or resumed: all of
+it becomes private copies, made on the device.
 
-Everything else goes on as before, through the host tier and torch's own copies: a pickle that is
-more than a state dict, a callable ``map_location``, tensors for several devices, a device that is
-absent (torch then raises its own error, from where it always did).
+Everything else takes the host tier and torch's own copies: a pickle that is more than a state dict,
+a callable ``map_location``, tensors for several devices, an absent device (torch then raises its
+own error, from its usual place).
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ if TYPE_CHECKING:
 __all__ = ["build", "may_apply"]
 
 _CUDA = re.compile("cuda(:|[0-9]+)")
-"""As torch.serialization._deserialize tells whose location it is."""
+"""The pattern with which torch.serialization._deserialize recognises CUDA locations."""
 _PICKLE = "data.pkl"
 _OF_OPTIMIZERS = b"param_groups"
-"""In what every optimizer's ``state_dict`` returns."""
+"""A key in the ``state_dict`` of every optimizer."""
 
 
 def may_apply(map_location: Any) -> bool:
-    """Whether a load with this argument could end on a device: cheap, asked for every load."""
+    """Whether a load with this argument could end on a device. Cheap: called for every load."""
     if torch_device.missing_capability() is not None:
         return False
     if map_location is None or type(map_location) is dict:
@@ -53,7 +54,7 @@ def may_apply(map_location: Any) -> bool:
 
 
 def build(reader: Any, map_location: Any, *, file: Any) -> Built | None:
-    """The state dict on its device, or None where the load has to go on otherwise.
+    """Return the state dict on its device; None where the host tier or torch has to load it.
 
     ``reader`` is torch's reader of the archive, ``file`` the program's file that it reads.
     """
@@ -74,7 +75,7 @@ def build(reader: Any, map_location: Any, *, file: Any) -> Built | None:
     except FormatError as error:
         torch_device.skip(error.reason, what=f"{absolute(file.name)}: {error}")
         return None
-    # Border: what fails here, allocating for small tensors above all, torch meets as well.
+    # Border: torch meets the same error, most likely a failed allocation for small tensors.
     except Exception as error:
         torch_device.skip.error(error, what=absolute(file.name))
         return None
@@ -90,7 +91,7 @@ def _names_cuda(location: str) -> bool:
 
 
 def _plan(reader: Any, map_location: Any) -> tuple[bytes, Recipe, torch.device] | None:
-    """The pickle, what it says, and the one device that all of its storages go to."""
+    """Return the pickle, its recipe, and the one device to which all of its storages go."""
     if not reader.has_record(_PICKLE):
         return None
     data: bytes = reader.get_record(_PICKLE)
@@ -108,7 +109,7 @@ def _plan(reader: Any, map_location: Any) -> tuple[bytes, Recipe, torch.device] 
 
 
 def _locator(map_location: Any) -> Callable[[str], Any]:
-    """As torch.serialization._get_restore_location, for the forms that :func:`may_apply` takes."""
+    """Do as torch.serialization._get_restore_location, for the forms :func:`may_apply` takes."""
     if map_location is None:
         return lambda location: location
     if type(map_location) is dict:
@@ -117,7 +118,7 @@ def _locator(map_location: Any) -> Callable[[str], Any]:
 
 
 def _device(locations: set[Any]) -> torch.device | None:
-    """The device that all locations name, or None."""
+    """Return the device that all locations name, or None."""
     if not locations or not all(type(each) is str and _names_cuda(each) for each in locations):
         if any(type(each) is str and _names_cuda(each) for each in locations):
             torch_device.skip("several_devices", what="torch.load")
@@ -134,7 +135,7 @@ def _device(locations: set[Any]) -> torch.device | None:
 
 @contextlib.contextmanager
 def _access(pickle: bytes) -> Iterator[None]:
-    """Private copies for a checkpoint to train on, else what the program asked for."""
+    """Ask for private copies of a checkpoint to train on; else leave the program's choice."""
     if _OF_OPTIMIZERS not in pickle:
         yield
         return
@@ -147,7 +148,7 @@ def _access(pickle: bytes) -> Iterator[None]:
 
 
 class _Image:
-    """A device image, and where the records of its archive are in it."""
+    """A device image and the places of its archive's records."""
 
     def __init__(self, arena: DeviceArena, place: Place) -> None:
         """Raises FormatError where this package reads the archive differently from torch."""
@@ -159,10 +160,10 @@ class _Image:
         self._view = memoryview(arena.outline.buffer).cast("B")
         self._archive = archive
         self.end_bytes = 0
-        """Where torch's reader would have left the program's file; 0 if where it is."""
+        """Where torch's reader would leave the program's file; 0: where it is now."""
 
     def assemble(self, recipe: Recipe, pickle: bytes) -> Any:
-        """Raises FormatError: UnsupportedFormat where torch has to build the result."""
+        """Build the result. Raises UnsupportedFormat where torch has to build it."""
         records = self._archive.records
         span = records.get(_PICKLE)
         if span is None or bytes(self._view[span.offset_bytes : span.end_bytes]) != pickle:

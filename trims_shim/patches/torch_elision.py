@@ -1,33 +1,36 @@
 """Replace the copies of a load_state_dict by fresh mappings of the bytes they would have copied.
 
-``parameter.copy_(entry)`` becomes: the parameter's storage takes over a slice of a fresh private
-mapping of the image the entry lies in. Both sides stay independent, as after a copy, because both
-are copy-on-write mappings of immutable bytes; nothing is read and nothing is written. One arena is
-made for each image and call; a byte of it is given to one parameter only.
+Instead of ``parameter.copy_(entry)``, the parameter's storage takes over a slice of a fresh private
+mapping of the image in which the entry lies. Both sides stay independent, as after a copy, because
+both are copy-on-write mappings of immutable bytes; nothing is read and nothing is written. Each
+call maps one arena for each image, and gives each byte of it to one parameter only.
 
-What a file has off a 64-byte border, as most safetensors files do, is taken from a second image
-with the same bytes behind some zeros, so that kernels see the alignment of a copy. The daemon makes
-it when it is asked for the second time; until then such bytes are copied.
+Bytes off a 64-byte border of the file, as in most safetensors files, are taken from a second image
+with the same bytes after some zeros, so that kernels see the alignment of a copy. The daemon makes
+that image at the second request for it; until then such bytes are copied.
 
-A copy is elided only where it cannot be told from one:
+A copy is elided only where the result cannot be told from a copy's:
 
-- the call (:func:`is_watched`): no function or dispatch mode of anybody else, no tracing or
-  compiling, no functorch level, forward-mode level, profiler, inference mode, no setting that
-  swaps parameters, and deterministic algorithms are not asked for;
+- the call (:func:`is_watched`): no foreign function or dispatch mode, no tracing or compiling, no
+  functorch level, forward-mode level, profiler or inference mode, no setting that swaps parameters,
+  no deterministic algorithms;
 - the pair (:func:`is_stock_copy`, :func:`is_byte_copy`): exactly Tensor or Parameter, CPU, strided,
   same dtype and shape, contiguous, no conjugate or negative bit, no inference tensor, no graph
   behind the destination, autograd would not record the copy;
-- the destination: a parameter or buffer of the module tree, all of its storage, which torch's
-  allocator, or an earlier elision and nobody wrote since, made, and which nothing else can reach
-  (:func:`is_exclusive`);
+- the destination: a parameter or buffer of the module tree that is all of its storage and that
+  nothing else can reach (:func:`is_exclusive`), in memory of torch's allocator or of an earlier
+  elision and not written since;
 - the source: at least 64 KiB inside a live arena, and pristine.
 
-Copies within a device, and onto one, are :mod:`.torch_device_elision`'s, which is asked first.
+:mod:`.torch_device_elision` is asked first; it elides copies within a device and onto one.
 
-What can be told apart afterwards: the parameter's memory is elsewhere, so an address that somebody
-kept as a number (``data_ptr()``, ctypes, registered I/O) is stale where a copy would have kept it
-valid; a storage that lies in an image is not resizable, and gets other memory when it is resized
-(:func:`make_resizable`); the first write to a page costs a page fault.
+Some differences from a copy remain:
+
+- The parameter's memory is elsewhere, so an address kept as a number (``data_ptr()``, ctypes,
+  registered I/O) is stale, where a copy would have kept it valid.
+- A storage that lies in an image is not resizable, and gets other memory when it is resized
+  (:func:`make_resizable`).
+- The first write to a page costs a page fault.
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ __all__ = ["ALIGNMENT_BYTES", "MIN_SIZE_BYTES", "load", "make_resizable"]
 MIN_SIZE_BYTES = 64 << 10
 """Below this a copy is as cheap as the checks."""
 ALIGNMENT_BYTES = 64
-"""What torch's allocator gives. Kernels choose their loops by alignment: with MKL on x86-64 a
+"""The alignment of torch's allocator. Kernels choose their loops by alignment: with MKL on x86-64 a
 matrix at 8 modulo 16 gives other last bits than the same matrix at 0."""
 
 _ALIGNED_FROM_BYTES = 8 << 20
@@ -87,11 +90,11 @@ _COPY = torch.Tensor.copy_
 _own_arenas: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]] = (
     weakref.WeakValueDictionary()
 )
-"""Arenas made here, by address. Only parameters hold slices of them, each its own."""
+"""Arenas mapped here, by address. Only parameters hold slices of them, each a slice of its own."""
 
 
 class _Way(enum.Enum):
-    """How a call goes on after our part of it."""
+    """How a call goes on after :meth:`_Call.begin`."""
 
     TORCHS_OWN = enum.auto()
     TORCHS_OWN_WITH_MODE = enum.auto()
@@ -117,7 +120,7 @@ def load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Call:
-    """One load_state_dict: its arenas, its scanner, what it replaced."""
+    """One load_state_dict: its arenas, its scanner, and the memory it replaced."""
 
     def __init__(self) -> None:
         self.destinations: dict[int, torch.Tensor] = {}
@@ -131,9 +134,9 @@ class _Call:
         self._elided_bytes = 0
 
     def begin(self, original: Callable[..., Any], module: Any, state_dict: Any) -> _Way:
-        """Do what can be done before, or instead of, torch's own code."""
+        """Do all that can be done before, or instead of, torch's own code."""
         try:
-            if is_watched(has_foreign_mode):  # and would see us look
+            if is_watched(has_foreign_mode):  # the watcher would see our checks too
                 return _Way.TORCHS_OWN
             self._adopter = adopter_for(module, state_dict)
             if self.is_watched() or not (self._adopter or _holds_cached_bytes(state_dict)):
@@ -144,15 +147,15 @@ class _Call:
                 self._copy_all(pairs)
                 return _Way.DONE
             self.destinations = registered(module)
-        # Border: a copy elided so far is what a copy would have done; torch does them all again,
-        # and an error that belongs to the load comes up there with torch's text.
+        # Border: copies elided so far have a copy's result. Torch does them all again, and raises
+        # an error that belongs to the load with its own text.
         except Exception as error:
             _count_error(error)
             return _Way.TORCHS_OWN
         return _Way.TORCHS_OWN_WITH_MODE
 
     def is_watched(self) -> bool:
-        """Whether somebody else sees the copies; on a device, the default device does not count."""
+        """Whether something else sees the copies; an adopter ignores the default device."""
         return is_watched() if self._adopter is None else is_watched(has_foreign_mode)
 
     def end(self) -> None:
@@ -208,17 +211,17 @@ class _Call:
         return self._shows(dst, size)
 
     def _shows(self, dst: torch.Tensor, size: int) -> bool:
-        """``dst`` has the bytes: what else a copy does."""
+        """Do what else a copy does, now that ``dst`` has the bytes."""
         torch.autograd.graph.increment_version(dst)
         self._count(size)
         return True
 
     def _aligned_image(self, image: arenas.Image, lead_bytes: int) -> arenas.Image | None:
-        """The same bytes, where those of this tensor are aligned; None: they have to be copied."""
+        """Return an image that has this tensor's bytes aligned; None where they must be copied."""
         key = (image, lead_bytes)
         if key not in self._aligned:
             self._aligned[key] = None
-            # One shift serves all tensors of an ordinary file; asking takes as long as 2 MB copied.
+            # An ordinary file needs only one shift. Asking takes as long as copying 2 MB.
             if image.size_bytes >= _ALIGNED_FROM_BYTES and len(self._aligned) <= _SHIFTS_LIMIT:
                 self._aligned[key] = aligned_image(image, lead_bytes)
         return self._aligned[key]
@@ -230,19 +233,19 @@ class _Call:
     def _is_there_already(
         self, dst: torch.Tensor, image: arenas.Image, offset: int, size: int
     ) -> bool:
-        """Whether ``dst`` shows the same bytes of the same image: tied entries, a second load."""
+        """Whether ``dst`` already shows these bytes of the image: tied entries, a second load."""
         address = dst.data_ptr()
         if arenas.find(address, size) != (image, offset) or self._scanner is None:
             return False
         return self._scanner.is_pristine(address, size)
 
     def _is_replaceable(self, dst: torch.Tensor, size: int) -> bool:
-        """Whether taking ``dst`` away from its memory is noticed by nobody, and worth it.
+        """Whether moving ``dst`` off its memory is unnoticeable, and worth it.
 
         Memory that cannot be resized is borrowed (from numpy, a file, a DLPack producer, a state
-        dict that was assigned) unless an earlier elision put the tensor there. Written since then,
-        it will be again: that would cost a page fault each time, and more memory than a copy until
-        what was written is given back.
+        dict that was assigned) unless an earlier elision put the tensor there. A tensor written
+        since then will be written again. Mapping it anew would cost a page fault each time, and
+        more memory than a copy until the written pages are given back.
         """
         if not is_exclusive(dst, size, aliases=self._aliases[id(dst)]):
             return False
@@ -269,7 +272,7 @@ class _Call:
 
 
 def _to_be_copied(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[torch.Tensor]:
-    """The first destination, and the others that are sure not to take shared memory over."""
+    """Yield the first destination, and the others that are sure not to take over shared memory."""
     yield pairs[0][0]
     for dst, src in pairs[1:]:
         if torch_unshare.is_shared(dst):
@@ -282,7 +285,7 @@ def _to_be_copied(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[to
 
 @dataclass(slots=True)
 class _Target:
-    """A fresh arena of one image, and which bytes of it have been given away."""
+    """A fresh arena of one image, and the ranges of it that have been given away."""
 
     storage: torch.UntypedStorage
     starts: list[int] = field(default_factory=list)
@@ -295,7 +298,7 @@ class _Target:
         return cls(storage_of(arena))
 
     def take(self, start: int, end: int) -> bool:
-        """Reserve ``[start, end)``; False when any of it is taken."""
+        """Reserve ``[start, end)``; return False when any of it is taken."""
         index = bisect_left(self.starts, end)
         if index and self.ends[index - 1] > start:
             return False
@@ -305,7 +308,7 @@ class _Target:
 
 
 class _CopyMode(TorchFunctionMode):
-    """Sees every torch call of a load_state_dict and answers the copies that can be elided."""
+    """Sees every torch call of a load_state_dict, and elides the copies that can be elided."""
 
     def __init__(self, call: _Call) -> None:
         super().__init__()
@@ -323,7 +326,7 @@ class _CopyMode(TorchFunctionMode):
             return False
         try:
             return not self._call.is_watched() and self._call.elide(dst, src)
-        # Border: the caller copies, also over a replacement that was half made.
+        # Border: the caller then copies, also over a half-made replacement.
         except Exception as error:
             _count_error(error)
             return False
@@ -336,9 +339,9 @@ def _count_error(error: Exception) -> None:
 
 
 def _holds_cached_bytes(state_dict: Any) -> bool:
-    """Whether anything worth eliding comes from the cache. Other mappings may compute entries.
+    """Whether a plain dict has entries worth eliding; other mappings may compute their entries.
 
-    Nothing is where addresses are limited: a module needs twice as many until what is replaced has
+    False where address space is limited: a module needs twice as much until the replaced memory has
     been given back.
     """
     if type(state_dict) not in PLAIN_DICTS or are_addresses_limited():
@@ -354,21 +357,21 @@ def _holds_cached_bytes(state_dict: Any) -> bool:
 
 
 def _is_ours(address: int, size_bytes: int) -> bool:
-    """Whether an earlier elision put a parameter there."""
+    """Whether an earlier elision mapped this memory."""
     found = arenas.find(address, size_bytes)
     return found is not None and address - found[1] in _own_arenas
 
 
 def make_resizable(storage: torch.UntypedStorage, *, keeps_bytes: bool) -> None:
-    """Give a parameter's storage, if its copy was elided, memory of torch's allocator.
+    """Give the storage of a parameter whose copy was elided memory of torch's allocator.
 
-    What lies on it stays there. Does nothing to any other storage; for a torch that can swap.
+    Tensors on the storage stay on it. Does nothing to other storages. Needs a torch that can swap.
     """
     try:
         if storage.device.type != "cpu" or not _is_ours(storage.data_ptr(), storage.nbytes()):
             return
         with unseen():
-            # Of equal size, or empty: torch swaps no others.
+            # Equally large, or empty: torch swaps no others.
             own = (bytes_over(storage).clone() if keeps_bytes else torch.empty(0)).untyped_storage()
         torch_repoint.move([storage], [own], ())
     # Border: torch says that the storage is not resizable.

@@ -1,10 +1,11 @@
-"""torch.UntypedStorage.from_file: what ``torch.load(mmap=True)`` and safetensors map files with.
+"""torch.UntypedStorage.from_file, with which ``torch.load(mmap=True)`` and safetensors map files.
 
-safetensors' compiled ``safe_open`` looks this method up on torch for each file, so everything built
-on it (``load_file``, ``load_model``, transformers) is served without touching names that everybody
-imports directly. A private mapping of a whole model file becomes a private mapping of its segment;
-shared and partial mappings and files that are no models stay the original's. What torch.load maps
-before it is known where its tensors go is served later, if at all (:mod:`.torch_load`).
+safetensors' compiled ``safe_open`` looks this method up on torch for each file. So everything built
+on it (``load_file``, ``load_model``, transformers) is served without touching names that programs
+import directly. A private mapping of a whole model file becomes a private mapping of its segment;
+shared and partial mappings and files that are no models stay the original's. A mapping that
+torch.load makes before it knows where its tensors go is served later, if at all
+(:mod:`.torch_load`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ __all__ = ["POINTS", "loads", "served"]
 
 class _Load(Protocol):
     def defer(self, filename: str) -> bool:
-        """Whether it asks again for this file's mapping, once it knows what that is for."""
+        """Whether the load will ask again for this file's mapping once it knows the device."""
 
 
 class _Loads(threading.local):
-    """The torch.loads of this thread that may map their file next, innermost last."""
+    """This thread's calls of torch.load that may map their file next, innermost last."""
 
     def __init__(self) -> None:
         self.open: list[_Load] = []
@@ -80,7 +81,7 @@ def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def served(filename: str, size_bytes: int) -> Any:
-    """A storage over the whole file in the cache; None (counted) where it has to be mapped."""
+    """Return a storage over the whole cached file; None (counted) where torch has to map it."""
     with opened(filename) as descriptor:
         if descriptor is None:
             return None
@@ -98,7 +99,7 @@ def served(filename: str, size_bytes: int) -> Any:
 
 
 def _is_model(head: bytes) -> bool:
-    """A torch zip archive, or safetensors: the length of a JSON header and its first character."""
+    """Whether a file begins as a torch zip archive, or as safetensors: a length, then JSON."""
     return head[:4] == b"PK\x03\x04" or head[8:9] == b"{"
 
 

@@ -1,8 +1,8 @@
 """torch.nn.init: tensors on shared device memory become private before they are filled.
 
-Where it can be, the target is the function that several public ones end in, so that names which
-somebody imported before are covered. What a program fills by hand, ``weight.data.normal_()``, is
-not seen here; see :mod:`.torch_unshare`.
+Where possible, the target is the private function that several public ones call, so that public
+names imported earlier are covered. A tensor that a program fills by hand, with
+``weight.data.normal_()``, is not seen here; see :mod:`.torch_unshare`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """torch.load of zip checkpoints, through the two seams below the public function.
 
-1. ``_open_zipfile_reader``, the class ``torch.load`` instantiates. Ours builds torch's own reader
-   first, so every check, message and file position is torch's, and overrides only where a record's
-   bytes come from: a slice of the arena instead of a fresh allocation that is read into.
-2. ``_load``, which unpickles. For a plain state dict the pickle is read as a recipe, without
+1. ``_open_zipfile_reader``, the class that ``torch.load`` instantiates. Ours builds torch's own
+   reader first, so every check, message and file position is torch's. It overrides only where a
+   record's bytes come from: a slice of the arena instead of a fresh allocation that is read into.
+2. ``_load``, which unpickles. The pickle of a plain state dict is read as a recipe, without
    executing it, and the tensors are built from that, on the CPU or (:mod:`.torch_device_load`) on a
-   CUDA device; everything else goes to torch's ``_load``, which then meets the reader of seam 1.
+   CUDA device. Everything else goes to torch's ``_load``, which then uses the reader of seam 1.
 
-Because both are module globals that ``torch.load`` looks up when called, programs that imported
-``load`` by name are covered. Any condition that is not met leaves the real reader in charge.
+Because ``torch.load`` looks up both module globals when called, programs that imported ``load`` by
+name are covered. If any condition is not met, torch's own reader does the work.
 
-``torch.load(mmap=True)`` maps the file between the two, before it says where its tensors go. Where
-that may be a device, the file's own mapping, which costs nothing while nobody looks at it, stands
-in for the cache's until seam 2 knows (``_Reader.defer``): so no host image is loaded in vain.
+``torch.load(mmap=True)`` maps the file between the two seams, before it is known where its tensors
+go. Where that may be a device, the file's own mapping stands in for the cache's until seam 2 knows
+(``_Reader.defer``). An unread mapping costs nothing, and no host image is loaded in vain.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ serialization: Any = torch.serialization
 _FileReader: Any = torch._C.PyTorchFileReader
 
 _RECORD_ALIGNMENT_BYTES = 64
-"""torch.save aligns records to it; torch's kernels expect what its allocator gives, also 64."""
+"""torch.save aligns records to 64 bytes; torch's kernels expect the same of its allocator."""
 
 
 class _Served:
-    """An archive in the cache, and the storage that its records are slices of."""
+    """An archive in the cache, and the storage of which its records are slices."""
 
     __slots__ = ("archive", "storage", "view")
 
@@ -70,14 +70,14 @@ class _Served:
         self.archive: TorchArchive = read_archive(view)
 
     def pickle(self) -> bytes:
-        """The pickle of the archive. Raises UnsupportedFormat where it has none."""
+        """Return the pickle of the archive. Raises UnsupportedFormat where it has none."""
         span = self.archive.records.get("data.pkl")
         if span is None:
             raise UnsupportedFormat("record 'data.pkl': missing")
         return bytes(self.view[span.offset_bytes : span.end_bytes])
 
     def record(self, name: str, size_bytes: int) -> Span | None:
-        """Where a record is that a storage can lie on: of exactly this size, and aligned."""
+        """Return the place of a record; None unless it is aligned and of exactly this size."""
         span = self.archive.records.get(name)
         if span is None or span.size_bytes != size_bytes or size_bytes <= 0:
             return None
@@ -92,13 +92,13 @@ class _Reader(_FileReader):  # type: ignore[misc]
         position = _position_of(plain)
         super().__init__(file)
         self.file = plain if position == 0 else None
-        """The program's, where it is all of an image."""
+        """The program's file, if the archive is all of it; else None."""
         self._is_asked = False
         self._served: _Served | None = None
         self._is_deferred = False
 
     def served(self) -> _Served | None:
-        """The archive in the cache; asked for on first use, so that lazy loads cost nothing."""
+        """Return the cached archive; asks on first use, so that lazy loads cost nothing."""
         if not self._is_asked:
             self._is_asked = True
             self._served = self._ask() if patches.active() else None
@@ -115,7 +115,7 @@ class _Reader(_FileReader):  # type: ignore[misc]
         return super().get_storage_from_record(name, numel, dtype)
 
     def defer(self, filename: str) -> bool:
-        """Whether :meth:`mapped` will be asked about the mapping of this file that is made now."""
+        """Whether the mapping that is now made of this file will be handed to :meth:`mapped`."""
         if self.file is None or type(self.file.name) is not str or self.file.name != filename:
             return False
         if torch_device.missing_capability() is not None:
@@ -124,7 +124,7 @@ class _Reader(_FileReader):  # type: ignore[misc]
         return self._is_deferred
 
     def mapped(self, mapping: Any) -> Any:
-        """The file's mapping, now that it is looked at: in the cache where it can be."""
+        """Return the cache's mapping in place of the deferred one, where it has one."""
         if not self._is_deferred or self.file is None or mapping is None:
             return mapping
         served = torch_from_file.served(self.file.name, mapping.nbytes())
@@ -136,7 +136,7 @@ class _Reader(_FileReader):  # type: ignore[misc]
             self.file.seek(position)
 
     def log_load(self) -> None:
-        """What torch logs after a load."""
+        """Log what torch logs after a load."""
         torch._C._log_api_usage_metadata(
             "torch.load.metadata", {"serialization_id": self.serialization_id()}
         )
@@ -164,19 +164,19 @@ def _serve(storage: torch.UntypedStorage, view: memoryview, name: str) -> _Serve
 
 
 def _without_fsspec(file: Any) -> Any:
-    """What ``open`` returned, where fsspec did nothing but call it: Lightning loads such files."""
+    """Return the file inside fsspec's wrapper of a local file; Lightning loads such files."""
     local = sys.modules.get("fsspec.implementations.local")
     opener = getattr(local, "LocalFileOpener", None)
     return file.f if opener is not None and type(file) is opener else file
 
 
 def _position_of(file: Any) -> int:
-    """Position of a file whose descriptor holds what its reads return; -1 for any other object."""
+    """Return the position of a plain open file; -1 for objects that may read other bytes."""
     raw = file.raw if type(file) is io.BufferedReader else file
     if type(raw) is not io.FileIO or not raw.readable():
         return -1
     try:
-        # The archive begins at the file's position; only a whole file is an image.
+        # The archive begins at the file's position, and only a whole file is an image.
         return int(file.tell())
     except (OSError, ValueError):
         return -1
@@ -211,7 +211,7 @@ def _wrap_reader(original: type) -> type:
 
 
 def _maps_no_more(reader: Any) -> None:
-    """Its file is mapped, if it ever is; what maps it from here on is something else."""
+    """End the time in which a load maps its file; later mappings are not the load's."""
     with contextlib.suppress(ValueError):
         loads.open.remove(reader)
 
@@ -272,10 +272,10 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """No garbage collection while thousands of short-lived objects make a state dict.
+    """Pause garbage collection while a state dict is built from thousands of short-lived objects.
 
-    A full collection takes 80 ms in a program that has imported torch, ten times the load. Should
-    another thread turn the collector off meanwhile, it is on again afterwards, which is harmless.
+    A full collection takes 80 ms in a program that has imported torch, ten times the load. If
+    another thread turns the collector off meanwhile, this turns it on again, which is harmless.
     """
     global _is_collector_paused
     if not gc.isenabled():
@@ -294,7 +294,7 @@ _is_collector_paused = False
 
 
 def _resume_collector() -> None:
-    """In a forked child, which has not the thread that would."""
+    """Turn the collector on in a forked child, which lacks the thread that would do it."""
     global _is_collector_paused
     if _is_collector_paused:
         gc.enable()
@@ -309,18 +309,18 @@ def _is_plain_call(pickle_module: Any, pickle_file: str, arguments: dict[str, An
         pickle_module in (pickle, serialization._weights_only_unpickler)
         and pickle_file == "data.pkl"
         and arguments.get("encoding") == "utf-8"
-        # torch 2.14 says weights_only, too: it decides about sparse tensors, which no recipe has.
+        # torch 2.14 also passes weights_only, which matters for sparse tensors: no recipe has any.
         and arguments.keys() <= {"encoding", "weights_only"}
     )
 
 
 def _is_cpu(location: Any) -> bool:
-    # torch refuses "cpu:0", so only the plain name is taken for it.
+    # torch refuses "cpu:0", so only the plain name counts.
     return type(location) in (str, torch.device) and str(location) == "cpu"
 
 
 def _is_plain_torch() -> bool:
-    """No setting, registry or replacement that would see or change how torch builds tensors."""
+    """Whether no setting, registry or replacement sees or changes how torch builds tensors."""
     return (
         _IS_TORCHS
         and not torch.is_inference_mode_enabled()
@@ -356,12 +356,12 @@ _IS_TORCHS = all(map(is_own, _STOCK_REBUILDERS, _HOMES)) and all(
     for _, *functions in _STOCK_REGISTRY
     for function in functions
 )
-"""Whether nobody replaced or registered any before this module was imported."""
+"""Whether none had been replaced or registered by others when this module was imported."""
 
 
 @_collector_paused()
 def _build_on_device(reader: _Reader, map_location: Any) -> Built | None:
-    """The result on the device that it goes to; None where the load has to go on otherwise."""
+    """Return the result on its device; None where the host tier or torch has to build it."""
     if reader.file is None or not torch_device_load.may_apply(map_location) or has_foreign_mode():
         return None
     built = torch_device_load.build(reader, map_location, file=reader.file)
@@ -372,7 +372,7 @@ def _build_on_device(reader: _Reader, map_location: Any) -> Built | None:
 
 @_collector_paused()
 def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> Built | None:
-    """The result over the cached archive; None where torch has to unpickle it."""
+    """Return the result over the cached archive; None where torch has to unpickle it."""
     if not (map_location is None or _is_cpu(map_location)) or has_mode():
         return None
     try:
@@ -410,7 +410,7 @@ def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> 
 def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
     if overall_storage is None:
         return reader.served()
-    # torch.load(mmap=True): the mapping was made by from_file, perhaps ours.
+    # torch.load(mmap=True): from_file made the mapping, perhaps ours.
     if _torch_computes_offsets():
         return None
     address, size_bytes = overall_storage.data_ptr(), overall_storage.nbytes()
@@ -424,7 +424,7 @@ def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
 
 
 def _torch_computes_offsets() -> bool:
-    """Whether torch.load(mmap=True) computes where records are instead of reading it."""
+    """Whether torch.load(mmap=True) computes the offsets of records instead of reading them."""
     return bool(_config.load.calculate_storage_offsets) if _config is not None else False
 
 

@@ -1,8 +1,8 @@
-"""Modes, which see each of torch's operations: whether the program has any, and hiding ours.
+"""Torch's modes, which see its operations: whether the program has any, and hiding ours from them.
 
-Where one would see our operations instead of torch's, torch's own code does the work; what we do
-for ourselves is hidden from them. So is our code from torch.compile, which would compile it where
-it leaves torch's alone.
+Where a mode would see our operations instead of torch's, torch's own code does the work. Operations
+for our own purposes are hidden from modes. Our code is also hidden from torch.compile, which would
+compile it although it leaves torch's own code alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 
 passive_modes: set[type] = {DeviceContext}
-"""Function modes that see what we do and change none of it: the default device."""
+"""Function modes that see our operations but change none of them: the default device's."""
 _NOTHING = contextlib.nullcontext()
 
 
@@ -39,10 +39,10 @@ def has_foreign_mode() -> bool:
 
 
 def unseen() -> contextlib.AbstractContextManager[object]:
-    """Hide what we do from modes of the program, the default device and functorch among them.
+    """Hide the block's operations from the program's modes, the default device and functorch.
 
-    torch's own reader makes storages in C++, where no mode looks; a tensor that functorch wraps has
-    no storage to give.
+    torch's own reader makes storages in C++, which modes do not see; a tensor that functorch wraps
+    has no storage.
     """
     if not (has_mode() or torch._C._functorch.peek_interpreter_stack() is not None):
         return _NOTHING
@@ -54,11 +54,11 @@ def unseen() -> contextlib.AbstractContextManager[object]:
 
 
 def uncompiled(function: _Function) -> _Function:
-    """``function``, which torch.compile shall leave alone where compiled code comes to call it.
+    """Make torch.compile leave ``function`` alone, with all that it calls; return it.
 
-    With all that it calls. torch.compile does so with torch's own files, and else would compile
-    each of our functions on the way, and warn of what it cannot. As ``torch.compiler.disable``, but
-    torch._dynamo, which takes seconds to import, is not; a torch without these names goes on.
+    torch.compile leaves torch's own files alone. It would compile each of our functions on the way,
+    and warn of those that it cannot compile. ``torch.compiler.disable`` does the same as this, but
+    imports torch._dynamo, which takes seconds. Does nothing in a torch without these names.
     """
     if hasattr(_frames, "_FrameExecStrategy"):
         skip = _frames._FrameAction.SKIP

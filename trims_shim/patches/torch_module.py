@@ -1,18 +1,18 @@
-"""torch.nn.Module.load_state_dict: the patch point and the decision which way a call goes.
+"""torch.nn.Module.load_state_dict: the patch point, and the decision which way a call goes.
 
-Ways, first that applies:
+The first way that applies is taken:
 
 1. torch's own, untouched: patches off, ``assign=True``, nothing in the state dict comes from the
    cache, or something watches torch's operations (:func:`torch_copies.is_watched`).
 2. The stock tree: no hook, no override, keys and shapes match exactly. torch would do one ``copy_``
-   for each entry and nothing else, so that is done here, each copy elided where it can be.
-3. torch's own under a mode that sees the copies: hooks, overrides, messages stay torch's.
+   for each entry and nothing else; the same is done here, each copy elided where it can be.
+3. torch's own, under a mode that sees the copies: hooks, overrides and messages stay torch's.
 
 Parameters on shared device memory become private before torch's code copies into them, also while
 patches are off (:mod:`.torch_unshare`).
 
-An error of ours at any point leaves torch's own code to do the work; see :mod:`.torch_elision` for
-when a copy is elided and what can be told apart afterwards.
+After an error of ours, torch's own code does the work. :mod:`.torch_elision` says when a copy is
+elided, and what then differs from a copy.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""torch.nn.Module.to, cuda and whatever else goes through ``_apply``: parameters that lie in host
-memory of the shim, unwritten, get the device image of the same bytes instead of a copy.
+"""torch.nn.Module.to, cuda and all else that goes through ``_apply``, without copies to a device.
 
+An unwritten parameter in host memory of the shim gets the device image of the same bytes.
 ``Module._apply(fn)`` calls ``fn`` for each parameter, gradient and buffer and does the rest itself:
 identity, ``requires_grad``, hooks, gradients, ``torch.__future__`` settings and ties stay torch's.
-Ours hands ``_apply`` a function that calls ``fn`` under a function mode, for parameters that could
-be served only, and answers the ``Tensor.to`` or ``Tensor.cuda`` that ``fn`` makes of it when that
+Ours gives ``_apply`` a function in place of ``fn``. For parameters that could be served, it calls
+``fn`` under a function mode that answers ``fn``'s call of ``Tensor.to`` or ``Tensor.cuda`` if that
 
 - names a CUDA device, no other dtype, no memory format, no forced copy;
 - is for a plain leaf parameter, contiguous, of at least 64 KiB, in no optimizer and without
   gradient, not written by its module (:func:`torch_unshare.writes_own_parameters`);
-- has a source that nobody wrote: pristine pages of one host arena.
+- has an unwritten source: pristine pages of one host arena.
 
-Buffers are copied by torch and so are private. Dtype conversions go torch's way.
+Torch copies buffers, so they are private. Dtype conversions go torch's way.
 
-``Tensor.to`` on a single tensor is left alone: the method of a built-in type can only be replaced
-by a Python function in front of it, which every ``to`` of every tensor would pay (some 0.5 us where
-the call itself takes 1 us), and which torch.compile and ``__torch_function__`` handlers would see.
-:func:`device_tensor` is for callers that know better, such as the patch of transformers.
+``Tensor.to`` on a single tensor is left alone. The method of a built-in type can only be replaced
+by a Python function in front of it. Every ``to`` of every tensor would pay for that (some 0.5 us
+where the call itself takes 1 us), and torch.compile and ``__torch_function__`` handlers would see
+it. :func:`device_tensor` is for callers that know the tensor, such as the patch of transformers.
 
 Cost for a module without such parameters: one Python call for each tensor, see
 tests/patches/test_torch_module_move.py.
@@ -52,7 +52,7 @@ _FORMATS = (None, torch.preserve_format)
 
 
 class Sources:
-    """Where tensors in host memory of the shim are on devices; for one piece of work.
+    """Finds tensors in host memory of the shim on devices, during one load or move.
 
     A context manager; not for sharing between threads.
     """
@@ -68,13 +68,13 @@ class Sources:
         self.close()
 
     def close(self) -> None:
-        """Forget what was looked at."""
+        """Drop the scanner and the device arenas."""
         if self._scanner is not None:
             self._scanner.close()
         self._arenas.clear()
 
     def find(self, tensor: torch.Tensor, place: Place) -> tuple[DeviceArena, int] | None:
-        """(arena, offset) of the bytes of a contiguous tensor that nobody wrote; loads them."""
+        """Load the image of an unwritten contiguous tensor; return (arena, offset) of its bytes."""
         address, size_bytes = tensor.data_ptr(), tensor.nbytes
         found = arenas.find(address, size_bytes)
         if found is None:
@@ -99,7 +99,7 @@ class Sources:
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes in order are all there is to it, and worth sharing. Cheap."""
+    """Whether a tensor is no more than its bytes in order, cached and worth sharing. Cheap."""
     return (
         tensor.layout is torch.strided
         and tensor.nbytes >= MIN_SHARED_BYTES
@@ -110,7 +110,7 @@ def is_movable(tensor: torch.Tensor) -> bool:
 
 
 def device_tensor(tensor: torch.Tensor, place: Place, sources: Sources) -> torch.Tensor | None:
-    """What ``tensor.to(place.device)`` returns, over shared memory; None: it has to be copied."""
+    """Return ``tensor.to(place.device)`` over shared memory; None where it has to be copied."""
     found = sources.find(tensor, place)
     if found is None:
         return None
@@ -119,7 +119,7 @@ def device_tensor(tensor: torch.Tensor, place: Place, sources: Sources) -> torch
 
 
 class _Mover:
-    """The function that ``_apply`` is given in the place of the program's."""
+    """The function that ``_apply`` gets in place of the program's."""
 
     def __init__(self, function: Callable[[Any], Any], sources: Sources) -> None:
         self.function = function
@@ -151,7 +151,7 @@ class _Mover:
     def move(
         self, tensor: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
-        """The result of ``func(tensor, *args, **kwargs)`` on shared memory, or None."""
+        """Return the result of ``func(tensor, *args, **kwargs)`` on shared memory, or None."""
         device = _target(tensor, func, args, kwargs)
         if device is None:
             return None
@@ -167,7 +167,7 @@ class _Mover:
 
 
 class _ToMode(TorchFunctionMode):
-    """Sees the calls that the program's function makes of one tensor."""
+    """Answers the calls of ``to`` and ``cuda`` that the program's function makes on one tensor."""
 
     def __init__(self, tensor: torch.Tensor, move: Callable[..., torch.Tensor | None]) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class _ToMode(TorchFunctionMode):
 def _target(
     tensor: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.device | None:
-    """The CUDA device that a call of ``to`` or ``cuda`` moves to, when it does nothing else."""
+    """Return the CUDA device to which a call of ``to`` or ``cuda`` moves, if it does only that."""
     names = ("device", "non_blocking") if func is _CUDA else ("device", "dtype", "non_blocking")
     if len(args) > len(names) or set(names[: len(args)]) & kwargs.keys():
         return None
@@ -203,9 +203,9 @@ def _target(
 
 
 def cuda_device(device: Any, *, is_default: bool = False) -> torch.device | None:
-    """The CUDA device that torch is told; None: another one, or nothing that torch takes.
+    """Return the CUDA device that an argument names; None for others and for wrong arguments.
 
-    ``is_default``: no device means the current one.
+    With ``is_default``, None means the current device.
     """
     if type(device) is int or (device is None and is_default):
         return torch.device("cuda") if device is None else torch.device("cuda", device)

@@ -1,6 +1,6 @@
-"""Tensors as torch's unpickling makes them, from the plain data of a recipe.
+"""Make tensors as torch's unpickling does, from the plain data of a recipe.
 
-What torch does for the functions that a plain state dict's pickle calls, without the pickle.
+Does what torch's functions do that a plain state dict's pickle calls, without the pickle.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Built:
 
 
 class Blanks(dict[torch.dtype, torch.Tensor]):
-    """Tensors without elements on one device, by their dtypes.
+    """Empty tensors on one device, by dtype.
 
-    What is made like one of them is made faster than from a dtype and a device.
+    ``blank.new_empty`` is faster than making a tensor from a dtype and a device.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -47,7 +47,7 @@ class Blanks(dict[torch.dtype, torch.Tensor]):
 
 
 def is_little_endian(archive: TorchArchive) -> bool:
-    """Whether torch would use the records' bytes as they are."""
+    """Whether torch would use the records' bytes unswapped."""
     if sys.byteorder != "little":
         return False
     if archive.byteorder:
@@ -59,7 +59,7 @@ def is_little_endian(archive: TorchArchive) -> bool:
 
 
 def assemble(recipe: Recipe, storages: Sequence[torch.UntypedStorage], blanks: Blanks) -> Any:
-    """What the pickle describes, over the storages it describes. ``blanks`` are of their device."""
+    """Build what the pickle describes over its storages; ``blanks`` are on the same device."""
     tensors = [_tensor(spec, storages[spec.storage], blanks) for spec in recipe.tensors]
     parameters = [_parameter(spec, tensors[spec.tensor]) for spec in recipe.parameters]
     return recipe.assemble(tensors, parameters)

@@ -1,14 +1,15 @@
-"""Other memory for tensors that exist: everything that lies on a storage goes on with another one.
+"""Move existing tensors to other memory: everything over one storage goes over to another.
 
-Where torch can swap the memory of two storages (``_swap_data_ptr_``, from about 2.12 on), that is
-done, below all tensors, views and aliases. Where it cannot, each tensor is put on the other storage
-by itself, with ``tensor.data = ...``: that keeps the object, its version counter, gradient, graph
-and hooks. Which tensors those are is known by torch's count of a storage's users, or else found by
-one pass over what the garbage collector knows, which has every tensor that a program can reach.
+Where torch can swap the memory of two storages (``_swap_data_ptr_``, from about 2.12 on), it does,
+below all tensors, views and aliases. Where it cannot, each tensor is put on the other storage with
+``tensor.data = ...``: that keeps the object, its version counter, gradient, graph and hooks. If
+torch's count of a storage's users shows more tensors than the caller knows, one pass over the
+objects of the garbage collector finds every other tensor that a program can reach.
 
-What no tensor in Python stands for cannot follow then: what autograd saved of an expression, such
-as the transpose in a linear layer; a storage object or a DLPack capsule in somebody's hands; what
-``gc.freeze`` has put away. It keeps the old memory, and its bytes, and is counted.
+Without the swap, users that no tensor in Python stands for cannot follow: what autograd saved of an
+expression, such as the transpose in a linear layer; a storage object or a DLPack capsule that the
+program holds; what ``gc.freeze`` has put away. They keep the old memory and its bytes, and are
+counted.
 
 Everything here is for tensors of ordinary memory, under the GIL.
 """
@@ -31,7 +32,7 @@ _SWAP = "_swap_data_ptr_"
 _untyped_storage: Any = torch.Tensor.untyped_storage
 _data: Any = torch.Tensor.data
 _Users = dict[int, dict[int, torch.Tensor]]
-"""Tensors by their identity, by the address of torch's storage object that they lie on."""
+"""By the address of torch's storage object, the tensors on it, by identity."""
 
 
 def has_swap() -> bool:
@@ -40,10 +41,10 @@ def has_swap() -> bool:
 
 
 def replace(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Put ``tensor``, of whose memory nothing else reads, on ``storage``, which nothing else uses.
+    """Put ``tensor`` on ``storage``. Nothing else reads the tensor's memory or uses ``storage``.
 
-    Returns the storage that has the old memory afterwards; ``tensor`` keeps its storage object
-    where torch can swap, and has ``storage`` where not.
+    Returns the storage that then has the old memory. ``tensor`` keeps its storage object where
+    torch can swap; elsewhere its storage object is ``storage``.
     """
     old: torch.UntypedStorage = tensor.untyped_storage()
     if has_swap():
@@ -59,10 +60,10 @@ def move(
     targets: Sequence[torch.UntypedStorage],
     tensors: Iterable[torch.Tensor],
 ) -> int:
-    """Put everything over each of ``sources`` on that of ``targets``; how many could not wholly be.
+    """Put everything over each of ``sources`` on its target; return how many keep a user.
 
-    ``tensors`` are those the caller knows of. The caller has no reference to a source but that in
-    ``sources``.
+    ``tensors`` are those that the caller knows of. The caller's only reference to each source is
+    the one in ``sources``.
     """
     if has_swap():
         for source, target in zip(sources, targets, strict=True):
@@ -82,7 +83,7 @@ def _swap(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
 
 @contextlib.contextmanager
 def _plain() -> Iterator[None]:
-    """Torch's own code, whatever modes and subclasses of tensors there are."""
+    """Run torch's own code in the block, whatever modes and subclasses of tensors there are."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         yield
 
@@ -110,13 +111,13 @@ def _lay(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
 
 def _put_all(tensors: Iterable[torch.Tensor], storage: torch.UntypedStorage) -> None:
     for tensor in tensors:
-        # What cannot be put elsewhere, quantized for one, shows in the counts.
+        # A tensor that cannot be moved, such as a quantized one, shows in the counts.
         with contextlib.suppress(RuntimeError, TypeError):
             _put(tensor, storage)
 
 
 def _users_of(storages: Sequence[torch.UntypedStorage], known: Iterable[torch.Tensor]) -> _Users:
-    """All tensors over ``storages``, of which ``known`` may already be all."""
+    """Return all tensors over ``storages``; ``known`` may already be all of them."""
     users: _Users = {each._cdata: {} for each in storages}
     _collect(known, users)
     uses = (_Uses.of(storages, index).storage for index in range(len(storages)))
@@ -126,10 +127,10 @@ def _users_of(storages: Sequence[torch.UntypedStorage], known: Iterable[torch.Te
 
 
 def _collect(objects: Iterable[Any], users: _Users) -> None:
-    """Add the tensors among ``objects`` to ``users``. Looks at nothing but their types."""
+    """Add the tensors among ``objects`` to ``users``. Looks at other objects' types only."""
     kinds: dict[int, bool] = {}
     for each in objects:
-        kind = type(each)  # what isinstance asks may be code of the program, and wake lazy objects
+        kind = type(each)  # isinstance may call code of the program, and wake lazy objects
         is_tensor = kinds.get(id(kind))
         if is_tensor is None:
             is_tensor = kinds[id(kind)] = type.__subclasscheck__(torch.Tensor, kind)
@@ -145,21 +146,21 @@ def _collect(objects: Iterable[Any], users: _Users) -> None:
 
 
 class _Uses(NamedTuple):
-    """Reference counts of a storage: torch's own, and those to its object in Python."""
+    """Reference counts of a storage: torch's own, and those of its object in Python."""
 
     storage: int
     objects: int
 
     @classmethod
     def of(cls, storages: Sequence[torch.UntypedStorage], index: int) -> _Uses:
-        """Takes a sequence, so that there is one reference to the object that is known."""
+        """Count the uses. A sequence is passed so that the number of references is known."""
         count: int = torch._C._storage_Use_Count(storages[index]._cdata)
         return cls(count, sys.getrefcount(storages[index]))
 
 
 @functools.lru_cache(maxsize=1)
 def _unused() -> _Uses:
-    """Those of a storage that only a sequence holds: measured, they are torch's business."""
+    """Measure the counts of a storage that only a sequence holds: torch decides them."""
     with _plain():
         return _Uses.of([torch.zeros(4, device="cpu").untyped_storage()], 0)
 
@@ -168,7 +169,7 @@ def _unused() -> _Uses:
 
 
 def missing_capability() -> str | None:
-    """Why this torch cannot move tensors to other memory, or None; tried in host memory."""
+    """Say why this torch cannot move tensors to other memory, or None; tried in host memory."""
     if not has_swap():
         for name in ("_storage_Use_Count", "_DisableTorchDispatch", "DisableTorchFunction"):
             if not hasattr(torch._C, name):

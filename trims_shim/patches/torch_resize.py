@@ -1,7 +1,7 @@
-"""torch.UntypedStorage.resize_: works for a parameter whose copy was elided as after a copy.
+"""torch.UntypedStorage.resize_: works after an elided copy as it does after a copy.
 
-Programs that do without weights for a while, FSDP for one, resize their storages to nothing and
-back. Torch resizes only memory that its own allocator made.
+Programs that need no weights for a while, such as FSDP, resize their storages to nothing and back.
+Torch resizes only memory that its own allocator made.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which copies a load_state_dict consists of, when it consists of nothing else.
+"""The copies of a load_state_dict that does nothing but copy.
 
 For a tree of modules without hooks and overrides, whose keys are exactly those of the state dict,
 ``Module.load_state_dict`` does one ``copy_`` for each entry and returns two empty lists. Then the
-copies can be done without going through torch's Python for each module and key. Owns the proof
-that this is such a case; anything else is torch's own code's to do.
+copies can be done without running torch's Python for each module and key. Owns the proof that a
+load is such a case; torch's own code does all others.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 _ASSIGN_MARK = "assign_to_params_buffers"
 _IS_TORCHS = all(is_own(each, torch_module.__name__) for each in (_STOCK_LOAD, _STOCK_EXTRA_STATE))
 _IS_NORMS_TORCHS = is_own(_NORM_LOAD, batchnorm.__name__)
-"""Whether nobody replaced them before this module was imported."""
+"""Whether torch's functions had not been replaced when this module was imported."""
 
 
 def is_torchs_own(function: Callable[..., Any]) -> bool:
-    """Whether nobody wrapped it before us: the stock way would pass by the wrapper."""
+    """Whether no other tool wrapped it before us: the stock way would bypass the wrapper."""
     return is_own(function, torch_module.__name__)
 
 
 def stock_pairs(
     module: torch.nn.Module, state_dict: dict[str, Any]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Destination and source of every copy, in torch's order, when a load is just these copies.
+    """Return destination and source of every copy, in torch's order, if a load is just copies.
 
-    Empty when it may be more: a hook, an override, extra state, a key that misses or is left over,
-    a shape that differs, an entry that is no plain tensor.
+    Empty when it may be more: a hook, an override, extra state, a missing or unexpected key, a
+    shape that differs, an entry that is no plain tensor.
     """
     metadata = getattr(state_dict, "_metadata", None) or {}
     if type(metadata) not in PLAIN_DICTS or not all(map(_is_inert, metadata.values())):
@@ -57,7 +57,7 @@ def stock_pairs(
 
 
 def _is_inert(local_metadata: Any) -> bool:
-    # torch leaves the mark of an earlier assign=True in the state dict, and obeys it again.
+    # torch leaves the mark of an earlier assign=True in the state dict, and obeys it next time.
     return type(local_metadata) in PLAIN_DICTS and not local_metadata.get(_ASSIGN_MARK)
 
 
@@ -83,7 +83,7 @@ def _add_pairs(
 
 
 def _is_stock(module: torch.nn.Module) -> bool:
-    """Whether loading this module alone runs no code but torch's, and none that adds keys."""
+    """Whether loading this module alone runs only code of torch's, and none that adds keys."""
     kind = type(module)
     attributes = module.__dict__
     function = kind._load_from_state_dict
@@ -99,12 +99,12 @@ def _is_stock(module: torch.nn.Module) -> bool:
 
 
 def _counts_batches(module: torch.nn.Module) -> bool:
-    # With the counter among the keys, a batch norm's own loading has nothing to add.
+    # A batch norm's own loading only adds the counter, if the keys lack it.
     return _IS_NORMS_TORCHS and module._buffers.get("num_batches_tracked") is not None
 
 
 def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then persistent buffers, as torch's loading goes through them."""
+    """Yield parameters, then persistent buffers, in the order of torch's loading."""
     transient = module._non_persistent_buffers_set
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -115,7 +115,7 @@ def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def registered(module: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Every parameter and buffer of the tree, by identity."""
+    """Return every parameter and persistent buffer of the tree, by identity."""
     tensors: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     todo = [module]

@@ -1,6 +1,6 @@
 """Torch storages over arenas, and torch's names for dtypes of safetensors.
 
-A storage keeps its arena's buffer alive; slices of it (``storage[a:b]``) are storages of their own
+A storage keeps its arena's buffer alive. Its slices (``storage[a:b]``) are storages of their own
 that keep the whole alive, so that a record is saved, pickled and shared by itself.
 """
 
@@ -41,7 +41,7 @@ _TORCH_DTYPES = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that safetensors calls ``name``. Raises UnsupportedFormat."""
+    """Return the dtype that safetensors calls ``name``. Raises UnsupportedFormat."""
     dtype: torch.dtype | None = getattr(torch, _TORCH_DTYPES.get(name, ""), None)
     if dtype is None:
         raise UnsupportedFormat(f"this torch has no dtype {name}")
@@ -49,12 +49,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def storage_of(arena: Arena) -> torch.UntypedStorage:
-    """A storage over the whole mapping."""
+    """Return a storage over the whole mapping."""
     with unseen():
         return torch.frombuffer(arena.buffer, dtype=torch.uint8).untyped_storage()
 
 
 def bytes_over(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor of bytes over all of a storage."""
+    """Return a tensor of bytes over all of a storage."""
     with unseen():
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)

@@ -1,32 +1,32 @@
 """Private memory for tensors on shared device memory that a program is about to write.
 
-A write to shared device memory is fatal to the process that makes it. Owns the seams in front of
-the usual writers; each costs tensors elsewhere one look into an empty index, or nothing:
+A write to shared device memory is fatal to the writing process. Owns the seams in front of the
+usual writers. For tensors elsewhere, each seam costs one lookup in an empty index, or nothing:
 
-- an optimizer gets a parameter (``add_param_group``, which every constructor goes through), or its
+- an optimizer gets a parameter (``add_param_group``, which every constructor calls), or its
   state (``load_state_dict``, which keeps tensors that are on the device already);
-- ``load_state_dict`` copies into a module (here when :mod:`.torch_module` is not applied, which
-  does it on its way), and leaves with ``assign=True`` what the module itself will write;
+- ``load_state_dict`` copies into a module (patched here only when :mod:`.torch_module` is not
+  applied, which does the same), or with ``assign=True`` puts in tensors that the module will write;
 - ``torch.nn.init`` fills a tensor (:mod:`.torch_initializers`);
-- a buffer is registered, which its module may write, or put there (:mod:`.accelerate_buffers`);
+- a buffer, which its module may write, is registered or put in (:mod:`.accelerate_buffers`);
 - an embedding renormalises its weight, also where ``max_norm`` was set, or given to the function,
   after the load;
-- ``DistributedDataParallel`` synchronises its module, ``AveragedModel`` updates its own; a tensor
-  is broadcast, by which FSDP, DeepSpeed and others give all ranks the same weights;
+- ``DistributedDataParallel`` synchronises its module; ``AveragedModel`` updates its own; FSDP,
+  DeepSpeed and others broadcast a tensor to give all ranks the same weights;
 - ``torch.multiprocessing`` sends a tensor: memory that is not torch's cannot be sent, a copy can;
 - peft writes to base weights and adapters (:mod:`.peft_merge`, :mod:`.peft_hotswap`), RWKV to its
   own (:mod:`.transformers_rwkv`).
 
-Every parameter, view, alias and ``.data`` over the same storage goes along
-(:mod:`.torch_repoint`). Modules that write their own parameters in passing
+Every parameter, view, alias and ``.data`` over the same storage becomes private with it
+(:mod:`.torch_repoint`). Parameters that their module writes in passing
 (:func:`writes_own_parameters`) and parameters that an optimizer has (:func:`trained`) are not put
 on shared memory in the first place.
 
-What slips through, and needs ``TRIMS_DEVICE_ACCESS=private``: ``parameter.data += delta`` (merging
-adapters by hand, manual update steps, evolution strategies), other collectives (torch.compile knows
-them by their identity, so they are left alone) and kernels that are given a parameter to write,
-consumers of DLPack and ``__cuda_array_interface__`` that write. A CUDA
-graph that was captured before a tensor became private goes on reading the shared bytes.
+These writers slip through and need ``TRIMS_DEVICE_ACCESS=private``: ``parameter.data += delta``
+(merging adapters by hand, manual update steps, evolution strategies); other collectives, which are
+left alone because torch.compile knows them by their identity; kernels that are given a parameter to
+write; consumers of DLPack and ``__cuda_array_interface__`` that write. A CUDA graph that was
+captured before a tensor became private goes on reading the shared bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 _moving = threading.RLock()
-"""Never waited for in a forked child, where nothing is shared."""
+"""A forked child never waits for it: nothing is shared there."""
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
@@ -67,14 +67,14 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 
 def unshare(tensors: Iterable[Any], why: str) -> None:
-    """Give those of ``tensors`` that lie in shared device memory private memory.
+    """Give private memory to those of ``tensors`` that lie in shared device memory.
 
-    To look for aliases of many costs as much as of one: so this is better called once for all.
+    Searching for aliases costs the same for many tensors as for one, so call this once for all.
     """
     shared = [each for each in tensors if isinstance(each, torch.Tensor) and is_shared(each)]
     if not shared:
         return
-    # Who comes second would put a copy over what the first has written meanwhile.
+    # Without the lock, a second thread would put its copy over what the first has written since.
     with _moving:
         shared = list(filter(is_shared, shared))
         if not shared:
@@ -114,7 +114,7 @@ def unshare_module(module: torch.nn.Module, why: str) -> None:
 
 
 def unshare_own_writes(module: torch.nn.Module, why: str) -> None:
-    """Make private what a module tree writes by itself: every buffer, and some parameters."""
+    """Make private the tensors that a module tree writes itself: buffers and some parameters."""
     unshare(_own_writes(module), why)
 
 
@@ -132,7 +132,7 @@ def _tensors(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def trained() -> frozenset[int]:
-    """Identities of the parameters that live optimizers have."""
+    """Return the identities of all parameters of live optimizers."""
     return frozenset(
         id(parameter)
         for optimizer in list(_optimizers)
@@ -216,7 +216,7 @@ def _wrap_renorm(original: Callable[..., Any]) -> Callable[..., Any]:
     return embedding_renorm_
 
 
-@functools.lru_cache(maxsize=1)  # one for both names, by one of which it is pickled
+@functools.lru_cache(maxsize=1)  # both names share one wrapper: pickle finds it by one of them
 def _wrap_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def broadcast(*args: Any, **kwargs: Any) -> Any:
@@ -252,7 +252,7 @@ def _wrap_capture(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         torch_device.keep_addresses()
-        # No arena is unmapped meanwhile: that would wait for the device, which a capture forbids.
+        # No arena is unmapped during a capture: unmapping waits for the device, which it forbids.
         arenas = _arenas()
         if arenas is None:
             return original(self, *args, **kwargs)
@@ -280,7 +280,7 @@ def _wrap_capture_end(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _arenas() -> Any:
-    """The module that unmaps, where this process has ever mapped anything."""
+    """Return the module that unmaps arenas; None if nothing has imported it to map any."""
     return sys.modules.get("trims_shim.client.device_arenas")
 
 
@@ -293,13 +293,13 @@ def _wrap_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def guarded_load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Call a load_state_dict that writes to a module, or puts tensors into it."""
+    """Call a load_state_dict; tensors that it or the module will write become private."""
     if not torch_device.is_any_shared() or not args or not isinstance(args[0], torch.nn.Module):
         return original(*args, **kwargs)
     if not (kwargs.get("assign") or args[3:4] not in ((), (False,))):
         unshare_module(args[0], "load_state_dict")
     result = original(*args, **kwargs)
-    # What was assigned, now or by a state dict that says so, is the state dict's own tensor.
+    # Assigned tensors are the state dict's own. A mark in the state dict also makes torch assign.
     unshare_own_writes(args[0], "buffer")
     return result
 
@@ -369,7 +369,7 @@ POINTS: tuple[PatchPoint, ...] = (
         wrap=_wrap_register,
     ),
     PatchPoint(
-        # What torch.nn.functional calls; its own function around this one is known to TorchScript.
+        # torch.nn.functional calls this one from a function that TorchScript knows.
         name="torch.embedding_renorm_",
         target="torch:embedding_renorm_",
         supported="2.4 and newer",

@@ -1,12 +1,12 @@
 """transformers' from_pretrained onto a CUDA device: parameters over the shared image.
 
-transformers opens safetensors files on the CPU and moves each tensor in ``_materialize_copy``.
-There the device image of the same bytes is taken instead; a dtype that differs, a tensor that was
-computed, and anything else goes its own way. When all of a model goes to one device, files are
-opened for it (:data:`.safetensors_device.destination`) and are not loaded into host memory.
+transformers opens safetensors files on the CPU and moves each tensor in ``_materialize_copy``. The
+patch takes the device image of the same bytes there. transformers itself handles the rest, such as
+another dtype or a computed tensor. When all of a model goes to one device, its files are opened for
+that device (:data:`.safetensors_device.destination`) and are not loaded into host memory.
 
 ``caching_allocator_warmup`` would first reserve as much device memory for the process as the model
-has, and keep it: it is left out where tensors come from shared memory. Large buffers become private
+has, and keep it. It is left out where tensors come from shared memory. Large buffers become private
 when they are put into the model, since modules write buffers.
 """
 
@@ -54,7 +54,7 @@ def _on_device(source: Any, dtype: Any, place: Place) -> torch.Tensor | None:
             return None
         with Sources() as sources:
             return device_tensor(tensor, place, sources)
-    # Border: transformers loads it itself, and meets what is to be met.
+    # Border: transformers loads it itself, and raises an error of its own if it fails too.
     except Exception as error:
         torch_device.skip.error(error, what="transformers")
         return None
@@ -76,7 +76,7 @@ def _wrap_load(original: Any) -> Any:
 
 
 def _sole_device(load_config: Any) -> int | None:
-    """The number of the CUDA device that all of a model goes to, unchanged."""
+    """Return the number of the one CUDA device to which a whole model goes unchanged, or None."""
     device_map = getattr(load_config, "device_map", None)
     if type(device_map) is not dict or not device_map or torch_device.is_private():
         return None
@@ -99,7 +99,7 @@ def _wrap_warmup(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_served(device_map: Any) -> bool:
-    """Whether every accelerator of a device map is one that shared memory can be had on."""
+    """Whether memory can be shared on every accelerator of a device map."""
     if type(device_map) is not dict or torch_device.is_private():
         return False
     devices = {str(each) for each in device_map.values()} - {"cpu", "disk", "meta"}

@@ -1,6 +1,6 @@
-"""transformers' RWKV divides weights of its layers in place on its first inference, and multiplies
-them when it is trained again, so they become private first.
+"""transformers' RWKV: weights that it rescales in place become private first.
 
+It divides weights of its layers on the first inference, and multiplies them when trained again.
 Source: transformers 5.24, ``RwkvModel`` in transformers/models/rwkv/modeling_rwkv.py.
 """
 
