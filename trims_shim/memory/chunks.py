@@ -1,11 +1,11 @@
 """Chunks of a file, made ready by threads and handed out in the order of the file.
 
-A chunk has a slot in some memory. With host memory as the target every chunk has its own, which is
-its place there; with a device the slots are a ring of pinned buffers, and a slot is used again when
-its chunk was handed out and is not in use any more. Chunks are claimed in order, so the one that is
-handed out next waits for none that comes after it, whatever the number of threads.
+A chunk has a slot in some memory. With host memory as the target, each chunk has its own slot, its
+place there. With a device, the slots are a ring of pinned buffers, and a slot is reused after its
+chunk was handed out and released. Chunks are claimed in order, so the next chunk to hand out never
+waits for a later one, whatever the number of threads.
 
-What is done to a chunk is a :class:`Step`. Invariant: after the ``with`` block no thread runs.
+A :class:`Step` processes a chunk. Invariant: after the ``with`` block no thread runs.
 native/pipeline.cpp is the same in C++.
 """
 
@@ -37,15 +37,15 @@ class Sizes:
 
     @property
     def batch(self) -> int:
-        """Most chunks handed out at once; in a ring the others go on meanwhile."""
+        """Most chunks handed out at once; a ring keeps the others for the threads."""
         return self.slots if self.slots >= self.chunks else max(1, self.slots // 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The device's side of a transfer: where a file's tensors are, and how many work on how much.
+    """The device's side of a transfer: where a file's tensors are, and how the work is divided.
 
-    ``address`` is that of the layout's first byte. ``name`` is what errors call the file.
+    ``address`` is that of the layout's first byte. Errors call the file ``name``.
     """
 
     layout: DeviceLayout
@@ -63,7 +63,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """``part`` is its slot, ``position`` the slot's offset in the memory of all slots."""
+    """A chunk of the file. ``part`` is its slot's memory, ``position`` the offset of the slot."""
 
     slot: int
     offset: int
@@ -72,19 +72,19 @@ class Chunk:
 
 
 class Step(Protocol):
-    """What threads do to a chunk. Opened and closed by the calling thread."""
+    """The work of the threads on a chunk. Opened and closed by the calling thread."""
 
     def open(self) -> memoryview:
-        """The memory of all slots."""
+        """Return the memory of all slots."""
 
     def in_thread(self) -> contextlib.AbstractContextManager[object]:
-        """Around all that one thread does."""
+        """Return a context manager around all work of one thread."""
 
     def process(self, chunk: Chunk) -> None:
-        """Waits first for what still uses the slot; afterwards the chunk's bytes are in it."""
+        """Wait for copies that still use the slot, then put the chunk's bytes into it."""
 
     def drain(self) -> None:
-        """Wait for what ``process`` only started. Raises DriverFailure."""
+        """Wait for copies that ``process`` only started. Raises DriverFailure."""
 
     def close(self) -> None:
         """Drain, and give everything back."""
@@ -99,7 +99,7 @@ class Chunks:
         self._name = name
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
         self._started: list[threading.Thread] = []
-        # Below: under the condition. Chunks [0, released) are done with, [released, taken) out.
+        # Guarded by the condition. Chunks [0, released) are done, [released, taken) handed out.
         self._changed = threading.Condition()
         self._released = self._taken = self._claimed = 0
         self._ready: set[int] = set()
@@ -137,7 +137,7 @@ class Chunks:
         self._step.drain()
 
     def _take(self) -> memoryview:
-        """As many ready chunks as follow in one piece of memory."""
+        """Hand out as many ready chunks as follow in one piece of memory."""
         sizes = self._sizes
         first = self._taken
         room = min(sizes.batch, sizes.slots - first % sizes.slots)
@@ -166,7 +166,7 @@ class Chunks:
             return
         except TrimsError as failure:
             error = failure
-        # Border: the caller waits for this chunk, whatever became of it.
+        # Border: the caller waits for this chunk and has to learn of any error.
         except Exception as failure:
             error = ReadFailed(f"{self._name}: {type(failure).__name__}: {failure}")
         with self._changed:
@@ -197,7 +197,7 @@ class Chunks:
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
-    """Wait for all of them, also when the user interrupts the wait: they write to memory."""
+    """Wait for all threads, even if the user interrupts the wait: they write to memory."""
     interrupted: KeyboardInterrupt | None = None
     for thread in threads:
         while thread.is_alive():

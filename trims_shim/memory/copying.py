@@ -1,18 +1,18 @@
 """Copy a model file into memory: a host segment, or device memory through pinned buffers.
 
-One algorithm for every direction: threads make chunks of the file ready (read them, and start their
-copies), the calling thread hashes the ready ones in file order and reports progress. What a chunk's
-threads do is the engine's: :mod:`~trims_shim.memory.copying_native` (C++, see native/DESIGN.md), or
-:mod:`~trims_shim.memory.copying_python` where the extension was not built.
+One algorithm serves every direction: threads make chunks of the file ready (read them, and start
+their copies); the calling thread hashes ready chunks in file order and reports progress. The
+threads run the code of an engine: :mod:`~trims_shim.memory.copying_native` (C++, see
+native/DESIGN.md), or :mod:`~trims_shim.memory.copying_python` where the extension was not built.
 
-In device memory a file is its tensors, where a DeviceLayout says; its other bytes are the outline.
+Device memory holds a file's tensors, where a DeviceLayout says; its other bytes are the outline.
 
-Invariants: when a function here returns, however it returns, no thread and no copy of the device
-touches any of the memory it was given, and every view it made is released. The digest is that of
-the bytes that were put there. Nothing of the file is mapped: a file that shrinks while it is read
-ends in a short read, not in SIGBUS. Descriptors stay the caller's, and so does their file position.
+Invariants: when a function here returns or raises, no thread and no copy of the device touches the
+memory it was given, and every view it made is released. The digest is that of the bytes that were
+put there. The file is not mapped: if it shrinks while it is read, the result is a short read, not
+SIGBUS. Descriptors and their file positions stay the caller's.
 
-Functions block; each call has its own threads, so calls from several threads do not meet.
+Functions block. Each call has its own threads, so concurrent calls are independent.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _REPORT_EVERY_BYTES = 8 * CHUNK_BYTES
 OnProgress = Callable[[int], None]
 """Called in the calling thread, every few chunks and at the end, with the bytes done so far.
 
-What it raises ends the transfer and passes to the caller."""
+An exception from it ends the transfer and passes to the caller."""
 
 
 class Transfer(Protocol):
@@ -71,25 +71,25 @@ class Transfer(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def next(self) -> memoryview | None:
-        """The next bytes of the file, in order; None after the last. Blocks until they are there.
+        """Return the next bytes of the file, in order; None after the last. Blocks for them.
 
         The caller releases the view before it calls anything else. Raises FileChanged, ReadFailed,
         MemoryFailure (the target cannot be written) or DriverFailure.
         """
 
     def finish(self) -> None:
-        """Wait for the copies. Raises DriverFailure when one of them failed."""
+        """Wait for the copies. Raises DriverFailure when one failed."""
 
 
 class Engine(Protocol):
-    """What makes transfers between files and devices; both engines are modules of this form."""
+    """Makes transfers between files and devices; both engines are modules of this form."""
 
     def upload(
         self, source: int, direct: int | None, outline: int | None, route: Route
     ) -> Transfer:
         """Scatter a file over device memory and ``outline``.
 
-        ``direct``: the file again, opened with O_DIRECT.
+        ``direct`` is the file again, opened with O_DIRECT.
         """
 
     def download(self, outline: int, target: int, route: Route) -> Transfer:
@@ -97,22 +97,23 @@ class Engine(Protocol):
 
 
 def engine() -> str:
-    """``native`` or ``python``: what copies to and from devices here.
+    """Return which engine copies to and from devices here: ``native`` or ``python``.
 
-    There is no setting; it is what was built. Host memory is always filled from Python: C++ was not
-    faster (native/DESIGN.md has the figures).
+    There is no setting: it depends on the build. Host memory is always filled from Python, since
+    C++ was not faster (native/DESIGN.md has the figures).
     """
     return "native" if copying_native.is_available() else "python"
 
 
 def default_threads() -> int:
-    """Readers per file: enough to keep a disk and the memory bus busy, not the machine."""
+    """Return the readers per file: enough to keep a disk and the memory bus busy, no more."""
     return max(1, min(_THREADS_LIMIT, len(os.sched_getaffinity(0))))
 
 
 def hasher(size_bytes: int, *, lead_bytes: int = 0) -> Any:
-    """BLAKE3 of so many bytes, which begin with ``lead_bytes`` zeros: of many by a thread for each
-    processor, or by one where the system has no more.
+    """Return a BLAKE3 hasher for ``size_bytes`` that has taken ``lead_bytes`` zeros already.
+
+    From 1 MiB on it uses a thread for each processor, or one where the system gives no more.
     """
     threads = _hash_threads() if size_bytes >= _HASHED_BY_THREADS_BYTES else 1
     return blake3(bytes(lead_bytes), max_threads=threads)
@@ -120,8 +121,10 @@ def hasher(size_bytes: int, *, lead_bytes: int = 0) -> Any:
 
 @functools.cache
 def _hash_threads() -> int:
-    """Of all large hashes. The process's pool of threads is made by the first, or never: then each
-    one panics, and that is no Exception.
+    """Return ``max_threads`` for all large hashes of the process.
+
+    The first large hash makes the thread pool. If that fails, every such hash panics; the panic is
+    no Exception.
     """
     try:
         blake3(bytes(_HASHED_BY_THREADS_BYTES), max_threads=blake3.AUTO)
@@ -141,15 +144,15 @@ def fill(
     lead_bytes: int = 0,
     name: str = "file",
 ) -> Digest:
-    """Read as much from the start of a file as fits ``view`` behind its first ``lead_bytes``.
+    """Read from the start of a file into ``view`` after its first ``lead_bytes``, until it is full.
 
-    Those are left as they are, and have to be zero. Returns the digest of the whole view. Raises
+    The lead is not touched and has to be zero. Returns the digest of the whole view. Raises
     FileChanged when the file ends early, ReadFailed when the kernel reports an error; ``view`` is
     then partly written.
     """
     behind = _Behind(on_progress, hasher(len(view), lead_bytes=lead_bytes))
     with view[lead_bytes:] as body, _reading(source, len(body)) as direct:
-        # O_DIRECT wants memory that is aligned as the file is.
+        # O_DIRECT needs memory aligned as the file is.
         transfer = copying_python.fill(
             source,
             None if lead_bytes else direct,
@@ -172,10 +175,10 @@ def upload(
     on_progress: OnProgress,
     name: str = "file",
 ) -> Digest:
-    """Copy a file (or host segment) to device memory; its digest, empty unless ``is_hashed``.
+    """Copy a file (or host segment) to device memory; return its digest, "" unless ``is_hashed``.
 
-    ``address``: mapped read-write on the device, ``layout.size_bytes`` long. ``outline``: writable
-    file that gets, at their own offsets, the bytes that are no tensor's; None throws them away.
+    ``address``: mapped read-write on the device, ``layout.size_bytes`` long. ``outline``: a
+    writable file for the bytes that are no tensor's, at their own offsets; None drops them.
     Raises FileChanged, ReadFailed, MemoryFailure (the outline cannot be written), DriverFailure.
     """
     _check(layout, name)
@@ -195,7 +198,7 @@ def download(
     on_progress: OnProgress,
     name: str = "image",
 ) -> Digest:
-    """Write the file that :func:`upload` took apart to ``target``, at offset 0; its digest.
+    """Write the file that :func:`upload` took apart to ``target``, at offset 0; return its digest.
 
     Raises FileChanged when the outline is too short, ReadFailed when it cannot be read,
     MemoryFailure when ``target`` cannot be written, DriverFailure.
@@ -207,10 +210,10 @@ def download(
 
 
 def kept_buffers() -> contextlib.AbstractContextManager[None]:
-    """Inside the block, pinned buffers are kept from one transfer to the next.
+    """Keep pinned buffers from one transfer to the next, inside the block.
 
     For a process that exists to make transfers: pinning takes longer than copying a small model. It
-    holds 64 MiB and the device's primary context. The engine in Python pins anew each time.
+    holds 64 MiB and the device's primary context. The Python engine pins anew each time.
     """
     if not copying_native.is_available():
         return contextlib.nullcontext()
@@ -219,7 +222,7 @@ def kept_buffers() -> contextlib.AbstractContextManager[None]:
 
 @dataclass(slots=True)
 class _Behind:
-    """Follows a transfer: hashes what is ready, says how far it is."""
+    """Follows a transfer: hashes the ready bytes and reports progress."""
 
     on_progress: OnProgress
     hasher: Any
@@ -244,7 +247,7 @@ class _Behind:
 def _run(transfer: Transfer, behind: _Behind) -> Digest:
     with transfer:
         while (part := transfer.next()) is not None:
-            # Released even by an error: a traceback that keeps it would keep the memory mapped.
+            # Released also on an error: a traceback that kept the view would keep the mapping.
             with part:
                 behind.take(part)
         transfer.finish()
@@ -258,7 +261,7 @@ def _engine() -> Engine:
 
 
 def _route(layout: DeviceLayout, address: int, device_index: int, name: str) -> Route:
-    """Not more buffers and threads than there are chunks."""
+    """Return the route, with no more buffers and threads than chunks."""
     chunks = max(1, -(-layout.file_bytes // CHUNK_BYTES))
     return Route(
         layout,
@@ -273,7 +276,7 @@ def _route(layout: DeviceLayout, address: int, device_index: int, name: str) -> 
 
 @contextlib.contextmanager
 def _reading(source: int, size_bytes: int) -> Iterator[int | None]:
-    """Tell the kernel what comes; the descriptor that goes past its cache, where that is faster."""
+    """Announce a sequential read; yield an O_DIRECT descriptor where that is faster, else None."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(source, 0, size_bytes, os.POSIX_FADV_SEQUENTIAL)
     with opened_directly(source, size_bytes) as direct:
@@ -281,7 +284,7 @@ def _reading(source: int, size_bytes: int) -> Iterator[int | None]:
 
 
 def _check(layout: DeviceLayout, name: str) -> None:
-    """The engines walk the spans once, in order, and write where they say."""
+    """Check the layout: the engines walk its spans once, in order, and write where they say."""
     file_end = device_end = 0
     for each in layout.placed:
         if each.source.offset_bytes < file_end or each.offset_bytes < device_end:

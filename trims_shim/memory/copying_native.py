@@ -1,7 +1,7 @@
 """The copy engine in C++ (native/, built as ``trims_shim._native``): its status codes as errors.
 
-Owns the table of codes and the ``with`` block around the extension's threads; what it promises is
-written down in :mod:`~trims_shim.memory.copying`, how it works in native/DESIGN.md. Importing this
+Owns the table of codes and the ``with`` block around the extension's threads.
+:mod:`~trims_shim.memory.copying` states its promises, native/DESIGN.md how it works. Importing this
 works without the extension; :func:`is_available` says whether it may be called.
 """
 
@@ -28,9 +28,9 @@ else:
 __all__ = ["Code", "download", "is_available", "kept_buffers", "upload"]
 
 _INTERFACE = 1
-"""Of the extension; one that was built from other sources is not used."""
+"""The extension's interface version; an extension built from other sources is not used."""
 _NONE = -1
-"""In place of a descriptor."""
+"""Stands for no descriptor."""
 
 
 class Code(enum.IntEnum):

@@ -1,9 +1,9 @@
 """The copy engine in Python: for machines where the extension was not built, and for host memory.
 
-Owns what is done to a chunk (:mod:`~trims_shim.memory.chunks`) in each direction. Called through
-:mod:`~trims_shim.memory.copying`, where the promises are written down; the interface is
-:class:`~trims_shim.memory.copying.Engine`. The interpreter lock is released in reads, writes and
-driver calls; a Python loop of some hundred iterations per gigabyte is what is left.
+Owns the work on a chunk (:mod:`~trims_shim.memory.chunks`) in each direction. Called through
+:mod:`~trims_shim.memory.copying`, which states the promises; the interface is
+:class:`~trims_shim.memory.copying.Engine`. Reads, writes and driver calls release the interpreter
+lock; only a Python loop of some hundred iterations per gigabyte holds it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from trims_shim.memory.driver import driver
 __all__ = ["became_shorter", "download", "fill", "read_fully", "upload", "write_fully"]
 
 _STREAMS = 2
-"""One copies while the other's next copy is being set up."""
+"""One stream copies while the next copy of the other is being set up."""
 _DIRECT_ALIGNMENT_BYTES = 4096
-"""The largest that O_DIRECT asks for on what is used today; where it is larger the read fails."""
+"""The largest alignment that O_DIRECT needs on today's disks; if one needs more, reads fail."""
 
 
 def fill(
@@ -40,7 +40,7 @@ def fill(
 ) -> Chunks:
     """Read ``len(view)`` bytes from the start of a file into ``view``.
 
-    ``direct``: the file again, opened with O_DIRECT.
+    ``direct`` is the file again, opened with O_DIRECT.
     """
     sizes = Sizes(len(view), chunk_bytes, -(-len(view) // chunk_bytes))
     step = _FileToMemory(_Source(source, direct, name), view)
@@ -60,12 +60,12 @@ def download(outline: int, target: int, route: Route) -> Chunks:
 
 
 def became_shorter(name: str) -> FileChanged:
-    """The error for a file that ends before its announced size."""
+    """Return the error for a file that ends before its announced size."""
     return FileChanged(f"{name} became shorter while it was being read; load it again")
 
 
 def read_fully(descriptor: int, part: memoryview, offset: int, name: str) -> None:
-    """Fill ``part`` from a file. Raises FileChanged when it ends before, ReadFailed.
+    """Fill ``part`` from a file. Raises FileChanged when the file ends early, ReadFailed.
 
     Views are released here: one kept by an error's traceback would keep the segment mapped.
     """
@@ -104,14 +104,14 @@ class _Source:
     name: str
 
     def read(self, part: memoryview, offset: int) -> None:
-        """As read_fully. What cannot be read directly is read again through the page cache."""
+        """Read directly as far as that works, and the rest as :func:`read_fully`."""
         done = 0 if self.direct is None else _read_directly(self.direct, part, offset)
         with part[done:] as rest:
             read_fully(self.descriptor, rest, offset + done, self.name)
 
 
 def _read_directly(descriptor: int, part: memoryview, offset: int) -> int:
-    """How many bytes could be read; not the file's end, and nothing unaligned."""
+    """Read whole blocks and return how many bytes could be read; never the unaligned end."""
     done = 0
     blocks = len(part) // _DIRECT_ALIGNMENT_BYTES * _DIRECT_ALIGNMENT_BYTES
     with contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ def _read_directly(descriptor: int, part: memoryview, offset: int) -> int:
 
 
 class _FileToMemory:
-    """The slots are the target itself; the view is the caller's."""
+    """Reads into the target itself: the slots are the caller's view."""
 
     def __init__(self, source: _Source, view: memoryview) -> None:
         self._source = source
@@ -141,10 +141,10 @@ class _FileToMemory:
         self._source.read(chunk.part, chunk.offset)
 
     def drain(self) -> None:
-        """Nothing is only started."""
+        """Do nothing: ``process`` only returns when the bytes are there."""
 
     def close(self) -> None:
-        """Nothing is ours."""
+        """Do nothing: the memory is the caller's."""
 
 
 class _DeviceStep:
@@ -184,7 +184,7 @@ class _DeviceStep:
         return self._streams[slot % _STREAMS]
 
     def wait(self, slot: int) -> None:
-        """Until the slot is not in use; for want of events, until all of its stream is done."""
+        """Wait until the slot is free. Without events, that is until all of its stream is done."""
         self.driver.synchronize_stream(self.stream(slot))
 
     def drain(self) -> None:
@@ -195,7 +195,7 @@ class _DeviceStep:
         self._cleanup.close()
 
     def _allocate(self) -> ctypes.Array[ctypes.c_char]:
-        """Plain memory where the driver refuses to pin: copies then wait, and are right."""
+        """Allocate pinned memory; plain where the driver refuses: copies block then, but work."""
         kind = ctypes.c_char * max(1, self._size_bytes)
         try:
             address = self.driver.allocate_pinned(ctypes.sizeof(kind))
@@ -205,7 +205,7 @@ class _DeviceStep:
         return kind.from_address(address)
 
     def _settle(self) -> None:
-        """Wait for every copy, whatever became of it: their memory is freed next."""
+        """Wait for every copy, also failed ones: their memory is freed next."""
         for stream in self._streams:
             try:
                 self.driver.synchronize_stream(stream)
@@ -213,15 +213,15 @@ class _DeviceStep:
                 self._is_lost = True
 
     def _free(self, address: int) -> None:
-        # When the wait failed the device is broken, and the process ends soon. Memory that was
-        # freed might still be written to.
+        # If the wait failed, the device is broken and may still write to the memory. The process
+        # ends soon.
         if not self._is_lost:
             self.driver.free_pinned(address)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Bytes of the file that go to one place: to the device, or (None) to the outline."""
+    """Bytes of the file for one place: an address on the device, or (None) the outline."""
 
     offset: int
     size: int
@@ -237,7 +237,7 @@ class _Parts:
         self._address = address
 
     def between(self, begin: int, end: int) -> Iterator[_Part]:
-        """The parts of the file's bytes ``[begin, end)``, in order."""
+        """Yield the parts of the file's bytes ``[begin, end)``, in order."""
         position = begin
         index = max(0, bisect_right(self._starts, begin) - 1)
         while position < end:

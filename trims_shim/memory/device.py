@@ -1,19 +1,19 @@
 """Device memory that images live in: how it is made, handed on, mapped, and given back.
 
-With the backend ``vmm`` memory is *descriptors*: the daemon creates physical allocations, exports
-them and keeps nothing else (an export holds its memory as a handle does: CUDA Driver API,
-cuMemRelease), so closing them is all there is to freeing an image, and what a client still maps
-lives on until that client unmaps it or dies. With ``ipc`` memory is *one allocation of a process
-with a context*, which has to live as long as the image; its handle opens it writable.
+With the backend ``vmm`` memory is *descriptors*. The daemon creates physical allocations, exports
+them and keeps only the exports (an export holds its memory as a handle does: CUDA Driver API,
+cuMemRelease). Closing them frees the image; a client's mapping lives on until the client unmaps it
+or dies. With ``ipc`` memory is *one allocation of a process with a context*. That process has to
+live as long as the image, and its handle opens the memory writable.
 
 The bytes of an image that are no tensor's are its *outline*, a sealed file with holes. Reading a
 hole through a mapping, also a private one, gives the hole a page of memory for good (read(2) does
-not): parse outlines, never read tensors' spans in them.
+not). So parse outlines, but never read tensors' spans in them.
 
 Invariants: each function here either succeeds or leaves nothing behind, whichever call failed.
-Allocations are multiples of the granularity and at most 4 GiB; those of one image lie back to back
-in one reservation. Nothing waits for the device: who unmaps has synchronised before. A forked child
-unmaps and frees nothing; closing descriptors is right in any process.
+With ``vmm``, allocations are multiples of the granularity and at most 4 GiB; those of one image lie
+back to back in one reservation. Nothing waits for the device: callers synchronise before they
+unmap. A forked child unmaps and frees nothing; closing descriptors is right in any process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 ALLOCATION_LIMIT_BYTES = 4 << 30
-"""Large enough for few descriptors, small enough that a device need not find one free piece."""
+"""Large enough for few descriptors, small enough that no single huge free range is needed."""
 _PADDING_SHARE = 16
 """A file may grow by a sixteenth when its tensors are aligned; real models grow by far less."""
 
@@ -62,7 +62,7 @@ class DeviceAllocation:
     _pid: int = field(default_factory=os.getpid, repr=False)
 
     def close(self) -> None:
-        """Give this process's hold up. The memory goes with the last one (ipc: now)."""
+        """Give up this process's hold. The memory goes with the last hold (ipc: now)."""
         descriptors, self.descriptors = self.descriptors, ()
         for descriptor in descriptors:
             os.close(descriptor)
@@ -77,8 +77,8 @@ class DeviceSegment:
     """Immutable memory of one image on a device, as the daemon holds it; the owner closes it.
 
     ``outline`` is a read-only descriptor. ``size_bytes`` is the file's size, ``layout`` the
-    fingerprint of where its tensors are (:mod:`trims_shim.formats.device_layout`). ``job`` made
-    the memory in another process, which keeps it (ipc); 0: the descriptors do.
+    fingerprint of its tensors' places (:mod:`trims_shim.formats.device_layout`). With ``ipc``,
+    ``job`` is the other process that made and keeps the memory; 0: the descriptors keep it.
     """
 
     device: DeviceId
@@ -92,11 +92,11 @@ class DeviceSegment:
     job: int = 0
 
     def resident_bytes(self) -> int:
-        """What it takes of the device."""
+        """Return the device memory that it takes."""
         return sum(self.allocations)
 
     def hold(self) -> DeviceSegment:
-        """The same memory, held by descriptors of its own; the caller closes it. Raises OSError."""
+        """Return a second hold with its own descriptors; the caller closes it. Raises OSError."""
         with contextlib.ExitStack() as undo:
             copies = []
             for descriptor in (self.outline, *self.descriptors):
@@ -106,7 +106,7 @@ class DeviceSegment:
         return replace(self, outline=copies[0], descriptors=tuple(copies[1:]))
 
     def close(self) -> None:
-        """Give the daemon's hold up; device memory goes when the last mapping of a client goes.
+        """Give up the daemon's hold; device memory goes with a client's last mapping.
 
         With the backend ``ipc`` it goes when the process that allocated it frees it.
         """
@@ -136,11 +136,11 @@ class DeviceMemory:
         )
 
     def footprint_bytes(self, file_bytes: int) -> int:
-        """More than the image of an honest file of this size takes; others are to be refused."""
+        """Return a bound on the image of an honest file of this size; refuse larger images."""
         return file_bytes + file_bytes // _PADDING_SHARE + 2 * self.granularity_bytes
 
     def create(self, device_bytes: int) -> DeviceAllocation:
-        """Memory for ``device_bytes`` > 0, all of it or none. Its content is not defined.
+        """Allocate ``device_bytes`` > 0, all or nothing. The content is undefined.
 
         Raises NoSpace when the device is full, DriverFailure. ``ipc`` takes a context.
         """
@@ -168,7 +168,7 @@ class DeviceMemory:
         return DeviceAllocation(self.device, sizes, descriptors=tuple(descriptors))
 
     def _allocate(self, device_bytes: int) -> DeviceAllocation:
-        # A handle opens the whole block the driver took the memory from: a block of its own.
+        # A handle opens the whole block around the memory: whole pages make it a block of its own.
         size = round_up(device_bytes, self.granularity_bytes)
         with driver().context(self._index):
             address = driver().allocate(size)
@@ -181,21 +181,21 @@ class DeviceMemory:
 
 
 class DeviceMapping:
-    """An image in this process's address space; :meth:`unmap` exactly once gives it back."""
+    """An image in this process's address space, until :meth:`unmap`."""
 
     __slots__ = ("_pid", "_undo", "address", "size_bytes")
 
     def __init__(self, address: int, size_bytes: int, undo: Callable[[], None]) -> None:
-        """``undo`` removes it."""
+        """``undo`` removes the mapping."""
         self.address = address
         self.size_bytes = size_bytes
         self._undo: Callable[[], None] | None = undo
         self._pid = os.getpid()
 
     def unmap(self) -> None:
-        """Remove the mapping; no work that uses it runs any more. Raises DriverFailure.
+        """Remove the mapping; no work that uses it may still run. Raises DriverFailure.
 
-        All of it that can be removed is, whatever fails. A second call does nothing.
+        Removes all that can be removed, even if a part fails. A second call does nothing.
         """
         undo, self._undo = self._undo, None
         if undo is not None and self._pid == os.getpid():
@@ -211,10 +211,10 @@ def map_allocations(
 ) -> DeviceMapping:
     """Map exported allocations back to back, for this device to read (or write).
 
-    They may be another device's, which has to be a peer; only this one is given access.
+    They may be of another device, which has to be a peer; only ``device`` gets access.
 
-    The descriptors stay the caller's and may be closed: the mapping alone holds the memory then.
-    Not ``is_writable``: a write is a fault that ends the writer's context, and harms nobody else.
+    The descriptors stay the caller's and may be closed: the mapping holds the memory. Unless
+    ``is_writable``, a write is a fault that ends the writer's context and harms no other process.
     Takes a context. Raises DriverFailure, MemoryFailure.
     """
     if len(descriptors) != len(allocations):
@@ -222,7 +222,7 @@ def map_allocations(
     index = driver().index_of(device)
     size = sum(allocations)
     with driver().relaxed_capture(), contextlib.ExitStack() as undo:
-        # The context is left before the mapping is the caller's: that may fail, too.
+        # Leaving the context may fail too, so leave it before the caller owns the mapping.
         with driver().context(index):
             address = driver().reserve(size)
             undo.callback(driver().free_address, address, size)
@@ -244,13 +244,14 @@ def open_handles(
 ) -> DeviceMapping:
     """Open the one allocation of an image of the backend ``ipc``, readable and writable.
 
-    The process that allocated it lives, and is not this one. Takes a context. Raises DriverFailure.
+    The process that allocated it must be alive and another one. Takes a context. Raises
+    DriverFailure.
     """
     if len(handles) != 1 or len(allocations) != 1:
         raise DriverFailure(f"an image has one IPC handle, not {len(handles)}; run `trims stop`")
     index = driver().index_of(device)
     with driver().relaxed_capture(), contextlib.ExitStack() as undo:
-        # As in map_allocations.
+        # Leave the context first, as in map_allocations.
         with driver().context(index):
             address = driver().ipc_open(handles[0])
             undo.callback(_close_handle, index, address)
@@ -263,7 +264,7 @@ def _close_handle(index: int, address: int) -> None:
 
 
 def sparse_outline(size_bytes: int) -> int:
-    """A writable file of ``size_bytes``, all hole; write with pwrite. Raises MemoryFailure."""
+    """Make a writable file of ``size_bytes``, all hole, for pwrite. Raises MemoryFailure."""
     descriptor = -1
     try:
         descriptor = new_memfd("trims-outline")
@@ -276,10 +277,10 @@ def sparse_outline(size_bytes: int) -> int:
 
 
 def seal_outline(descriptor: int) -> int:
-    """A read-only descriptor of an outline that nobody can change from now on.
+    """Seal an outline against all changes; return a read-only descriptor of it.
 
-    ``descriptor`` stays the caller's; writing through it, or a copy of it, fails from now on.
-    Raises MemoryFailure, also while somebody has the outline mapped writable.
+    ``descriptor`` stays the caller's; writing through it or a copy of it fails from now on. Raises
+    MemoryFailure, also while any process has the outline mapped writable.
     """
     try:
         readable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,15 +1,14 @@
 """DLPack capsules over memory that this package owns, for consumers that take no plain address.
 
-Owns what a consumer holds of them: the structures that describe each tensor, and one reference to
-its *owner*, the object that keeps the memory; both go when the consumer calls the deleter. Nothing
-is read, copied or checked here: the address is the caller's word.
+Owns what a consumer holds: the structures that describe each tensor, and one reference to its
+*owner*, the object that keeps the memory. Both go when the consumer calls the deleter. Nothing is
+read, copied or checked here: callers answer for the address.
 
-Invariants: a tensor that was offered is given up exactly once, by the deleter or, where it was not
-taken, by :func:`offer`. The deleter may be called by any thread, with or without the interpreter's
-lock, at interpreter exit too: it is the C method ``dict.pop`` behind a thunk that is never freed,
-so it needs none of this module's globals, which are gone by then. It drops a reference and does
-nothing else; what then happens is the owner's, whose finalizers neither block nor unmap. A forked
-child has a table of its own, as it has consumers of its own.
+Invariants: an offered tensor is given up exactly once, by the deleter or, if no consumer took it,
+by :func:`offer`. Any thread may call the deleter, with or without the interpreter's lock, also at
+interpreter exit: it is the C method ``dict.pop`` behind a thunk that is never freed, so it needs
+none of this module's globals, which are gone by then. It only drops a reference; an owner's
+finalizers neither block nor unmap. A forked child has its own table, as it has its own consumers.
 
 Source: ``dlpack.h`` of DLPack 0.8 (github.com/dmlc/dlpack), the unversioned ``DLManagedTensor``
 under the capsule name ``dltensor``, which onnxruntime 1.21 and later take.
@@ -107,13 +106,13 @@ class _ManagedTensor(ctypes.Structure):
 
 
 _offered: dict[int, tuple[_ManagedTensor, object, object]] = {}
-"""What consumers hold, by the address that they pass to the deleter."""
+"""Offered tensors and their owners, by the address that consumers pass to the deleter."""
 
 # Not a function of ours: at exit a session may outlive the globals that one would need.
 _delete = _Deleter(_offered.pop)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_delete))
 
-# Not the capsule's copy but its pointer: it lives as long as this module, capsules far shorter.
+# A capsule keeps a pointer to its name, no copy; this module keeps the name alive for longer.
 _NAME = b"dltensor"
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
@@ -124,10 +123,10 @@ _is_capsule.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def offer(tensor: DlpackTensor, owner: object, consume: Callable[[Any], _Result]) -> _Result:
-    """What ``consume`` makes of a capsule of the tensor, which is good for this call only.
+    """Return ``consume(capsule)`` for a capsule of the tensor that is valid for this call only.
 
-    ``owner`` is held until the consumer calls the deleter; at once given up where ``consume`` does
-    not take the tensor, or raises.
+    ``owner`` is held until the consumer calls the deleter. It is given up at once if ``consume``
+    does not take the tensor, or raises before.
     """
     rank = len(tensor.shape)
     shape = (ctypes.c_int64 * rank)(*tensor.shape)
@@ -139,27 +138,27 @@ def offer(tensor: DlpackTensor, owner: object, consume: Callable[[Any], _Result]
     described.ndim = rank
     described.dtype = _DataType(*ELEMENTS[tensor.dtype], 1)
     described.shape = ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64))
-    # No strides: contiguous, in the order of C.
+    # No strides: contiguous, in C order.
     key = ctypes.addressof(managed)
     _offered[key] = (managed, shape, owner)
     capsule = _new_capsule(key, _NAME, None)
     try:
         return consume(capsule)
     finally:
-        # Who takes it renames the capsule, by DLPack's rules.
+        # By DLPack's rules, a consumer that takes the tensor renames the capsule.
         if _is_capsule(capsule, _NAME):
             _offered.pop(key, None)
 
 
 def ort_value(kind: Any, capsule: Any) -> Any:
-    """A capsule as ``kind``, the OrtValue of onnxruntime's binding; for :func:`offer`."""
+    """Make a capsule a ``kind``, the OrtValue of onnxruntime's binding; for :func:`offer`."""
     try:
         return kind.from_dlpack(capsule, False)
     except TypeError:
-        # From 1.32 on the capsule alone says whether it holds truth values.
+        # From 1.32 on, only the capsule says whether it holds booleans.
         return kind.from_dlpack(capsule)
 
 
 def offered() -> int:
-    """How many tensors consumers hold."""
+    """Return the number of tensors that consumers hold."""
     return len(_offered)

@@ -1,11 +1,12 @@
 """The CUDA driver, as far as this package uses it: the one place in Python that calls it.
 
-Owns ``cuInit``, the primary contexts this process has retained, and the translation of every result
-into :class:`~trims_shim.errors.DriverFailure`. What it creates is the caller's: handles, addresses,
-streams and descriptors are plain integers, because they end up in finalizers and in packets.
+Owns ``cuInit``, the primary contexts that this process has retained, and the translation of every
+failed result into :class:`~trims_shim.errors.DriverFailure`. Callers own what it creates: handles,
+addresses, streams and descriptors are plain integers, because they end up in finalizers and in
+packets.
 
-Invariants: nothing is loaded before the first :func:`driver`. One :class:`Driver` a process; in a
-forked child every call raises and none reaches CUDA, which does not survive a fork. ``devices``,
+Invariants: nothing is loaded before the first :func:`driver`. A process has one :class:`Driver`; in
+a forked child every call raises and none reaches CUDA, which does not survive a fork. ``devices``,
 ``peers``, ``granularity``, ``create``, ``export``, ``import_descriptor`` and ``release`` need no
 context, so a daemon that keeps to them never takes device memory for one. Any thread may call;
 calls block without the GIL. Nothing here runs at interpreter exit.
@@ -40,10 +41,10 @@ __all__ = [
 ]
 
 RESERVATION_ALIGNMENT_BYTES = 2 << 20
-"""The device's page size; torch and GMS reserve at it too, and the granularity is a multiple."""
+"""The device's page size; torch and GMS reserve at it too. The granularity is a multiple of it."""
 IPC_HANDLE_BYTES = libcuda.CU_IPC_HANDLE_SIZE
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
-"""A :attr:`DriverFailure.result` that need not last."""
+"""A :attr:`DriverFailure.result` that may pass: a later try can succeed."""
 
 _FORKED = (
     "this process was forked from one that uses the CUDA driver, which cannot be used here; start "
@@ -84,12 +85,12 @@ class DeviceInfo:
 
 
 class Driver:
-    """An initialised driver. Every method raises DriverFailure, which names the call and why."""
+    """An initialised driver. Every method may raise DriverFailure with the call and the reason."""
 
     __slots__ = ("_contexts", "_devices", "_granularities", "_library", "_lock", "_pid")
 
     def __init__(self) -> None:
-        """Load and initialise it."""
+        """Load and initialise the driver."""
         self._library = libcuda.Library()
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -101,14 +102,17 @@ class Driver:
     # --- devices ----------------------------------------------------------------------------------
 
     def devices(self) -> tuple[DeviceInfo, ...]:
-        """What CUDA_VISIBLE_DEVICES shows to this process, in CUDA's order; at least one."""
+        """Return the devices that this process sees, in CUDA's order; at least one.
+
+        CUDA_VISIBLE_DEVICES decides.
+        """
         if self._devices is None:
             count = self._number("cuDeviceGetCount")
             self._devices = tuple(self._describe(index) for index in range(count))
         return self._devices
 
     def index_of(self, device: DeviceId) -> int:
-        """This process's number of a device."""
+        """Return this process's number of a device."""
         for each in self.devices():
             if each.id == device:
                 return each.index
@@ -118,7 +122,7 @@ class Driver:
         )
 
     def peers(self, index: int) -> dict[DeviceId, int]:
-        """Devices whose memory this one reads directly, each with the rank of the link between.
+        """Return the devices whose memory this one reads directly, each with its link's rank.
 
         Rank 0 is the fastest (docs: CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK). MIG instances have
         none.
@@ -136,7 +140,7 @@ class Driver:
         return found
 
     def granularity(self, index: int) -> int:
-        """Sizes of allocations, and addresses they are mapped at, are multiples of this."""
+        """Return the unit of allocations: sizes and mapped addresses are multiples of it."""
         if index not in self._granularities:
             kind = libcuda.CU_MEM_ALLOC_GRANULARITY_MINIMUM
             size = self._number("cuMemGetAllocationGranularity", _properties(index), kind)
@@ -146,45 +150,48 @@ class Driver:
     # --- physical memory that can be shared -------------------------------------------------------
 
     def create(self, index: int, size_bytes: int) -> int:
-        """Handle of new physical memory; ``size_bytes`` is a multiple of the granularity."""
+        """Return a handle of new physical memory; ``size_bytes``: a multiple of the granularity."""
         of = f"{size_bytes} bytes on device {index}"
         return self._number("cuMemCreate", size_bytes, _properties(index), 0, of=of)
 
     def export(self, handle: int) -> int:
-        """A descriptor of the memory, close-on-exec; it holds the memory as the handle does."""
+        """Return a descriptor, close-on-exec; it holds the memory as the handle does."""
         descriptor = self._number("cuMemExportToShareableHandle", handle, _DESCRIPTOR, 0)
         os.set_inheritable(descriptor, False)
         return descriptor
 
     def import_descriptor(self, descriptor: int) -> int:
-        """Handle of the memory behind a descriptor, which stays the caller's and may be closed."""
+        """Return a handle of a descriptor's memory; the descriptor stays the caller's.
+
+        It may be closed at once.
+        """
         return self._number("cuMemImportFromShareableHandle", descriptor, _DESCRIPTOR)
 
     def release(self, handle: int) -> None:
-        """Give a handle up. The memory goes with its last handle, mapping and descriptor."""
+        """Give up a handle. The memory goes with its last handle, mapping and descriptor."""
         self._call("cuMemRelease", handle)
 
     # --- address space ----------------------------------------------------------------------------
 
     def reserve(self, size_bytes: int) -> int:
-        """Address of a free range, a multiple of the granularity long."""
+        """Reserve a range of addresses; ``size_bytes``: a multiple of the granularity."""
         arguments = (size_bytes, RESERVATION_ALIGNMENT_BYTES, 0, 0)
         return self._number("cuMemAddressReserve", *arguments, of=f"{size_bytes} bytes")
 
     def free_address(self, address: int, size_bytes: int) -> None:
-        """Give a whole reservation back; nothing is mapped in it any more."""
+        """Give back a whole reservation, in which nothing may be mapped."""
         self._call("cuMemAddressFree", address, size_bytes)
 
     def map(self, address: int, size_bytes: int, handle: int) -> None:
-        """Map a whole allocation into a reservation; without access until it is set."""
+        """Map a whole allocation into a reservation; no access until :meth:`set_access`."""
         self._call("cuMemMap", address, size_bytes, 0, handle, 0, of=f"{size_bytes} bytes")
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """Remove exactly what one :meth:`map` made. Does not wait for work that uses it."""
+        """Remove the mapping of exactly one :meth:`map`. Does not wait for work that uses it."""
         self._call("cuMemUnmap", address, size_bytes)
 
     def set_access(self, address: int, size_bytes: int, index: int, *, is_writable: bool) -> None:
-        """Let a device read, or also write, a range that is mapped without gaps."""
+        """Let a device read, or also write, a range mapped without gaps."""
         rights = (
             libcuda.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
             if is_writable
@@ -197,10 +204,10 @@ class Driver:
 
     @contextlib.contextmanager
     def context(self, index: int) -> Iterator[None]:
-        """Make a device's primary context (the one torch uses) this thread's inside the block.
+        """Make a device's primary context (the one torch uses) current inside the block.
 
-        The first time it is retained, and created where nobody has: then it costs some hundred MB
-        of device memory until the process ends.
+        The first use retains it, and creates it if the process has none: then it costs some hundred
+        MB of device memory until the process ends.
         """
         self._call("cuCtxPushCurrent", self._primary(index))
         try:
@@ -210,10 +217,10 @@ class Driver:
 
     @contextlib.contextmanager
     def relaxed_capture(self) -> Iterator[None]:
-        """Let this thread call what a CUDA graph cannot contain, inside the block.
+        """Let this thread call functions that a CUDA graph cannot contain, inside the block.
 
-        Otherwise such a call, in any thread, invalidates a capture that is going on in another one
-        (docs: cuThreadExchangeStreamCaptureMode; the default mode is global).
+        Otherwise such a call in any thread invalidates another thread's running capture (docs:
+        cuThreadExchangeStreamCaptureMode; the default mode is global).
         """
         mode = ctypes.c_int(libcuda.CU_STREAM_CAPTURE_MODE_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", mode)
@@ -223,43 +230,43 @@ class Driver:
             self._call("cuThreadExchangeStreamCaptureMode", mode)
 
     def synchronize(self, index: int) -> None:
-        """Wait for all work this process has given to a device.
+        """Wait for all work that this process has given to a device.
 
-        While a CUDA graph is captured on the device CUDA refuses to wait (``DriverFailure.result``
-        is CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; the work may still run), and reports differ on
-        whether that capture survives: stay away from captures you know of.
+        While a CUDA graph is captured on the device, CUDA refuses to wait (``DriverFailure.result``
+        is CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; the work may still run). Reports differ on whether
+        the capture survives, so do not call this during captures that you know of.
         """
         with self.relaxed_capture(), self.context(index):
             self._call("cuCtxSynchronize")
 
     def new_stream(self) -> int:
-        """A stream of the current context that does not wait for the default stream."""
+        """Return a stream of the current context that does not wait for the default stream."""
         return self._number("cuStreamCreate", libcuda.CU_STREAM_NON_BLOCKING)
 
     def destroy_stream(self, stream: int) -> None:
-        """Give a stream up; what it was given is still done."""
+        """Give up a stream; its queued work still runs."""
         self._call("cuStreamDestroy", stream)
 
     def synchronize_stream(self, stream: int) -> None:
-        """Wait for what a stream was given."""
+        """Wait for a stream's queued work."""
         self._call("cuStreamSynchronize", stream)
 
     # --- copies, in the current context -----------------------------------------------------------
 
     def copy_to_device(self, address: int, host_address: int, size_bytes: int, stream: int) -> None:
-        """Start a copy. Only from pinned memory does it go on after the call has returned."""
+        """Start a copy. Only from pinned memory can it go on after the call returns."""
         self._call("cuMemcpyHtoDAsync", address, host_address, size_bytes, stream)
 
     def copy_to_host(self, host_address: int, address: int, size_bytes: int, stream: int) -> None:
-        """Start a copy. Only to pinned memory does it go on after the call has returned."""
+        """Start a copy. Only to pinned memory can it go on after the call returns."""
         self._call("cuMemcpyDtoHAsync", host_address, address, size_bytes, stream)
 
     def copy_on_device(self, address: int, source: int, size_bytes: int, stream: int) -> None:
-        """Start a copy between two places that the context's device may access, a peer's too."""
+        """Start a copy between addresses that the context's device may access, also a peer's."""
         self._call("cuMemcpyDtoDAsync", address, source, size_bytes, stream)
 
     def allocate_pinned(self, size_bytes: int) -> int:
-        """Address of host memory that the device reads and writes directly."""
+        """Return the address of host memory that the device reads and writes directly."""
         return self._number("cuMemHostAlloc", size_bytes, 0, of=f"{size_bytes} bytes")
 
     def free_pinned(self, address: int) -> None:
@@ -269,19 +276,19 @@ class Driver:
     # --- legacy sharing, in the current context ---------------------------------------------------
 
     def allocate(self, size_bytes: int) -> int:
-        """Address of ordinary device memory, which can be shared by :meth:`ipc_handle` only."""
+        """Return the address of ordinary device memory; only :meth:`ipc_handle` shares it."""
         return self._number("cuMemAlloc", size_bytes, of=f"{size_bytes} bytes")
 
     def free(self, address: int) -> None:
-        """Free what :meth:`allocate` gave. Undefined while another process has it open."""
+        """Free memory of :meth:`allocate`. Undefined while another process has it open."""
         self._call("cuMemFree", address)
 
     def ipc_handle(self, address: int) -> bytes:
-        """What another process opens this memory with, as long as this one lives."""
+        """Return a handle with which other processes open this memory while this one lives."""
         return bytes(self._call("cuIpcGetMemHandle", address))
 
     def ipc_open(self, handle: bytes) -> int:
-        """Address of another process's memory, writable; opened twice, it is closed twice."""
+        """Return the address of another process's memory, writable; needs one close per open."""
         if len(handle) != IPC_HANDLE_BYTES:
             raise DriverFailure(f"an IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
         wanted = libcuda.CUipcMemHandle.from_buffer_copy(handle)
@@ -324,7 +331,7 @@ class Driver:
         return int(self._call(call, *inputs, of=of).value)
 
     def _call(self, call: str, *inputs: object, of: str = "") -> Any:
-        """The call's output as a ctypes object (None where it has none)."""
+        """Return the call's output as a ctypes object (None where it has none)."""
         if self._pid != os.getpid():
             raise DriverFailure(_FORKED)
         try:
@@ -332,7 +339,7 @@ class Driver:
         except ctypes.ArgumentError as error:
             raise DriverFailure(f"{call} cannot be asked for {of or inputs}: {error}") from error
         except (OSError, AttributeError) as error:
-            # There is no libcuda, or it is one without this function.
+            # There is no libcuda, or one without this function.
             raise DriverFailure(
                 f"{call} cannot be called: {error}; install NVIDIA's driver, or give the container "
                 "its devices"
@@ -343,7 +350,7 @@ class Driver:
 
 
 def driver() -> Driver:
-    """This process's driver. Raises DriverFailure, every time, where there is none."""
+    """Return this process's driver. Raises DriverFailure, on every call, where there is none."""
     if _process.driver is not None:
         return _process.driver
     with _process.lock:
@@ -360,7 +367,7 @@ def driver() -> Driver:
 
 
 def forget() -> None:
-    """Let the next :func:`driver` begin anew, for a test that has changed the machine."""
+    """Make the next :func:`driver` start anew, for a test that has changed the machine."""
     global _process
     _process = _Process(is_forked=False)
 
@@ -375,14 +382,14 @@ def _properties(index: int) -> libcuda.CUmemAllocationProp:
 
 def _location(index: int) -> libcuda.CUmemLocation:
     location = libcuda.CUmemLocation(libcuda.CU_MEM_LOCATION_TYPE_DEVICE, index)
-    if location.id != index:  # cut to size by ctypes
+    if location.id != index:  # truncated by ctypes
         raise DriverFailure(f"there is no device {index}; {_OTHERWISE}")
     return location
 
 
 def _device_id(name: str, raw: bytes) -> DeviceId:
-    # The driver says no more of what a device is: "NVIDIA A100-SXM4-40GB MIG 1g.5gb". NVML and
-    # CUDA_VISIBLE_DEVICES know devices by exactly these names since driver 470.
+    # Only the driver's name shows the kind: "NVIDIA A100-SXM4-40GB MIG 1g.5gb". NVML and
+    # CUDA_VISIBLE_DEVICES use exactly these ids since driver 470.
     kind = "MIG" if " MIG " in name else "GPU"
     return f"{kind}-{uuid.UUID(bytes=raw)}"
 
@@ -398,7 +405,7 @@ def _failure(call: str, of: str, result: str) -> DriverFailure:
 
 
 class _Process:
-    """What this process knows of its driver."""
+    """The driver of this process, and whether it may be used."""
 
     def __init__(self, *, is_forked: bool) -> None:
         self.lock = threading.RLock()  # a signal handler may load, too
@@ -412,7 +419,7 @@ _forgotten: list[_Process] = []
 
 
 def _after_fork_in_child() -> None:
-    """Only forget; the old object is kept so that no destructor of its runs here."""
+    """Only forget; the old object is kept so that its destructors do not run in the child."""
     global _process
     _forgotten.append(_process)
     _process = _Process(is_forked=_process.is_forked or _process.is_used)

@@ -1,18 +1,19 @@
-"""The C library's heap: what a block of work allocates there, before and after.
+"""The C library's heap: returns memory that a block of work leaves free, and makes room for it.
 
-glibc keeps freed memory for the next allocation. To create a session onnxruntime packs one weight
+glibc keeps freed memory for the next allocation. To create a session, onnxruntime packs one weight
 after another into memory that it frees at once, and 10 to 25 MB stay with each process: as much as
-all else that a session on shared weights needs. So what a block left free goes back to the system.
+all else that a session on shared weights needs. So memory that a block leaves free goes back to the
+system.
 
-Such a block may also find room made for it, in huge pages where the system gives them to who asks:
-that saves thousands of page faults. It is done as any program may do it with its own memory:
-allocate a few large pieces, advise the kernel, and free them again. What lasts is what a program
-does that frees an array of 31 MB: glibc takes smaller ones from the heap from then on, and keeps
+Room for such a block can also be made beforehand, in huge pages where the system gives them on
+request: that saves thousands of page faults. It takes only what any program may do with its own
+memory: allocate a few large pieces, advise the kernel, and free them. The lasting effect is that of
+freeing an array of 31 MB: glibc takes smaller arrays from the heap from then on, and keeps
 twice as much free at its end (docs/decisions/0008-prepared-onnx-models.md).
 
-Nothing else changes but where allocations come from. Only what became free in the block is a reason
-to act, and a large heap is left alone: to walk it takes time, and a program that frees much may be
-about to need it again. Where the C library has none of this, nothing happens.
+Nothing changes but where allocations come from. Memory is returned only if it became free in the
+block. A large heap is left alone: walking it takes time, and a program that frees much may be about
+to need it again. Where the C library lacks these functions, nothing happens.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ __all__ = ["free_bytes", "given_back"]
 _WORTH_BYTES = 4 << 20
 _LARGE_BYTES = 64 << 20
 _HEADER_BYTES = 16
-"""Between two allocations of this size that follow one another; else it is another allocator."""
+"""The gap between consecutive pieces in glibc; another gap means another allocator."""
 _PIECE_BYTES = (31 << 20) - _HEADER_BYTES
-"""glibc takes less than 32 MiB from the heap, once so much was freed (malloc/malloc.c)."""
+"""Once this much was freed, glibc takes pieces below 32 MiB from the heap (malloc/malloc.c)."""
 _LIMIT_BYTES = 1 << 30
 _SMALL_PAGE_BYTES = 4096
-"""Where pages are larger, huge ones have 32 to 512 MiB: too much to clear for a part of it."""
+"""With larger pages, a huge page has 32 to 512 MiB: too much to clear for a part of it."""
 
 _libc: Any = ctypes.CDLL(None)
 
@@ -62,7 +63,7 @@ class _Information(ctypes.Structure):
 
 
 def free_bytes() -> int | None:
-    """What the heap holds free; None where the C library does not tell. Takes microseconds."""
+    """Return the free bytes of the heap; None where the C library cannot tell. Microseconds."""
     try:
         information = _libc.mallinfo2
     except AttributeError:
@@ -75,8 +76,9 @@ def free_bytes() -> int | None:
 def given_back(*, room_bytes: int = 0) -> Iterator[None]:
     """Return to the system what the block leaves free, unless it raises; takes a millisecond.
 
-    The block finds ``room_bytes`` (1 GiB at most) free in huge pages. They are addresses: memory is
-    what it writes to. Other threads that allocate wait meanwhile, as for any allocation.
+    ``room_bytes`` (1 GiB at most) are free in huge pages when the block begins. That takes
+    addresses; only written pages take memory. Other threads that allocate wait meanwhile, as for
+    any allocation.
     """
     before = free_bytes()
     if before is None or before > _LARGE_BYTES:
@@ -102,10 +104,10 @@ def _room(size_bytes: int) -> Iterator[None]:
 
 
 def _make_room(size_bytes: int) -> ctypes.c_void_p:
-    """Free memory, and something after it that keeps it from going back; the caller frees that."""
+    """Leave free memory below a piece that keeps it in the heap; return that piece to be freed."""
     _libc.malloc.restype = ctypes.c_void_p
     _libc.malloc.argtypes = [ctypes.c_size_t]
-    # Freed by the size from which memory is mapped, and so the last to be mapped.
+    # Freeing one mapped piece raises glibc's limit for mapping, so this is the last one mapped.
     _libc.free(ctypes.c_void_p(_libc.malloc(_PIECE_BYTES)))
     pieces: list[int] = []
     for _ in range(-(-size_bytes // _PIECE_BYTES) + 1):

@@ -1,7 +1,7 @@
-"""How much memory this process has in segments: while they grow, and until they are given up.
+"""How much memory this process has in segments, from their beginning until they are given up.
 
-Owns figures, no memory. A segment takes its memory by and by, and the kernel is asked how far it
-is; one that is sealed has all that it will ever have, so that many of them cost nothing to add up.
+Owns figures, no memory. A segment takes its memory gradually, so the kernel is asked for its size.
+A sealed segment no longer grows: its size is kept, so that adding up many costs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Held", "charged_bytes"]
 
 
 class Held:
-    """See the module docstring. Any thread may call."""
+    """The account of this process's segments. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -21,22 +21,22 @@ class Held:
         self._sealed_bytes = 0
 
     def bytes(self) -> int:
-        """Of all segments that were begun and not given up."""
+        """Return the bytes of all segments that were begun and not given up."""
         with self._lock:
             return self._sealed_bytes + sum(map(charged_bytes, self._growing))
 
     def begin(self, descriptor: int) -> None:
-        """A segment grows. Its descriptor stays open until :meth:`seal` or :meth:`discard`."""
+        """Add a growing segment; its descriptor is open until :meth:`seal` or :meth:`discard`."""
         with self._lock:
             self._growing.add(descriptor)
 
     def discard(self, descriptor: int) -> None:
-        """It will not be filled."""
+        """Remove a segment that will not be filled."""
         with self._lock:
             self._growing.discard(descriptor)
 
     def seal(self, descriptor: int) -> int:
-        """It grows no more; what it has, for :meth:`give_up`."""
+        """Note that a segment grows no more; return its size, for :meth:`give_up`."""
         with self._lock:
             self._growing.discard(descriptor)
             size_bytes = charged_bytes(descriptor)
@@ -44,11 +44,11 @@ class Held:
         return size_bytes
 
     def give_up(self, size_bytes: int) -> None:
-        """A sealed segment is given up, whoever may map it still."""
+        """Remove a sealed segment, even if a client still maps it."""
         with self._lock:
             self._sealed_bytes -= size_bytes
 
 
 def charged_bytes(descriptor: int) -> int:
-    """What the kernel charges for a file in memory. Raises OSError."""
+    """Return the bytes that the kernel charges for a file in memory. Raises OSError."""
     return os.fstat(descriptor).st_blocks * 512

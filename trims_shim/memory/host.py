@@ -1,15 +1,15 @@
-"""Host segments: memory of the daemon that clients map and nobody can change any more.
+"""Host segments: memory of the daemon that clients map and that can no longer change.
 
-A segment is made writable, filled once, sealed, and from then on only handed out as a read-only
-descriptor. How it is sealed depends on the memory: a memfd by F_ADD_SEALS; a file of our own
-unattached tmpfs by being opened through a read-only clone of the mount (F_ADD_SEALS is refused for
-tmpfs files): every way to a writable descriptor then ends in EROFS.
+A segment is made writable, filled once and sealed; then it is only handed out as a read-only
+descriptor. Sealing depends on the memory. A memfd is sealed by F_ADD_SEALS. A file of our own
+unattached tmpfs, for which F_ADD_SEALS is refused, is opened through a read-only clone of the
+mount: every way to a writable descriptor then ends in EROFS.
 
 All memory is allocated before the first byte is written (fallocate, or populating where huge pages
 depend on the mapping): a store into a hole that cannot be filled would be SIGBUS, not an error.
 
 Huge pages decide the cost of the first touch, so kinds are tried in the order of
-:class:`~trims_shim.specs.SegmentKind`; :func:`probe` says why a better one does not work here.
+:class:`~trims_shim.specs.SegmentKind`; :func:`probe` says why a better kind does not work here.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class SealedSegment:
     _held_bytes: int = field(repr=False)
 
     def resident_bytes(self) -> int:
-        """What the kernel charges for it."""
+        """Return the bytes that the kernel charges for it."""
         return charged_bytes(self.descriptor)
 
     def close(self) -> None:
-        """Give the daemon's hold up; the memory goes when the last mapping of a client goes."""
+        """Give up the daemon's hold; the memory goes when the last mapping of a client goes."""
         if self.descriptor >= 0:
             self._held.give_up(self._held_bytes)
             os.close(self.descriptor)
@@ -93,9 +93,9 @@ class WritableSegment:
         wants_advice: bool,
         held: Held,
     ) -> None:
-        """Take ownership of both descriptors of one file that has its final size already.
+        """Take ownership of both descriptors of one file that already has its final size.
 
-        ``held`` was told of ``readable``.
+        ``held`` already counts ``readable``.
         """
         self._held = held
         self._writable = writable
@@ -116,7 +116,7 @@ class WritableSegment:
 
     @property
     def descriptor(self) -> int:
-        """Writable, for another process that fills the segment; :meth:`seal` ends that too."""
+        """The writable descriptor, for another process that fills it until :meth:`seal`."""
         return self._writable
 
     def seal(self) -> SealedSegment:
@@ -153,16 +153,16 @@ class HostMemory(Protocol):
     kind: SegmentKind
 
     def create(self, size_bytes: int) -> WritableSegment:
-        """A new segment of ``size_bytes`` > 0. Raises MemoryFailure."""
+        """Make a new segment of ``size_bytes`` > 0. Raises MemoryFailure."""
 
     def footprint_bytes(self, size_bytes: int) -> int:
-        """What a segment of this size will cost."""
+        """Return the memory that a segment of this size will take."""
 
     def used_bytes(self) -> int | None:
-        """Bytes of all segments that still exist, mapped by anybody; None where unknown."""
+        """Return the bytes of all segments that still exist or are mapped; None where unknown."""
 
     def held_bytes(self) -> int:
-        """Bytes of those that were made here and not given up, as far as they have grown."""
+        """Return the bytes, so far, of segments that were made here and not given up."""
 
     def close(self) -> None:
         """Give up the descriptors of this memory; segments live on."""
@@ -203,7 +203,7 @@ class MemfdMemory:
         return round_up(size_bytes, unit)
 
     def used_bytes(self) -> int | None:
-        """Unknown: the kernel does not add memfds up for anybody."""
+        """Return None: the kernel does not add up memfds."""
         return None
 
     def held_bytes(self) -> int:
@@ -211,7 +211,7 @@ class MemfdMemory:
         return self._held.bytes()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this memory has no descriptors."""
 
 
 class TmpfsMemory:
@@ -235,13 +235,13 @@ class TmpfsMemory:
         name = f"segment-{os.getpid()}-{self._count}"
         writable = readable = -1
         try:
-            # A name only until both descriptors exist; the mount is reachable by nobody else.
+            # A name only until both descriptors exist; no other process can reach the mount.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             writable = os.open(name, flags, 0o400, dir_fd=self._mount)
             readable = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sealed)
             os.unlink(name, dir_fd=self._mount)
             self._held.begin(readable)
-            # The size first: huge=within_size gives huge pages only up to it, and no waste after.
+            # The size first: huge=within_size gives huge pages only within it, with no waste after.
             os.ftruncate(writable, size_bytes)
             os.posix_fallocate(writable, 0, size_bytes)
         except OSError as error:
@@ -261,7 +261,7 @@ class TmpfsMemory:
         return round_up(size_bytes, PAGE_BYTES)
 
     def used_bytes(self) -> int | None:
-        """Bytes of every file of the mount, evicted ones that a client still maps included."""
+        """Return the bytes of all files of the mount, also evicted ones that a client maps."""
         status = os.fstatvfs(self._mount)
         return (status.f_blocks - status.f_bfree) * status.f_frsize
 
@@ -283,17 +283,17 @@ def _close_failed(held: Held, writable: int, readable: int) -> None:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping (MemAvailable), page cache included."""
+    """Return the memory available without swapping (MemAvailable), page cache included."""
     with open("/proc/meminfo", "rb") as file:
         for line in file:
             if line.startswith(b"MemAvailable:"):
                 return int(line.split()[1]) << 10
-    return 1 << 62  # Before Linux 3.14: unknown, so no reason to refuse.
+    return 1 << 62  # Unknown before Linux 3.14: no reason to refuse.
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a kind of memory works here, and why not."""
+    """Whether a kind of memory works here; if not, why."""
 
     kind: SegmentKind
     is_available: bool
@@ -315,7 +315,7 @@ def probe() -> list[Probe]:
 
 
 def open_best(budget_bytes: int) -> tuple[HostMemory, str]:
-    """The best kind that works, and why no better one does (empty: it is the best)."""
+    """Open the best kind that works; also return why no better one does (empty: it is the best)."""
     reasons: list[str] = []
     for kind in SegmentKind:
         try:
@@ -326,7 +326,7 @@ def open_best(budget_bytes: int) -> tuple[HostMemory, str]:
 
 
 def open_memory(kind: SegmentKind, *, budget_bytes: int) -> HostMemory:
-    """Memory of this kind, tried out. Raises MemoryFailure with the reason where it cannot be."""
+    """Open memory of this kind and try it out. Raises MemoryFailure where it does not work."""
     memory = _OPENERS[kind](budget_bytes)
     try:
         segment = memory.create(HUGE_PAGE_BYTES)
@@ -380,10 +380,10 @@ def _mounts(budget_bytes: int) -> tuple[int, int]:
 
 
 def _new_tmpfs(budget_bytes: int) -> int:
-    """Descriptor of an unattached tmpfs mount (needs CAP_SYS_ADMIN in its user namespace)."""
+    """Make an unattached tmpfs mount (needs CAP_SYS_ADMIN in its user namespace)."""
     context = _syscall("fsopen", _SYS_FSOPEN, ctypes.c_char_p(b"tmpfs"), 1)
     try:
-        # Room for the budget and for rounding; the store keeps the exact account.
+        # Room for the budget, rounded up, and more; the store keeps the exact account.
         size = round_up(budget_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES
         for key, value in (("huge", "within_size"), ("size", str(size)), ("mode", "0700")):
             _syscall(
@@ -434,10 +434,10 @@ def _syscall(what: str, number: int, *arguments: object) -> int:
 
 
 def _tmpfs_from_child(budget_bytes: int) -> tuple[int, int]:
-    """Both mounts, made in a user namespace of a short-lived child that sends them here.
+    """Return both mounts, which a short-lived child makes in a user namespace and sends here.
 
     The daemon itself must stay out of the namespace: it would see its clients' users as nobody.
-    Forks, so it is called before any thread is started.
+    Forks, so call it before any thread starts.
     """
     ours, theirs = socket.socketpair()
     with ours, theirs:

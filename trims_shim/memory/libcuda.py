@@ -1,12 +1,12 @@
 """``libcuda.so.1`` by ctypes: the functions of the driver that this package calls, as in cuda.h.
 
-Owns the library, loaded at the first call and never unloaded, the declarations of its functions and
-structures, and the names of results. What calls mean, when they may be made, and what a failure is,
-is :mod:`trims_shim.memory.driver`'s business.
+Owns the library (loaded at the first call, never unloaded), the declarations of its functions and
+structures, and the names of results. :mod:`trims_shim.memory.driver` knows what calls mean, when
+they may be made, and what a failure is.
 
-Invariants: handles, addresses, contexts and streams are unsigned numbers of 64 bits; a number that
-its C type cannot hold is an error, never another number. Each function is asked for by the symbol
-that cuda.h maps its name to, whose signature NVIDIA never changes. Calls run without the GIL.
+Invariants: handles, addresses, contexts and streams are unsigned 64-bit numbers; a number that its
+C type cannot hold is an error, never another number. Each function is looked up by the symbol to
+which cuda.h maps its name; NVIDIA never changes a symbol's signature. Calls run without the GIL.
 
 Source: cuda.h of CUDA 12.6 to 13.0; docs/decisions/0013-own-cuda-binding.md says why this is not
 NVIDIA's package.
@@ -62,17 +62,17 @@ CU_MEM_LOCATION_TYPE_DEVICE = 1
 CU_STREAM_CAPTURE_MODE_RELAXED = 2
 CU_STREAM_NON_BLOCKING = 1
 DEVICE_NAME_BYTES = 256
-"""Room for what cuDeviceGetName says; ours, not cuda.h's."""
+"""Room for the name from cuDeviceGetName; our choice, not cuda.h's."""
 
 
 class CUuuid(ctypes.Structure):
-    """``bytes()`` of it are the octets."""
+    """A UUID; ``bytes()`` of it are the octets."""
 
     _fields_ = (("bytes", ctypes.c_char * 16),)
 
 
 class CUipcMemHandle(ctypes.Structure):
-    """``bytes()`` of it can be sent."""
+    """An IPC handle; ``bytes()`` of it can be sent."""
 
     _fields_ = (("reserved", ctypes.c_char * CU_IPC_HANDLE_SIZE),)
 
@@ -105,7 +105,7 @@ class CUmemAccessDesc(ctypes.Structure):
 
 
 class _Whole:
-    """A parameter's type that refuses numbers it cannot hold: ctypes would cut them to size."""
+    """A parameter type that refuses numbers that do not fit; ctypes would truncate them."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
@@ -120,7 +120,8 @@ class _Whole:
 class Function(NamedTuple):
     """A function that returns a CUresult.
 
-    ``output``: what its first parameter points to, where that is a result; ``inputs``: the others.
+    ``output`` is the type of the result behind its first parameter, or None; ``inputs`` are the
+    other parameters.
     """
 
     symbol: str
@@ -136,7 +137,7 @@ _WORD = _Whole(ctypes.c_uint64)
 _WORD_OUT = ctypes.c_uint64
 
 FUNCTIONS = {
-    # The name in cuda.h, by which callers ask.
+    # By the name in cuda.h, which callers use.
     each.symbol.removesuffix("_v2"): each
     for each in (
         Function("cuInit", None, (_UNSIGNED,)),
@@ -153,8 +154,8 @@ FUNCTIONS = {
             "cuMemGetAllocationGranularity", ctypes.c_size_t, (POINTER(CUmemAllocationProp), _INT)
         ),
         Function("cuMemCreate", _WORD_OUT, (_SIZE, POINTER(CUmemAllocationProp), _WORD)),
-        # The handle that can be shared is an int, a descriptor, for the one type that we ask for;
-        # to import one it is the pointer's value.
+        # For the one handle type that we use, a shareable handle is an int, a descriptor. To import
+        # one, the descriptor is passed as the pointer's value.
         Function("cuMemExportToShareableHandle", ctypes.c_int, (_WORD, _INT, _WORD)),
         Function("cuMemImportFromShareableHandle", _WORD_OUT, (_WORD, _INT)),
         Function("cuMemRelease", None, (_WORD,)),
@@ -167,7 +168,7 @@ FUNCTIONS = {
         Function("cuCtxPushCurrent_v2", None, (_WORD,)),
         Function("cuCtxPopCurrent_v2", _WORD_OUT, ()),
         Function("cuCtxSynchronize", None, ()),
-        # Exchanged: what it points to is both read and written.
+        # An exchange: the value behind the pointer is both read and written.
         Function("cuThreadExchangeStreamCaptureMode", None, (POINTER(ctypes.c_int),)),
         Function("cuStreamCreate", _WORD_OUT, (_UNSIGNED,)),
         Function("cuStreamDestroy_v2", None, (_WORD,)),
@@ -196,10 +197,10 @@ class Library:
         self._found: dict[str, Any] = {}
 
     def call(self, name: str, *inputs: Any) -> tuple[int, Any]:
-        """The CUresult, and the output as a ctypes object (None where there is none).
+        """Return the CUresult, and the output as a ctypes object (None where there is none).
 
-        Raises ctypes.ArgumentError where an input does not fit its parameter, OSError where there
-        is no library, AttributeError where the library has no such function.
+        Raises ctypes.ArgumentError if an input does not fit its parameter, OSError if there is no
+        library, AttributeError if the library lacks the function.
         """
         function = self._found.get(name) or self._find(name)
         kind = FUNCTIONS[name].output
@@ -209,7 +210,7 @@ class Library:
         return function(byref(output), *inputs), output
 
     def name_of(self, result: int) -> str:
-        """A result's name in cuda.h, as far as the library knows it."""
+        """Return a result's name in cuda.h, or its number if the library does not know it."""
         name = ctypes.c_char_p()
         self.call("cuGetErrorName", result, name)
         return name.value.decode() if name.value else f"CUresult {result}"

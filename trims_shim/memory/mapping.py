@@ -1,6 +1,6 @@
 """Map a segment into this process: private, copy-on-write, aligned for huge pages.
 
-Owns the system calls; lifetime is the caller's (:mod:`trims_shim.client.arenas`). Through ctypes
+Owns the system calls; the caller owns the mappings (:mod:`trims_shim.client.arenas`). Uses ctypes
 because :mod:`mmap` duplicates the descriptor and cannot choose an address. A mapping is never
 populated: MAP_POPULATE on a private writable mapping copies every page.
 """
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 HUGE_PAGE_BYTES = 2 << 20
-"""x86-64 and arm64 (4 KiB granule) PMD size; only an alignment, so a wrong value costs speed."""
+"""PMD size of x86-64 and arm64 (4 KiB granule). Only an alignment: a wrong value costs speed."""
 PAGE_BYTES = _mmap.PAGESIZE
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = getattr(_mmap, "MAP_NORESERVE", 0x4000)  # Python 3.11 has no name for it
@@ -45,20 +45,21 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def round_up(size_bytes: int, unit_bytes: int) -> int:
-    """The smallest multiple of ``unit_bytes`` that is at least ``size_bytes``."""
+    """Return the smallest multiple of ``unit_bytes`` that is at least ``size_bytes``."""
     return -(-size_bytes // unit_bytes) * unit_bytes
 
 
 def are_addresses_limited() -> bool:
-    """Whether addresses are scarce: what we have more of than needed, the program then lacks."""
+    """Whether a limit makes addresses scarce, so that the program lacks those that we waste."""
     limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
     return any(resource.getrlimit(each)[0] != resource.RLIM_INFINITY for each in limits)
 
 
 def map_private(descriptor: int, size_bytes: int) -> int:
-    """Address of a private writable mapping of a whole segment; the descriptor may be closed after.
+    """Map a whole segment privately and writable; return the address.
 
-    Raises MemoryFailure where the kernel refuses (address space, map count, seals).
+    The descriptor may be closed afterwards. Raises MemoryFailure where the kernel refuses (address
+    space, map count, seals).
     """
     length = round_up(size_bytes, PAGE_BYTES)
     base, reserved = _reserve(length)

@@ -1,7 +1,6 @@
-"""Memory files that can be frozen: made empty, filled by their maker, then the same for everybody.
+"""Memory files that can be frozen: made empty, filled by their maker, then immutable for everybody.
 
-The numbers are those of linux/fcntl.h: a Python that was built on an old system has no names for
-them.
+The numbers are those of linux/fcntl.h, for which a Python built on an old system has no names.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ _MFD_NOEXEC_SEAL = 0x0008  # since Linux 6.3
 
 
 def new_memfd(name: str) -> int:
-    """An empty memfd that can be sealed, and not executed where the kernel knows how."""
+    """Make an empty memfd that can be sealed and, where the kernel supports it, not executed."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         descriptor = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
     except OSError:
         descriptor = os.memfd_create(name, flags)
-    # The kernel lets everybody write to one: past a seal that means to set its times, by which it
-    # is known, and attributes.
+    # By default every user may write a memfd. Even past a seal they could then set its times, by
+    # which it is identified, and its attributes.
     os.fchmod(descriptor, 0o400)
     return descriptor
 
 
 def seal_memfd(descriptor: int) -> None:
-    """Freeze its content and size for everybody. Raises OSError while it is mapped writable."""
+    """Freeze content and size for everybody. Raises OSError while it is mapped writable."""
     fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL | _SHRINK | _GROW | _WRITE)
 
 
 def is_sealed(descriptor: int) -> bool:
-    """Whether nobody can change the bytes of a file any more."""
+    """Whether the bytes of a file can no longer change."""
     try:
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
-    except OSError:  # of another file system
+    except OSError:  # a file on a file system without seals
         return False
     return bool(seals & _WRITE and seals & _SHRINK)

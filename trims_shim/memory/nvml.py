@@ -1,12 +1,12 @@
-"""What NVML says of a device: free memory and the driver's version, without a CUDA context.
+"""NVML's answers about a device: free memory and the driver's version, without a CUDA context.
 
-Owns NVML's initialisation in this process. Devices are found by their id, which is NVML's UUID text
-as well: indices differ between NVML and CUDA, and between processes. Every answer is None where
-NVML or the package nvidia-ml-py is absent or does not know: these are figures to show and defaults
-to start from, so nothing may depend on them. (The daemon asks for the package; not for answers.)
+Owns NVML's initialisation in this process. Devices are found by their id, which is also NVML's UUID
+text: indices differ between NVML and CUDA, and between processes. Every answer is None where NVML
+or the package nvidia-ml-py is absent or does not know. Answers are figures to show and defaults to
+start from, so nothing may depend on them. (The daemon requires the package, but no answers.)
 
 A child forked from a process that has used NVML gets None: NVML's locks may be held in it for ever.
-Blocking: some ms for the first question, far below one for the others. Any thread may ask.
+The first question blocks for some ms, the others for far less than one. Any thread may ask.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 INSTALL = 'pip install "trims-shim[cuda13]" (or cuda12)'
-"""What to do where it is not installed."""
+"""How to install the package."""
 
 _Answer = TypeVar("_Answer")
 
@@ -49,28 +49,28 @@ class DeviceUse:
 
 
 def is_installed() -> bool:
-    """Whether there is the package at all; it may still have no NVML to ask."""
+    """Whether the package is installed; NVML itself may still be absent."""
     return importlib.util.find_spec("pynvml") is not None
 
 
 def free_bytes(device: DeviceId) -> int | None:
-    """Memory of a device that nobody has."""
+    """Return the free memory of a device."""
     use = describe(device)
     return None if use is None else use.free_bytes
 
 
 def describe(device: DeviceId) -> DeviceUse | None:
-    """Name and memory of a GPU or of a MIG instance."""
+    """Return name and memory of a GPU or of a MIG instance."""
     return _ask(lambda nvml: _describe(nvml, device))
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's kernel driver, ``580.82.07``."""
+    """Return the version of NVIDIA's kernel driver, such as ``580.82.07``."""
     return _ask(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()))
 
 
 def forget() -> None:
-    """Let the next question begin anew, for a test that has changed the machine."""
+    """Make the next question start anew, for a test that has changed the machine."""
     global _process
     _process = _Process(is_forked=False)
 
@@ -101,7 +101,7 @@ def _ask(question: Callable[[Any], _Answer]) -> _Answer | None:
 
 
 class _Process:
-    """What this process knows of NVML."""
+    """NVML in this process, and whether it may be used."""
 
     def __init__(self, *, is_forked: bool) -> None:
         self.lock = threading.Lock()
@@ -110,7 +110,7 @@ class _Process:
         self.nvml: Any = None
 
     def open(self) -> Any:
-        """The module pynvml, initialised once; None where that is not possible."""
+        """Return the module pynvml, initialised once; None where that is not possible."""
         with self.lock:
             if not self.is_used and not self.is_forked:
                 self.is_used = True
@@ -136,7 +136,7 @@ _forgotten: list[_Process] = []
 
 
 def _after_fork_in_child() -> None:
-    """Only forget; the old object is kept so that no destructor of its runs here."""
+    """Only forget; the old object is kept so that its destructors do not run in the child."""
     global _process
     _forgotten.append(_process)
     _process = _Process(is_forked=_process.is_forked or _process.is_used)

@@ -7,10 +7,10 @@ here are readable without privilege; page frame numbers are not and are not need
 Pristine: no page of the range has been written through this mapping, so every page, mapped or
 not, swapped or not, reads as the file. A page copied on write is anonymous: present without the
 "file" bit, or swapped. The answer is for whole pages, so a write beside a range that does not end
-on a page border makes it "no". Whatever cannot be asked is "no" as well: the caller then copies.
+on a page border makes it "no". If the kernel cannot be asked, the answer is "no" and callers copy.
 
 Invariant: the descriptor describes the address space of the process that opened it, also after a
-fork; a scanner therefore lives for one piece of work, not for the life of the process.
+fork. So a scanner lives for one piece of work, not for the life of the process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ENTRIES_PER_READ = 1 << 15
 
 
 class _PageRegion(ctypes.Structure):
-    """struct page_region: where the ioctl puts the first page that matched."""
+    """struct page_region: the ioctl puts the first matching page here."""
 
     _fields_ = (
         ("start", ctypes.c_uint64),
@@ -67,7 +67,7 @@ class PageScanner:
             self._descriptor = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # no /proc, hidden, or a sandbox: every answer is "no"
             self._descriptor = -1
-        # A sandbox's pagemap may show nothing at all. This object was written: does it know?
+        # A sandbox's pagemap may show nothing at all. This object was written, so it must say "no".
         if self.is_pristine(ctypes.addressof(self._region), 1):
             self.close()
 
@@ -84,10 +84,10 @@ class PageScanner:
             os.close(descriptor)
 
     def is_pristine(self, address: int, size_bytes: int) -> bool:
-        """True only when no page that touches ``[address, address + size_bytes)`` was written.
+        """Return True only if no page that touches ``[address, address + size_bytes)`` was written.
 
         The range must lie in one private file mapping. The cost is about 2 us, and 3 ns for each
-        page that is mapped.
+        mapped page.
         """
         if self._descriptor < 0 or self._pid != os.getpid():
             return False
@@ -104,7 +104,7 @@ class PageScanner:
             return False
 
     def _scan(self, start: int, end: int) -> bool:
-        """PAGEMAP_SCAN for one page that is present or swapped and not the file's."""
+        """Whether PAGEMAP_SCAN finds no page that is present or swapped and not the file's."""
         _SCAN_ARGUMENT.pack_into(
             self._argument,
             0,
@@ -127,10 +127,10 @@ class PageScanner:
 
 
 def _read_entries(start: int, end: int) -> bool:
-    """The same from the pagemap's entries, 8 bytes for each page.
+    """Do the same from the pagemap's entries, 8 bytes for each page.
 
-    Opens the file anew: a read from a descriptor that somebody closed and reused meanwhile would
-    not fail as an ioctl does, it would return another file's bytes.
+    Opens the file anew. If the descriptor was closed and reused meanwhile, a read would not fail
+    as an ioctl does, but return another file's bytes.
     """
     descriptor = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -147,5 +147,5 @@ def _read_entries(start: int, end: int) -> bool:
 
 
 def _is_file_page(entry: int) -> bool:
-    """An entry that is not mapped, or is mapped (or migrating) and is the file's own page."""
+    """Whether a page is not mapped, or is mapped (or migrating) and the file's own."""
     return not entry & (_ENTRY_PRESENT | _ENTRY_SWAPPED) or bool(entry & _ENTRY_FILE)

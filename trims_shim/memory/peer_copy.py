@@ -1,12 +1,12 @@
-"""Copy device memory to device memory, also that of another device, by the device itself.
+"""Copy device memory to device memory, also of another device, by the device itself.
 
-Both sides are mapped for the device that copies (``map_allocations`` of :mod:`.device`): for memory
-of cuMemCreate access between devices is a matter of mappings, and neither
-cuCtxEnablePeerAccess nor a context on the other device is needed (CUDA C++ Programming Guide,
-"Virtual Memory Management", and NVIDIA's sample vectorAddMMAP, which has one context).
+Both sides are mapped for the device that copies (``map_allocations`` of :mod:`.device`). For memory
+of cuMemCreate, access between devices depends on mappings only; neither cuCtxEnablePeerAccess nor a
+context on the other device is needed (CUDA C++ Programming Guide, "Virtual Memory Management", and
+NVIDIA's sample vectorAddMMAP, which has one context).
 
-Invariant: when :func:`copy` returns, however it returns, nothing of it runs on the device, unless
-the device itself is broken; then the process's context is lost.
+Invariant: when :func:`copy` returns or raises, nothing of it runs on the device, unless the device
+itself is broken; then the process's context is lost.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from trims_shim.memory.driver import driver
 __all__ = ["STEP_BYTES", "copy"]
 
 STEP_BYTES = 64 << 20
-"""A few ms over PCIe, some tenths of one over NVLink: waiting for each costs nothing, and says how
-far the copy is."""
+"""A step takes a few ms over PCIe, some tenths of a ms over NVLink. Waiting for each costs nothing,
+and gives the progress of the copy."""
 
 
 def copy(
@@ -32,7 +32,7 @@ def copy(
 ) -> None:
     """Copy ``size_bytes`` from one address to another, both accessible to the device.
 
-    Blocks; ``on_progress`` is called with the bytes done so far, and what it raises ends the copy.
+    Blocks. ``on_progress`` is called with the bytes done so far; its exception ends the copy.
     Raises DriverFailure.
     """
     with driver().context(device_index):

@@ -1,14 +1,14 @@
 """Give replaced memory back to the system without making the caller wait.
 
-Unmapping memory that has been written costs 70 us for each MiB of 4 KiB pages: for the parameters
-of a large module that is more than what replacing them saved. So the pages are discarded on a
-thread, with the interpreter lock released and in steps, and the owner is dropped after that, when
-there is nothing left to unmap. Discarding also gives back what an allocator would keep in its free
-lists. There is one such thread at most, and it ends when nothing is left to do.
+Unmapping written memory costs 70 us for each MiB of 4 KiB pages. For the parameters of a large
+module that is more than replacing them saved. So a thread discards the pages, in steps and with the
+interpreter lock released, and then drops the owner, when nothing is left to unmap. Discarding also
+gives back memory that an allocator would keep in its free lists. There is at most one such thread,
+and it ends when nothing is left to do.
 
 Owns blocks from :func:`retire` until they are gone. Must be called only with memory whose content
-nobody may read again. Fork: the thread is hurried to its end before; a child that has blocks all
-the same drops them.
+may never be read again. A fork first hurries the thread to its end; a child that still has blocks
+drops them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from trims_shim.memory.mapping import PAGE_BYTES, round_up
 __all__ = ["RetiredBlock", "retire"]
 
 STEP_BYTES = 8 << 20
-"""Discarded in one call: it takes half a millisecond, for which a concurrent mmap may wait."""
+"""Bytes discarded per call: it takes half a millisecond, for which a concurrent mmap may wait."""
 GRACE_S = 1.0
-"""How long memory stays readable when other threads run. One of them may be inside an operation
-that read the old address before the replacement; with a copy in place that was only a data race.
-"""
+"""How long memory stays readable while other threads run. One of them may be in an operation that
+took the old address before the replacement; with a copy in place that was only a data race."""
 FORK_PATIENCE_S = 0.5
-"""How long a fork waits for the discarding of what is left: some 0.1 s a gigabyte."""
+"""How long a fork waits until the rest is discarded, which takes some 0.1 s per gigabyte."""
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls through CDLL release the interpreter lock
 _libc.madvise.restype = ctypes.c_int
@@ -43,7 +42,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @dataclass(frozen=True, slots=True)
 class RetiredBlock:
-    """Memory that is not used any more; it is freed when ``owner`` has no reference left."""
+    """Memory no longer in use; it is freed with the last reference to ``owner``."""
 
     owner: object
     address: int
@@ -52,7 +51,7 @@ class RetiredBlock:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What was retired together, and from when on it may be discarded."""
+    """Blocks retired together, and the time from which they may be discarded."""
 
     blocks: list[RetiredBlock]
     due_s: float
@@ -62,14 +61,14 @@ _hurry = threading.Event()
 _batches: deque[_Batch] = deque()
 _is_running = threading.Lock()
 _runner = 0
-"""The thread that has the lock; 0 for none."""
+"""The identifier of the thread that has the lock; 0 for none."""
 
 
 def retire(blocks: list[RetiredBlock]) -> None:
     """Take over ``blocks`` (the list is emptied) and free them soon. Does not block."""
     if not blocks:
         return
-    # Threads of any kind count, hence not threading.active_count(); ours reads nothing.
+    # Not threading.active_count(): threads of every kind count, except ours, which reads nothing.
     others = sys._current_frames().keys() - {threading.get_ident(), _runner}
     _batches.append(_Batch(blocks[:], time.monotonic() + (GRACE_S if others else 0.0)))
     blocks.clear()
@@ -82,7 +81,7 @@ def _start() -> None:
         return
     try:
         _thread.start_new_thread(_run, ())
-    except RuntimeError:  # no thread to be had: pay for it here
+    except RuntimeError:  # no thread can start: discard here
         _hurry.set()
         _run()
 
@@ -99,7 +98,7 @@ def _run() -> None:
     finally:
         _runner = 0
         _is_running.release()
-    # Whoever retired after the last look and before the release started no thread.
+    # A retire() between the last look and the release started no thread.
     _start()
 
 
@@ -111,7 +110,7 @@ def _release(blocks: list[RetiredBlock]) -> None:
 
 
 def _discard(address: int, size_bytes: int) -> None:
-    """Drop the content of the whole pages inside. A refusal (locked memory) is harmless."""
+    """Discard the whole pages in the range. A refusal (locked memory) is harmless."""
     start = round_up(address, PAGE_BYTES)
     end = (address + size_bytes) // PAGE_BYTES * PAGE_BYTES
     for step in range(start, end, STEP_BYTES):
@@ -119,7 +118,7 @@ def _discard(address: int, size_bytes: int) -> None:
 
 
 def _finish_before_fork() -> None:
-    """Let the thread end: a program that forks must not be found to have one because of us."""
+    """Let the thread end: Python warns of a fork with threads, and ours must not be the reason."""
     _hurry.set()
     patience = time.monotonic() + FORK_PATIENCE_S
     while _batches and time.monotonic() < patience:
@@ -128,7 +127,7 @@ def _finish_before_fork() -> None:
 
 def _forget_in_child() -> None:
     global _hurry, _is_running, _runner
-    # The old ones' locks may have been held at the moment of the fork.
+    # The locks of the old objects may have been held at the moment of the fork.
     _hurry, _is_running, _runner = threading.Event(), threading.Lock(), 0
     for batch in _batches:
         batch.blocks.clear()

@@ -1,9 +1,9 @@
-"""Read a file past the page cache, where that is faster: when the kernel has little of it.
+"""Read a file past the page cache where that is faster: when the kernel has cached little of it.
 
-Measured (native/DESIGN.md): a file that is on the disk comes 1.3 times faster with O_DIRECT, and
-does not take as much memory again beside the segment it is read into; one that is in the page cache
-comes faster from there. Owns the question and the second descriptor. Whatever cannot be asked or
-opened is read through the page cache.
+Measured (native/DESIGN.md): O_DIRECT reads a file from the disk 1.3 times faster, and does not take
+as much memory again beside the segment. A cached file is read faster from the page cache. Owns the
+decision and the second descriptor. If the kernel cannot be asked or the file not opened again, it
+is read through the page cache.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from trims_shim.memory.mapping import PAGE_BYTES
 __all__ = ["opened_directly"]
 
 _SIZE_FROM_BYTES = 16 << 20
-"""Below, the read takes no longer than finding out."""
+"""For smaller files, the read takes no longer than the decision."""
 _CACHED_AT_MOST = 0.25
-"""Above, reading the rest through the page cache is faster (by the rates in native/DESIGN.md)."""
+"""With more cached, the page cache is faster also for the rest (rates in native/DESIGN.md)."""
 _SYS_CACHESTAT = 451
 """Since Linux 6.5, the same on every architecture (asm-generic/unistd.h)."""
 
@@ -49,7 +49,7 @@ class _Pages(ctypes.Structure):
 
 @contextlib.contextmanager
 def opened_directly(descriptor: int, size_bytes: int) -> Iterator[int | None]:
-    """A second descriptor of the file, with O_DIRECT; None where it is not to be used."""
+    """Yield a second descriptor of the file, with O_DIRECT; None where it is not to be used."""
     direct = _open(descriptor) if _is_worth_it(descriptor, size_bytes) else None
     try:
         yield direct
@@ -69,7 +69,7 @@ def _is_worth_it(descriptor: int, size_bytes: int) -> bool:
 
 
 def _cached_bytes(descriptor: int, size_bytes: int) -> int:
-    """All of it where the kernel does not tell."""
+    """Return the cached bytes of a file; all of it where the kernel does not tell."""
     pages = _Pages()
     range_ = _Range(0, size_bytes)
     arguments = (ctypes.byref(range_), ctypes.byref(pages), ctypes.c_uint(0))
@@ -79,12 +79,12 @@ def _cached_bytes(descriptor: int, size_bytes: int) -> int:
 
 
 def _open(descriptor: int) -> int | None:
-    # Opening asks for this process's rights. A descriptor that cannot be read was no proof of the
-    # client's, and must not become one here.
+    # Opening uses this process's rights. A client's descriptor that cannot be read does not prove
+    # that the client may read the file, so it must not become readable here.
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_PATH:
         return None
-    # Who holds a lease on a file (F_SETLEASE) can keep others waiting who open it, for 45 seconds.
+    # The holder of a lease on a file (F_SETLEASE) can keep an open waiting for 45 seconds.
     flags = os.O_RDONLY | os.O_DIRECT | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         return os.open(f"/proc/self/fd/{descriptor}", flags)
