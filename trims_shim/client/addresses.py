@@ -1,8 +1,8 @@
-"""From an address back to what is mapped there.
+"""An index from an address back to the owner of the mapping there.
 
 Invariants: as in :mod:`trims_shim.client.arenas`, finalizers change the index, so every change is
-one dictionary operation and no lock is taken. A reader that loses a race sees an address without an
-entry, which means "unknown", never something else's address.
+one dictionary operation and no lock is taken. A reader that loses a race finds no entry for an
+address, which means "unknown"; it never finds another owner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Owner = TypeVar("_Owner")
 class AddressIndex(Generic[_Owner]):
     """Mappings that do not overlap, by address.
 
-    The sorted list of addresses is a cache, valid for one stamp.
+    The sorted list of addresses is a cache; it is valid for one stamp.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class AddressIndex(Generic[_Owner]):
         self._sorted: tuple[int, list[int]] = (self._stamp, [])
 
     def add(self, address: int, size_bytes: int, owner: Callable[[], _Owner | None]) -> None:
-        """``owner`` says whose the mapping is, None once nobody uses it any more."""
+        """Add a mapping. ``owner()`` returns its owner, or None once nothing uses it."""
         self._entries[address] = (size_bytes, owner)
         self._stamp = next(self._stamps)
 
@@ -40,7 +40,7 @@ class AddressIndex(Generic[_Owner]):
         self._stamp = next(self._stamps)
 
     def find(self, address: int, size_bytes: int) -> tuple[_Owner, int] | None:
-        """(owner, offset in bytes) of the mapping of ``[address, address + size_bytes)``."""
+        """Return (owner, offset in bytes) of the mapping of ``[address, address + size_bytes)``."""
         starts = self._starts()
         index = bisect.bisect_right(starts, address) - 1
         if index < 0:

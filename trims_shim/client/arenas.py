@@ -2,7 +2,7 @@
 
 Owns the mappings and the index from an address back to its image. An :class:`Image` is this
 process's hold on a leased image (descriptor and lease); an :class:`Arena` is one private mapping of
-it. Both live exactly as long as somebody holds a buffer of theirs:
+it. Both live exactly as long as something holds one of their buffers:
 
     tensor -> storage -> Arena.buffer -> (finalizer) unmap -> last arena gone -> Image released
 
@@ -27,12 +27,12 @@ from trims_shim.memory.mapping import map_private, unmap
 __all__ = ["Arena", "Image", "find"]
 
 _PROGRAMS_SHARE = 4
-"""Images keep their descriptors as long as three of four are left to the program, whose own loads
-keep none: one that holds a thousand small models would else run out of them because of us."""
+"""Images keep their descriptors while three of four are left to the program. Its own loads keep
+none, so a program with a thousand small models would else run out of them because of us."""
 
 
 class Image:
-    """One leased image. When the last reference goes, it closes its descriptor and its lease."""
+    """One leased image. The end of the last reference closes its descriptor and its lease."""
 
     __slots__ = ("__weakref__", "_segment", "digest", "name", "size_bytes")
 
@@ -47,43 +47,44 @@ class Image:
     ) -> None:
         """Take ownership of ``descriptor``, an open segment of ``size_bytes`` bytes.
 
-        ``name``: what people call the file.
+        ``name`` is the file's name, for people.
         """
         self.name = name
         self._segment = OwnDescriptor(descriptor)
         self.size_bytes = size_bytes
         self.digest = digest
-        # Not __del__: it runs before weak references are cleared, so that another thread could get
-        # a dying image from a weak dictionary and map whatever has its descriptor's number by then.
+        # Not __del__: it runs before weak references are cleared. Another thread could get a dying
+        # image from a weak dictionary, and map whatever file has its descriptor's number by then.
         finalizer = weakref.finalize(self, _release_image, self._segment, release, os.getpid())
         finalizer.atexit = False
 
     @property
     def is_open(self) -> bool:
-        """Whether our descriptor is open: neither spared, nor closed by the program."""
+        """Whether our descriptor is still open: not closed to spare it, nor by the program."""
         return self._segment.is_open()
 
     @property
     def descriptor(self) -> int:
-        """The open segment. Raises MemoryFailure where it is closed."""
+        """The descriptor of the segment. Raises MemoryFailure where it is closed."""
         if not self.is_open:
             raise MemoryFailure(f"{self.name}: the segment's descriptor is closed")
         return self._segment.number
 
     def spare_descriptor(self) -> bool:
-        """Whether the descriptor was closed, as the program is short of them: no more mappings.
+        """Close the descriptor if the program is short of them; return whether it was closed.
 
-        Only before any other thread has the image: it might be mapping what is opened next.
+        The image then cannot be mapped again. Call only before any other thread has the image,
+        which might otherwise map the file that is opened next.
         """
         limit = os.sysconf("SC_OPEN_MAX")
-        # The lowest free number is what the kernel hands out: so many are open, about.
+        # The kernel hands out the lowest free number, so about this many are open.
         if not 0 <= limit <= _PROGRAMS_SHARE * self._segment.number:
             return False
         self._segment.close()
         return True
 
     def map(self) -> Arena:
-        """A fresh private mapping: what is written to another arena is not seen in it.
+        """Make a fresh private mapping; writes to other arenas do not show in it.
 
         Raises MemoryFailure where the kernel refuses, or the descriptor is closed.
         """
@@ -114,7 +115,7 @@ _index: AddressIndex[Image] = AddressIndex()
 
 
 def find(address: int, size_bytes: int) -> tuple[Image, int] | None:
-    """(image, offset in bytes) of the live arena that holds ``[address, address + size_bytes)``."""
+    """Return (image, offset in bytes) of the live arena of ``[address, address + size_bytes)``."""
     return _index.find(address, size_bytes)
 
 
@@ -125,6 +126,6 @@ def _release_image(segment: OwnDescriptor, release: Callable[[], None] | None, p
 
 
 def _release_mapping(address: int, image: Image) -> None:
-    # Out of the index first: the kernel may hand the address out again right after munmap.
+    # Remove from the index first: the kernel may hand out the address again right after munmap.
     _index.remove(address)
     unmap(address, image.size_bytes)

@@ -1,8 +1,8 @@
 """The cache as this process uses it: images it holds, and the way from a file to an arena.
 
 Owns the process-wide :class:`Cache`. Fork rule: the child forgets everything by replacing the
-object; nothing is closed, locked or logged there. What it inherits stays open in the child, which
-is right: it still maps the memory, so the parent's lease must outlive the parent.
+object; it closes, locks and logs nothing. Inherited connections stay open in the child on purpose:
+it still maps the memory, so the parent's lease must outlive the parent.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ __all__ = ["Cache", "cache", "configure", "exchange"]
 
 _IDENTITIES_LIMIT = 4096
 _REAP_PATIENCE_S = 1.0
-"""For what this process has just let go of, when a device is full; the device may be busy."""
+"""How long a load on a full device waits until memory that this process let go of is unmapped."""
 
 
 class Cache:
-    """See the module docstring. Thread-safe."""
+    """The images of this process, and its way to the daemon. Thread-safe."""
 
     def __init__(self, config: Config, *, dial: Callable[[], Line] | None = None) -> None:
-        """``dial`` connects to something else than the daemon; no daemon is started then."""
+        """``dial`` connects to something other than the daemon; then no daemon is started."""
         self.config = config
         self.dial = dial
         self.endpoint = endpoints.choose(config)
         self._pool = Pool(config, self.endpoint, dial=dial)
-        # No lock: a signal handler of the program may load in the midst of anything here.
+        # No lock: a signal handler of the program may load in the middle of anything here.
         self._images: weakref.WeakValueDictionary[str, Image] = weakref.WeakValueDictionary()
         self._digests: dict[Identity, str] = {}
         self._aligned: weakref.WeakValueDictionary[tuple[str, int], Image] = (
@@ -57,7 +57,7 @@ class Cache:
     # --- opening ----------------------------------------------------------------------------------
 
     def open(self, descriptor: int, *, name: str, min_bytes: int | None = None) -> Arena:
-        """A fresh private mapping of the image of an open file; blocks while it is loaded.
+        """Return a fresh private mapping of an open file's image; blocks while it is loaded.
 
         The descriptor stays the caller's. Raises NotServed where the cache gains nothing, any
         other TrimsError when it cannot help.
@@ -69,9 +69,9 @@ class Cache:
         return arena
 
     def aligned(self, image: Image, lead_bytes: int) -> Image | None:
-        """The image whose bytes are those of ``image`` behind ``lead_bytes`` zeros.
+        """Return the image with the bytes of ``image`` after ``lead_bytes`` zeros.
 
-        None where it is not there (yet), see :meth:`Connection.open_aligned`, or could not be
+        None where it does not exist (yet), see :meth:`Connection.open_aligned`, or could not be
         mapped later (:meth:`Image.spare_descriptor`). Starts no daemon. Raises TrimsError when the
         cache cannot help.
         """
@@ -103,14 +103,14 @@ class Cache:
     def open_device(
         self, descriptor: int, *, name: str, device: DeviceId, min_bytes: int | None = None
     ) -> DeviceArena:
-        """The image of an open file in memory of a device; blocks while it is loaded.
+        """Return the image of an open file in device memory; blocks while it is loaded.
 
-        One arena for all loads of this process: it is read-only. The descriptor stays the caller's.
+        All loads of this process share one read-only arena. The descriptor stays the caller's.
         Raises NotServed where the cache gains nothing, any other TrimsError when it cannot help.
         """
         if not self.config.device:
             raise NotServed("device_off", f"{name}: device memory is not shared (TRIMS_DEVICE=0)")
-        # Not at the top: most programs have no device, and it is a tenth of what this file imports.
+        # Not at the top: most programs have no device, and it is a tenth of this file's imports.
         ensure_imported("trims_shim.client.device_arenas")
         from trims_shim.client import device_arenas
 
@@ -133,11 +133,11 @@ class Cache:
         path: str = "",
         digest: str = "",
     ) -> PreparedModel:
-        """The prepared form of an ONNX model; has it made where there is none, and does not wait.
+        """Return the prepared form of an ONNX model; orders it if there is none; does not wait.
 
         The model is the open file ``descriptor`` (the caller's), found at the absolute ``path`` or,
-        when that is empty, a memfd of its bytes; without a descriptor it is only looked for, by
-        ``digest``. ``package`` and ``search_path`` are for the process that prepares (see
+        when that is empty, a memfd of its bytes. Without a descriptor, the model is only looked up
+        by ``digest``. ``package`` and ``search_path`` are for the process that prepares (see
         :class:`OpenPreparedRequest`).
 
         Raises NotServed (``preparing``, ``unknown``, or the reason of a refusal), any other
@@ -165,7 +165,7 @@ class Cache:
         return Identity.from_stat(status)
 
     def _local(self, identity: Identity, name: str) -> Image | None:
-        """An image this process still holds; a settled identity means equal content."""
+        """Return an image that this process still holds; a settled identity means equal content."""
         image = self._images.get(self._digests.get(identity, ""))
         if image is None or not image.is_open:
             return None
@@ -198,7 +198,7 @@ class Cache:
         try:
             granted, release = self._pool.ask(ask, may_start=self.config.autostart)
         except NoSpace:
-            # The model before this one may have been let go of, but not unmapped yet.
+            # The program may have let go of an earlier model that is not yet unmapped.
             device_arenas.reap(_REAP_PATIENCE_S)
             if device_arenas.dropped() == dropped_before:
                 raise
@@ -217,11 +217,11 @@ class Cache:
     # --- requests ---------------------------------------------------------------------------------
 
     def request(self, message: Any) -> Any:
-        """A control request. Raises DaemonUnavailable when no daemon runs; none is started."""
+        """Make a control request. Starts no daemon: raises DaemonUnavailable when none runs."""
         return self._pool.ask(lambda each: each.request(message), may_start=False)
 
     def welcome(self, *, may_start: bool = False) -> messages.Welcome:
-        """What the daemon said of itself."""
+        """Return the daemon's Welcome."""
         return self._pool.ask(lambda each: each.welcome, may_start=may_start)
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ def _image_of(granted: Granted, name: str, connection: Line) -> Image:
 
 
 def _note(name: str, outcome: str) -> None:
-    """Count an image that the cache has, and say so to whoever follows loads (TRIMS_LOG=debug)."""
+    """Count an image served from the cache, and log it for TRIMS_LOG=debug."""
     diagnostics.count("open", outcome)
     diagnostics.log(logging.DEBUG, "%s: from the cache (%s)", name, outcome)
 
@@ -264,7 +264,7 @@ def configure(config: Config) -> None:
 
 
 def exchange(other: Cache | None) -> Cache | None:
-    """Make ``other`` the cache of this process; the one before, which stays open. For tests."""
+    """Make ``other`` this process's cache; return the old one, still open. For tests."""
     global _cache
     before, _cache = _cache, other
     _install_hooks()
@@ -272,7 +272,7 @@ def exchange(other: Cache | None) -> Cache | None:
 
 
 def cache() -> Cache:
-    """The cache of this process."""
+    """Return the cache of this process."""
     if _cache is None:
         configure(configuration.current())
     assert _cache is not None
@@ -288,7 +288,7 @@ def _install_hooks() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Only forget; the old object is kept so that no destructor of its runs here."""
+    """Only forget; the old object is kept so that its destructors do not run in the child."""
     global _cache
     if _cache is not None:
         _forgotten.append(_cache)

@@ -1,14 +1,14 @@
 """One connection to the daemon: the handover socket and, when needed, the control socket.
 
 Used by one thread at a time (:mod:`trims_shim.client.pool` sees to that), except
-:meth:`Connection.release`, which any thread may call at any time, a finalizer included. The leases
+:meth:`Connection.release`, which any thread, also a finalizer, may call at any time. The leases
 taken over a connection end with it.
 
-An image that is resident, or a prepared model, is opened over the handover socket alone, and the
-first request does not wait for the Welcome: it is sent right behind the Hello, so that a process
-waits once for its first model. The control socket is opened for a request that needs it and closed
-after it: ZeroMQ has threads, which a program that forks must not find, and aborts a process that
-has closed its descriptors.
+A resident image or a prepared model is opened over the handover socket alone. The first request
+does not wait for the Welcome: it follows the Hello at once, so that a process waits once for its
+first model. The control socket is opened only for a request that needs it, and closed after it:
+ZeroMQ starts threads, which must not exist when the program forks, and aborts a process that has
+closed its descriptors.
 """
 
 from __future__ import annotations
@@ -41,22 +41,21 @@ _CONNECT_TIMEOUT_S = 3.0
 _ANSWER_TIMEOUT_S = 3.0
 _LAST_WORDS_MS = 100
 _DESCRIPTORS_NEEDED = 16
-"""Of a ZeroMQ context with one connected socket (8 with libzmq 4.3), a segment, and some to spare.
-"""
+"""A ZeroMQ context with one connected socket takes 8 (libzmq 4.3); a segment and some to spare."""
 _THREADS_NEEDED = 4
-"""Of a ZeroMQ context (2 with libzmq 4.3), and some to spare."""
+"""A ZeroMQ context takes 2 (libzmq 4.3), and some to spare."""
 
 
 class DaemonDied(DaemonUnavailable):
-    """It closed the connection in the midst of a request."""
+    """The daemon closed the connection in the middle of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
     """An opened image. The receiver owns the descriptors.
 
-    ``descriptor`` is the segment, on a device tier the outline. ``allocations`` are device memory,
-    in order of address; none on the host tier, and none where the reply has handles instead.
+    ``descriptor`` is the segment; on a device tier, the outline. ``allocations`` are device memory,
+    in order of address. They are empty on the host tier, and where the reply has handles instead.
     """
 
     reply: messages.OpenImageReply
@@ -66,7 +65,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What has come for the request under way: descriptors by part, their lease, and answers."""
+    """The descriptors by part, leases and answers that have arrived for the current request."""
 
     ticket: int
     descriptors: dict[int, int] = field(default_factory=dict)
@@ -75,7 +74,7 @@ class _Parts:
 
 
 class Connection:
-    """See the module docstring."""
+    """A connection to the daemon; see the module docstring."""
 
     def __init__(
         self,
@@ -85,11 +84,11 @@ class Connection:
         stall_timeout_s: float,
         check: Callable[[messages.Welcome], None] | None = None,
     ) -> None:
-        """Connect and say Hello, and do not wait for the answer.
+        """Connect and send Hello, without waiting for the answer.
 
-        Raises DaemonUnavailable; DaemonTimeout of a daemon that many wait for in vain.
+        Raises DaemonUnavailable; DaemonTimeout if the daemon accepts no connections.
 
-        Whatever waits first hears the Welcome; ``check`` may then raise what it thinks of it.
+        The first call that waits receives the Welcome and passes it to ``check``, which may raise.
         """
         self.pid = os.getpid()
         self.endpoint = endpoint
@@ -112,9 +111,9 @@ class Connection:
 
     @property
     def welcome(self) -> messages.Welcome:
-        """What the daemon said of itself; blocks until it did.
+        """The daemon's Welcome; blocks until it arrives.
 
-        Raises DaemonUnavailable, DaemonTimeout, WireError, and what ``check`` raises.
+        Raises DaemonUnavailable, DaemonTimeout, WireError, and the errors of ``check``.
         """
         while self._welcome is None:
             self._receive_welcome()
@@ -133,10 +132,10 @@ class Connection:
         return granted
 
     def open_aligned(self, descriptor: int, name: str, lead_bytes: int) -> Granted | None:
-        """Lease the image of an open file's bytes behind ``lead_bytes`` zeros, on the host tier.
+        """Lease the image of an open file's bytes after ``lead_bytes`` zeros, on the host tier.
 
-        None where there is none yet: the daemon loads it for those who come later. Blocks only
-        while it is being loaded already. Raises as :meth:`open_image`.
+        Returns None where there is none yet: the daemon may load it for later requests. Blocks only
+        while it is already being loaded. Raises as :meth:`open_image`.
         """
         offer = messages.FileOffer(0, HOST_TIER, handover.clipped(name), lead_bytes)
         return self._open(descriptor, offer, name)
@@ -169,12 +168,12 @@ class Connection:
         return Granted(reply, descriptors[0], descriptors[1:])
 
     def _answer_to_offer(self, parts: _Parts) -> messages.OfferReply:
-        """With the image, where it was resident: one round trip, and no thread of ZeroMQ."""
+        """Wait for the answer; a resident image comes with it, in one round trip without ZeroMQ."""
         self._receive_until(lambda: parts.answers, self._stall_timeout_s)
         return parts.answers[0]
 
     def _receive_parts(self, parts: _Parts, count: int, name: str) -> tuple[int, ...]:
-        """Wait for the parts ``0 .. count - 1`` of the request under way."""
+        """Wait for the parts ``0 .. count - 1`` of the current request."""
         came = parts.descriptors
         while (before := len(came)) < count:
             try:
@@ -206,7 +205,7 @@ class Connection:
         return reply
 
     def _exchange_packets(self, request: messages.OpenPreparedRequest) -> Any:
-        """One round trip over the handover socket, and no thread of ZeroMQ."""
+        """Make one round trip over the handover socket, without ZeroMQ."""
         self._replies.clear()
         self._send_handover(request, None)
         self._receive_until(lambda: self._replies, self._stall_timeout_s)
@@ -256,13 +255,13 @@ class Connection:
                         raise
 
     def report(self, counters: dict[str, int]) -> None:
-        """Hand counters to the daemon's totals; best effort, for the end of a process."""
+        """Add counters to the daemon's totals; best effort, for the end of a process."""
         if counters and self.pid == os.getpid() and self._own.is_open():
             with contextlib.suppress(OSError):
                 handover.send(self._handover, messages.StatsReport(counters))
 
     def release(self, lease: int) -> None:
-        """Give a lease up. Never blocks, raises or locks; safe in a finalizer."""
+        """Give up a lease. Never blocks, raises or locks; safe in a finalizer."""
         if self.pid != os.getpid() or not self._own.is_open():
             return
         try:
@@ -270,16 +269,16 @@ class Connection:
         except BlockingIOError:
             self._unsent.append(lease)
         except OSError:
-            pass  # The connection is gone, and all its leases with it.
+            pass  # The connection is gone, and all of its leases with it.
 
     def drain(self) -> None:
-        """Ask the daemon to finish what is in flight and make room for a newer one."""
+        """Ask the daemon to finish its requests and make room for a newer one."""
         self._send_handover(messages.DrainRequest(__version__), None)
 
     # --- life -------------------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
-        """False once the daemon has closed its end, or the program ours."""
+        """Whether neither the daemon has closed its end nor the program ours."""
         if not self._own.is_open():
             return False
         try:
@@ -319,11 +318,11 @@ class Connection:
 
         path = self.endpoint.control(self.welcome.instance)
         if not os.path.exists(path):
-            # Somebody has cleaned the directory; ZeroMQ would wait for it to come back.
+            # The directory was cleaned; ZeroMQ would wait for the socket to come back.
             raise DaemonUnavailable(f"the daemon's socket {path} is gone")
         _check_descriptors()
         _check_threads()
-        # A context waits for ever for a socket that is left open.
+        # At its end, a context waits for ever for a socket that is still open.
         with zmq.Context(io_threads=1) as context, context.socket(zmq.DEALER) as control:
             control.setsockopt(zmq.LINGER, 0)
             control.setsockopt(zmq.MAXMSGSIZE, messages.CONTROL_MESSAGE_LIMIT_BYTES)
@@ -332,7 +331,7 @@ class Connection:
             yield control
 
     def _timeout(self, what: str) -> DaemonTimeout:
-        """Nothing that would ask the daemon helps then."""
+        """Make the error for a silent daemon; it names no command that would ask the daemon."""
         pid = handover.peer_of(self._handover).pid  # 0 in another namespace
         end = f"; `kill -9 {pid}` ends it, and loads start another within a minute" if pid else ""
         return DaemonTimeout(f"the daemon {what}: it hangs, or the machine is very busy{end}")
@@ -349,7 +348,7 @@ class Connection:
         try:
             try:
                 handover.send(self._handover, message, descriptor=descriptor)
-            except BlockingIOError:  # Hardly ever: there is room for hundreds of packets.
+            except BlockingIOError:  # Rare: there is room for hundreds of packets.
                 if not handover.wait_until_ready(
                     self._handover, _ANSWER_TIMEOUT_S, is_for_room=True
                 ):
@@ -357,11 +356,11 @@ class Connection:
                 handover.send(self._handover, message, descriptor=descriptor)
         except OSError as error:
             if isinstance(error, ConnectionError) and self._welcome is None:
-                self._receive_welcome()  # It says why, where the daemon has closed because of it.
+                self._receive_welcome()  # May say why the daemon has closed the connection.
             raise _lost(error) from error
 
     def _receive_until(self, is_there: Callable[[], object], timeout_s: float) -> None:
-        """Whatever else comes does not make it longer. Raises DaemonTimeout."""
+        """Receive until ``is_there()``. Other packets do not extend it. Raises DaemonTimeout."""
         deadline_s = time.monotonic() + timeout_s
         while not is_there():
             self._receive_handover(deadline_s)
@@ -383,10 +382,10 @@ class Connection:
             raise DaemonUnavailable(f"the daemon closes the connection: {message.reason}")
 
     def _takes(self, grant: messages.SegmentGrant, descriptor: int | None) -> bool:
-        """Whether the descriptor is a part that the request under way still lacks."""
+        """Take the descriptor if it is a part that the current request lacks; say whether it is."""
         parts = self._parts
         if parts is None or grant.ticket != parts.ticket:
-            # Of a request that was given up.
+            # For a request that was given up.
             self.release(grant.lease)
             return False
         parts.leases.add(grant.lease)
@@ -416,13 +415,13 @@ def _receive(connection: socket.socket) -> handover.Packet | None:
     try:
         return handover.receive(connection)
     except ConnectionResetError:
-        # The daemon left packets of ours unread. The kernel says so first, and only once; what the
-        # daemon had said before is still there.
+        # The daemon left packets of ours unread. The kernel reports that first, and only once; the
+        # daemon's earlier packets can still be read.
         return handover.receive(connection)
 
 
 def check_protocol(welcome: messages.Welcome) -> None:
-    """Raises IncompatibleDaemon when the daemon speaks another version."""
+    """Raise IncompatibleDaemon when the daemon speaks another version."""
     if welcome.protocol != messages.PROTOCOL_VERSION or not welcome.token:
         raise IncompatibleDaemon(
             f"the daemon (trims_shim {welcome.package}, protocol {welcome.protocol}) "
@@ -432,7 +431,7 @@ def check_protocol(welcome: messages.Welcome) -> None:
 
 
 def _part_count(reply: Any, tier: str) -> int:
-    """How many descriptors come with a reply. Raises WireError for one that makes no sense."""
+    """Return how many descriptors come with a reply. Raises WireError for a senseless reply."""
     if not isinstance(reply, messages.OpenImageReply):
         raise WireError(f"{type(reply).__name__} answers OpenImageRequest")
     grant = reply.device
@@ -450,7 +449,7 @@ def _part_count(reply: Any, tier: str) -> int:
 
 
 def _lost(error: OSError) -> DaemonUnavailable:
-    """The connection cannot be used; also for another reason than the daemon's end."""
+    """Make the error for an unusable connection; DaemonDied only if the daemon has ended it."""
     kind = DaemonDied if isinstance(error, ConnectionError) else DaemonUnavailable
     return kind(f"the daemon has closed the connection: {error}")
 
@@ -465,7 +464,7 @@ def _connect(endpoint: Endpoint) -> socket.socket:
     connection.settimeout(_CONNECT_TIMEOUT_S)
     try:
         _connect_patiently(connection, endpoint.handover)
-        # Not blocking from here on: Python waits for its own timeout even under MSG_DONTWAIT.
+        # Non-blocking from here on: with a timeout, Python waits even under MSG_DONTWAIT.
         connection.setblocking(False)
         peer = handover.peer_of(connection)
     except BlockingIOError as error:
@@ -476,7 +475,7 @@ def _connect(endpoint: Endpoint) -> socket.socket:
         ) from error
     except OSError as error:
         connection.close()
-        # Without a socket there is nothing to add: none was started, or it ended as it should.
+        # A missing socket needs no reason: no daemon was started, or it ended as it should.
         why = "" if isinstance(error, FileNotFoundError) else f" ({error.strerror or error})"
         raise DaemonUnavailable(
             f"no daemon answers at {endpoint.handover}{why}; {endpoint.how_to_start()}"
@@ -490,7 +489,7 @@ def _connect(endpoint: Endpoint) -> socket.socket:
 
 
 def _connect_patiently(connection: socket.socket, path: str) -> None:
-    """UNIX sockets do not wait for room in a full backlog; a crowd of clients has to."""
+    """Connect, retrying while the backlog is full: UNIX sockets do not wait for room in it."""
     deadline = time.monotonic() + _CONNECT_TIMEOUT_S
     while True:
         try:
@@ -503,7 +502,7 @@ def _connect_patiently(connection: socket.socket, path: str) -> None:
 
 
 def _check_descriptors() -> None:
-    """Raises DaemonUnavailable where ZeroMQ would run out of descriptors: it aborts the process."""
+    """Raise DaemonUnavailable where ZeroMQ would lack descriptors and abort the process."""
     held: list[int] = []
     try:
         for _ in range(_DESCRIPTORS_NEEDED):
@@ -515,6 +514,6 @@ def _check_descriptors() -> None:
 
 
 def _check_threads() -> None:
-    """Raises DaemonUnavailable where ZeroMQ would get no threads: it aborts the process."""
+    """Raise DaemonUnavailable where ZeroMQ would get no threads and abort the process."""
     if not can_start(_THREADS_NEEDED):
         raise DaemonUnavailable("this process can start too few threads (see `ulimit -u`)")

@@ -1,7 +1,7 @@
-"""Whether the number of a descriptor of ours still means what it meant.
+"""Whether the number of a descriptor of ours still means the same file.
 
-A program may close descriptors that are not its own: one that becomes a daemon closes all there
-are. What it opens next gets their numbers, and must be neither mapped, nor written to, nor closed.
+A program may close descriptors that are not its own: one that becomes a daemon closes all. Files
+that it opens next get their numbers; we must not map, write or close those files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["OwnDescriptor"]
 
 
 class OwnDescriptor:
-    """A descriptor that the program may close, and what it was open on."""
+    """A descriptor that the program may close, and the file that it was open on."""
 
     __slots__ = ("_stamp", "number")
 
@@ -22,7 +22,7 @@ class OwnDescriptor:
         self._stamp = _stamp(number)
 
     def is_open(self) -> bool:
-        """Whether the program has left it open; else its number means another file, or none."""
+        """Whether the program has left it open; else the number means another file, or none."""
         return _stamp(self.number) == self._stamp
 
     def close(self) -> None:
@@ -33,7 +33,7 @@ class OwnDescriptor:
 
 
 def _stamp(number: int) -> tuple[int, int] | None:
-    """Which file a descriptor is open on, None where it is closed."""
+    """Return which file a descriptor is open on; None where it is closed."""
     try:
         status = os.fstat(number)
     except OSError:

@@ -2,7 +2,7 @@
 
 Owns the mappings, the index from a device address back to its arena, and the way from a granted
 image to a mapping. Device memory is mapped read-only, so one mapping serves every load of the
-process: there is one :class:`DeviceArena` for an image and a device, and who uses its memory keeps
+process: there is one :class:`DeviceArena` for an image and a device, and users of its memory keep
 it alive:
 
     tensor -> storage -> (finalizer) DeviceArena gone -> DeviceImage retired
@@ -48,9 +48,9 @@ __all__ = [
 ]
 
 _CAPTURE = "STREAM_CAPTURE"
-"""In the name of every result that says that a capture is in the way."""
+"""Part of the name of every result of a call that a capture forbids."""
 _LONGEST_CAPTURE_S = 300.0
-"""Far longer than any capture takes: one whose end we never hear of must not keep memory."""
+"""Far longer than any capture: one whose end is never reported must not keep memory for ever."""
 
 
 class DeviceImage:
@@ -80,17 +80,17 @@ class DeviceImage:
 
     @property
     def address(self) -> int:
-        """Where the mapping begins, in this process."""
+        """The mapping's first address in this process."""
         return self._mapping.address
 
     def drop(self) -> None:
-        """Unmap, then give the lease up. For the reaper."""
-        # Out of the index first: the driver may hand the address out again right after.
+        """Unmap, then give up the lease. For the reaper."""
+        # Remove from the index first: the driver may hand out the address again right after.
         _process.index.remove(self.address)
         try:
             self._mapping.unmap()
         except DriverFailure as error:
-            # A context that died of a fault can only be ended; the driver unmaps with the process.
+            # A context that died of a fault ends with the process; the driver unmaps then.
             _note("unmap_failed", error)
         self._release()
 
@@ -99,7 +99,7 @@ class DeviceArena:
     """The read-only memory of an image on a device; a write is fatal to the writer's context.
 
     Tensors are at ``address`` + ``layout.find(...)``; the rest of the file is in ``outline``. Keep
-    the arena alive for as long as the memory is used.
+    the arena alive while the memory is used.
     """
 
     __slots__ = ("__weakref__", "address", "device", "image", "index", "layout", "size_bytes")
@@ -116,17 +116,17 @@ class DeviceArena:
 
     @property
     def outline(self) -> Arena:
-        """The file with holes where its tensors are; shared by all users, so not to be written."""
+        """The file, with holes in place of tensors; shared by all users, so never write it."""
         return self.image.outline
 
     @property
     def digest(self) -> Digest:
-        """The image's content."""
+        """The digest of the image's content."""
         return self.image.digest
 
 
 class _Process:
-    """What this process has mapped."""
+    """The device images that this process has mapped."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a signal handler may load, too
@@ -137,7 +137,7 @@ class _Process:
         self.captures: dict[int, float] = {}
 
     def held(self, digest: Digest, device: DeviceId) -> DeviceArena | None:
-        """The live arena, or one made of the retired image; the lock is held."""
+        """Return the live arena, or one of the revived image; the caller holds the lock."""
         arena = self.arenas.get((digest, device))
         if arena is not None:
             return arena
@@ -145,7 +145,7 @@ class _Process:
         return None if image is None else self.serve(image)
 
     def serve(self, image: DeviceImage) -> DeviceArena:
-        """A new arena of an image that has none; the lock is held."""
+        """Make the arena of an image that has none; the caller holds the lock."""
         arena = DeviceArena(image)
         self.index.add(arena.address, arena.size_bytes, weakref.ref(arena))
         self.arenas[image.digest, image.device] = arena
@@ -153,7 +153,7 @@ class _Process:
 
 
 def held(digest: Digest, device: DeviceId) -> DeviceArena | None:
-    """The arena of an image that this process has mapped already; revives a retired one."""
+    """Return the arena of an image that this process has mapped; revives a retired image."""
     arena = _process.arenas.get((digest, device))
     if arena is not None:
         return arena
@@ -164,10 +164,10 @@ def held(digest: Digest, device: DeviceId) -> DeviceArena | None:
 def adopt(
     granted: Granted, *, device: DeviceId, name: str, release: Callable[[], None]
 ) -> DeviceArena:
-    """The arena of an image that was granted: the one there is, else a mapping of its memory.
+    """Return the arena of a granted image: the existing one, else a mapping of its memory.
 
-    Takes over the descriptors and the lease (``release``), whatever happens. Raises WireError for a
-    grant that does not fit its outline, DriverFailure, MemoryFailure.
+    Takes over the descriptors and the lease (``release``) in any case. Raises WireError for a grant
+    that does not fit its outline, DriverFailure, MemoryFailure.
     """
     is_leased = False
     try:
@@ -179,19 +179,19 @@ def adopt(
                 is_leased = True
         return arena
     finally:
-        # An import keeps the memory; the descriptor would only take up a place.
+        # The mapping keeps the memory, so the descriptors are not needed.
         close_all(list(granted.allocations))
         if not is_leased:
             release()
 
 
 def find(address: int, size_bytes: int) -> tuple[DeviceArena, int] | None:
-    """(arena, offset in bytes) of the live arena that holds ``[address, address + size_bytes)``."""
+    """Return (arena, offset in bytes) of the live arena of ``[address, address + size_bytes)``."""
     return _process.index.find(address, size_bytes)
 
 
 def device_id(index: int) -> DeviceId:
-    """The device that CUDA gives this number in this process. Raises DriverFailure."""
+    """Return the id of the device with this number in this process. Raises DriverFailure."""
     for each in driver().devices():
         if each.index == index:
             return each.id
@@ -199,22 +199,22 @@ def device_id(index: int) -> DeviceId:
 
 
 def dropped() -> int:
-    """How many images this process has unmapped so far."""
+    """Return how many images this process has unmapped so far."""
     return _process.reaper.dropped
 
 
 def reap(timeout_s: float = 10.0) -> bool:
-    """Wait until what nobody uses is unmapped and its leases are given up; False: not in time."""
+    """Wait until unused images are unmapped and their leases given up; False: not in time."""
     return _process.reaper.settle(timeout_s)
 
 
 def begin_capture(graph: int) -> None:
-    """A CUDA graph is being captured, under any number: nothing is waited for until it ends."""
+    """Note that a CUDA graph, known as ``graph``, is being captured: until its end, do not wait."""
     _process.captures[graph] = time.monotonic()
 
 
 def end_capture(graph: int) -> None:
-    """The capture has ended, in whatever way."""
+    """Note that the capture has ended, also by an error."""
     _process.captures.pop(graph, None)
 
 
@@ -249,7 +249,7 @@ def _read_layout(outline: Arena, name: str) -> DeviceLayout:
 
 def _synchronize(index: int) -> bool:
     """Wait for all work on a device; False while a CUDA graph is being captured."""
-    # To wait is refused then, and may spoil the capture: it is tried only where nobody told us.
+    # CUDA refuses to wait then, and trying may spoil the capture: try only if none is known.
     earliest = time.monotonic() - _LONGEST_CAPTURE_S
     if any(began > earliest for began in _process.captures.copy().values()):
         return False
@@ -258,13 +258,13 @@ def _synchronize(index: int) -> bool:
     except DriverFailure as error:
         if _CAPTURE in error.result:
             return False
-        # All work ends with the context that died; nothing is left to wait for.
+        # All work ended with the context; nothing is left to wait for.
         _note("synchronize_failed", error)
     return True
 
 
 def _note(reason: str, error: DriverFailure) -> None:
-    # No warning: where this happens, the program's own next call on the device fails.
+    # No warning: the program's own next call on the device fails as well.
     diagnostics.count("device", reason)
     diagnostics.log(logging.DEBUG, "%s: %s", reason, error)
 
@@ -281,7 +281,7 @@ _forgotten: list[_Process] = []
 
 
 def _after_fork_in_child() -> None:
-    """Only forget; the old object is kept so that no destructor of its runs here."""
+    """Only forget; the old object is kept so that its destructors do not run in the child."""
     global _process
     _forgotten.append(_process)
     _process = _Process()

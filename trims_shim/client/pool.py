@@ -1,8 +1,8 @@
-"""The connections of this process to the daemon, and what is done where there is none.
+"""The connections of this process to the daemon, and what happens where no daemon runs.
 
-Owns how many there are, which one a request is sent on, that a daemon is started, that an older one
-makes room for its successor, and that one which does not start, hangs, or dies of what it is asked
-is left alone for a while.
+Owns the number of connections, the choice of one for each request, the start of a daemon, the
+replacement of an older daemon, and the pause after a daemon that does not start, hangs, or dies of
+a request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Result = TypeVar("_Result")
 
 
 class Line(Protocol):
-    """What the cache needs of a connection; :class:`Connection` says what each method promises."""
+    """The methods of a connection that the cache needs; see :class:`Connection`."""
 
     @property
     def welcome(self) -> messages.Welcome: ...
@@ -60,27 +60,27 @@ class Line(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Pause:
-    """Nobody is asked until then: what does not start, hangs or dies costs seconds each time."""
+    """Until then no daemon is asked: one that does not start, hangs or dies costs seconds a try."""
 
     until_s: float
     length_s: float
     socket: tuple[int, int] | None
-    """Of the daemon in question, see :meth:`Endpoint.stamp`; another one is asked at once."""
+    """The failed daemon's :meth:`Endpoint.stamp`; another daemon is asked at once."""
     kind: type[DaemonError]
     reason: str
 
 
 class Pool:
-    """See the module docstring. Thread-safe."""
+    """The connections to one daemon. Thread-safe."""
 
     def __init__(
         self, config: Config, endpoint: Endpoint, *, dial: Callable[[], Line] | None = None
     ) -> None:
-        """``dial`` connects to something else than the daemon; no daemon is started then."""
+        """``dial`` connects to something other than the daemon; then no daemon is started."""
         self._config = config
         self._endpoint = endpoint
         self._dial_other = dial
-        # No lock: a signal handler of the program may load in the midst of anything here.
+        # No lock: a signal handler of the program may load in the middle of anything here.
         self._idle: list[Line] = []
         self._under_way: set[object] = set()
         self._pause: _Pause | None = None
@@ -93,9 +93,9 @@ class Pool:
             connection.close()
 
     def ask(self, ask: Callable[[Line], _Result], *, may_start: bool) -> _Result:
-        """Run ``ask`` on a connection; ``may_start`` a daemon where none runs, or an older one.
+        """Run ``ask`` on a connection; ``may_start`` a daemon where none or an older one runs.
 
-        Fails as the last time where that was a moment ago. Raises what ``ask`` raises,
+        During a pause, raises the error that began it. Raises the errors of ``ask``,
         DaemonUnavailable when no daemon runs and none may start, any other DaemonError.
         """
         before = self._pause
@@ -104,7 +104,7 @@ class Pool:
         try:
             result = self._ask_twice(ask, may_start)
         except (DaemonDied, DaemonStartFailed, DaemonTimeout) as error:
-            # One that may be started has died twice: for lack of memory, say.
+            # With may_start, the daemon has died twice, perhaps for lack of memory.
             if may_start or not isinstance(error, DaemonDied):
                 self._pause_after(error, before)
             raise
@@ -128,7 +128,7 @@ class Pool:
         self._pause = _Pause(until_s, length_s, socket, type(error), str(error))
 
     def _ask_twice(self, ask: Callable[[Line], _Result], may_start: bool) -> _Result:
-        """Run ``ask`` on a connection; once more on a new one when the daemon went away."""
+        """Run ``ask`` on a connection; if the daemon has gone, once more on a new one."""
         try:
             return self._ask_current(ask, may_start)
         except DaemonUnavailable as error:
@@ -139,7 +139,7 @@ class Pool:
     def _ask_current(
         self, ask: Callable[[Line], _Result], may_start: bool, *, is_new: bool = False
     ) -> _Result:
-        """Run ``ask``; an older daemon, if this process may start another, is replaced first."""
+        """Run ``ask``; first replace an older daemon if this process may start another."""
         try:
             with self._connection(may_start, is_new=is_new) as connection:
                 return ask(connection)
@@ -169,7 +169,7 @@ class Pool:
             if connection is not None and is_usable:
                 self._idle.append(connection)
             elif connection is not None:
-                # An answer may still come for it, and its descriptors with it: start afresh.
+                # An answer with descriptors may still come on it, so it is not used again.
                 connection.close()
 
     def _take_idle(self) -> Line | None:
@@ -183,7 +183,7 @@ class Pool:
             connection.close()
 
     def _connect(self, may_start: bool, *, is_heard: bool = False) -> Line:
-        """``is_heard``: of a daemon that says Welcome, as one that dies takes connections, too."""
+        """Connect. ``is_heard``: wait for the Welcome, since a dying daemon accepts connections."""
         if self._dial_other is not None:
             return self._dial_other()
         try:
@@ -207,19 +207,19 @@ class Pool:
         )
 
     def _replace(self) -> None:
-        """Drain an older daemon; its leases and mappings live on."""
+        """Drain an older daemon; its clients' mappings live on."""
         before = self._endpoint.stamp()
         try:
             connection = self._dial(None)
         except DaemonUnavailable:
-            return  # Somebody else has.
+            return  # Another process has replaced it.
         try:
             welcome = connection.welcome
             if not _is_older(welcome):
                 return
             connection.drain()
             deadline = time.monotonic() + _DRAIN_PATIENCE_S
-            # Not alive: it has ended, or is somebody else's and refuses.
+            # A dead connection means that it has ended, or is another user's and refuses.
             while before is not None and connection.is_alive() and self._endpoint.stamp() == before:
                 if time.monotonic() > deadline:
                     raise IncompatibleDaemon(

@@ -1,9 +1,9 @@
 """Prepared ONNX models as a client gets them: two files of the daemon's, checked, under a lease.
 
-Owns what an :class:`OpenPreparedReply` means. The files are read by onnxruntime itself, by path;
-they are taken only when they are the very files that the daemon verified (``os.stat`` gives the
-identities in the reply). A lease keeps them from being evicted while somebody creates a session or
-uses one; to lose it costs nobody anything, because what is mapped outlives its name.
+Owns the meaning of an :class:`OpenPreparedReply`. onnxruntime itself reads the files, by path. They
+are used only if they are the very files that the daemon verified (``os.stat`` gives the identities
+in the reply). A lease keeps them from eviction while a session is created or used. Losing it is
+harmless, because mapped files outlive their names.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from trims_shim.wire import messages
 __all__ = ["PreparedModel", "prepared_model"]
 
 _RENAMED = {"file_changed": "model_changed"}
-"""A file that changes while it is loaded is worth a warning. One that changes while it is prepared
-is not: this load takes it as it is, and the next one asks again."""
+"""A change of the file during a load is worth a warning. A change during preparation is not: this
+load takes the file as it is, and the next one asks again."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
     """A prepared model under a lease; ``path`` is its graph, the weights are beside it.
 
-    ``release`` gives the lease up; it never blocks or raises and is safe in a finalizer.
+    ``release`` gives up the lease; it never blocks or raises and is safe in a finalizer.
     """
 
     path: str
@@ -39,11 +39,11 @@ class PreparedModel:
 def prepared_model(
     reply: messages.OpenPreparedReply, *, name: str, release: Callable[[], None]
 ) -> PreparedModel:
-    """What was granted. ``release`` belongs to the reply's lease; it is called on failure.
+    """Return the granted model. ``release`` is of the reply's lease, and is called on failure.
 
     Raises NotServed with the reason: ``preparing``, ``unknown``, that of a refusal, or
-    ``prepared_changed`` when the files are not those that were verified. Raises WireError for a
-    reply that makes no sense.
+    ``prepared_changed`` when the files are not the verified ones. Raises WireError for a senseless
+    reply.
     """
     if reply.outcome == "hit":
         try:

@@ -1,14 +1,14 @@
-"""Device images that nobody uses any more, until they can be unmapped.
+"""Device images that are no longer used, until they can be unmapped.
 
 The last user of an image is often a kernel that is still running, so the device is synchronised
 before anything is unmapped. That blocks and a finalizer must not, so a thread does it: the first
-retirement starts it, and it ends when nothing is left to do. Until the moment it is unmapped, an
-image can be revived.
+retirement starts the thread, which ends when nothing is left to do. Until it is unmapped, an image
+can be revived.
 
-Invariants: :meth:`Reaper.retire` is called by finalizers, anywhere and in any thread; it does one
-dictionary operation and tries a lock without waiting. Each retirement has a number of its own, and
-whoever pops the number owns the image: one that is revived and retired again while the device is
-being synchronised waits for the next time, because work may have been queued in between.
+Invariants: finalizers call :meth:`Reaper.retire` anywhere and in any thread; it does one dictionary
+operation and tries a lock without waiting. Each retirement has its own number, and whoever pops the
+number owns the image. An image that is revived and retired again during a synchronisation waits for
+the next one, because work may have been queued in between.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _POLL_S = 0.002
 
 
 class Retired(Protocol):
-    """What the reaper needs of an image."""
+    """The part of an image that the reaper needs."""
 
     @property
     def index(self) -> int:
         """The device's number in this process."""
 
     def drop(self) -> None:
-        """Unmap and give the lease up; called once, when the device has nothing left to do."""
+        """Unmap and give up the lease; called once, when the device has finished all work."""
 
 
 _Image = TypeVar("_Image", bound=Retired)
 
 
 class Reaper(Generic[_Image]):
-    """See the module docstring. Not for use across a fork: the child makes a new one."""
+    """Unmaps retired images. Not for use across a fork: the child makes a new one."""
 
     def __init__(self, synchronize: Callable[[int], bool]) -> None:
-        """``synchronize`` waits for all work on a device; False: it cannot be waited for now."""
+        """``synchronize`` waits for all work on a device, or returns False if it cannot now."""
         self.dropped = 0
         self._synchronize = synchronize
         self._retired: dict[int, _Image] = {}
@@ -53,14 +53,14 @@ class Reaper(Generic[_Image]):
         self._is_running = threading.Lock()
 
     def retire(self, image: _Image) -> None:
-        """Drop the image as soon as may be. Never blocks; safe in a finalizer."""
+        """Drop the image as soon as possible. Never blocks; safe in a finalizer."""
         self._retired[next(self._numbers)] = image
         self._wake()
 
     def revive(self, is_wanted: Callable[[_Image], bool]) -> _Image | None:
-        """A retired image that is still mapped; the caller's again."""
-        # A copy, because it is made in one piece: the collector may run between the steps of an
-        # iteration and retire more.
+        """Return a retired image that is still mapped; the caller owns it again."""
+        # A copy is one operation: between the steps of an iteration, the collector may run and
+        # retire more.
         for number, image in self._retired.copy().items():
             if is_wanted(image) and self._retired.pop(number, None) is not None:
                 return image
@@ -69,7 +69,7 @@ class Reaper(Generic[_Image]):
     def settle(self, timeout_s: float) -> bool:
         """Wait until everything retired is dropped; False when that takes longer.
 
-        Leaves the work to the thread: a device may be busy for ever, and a caller must not be.
+        Leaves the work to the thread: a device may be busy for ever, and callers must not wait so.
         """
         deadline = time.monotonic() + timeout_s
         while self._retired or self._is_running.locked():
@@ -80,7 +80,7 @@ class Reaper(Generic[_Image]):
         return True
 
     def _reap(self) -> bool:
-        """Drop what is retired, after synchronising; blocks. False when some has to wait."""
+        """Synchronise, then drop retired images; blocks. False when a device has to wait."""
         due = self._retired.copy()
         indices = {image.index for image in due.values()}
         idle = {index for index in indices if self._synchronize(index)}
@@ -94,10 +94,10 @@ class Reaper(Generic[_Image]):
         if not self._retired or not self._is_running.acquire(blocking=False):
             return
         try:
-            # Not threading.Thread, whose start takes locks that the interrupted code may hold.
+            # Not threading.Thread: its start takes locks that the interrupted code may hold.
             _thread.start_new_thread(self._run, ())
         except RuntimeError:
-            # No thread can be had; the next retirement tries again and takes this one along.
+            # No thread can start; the next retirement tries again, for this image too.
             self._is_running.release()
 
     def _run(self) -> None:
@@ -110,5 +110,5 @@ class Reaper(Generic[_Image]):
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
             self._is_running.release()
-        # Whoever retired after the last look and before the release started no thread.
+        # A retire() between the last look and the release started no thread.
         self._wake()

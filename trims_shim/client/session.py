@@ -1,8 +1,8 @@
 """One client's conversation with the daemon, without I/O.
 
 Owns the request numbers, the match of replies to requests, and the decision that the daemon has
-stopped making progress. Time is an argument. The connection feeds it what arrives and asks when to
-give up.
+stopped making progress. Time is an argument. The connection feeds it arriving messages and asks it
+when to give up.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Conversation:
         self._pending: _Pending | None = None
 
     def begin(self, message: Any, now_s: float) -> Envelope:
-        """The envelope to send; forgets a request that was given up."""
+        """Return the envelope to send; forgets an abandoned request."""
         request_id, self._next = self._next, self._next + 1
         self._pending = _Pending(request_id, now_s + self._stall_timeout_s)
         return Envelope(request_id, self._token, message)
 
     def receive(self, envelope: Envelope, now_s: float) -> Any | None:
-        """The reply, or None for progress and for answers nobody waits for.
+        """Return the reply; None for progress and for answers to abandoned requests.
 
         Raises the error that an ErrorReply names.
         """
@@ -49,8 +49,8 @@ class Conversation:
         if pending is None or not _is_for(pending, envelope):
             return None
         if isinstance(envelope.message, messages.Progress):
-            # Only bytes count: a daemon that says it is alive but reads nothing is no use. A load
-            # that hashed first and begins again goes on counting (trims_shim.daemon.loader).
+            # Only bytes count: a daemon that is alive but reads nothing does not help. A load that
+            # hashed first and begins again goes on counting (trims_shim.daemon.loader).
             if envelope.message.done_bytes > pending.done_bytes:
                 pending.done_bytes = envelope.message.done_bytes
                 pending.deadline_s = now_s + self._stall_timeout_s
@@ -61,7 +61,7 @@ class Conversation:
         return envelope.message
 
     def check_stall(self, now_s: float) -> float:
-        """Seconds until the request will be given up. Raises LoadStalled when it is time."""
+        """Return the seconds until the request is given up. Raises LoadStalled when it is time."""
         if self._pending is None:
             return self._stall_timeout_s
         left = self._pending.deadline_s - now_s
@@ -74,14 +74,14 @@ class Conversation:
 
 
 def _is_for(pending: _Pending, envelope: Envelope) -> bool:
-    """Whether this answers the request, or is an error about what could not even be read."""
+    """Whether this answers the request, or is an error about an unreadable message."""
     if envelope.request_id == 0:
         return isinstance(envelope.message, messages.ErrorReply)
     return envelope.request_id == pending.request_id
 
 
 def error_from(reply: messages.ErrorReply) -> TrimsError:
-    """The error an ErrorReply names; a name this version does not know is a DaemonError."""
+    """Make the error that an ErrorReply names; an unknown name makes a DaemonError."""
     kind = getattr(errors, reply.error, None)
     if reply.error in errors.__all__ and isinstance(kind, type) and kind is not errors.NotServed:
         error: TrimsError = kind(reply.message)

@@ -1,9 +1,8 @@
 """Start the daemon when none answers.
 
-The starter takes ``start.lock``, looks once more whether somebody listens, and only then spawns;
-the report pipe exists before the spawn, so no outcome is lost. The new process detaches by a second
-fork: the daemon is never a child of the user's program, which must not find a stranger when it
-waits for its own children.
+The starter takes ``start.lock``, checks once more whether a daemon listens, and only then spawns.
+The report pipe exists before the spawn, so no outcome is lost. The new process detaches by a second
+fork: the daemon must not be a child of the user's program, which may wait for its own children.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _REASON_LIMIT_BYTES = 4000
 _REPORT = 3
 """The descriptor of the report pipe in the new process."""
 _children: list[int] = []
-"""First forks, which end at once."""
+"""Process ids of first forks, which end at once."""
 _locks: list[int] = []
 """Descriptors of locks that are held or waited for."""
 _BOOT = (
@@ -51,7 +50,7 @@ _BOOT = (
 
 
 def start(endpoint: Endpoint, *, timeout_s: float) -> None:
-    """Start a daemon and wait until one answers. Returns also when somebody else won the race.
+    """Start a daemon and wait until one answers, also if another process has won the race.
 
     Raises DaemonStartFailed with the daemon's reason, DaemonTimeout, DaemonUnavailable,
     UnusableSocketDir.
@@ -86,10 +85,10 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[tuple[int | None, bool]]:
-    """The held lock, and whether another starter has had it in the meantime.
+    """Yield the held lock, and whether another starter has held it in the meantime.
 
-    None in its place once there is another socket than at first: a name that exists also listens.
-    Who holds the lock may be stopped, and then does not say that the daemon is there.
+    Yields None instead of the lock once there is a new socket: it gets its name only when it
+    listens. The lock's holder may be stopped, and then never reports the daemon.
     """
     before = endpoint.stamp()
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -110,7 +109,7 @@ def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[tuple[int | Non
         is_served = has_waited and endpoint.stamp() not in (None, before)
         yield None if is_served or not is_held else descriptor, has_waited
     finally:
-        # To close it is not enough: a child that another thread has forked meanwhile has it open.
+        # Closing is not enough: a child that another thread has forked meanwhile has it open.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         _locks.remove(descriptor)
         os.close(descriptor)
@@ -125,7 +124,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _raise_failure_before(lock: int) -> None:
-    """Take the word of the starter before us: a crowd must not fail one after the other."""
+    """Raise the failure of the starter before us, so that a crowd does not fail one by one."""
     reason = os.pread(lock, _REASON_LIMIT_BYTES, 0).decode(errors="replace")
     if reason:
         raise DaemonStartFailed(reason)
@@ -135,7 +134,7 @@ def _spawn(endpoint: Endpoint, deadline: float) -> None:
     executable = _interpreter()
     _take_statuses()
     with contextlib.ExitStack() as stack:
-        # A child that another thread forks meanwhile has the pipe, too, and keeps its end from us.
+        # A child that another thread forks meanwhile would keep the pipe open: we miss its end.
         with no_fork():
             reader, writer = os.pipe()
             stack.callback(os.close, reader)
@@ -160,18 +159,20 @@ def _spawn(endpoint: Endpoint, deadline: float) -> None:
 
 
 def _launch(executable: str, endpoint: Endpoint, writer: int) -> int:
-    """Its process id. Not subprocess.Popen, which reads from a pipe of its own until the last copy
-    of the other end is closed: a child that another thread forks meanwhile has one.
+    """Launch the first fork and return its process id.
+
+    Not subprocess.Popen, which reads from its own pipe until the last copy of the other end is
+    closed: a child that another thread forks meanwhile has a copy.
     """
     environment = dict(os.environ)
     environment.update(TRIMS_ENABLED="0", TRIMS_SOCKET_DIR=endpoint.directory)
-    # Nobody's link may make us write somewhere else.
+    # A link must not make us write elsewhere.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.ExitStack() as stack:
         log = os.open(endpoint.log, flags, 0o600)
         stack.callback(os.close, log)
         log, report = _above(_REPORT, log, stack), _above(_REPORT, writer, stack)
-        # Not by file actions, which refuse numbers beyond the limit (`ulimit -S -n`).
+        # Not closed by file actions, which refuse numbers beyond the limit (`ulimit -S -n`).
         surplus = [each for each in _inheritable() if each > _REPORT]
         arguments = [str(_REPORT), json.dumps(search_path()), json.dumps(surplus)]
         return os.posix_spawn(
@@ -189,14 +190,14 @@ def _launch(executable: str, endpoint: Endpoint, writer: int) -> int:
 
 
 def _above(number: int, descriptor: int, stack: contextlib.ExitStack) -> int:
-    """A duplicate that is none of the lowest: a program may have closed its standard streams."""
+    """Return a duplicate above ``number``: the program may have closed its standard streams."""
     duplicate = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, number + 1)
     stack.callback(os.close, duplicate)
     return duplicate
 
 
 def _inheritable() -> list[int]:
-    """Descriptors of the program that a new process would have."""
+    """Return the program's descriptors that a new process would inherit."""
     found = []
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -206,13 +207,13 @@ def _inheritable() -> list[int]:
 
 
 def _take_statuses() -> list[int]:
-    """Of first forks that have ended, so that no zombie is left; those that have not."""
+    """Reap first forks that have ended, so that no zombie is left; return the others."""
     for child in list(_children):
         try:
             if os.waitpid(child, os.WNOHANG) == (0, 0):
                 continue
         except ChildProcessError:
-            pass  # Somebody else has taken it.
+            pass  # The program has reaped it.
         with contextlib.suppress(ValueError):  # another thread has
             _children.remove(child)
     return _children
@@ -221,7 +222,7 @@ def _take_statuses() -> list[int]:
 def _interpreter() -> str:
     executable = sys.executable or ""
     name = os.path.basename(executable).lower()
-    # One that is frozen (PyInstaller, cx_Freeze) would run the program a second time.
+    # A frozen interpreter (PyInstaller, cx_Freeze) would run the program a second time.
     is_python = "python" in name and not getattr(sys, "frozen", False)
     if not is_python or not os.path.exists(executable):
         raise DaemonUnavailable(
@@ -245,7 +246,7 @@ def _read_line(reader: int, deadline: float, endpoint: Endpoint) -> str:
 
 
 def _after_fork_in_child() -> None:
-    """Let the locks end with the process that took them, should it be killed."""
+    """Close inherited locks, so that they end with the process that took them."""
     for descriptor in _locks:
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -1,7 +1,7 @@
-"""Whether this process could have so many threads more, asked before a library starts them.
+"""Whether this process can start more threads, asked before a library starts them.
 
-Libraries that are not Python end the process, or panic, where the system refuses one: under a limit
-on processes (`ulimit -u`, a container's).
+Native libraries end the process, or panic, where the system refuses a thread: under a limit on
+processes (`ulimit -u`, a container's).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _libc = ctypes.CDLL(None)
 
 
 def can_start(count: int) -> bool:
-    """Start them all, and let them end. Of C's own: a program may have replaced Python's (gevent).
+    """Whether ``count`` threads can start; starts and ends them, at some 50 us each.
 
-    Takes some 50 us each.
+    They are C threads: a program may have replaced Python's (gevent).
     """
     semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
     _libc.sem_init(semaphore, 0, 0)
