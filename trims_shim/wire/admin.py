@@ -1,7 +1,7 @@
-"""Messages of those who look at the daemon and steer it: the command line, tests, monitoring.
+"""Messages that inspect and steer the daemon: from the command line, tests and monitoring.
 
-On the control channel; apart from :mod:`trims_shim.wire.messages` so that programs that only load
-models need not import them.
+They use the control channel. They are apart from :mod:`trims_shim.wire.messages` so that programs
+that only load models need not import them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PinImageReply:
 class EvictImageRequest:
     """Drop an unleased image, or every unleased and unpinned one when ``image`` is empty.
 
-    ``tier`` limits it to one tier; empty: all of them.
+    ``tier`` limits it to one tier; empty means all.
     """
 
     image: str = ""
@@ -71,7 +71,7 @@ class EvictImageReply:
 
 @dataclass(frozen=True, slots=True)
 class VerifyImageRequest:
-    """Hash a resident image again, at every tier or (``tier``) at one."""
+    """Hash a resident image again, at every tier or only at ``tier``."""
 
     image: str
     tier: str = ""
@@ -90,8 +90,8 @@ class TierCheck:
 class VerifyImageReply:
     """Response for VerifyImageRequest.
 
-    ``computed`` equals ``digest`` unless memory was damaged, or could not be read (then empty):
-    at which tier is in ``tiers``.
+    ``computed`` equals ``digest`` unless memory was damaged, or could not be read (then empty);
+    ``tiers`` says at which tier.
     """
 
     digest: str
@@ -106,7 +106,7 @@ class VerifyImageReply:
 class EvictPreparedRequest:
     """Forget a prepared model by key or name, or every unleased one when ``model`` is empty.
 
-    What was found not to be servable is forgotten with it, and tried again on the next load.
+    Refusals are forgotten as well, and such models are tried again on the next load.
     """
 
     model: str = ""
@@ -141,9 +141,9 @@ class PreparedStatus:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStorage:
-    """Where prepared models are, and their accounting; part of GetStatusReply.
+    """The directory and accounting of prepared models; part of GetStatusReply.
 
-    ``problem``: why there are none; empty if there can be.
+    ``problem`` says why there can be none; empty if there can.
     """
 
     directory: str
@@ -157,7 +157,7 @@ class PreparedStorage:
 
 @dataclass(frozen=True, slots=True)
 class GetStatusRequest:
-    """Ask for everything ``trims status`` shows."""
+    """Ask for everything that ``trims status`` shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class MemoryStatus:
 class DeviceStatus:
     """A device tier's accounting. ``free_bytes``: of the device, by NVML; -1 if unknown.
 
-    ``lingering_bytes``: evicted but still mapped by somebody, as far as can be told; -1 if not.
+    ``lingering_bytes``: evicted but still mapped, as far as is known; -1 if unknown.
     """
 
     device: str

@@ -3,8 +3,8 @@
 Pure. A message travels as ``{"verb": <class name>, **fields}``; control messages carry ``id`` and
 ``token`` beside it (:class:`Envelope`). Decoding never builds anything but the dataclasses of
 :mod:`trims_shim.wire.messages`, :mod:`~trims_shim.wire.admin` and :mod:`~trims_shim.wire.duties`,
-and its cost is bounded by the length limit. The latter two, which a program that loads models never
-meets, are imported by the first verb that is not in the former.
+and its cost is bounded by the length limit. Programs that load models never need the last two; the
+first verb that is not in ``messages`` imports them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Kind = typing.TypeVar("_Kind")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Envelope:
-    """A control message with what routes it: the sender's request number and session token."""
+    """A control message with its routing: the sender's request number and session token."""
 
     request_id: int
     token: bytes
@@ -48,12 +48,12 @@ class Envelope:
 
 
 def encode(message: Any) -> bytes:
-    """Bytes of a handover message or event."""
+    """Encode a handover message or event."""
     return _pack(_to_map(message))
 
 
 def decode(data: bytes, *, limit_bytes: int = messages.HANDOVER_PACKET_LIMIT_BYTES) -> Any:
-    """The message in a handover packet.
+    """Decode the message in a handover packet.
 
     Raises MessageTooLarge, UnknownMessage (verb) or MalformedMessage (anything else).
     """
@@ -61,7 +61,7 @@ def decode(data: bytes, *, limit_bytes: int = messages.HANDOVER_PACKET_LIMIT_BYT
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
-    """Bytes of a control message."""
+    """Encode a control message."""
     body = _to_map(envelope.message)
     body["id"] = envelope.request_id
     body["token"] = envelope.token
@@ -71,7 +71,7 @@ def encode_envelope(envelope: Envelope) -> bytes:
 def decode_envelope(
     data: bytes | memoryview, *, limit_bytes: int = messages.CONTROL_MESSAGE_LIMIT_BYTES
 ) -> Envelope:
-    """The message in a control frame; raises as :func:`decode` does."""
+    """Decode the message in a control frame; raises as :func:`decode` does."""
     body = _unpack(data, limit_bytes)
     request_id, token = body.get("id"), body.get("token", b"")
     if type(request_id) is not int or type(token) is not bytes or len(token) > _TOKEN_BYTES_LIMIT:
@@ -80,22 +80,19 @@ def decode_envelope(
 
 
 def checked(kind: type[_Kind], value: Any) -> _Kind:
-    """A dataclass of what a map of its fields holds, as read from elsewhere.
-
-    Raises MalformedMessage.
-    """
+    """Make a dataclass from a map of its fields, as read elsewhere. Raises MalformedMessage."""
     built: _Kind = _checked(kind, value, kind.__name__)
     return built
 
 
 def prepare() -> None:
-    """Look at the fields of what a load sends and gets now, so that the first does not have to."""
+    """Inspect the fields of all messages of a load now, so that the first load does not have to."""
     for kind in _kinds(messages).values():
         _fields(kind)
 
 
 def _pack(body: dict[str, Any]) -> bytes:
-    # A path may hold bytes that are not UTF-8 (surrogates in Python); they arrive as escapes.
+    # A path may hold bytes that are not UTF-8 (surrogates in Python); they are sent as escapes.
     packed: bytes = msgpack.packb(body, use_bin_type=True, unicode_errors="backslashreplace")
     return packed
 
@@ -105,7 +102,7 @@ def _unpack(data: bytes | memoryview, limit_bytes: int) -> dict[str, Any]:
         raise MessageTooLarge(f"message of {len(data)} bytes; the limit is {limit_bytes}")
     try:
         body = msgpack.unpackb(data, raw=False, strict_map_key=True)
-    # msgpack raises its own, ValueError, TypeError and UnicodeDecodeError; all mean the same here.
+    # msgpack raises its own errors, ValueError, TypeError and UnicodeDecodeError: all malformed.
     except Exception as error:
         raise MalformedMessage(f"message of {len(data)} bytes is not msgpack: {error}") from error
     if type(body) is not dict:
@@ -168,12 +165,12 @@ def _build(kind: Any, body: dict[str, Any]) -> Any:
 
 
 def _checked(hint: Any, value: Any, where: str) -> Any:
-    if type(value) is hint and hint in _PLAIN_TYPES:  # first, as most are
+    if type(value) is hint and hint in _PLAIN_TYPES:  # first, because it is the most frequent
         if hint is int and not -(1 << 63) <= value < 1 << 64:
             raise MalformedMessage(f"{where}: {value} does not fit 64 bits")
         return value
     origin = typing.get_origin(hint)
-    if origin is types.UnionType:  # of something and None
+    if origin is types.UnionType:  # of a type and None
         return None if value is None else _checked(typing.get_args(hint)[0], value, where)
     if dataclasses.is_dataclass(hint) and type(value) is dict:
         return _build(hint, value)

@@ -1,6 +1,7 @@
 """Messages between the daemon and the processes that it starts: the uploader and the preparer.
 
-On a socket pair of their own, framed by :mod:`trims_shim.wire.frames`; clients never see them.
+Each process has its own socket pair; clients never see these messages. The uploader's are handover
+packets, the preparer's are framed by :mod:`trims_shim.wire.frames`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
 class PlanUploadRequest:
     """Carries the source, a file or host segment of ``size_bytes``; answered by PlanUploadReply.
 
-    ``limit_bytes``: the device memory that may be used. ``is_hashed``: work out the digest.
+    ``limit_bytes``: the device memory that may be used. ``is_hashed``: compute the digest.
     """
 
     job: int
@@ -48,7 +49,7 @@ class PlanUploadRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlanUploadReply:
-    """Carries nothing; ``device_bytes`` is what the records need, ``layout`` its fingerprint."""
+    """Carries no descriptor. ``device_bytes`` is the records' size, ``layout`` its fingerprint."""
 
     job: int
     device_bytes: int
@@ -57,9 +58,9 @@ class PlanUploadReply:
 
 @dataclass(frozen=True, slots=True)
 class UploadRequest:
-    """Go on with a planned job: parts follow as :class:`UploadPart`, the outline first.
+    """Continue a planned job: parts follow as :class:`UploadPart`, the outline first.
 
-    No ``allocations``: the uploader makes them itself (backend ``ipc``), only the outline comes.
+    Without ``allocations`` only the outline follows: the uploader allocates (backend ``ipc``).
     """
 
     job: int
@@ -76,7 +77,7 @@ class UploadPart:
 
 @dataclass(frozen=True, slots=True)
 class UploadProgress:
-    """Bytes of the source that were read so far."""
+    """The bytes of the source that were read so far."""
 
     job: int
     done_bytes: int
@@ -86,8 +87,8 @@ class UploadProgress:
 class UploadReply:
     """The records are in device memory and the rest in the outline; all mappings are gone.
 
-    ``digest`` is empty unless it was asked for. ``allocations`` and ``handles`` are of memory that
-    the uploader made and keeps until :class:`JobRelease`.
+    ``digest`` is empty unless requested. ``allocations`` and ``handles`` are of memory that the
+    uploader made and keeps until :class:`JobRelease`.
     """
 
     job: int
@@ -100,9 +101,9 @@ class UploadReply:
 class DownloadRequest:
     """Write a device image back into a host segment of ``size_bytes``.
 
-    Followed by UploadPart packets: part 0 is the outline, the allocations, and last the writable
-    host segment. Answered by UploadReply with the digest of what was written. ``memory`` is the
-    upload that made the allocations, where the uploader did; they do not follow then.
+    Followed by UploadPart packets: the outline (part 0), the allocations, and last the writable
+    host segment. Answered by UploadReply with the digest of the written bytes. If the uploader made
+    the allocations, ``memory`` is the job that made them, and they do not follow.
     """
 
     job: int
@@ -115,9 +116,9 @@ class DownloadRequest:
 class CopyImageRequest:
     """Copy an image of ``size_bytes`` out of the memory of another device.
 
-    Followed by UploadPart packets: part 0 is the image's outline, then its allocations, then as
-    many new ones of the same sizes. Answered by UploadReply; with ``is_hashed`` its digest is of
-    what can be read from the new ones.
+    Followed by UploadPart packets: the image's outline (part 0), its allocations, and as many new
+    ones of the same sizes. Answered by UploadReply; with ``is_hashed``, its digest is of the bytes
+    read back from the new ones.
     """
 
     job: int
@@ -128,10 +129,7 @@ class CopyImageRequest:
 
 @dataclass(frozen=True, slots=True)
 class JobRelease:
-    """Forget a job that was planned and is not gone on with, or free the memory made for it.
-
-    Not answered.
-    """
+    """Forget a planned job that does not continue, or free the memory made for it. Not answered."""
 
     job: int
 
@@ -166,7 +164,7 @@ class PrepareRequest:
 
 @dataclass(frozen=True, slots=True)
 class ExternalFile:
-    """A file that a model's initializers are in; ``location`` is as the model gives it."""
+    """A file with a model's initializers; ``location`` is as in the model."""
 
     location: str
     path: str
@@ -176,7 +174,7 @@ class ExternalFile:
 
 @dataclass(frozen=True, slots=True)
 class SourceHashed:
-    """What is to be prepared, by content; answered by PrepareVerdict."""
+    """The content that is to be prepared; answered by PrepareVerdict."""
 
     digest: str
     externals: tuple[ExternalFile, ...] = ()
@@ -184,17 +182,17 @@ class SourceHashed:
 
 @dataclass(frozen=True, slots=True)
 class PrepareVerdict:
-    """``is_wanted``: go on; otherwise it has been prepared already, and the preparer ends."""
+    """``is_wanted``: continue; otherwise the content is prepared already, and the preparer ends."""
 
     is_wanted: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareReply:
-    """The files are written and verified, or ``reason`` says why they never will be.
+    """The files are written and verified, or ``reason`` says why not.
 
-    ``probe`` is ``equal`` where a run gave the same bits as the original model, else why there was
-    none. ``is_lasting``: the reason holds for this model and recipe, not just for now.
+    ``probe`` is ``equal`` if a run gave the same bits as the original model, else the reason why
+    there was no run. ``is_lasting``: the reason holds for this model and recipe, not just for now.
     """
 
     reason: str = ""

@@ -1,8 +1,8 @@
 """Where daemon and clients meet: the socket directory, its checks and the names in it.
 
 The directory belongs to one user and is closed to others (0700), or to root and a group for a
-machine-wide daemon; a directory that somebody else could have made is refused, because who owns the
-socket decides which bytes become weights. Search order: ``TRIMS_SOCKET_DIR``,
+machine-wide daemon. A directory that another user could have made is refused, because the owner of
+the socket decides which bytes become weights. Search order: ``TRIMS_SOCKET_DIR``,
 ``$XDG_RUNTIME_DIR/trims``, ``/run/user/UID/trims``, ``trims-UID`` in ``$TMPDIR``, ``/tmp`` or
 ``/var/tmp``.
 """
@@ -45,7 +45,7 @@ class Endpoint:
 
     @property
     def log(self) -> str:
-        """What the daemon prints."""
+        """The file with the daemon's output."""
         return os.path.join(self.directory, "daemon.log")
 
     def control(self, instance: str) -> str:
@@ -57,7 +57,7 @@ class Endpoint:
         return os.path.join(self.directory, f"events-{instance}.sock")
 
     def stamp(self) -> tuple[int, int] | None:
-        """Tells one daemon's socket from the next one's; inode numbers alone are reused at once."""
+        """Return what tells one daemon's socket from the next; inode numbers are reused at once."""
         try:
             status = os.stat(self.handover)
         except OSError:
@@ -65,7 +65,7 @@ class Endpoint:
         return status.st_ino, status.st_ctime_ns
 
     def check_path(self) -> None:
-        """Raises ConfigError for one that no socket can have: too long, or not UTF-8."""
+        """Raise ConfigError for a directory that no socket can be in: too long, or not UTF-8."""
         try:
             self.directory.encode()
         except UnicodeEncodeError as error:
@@ -82,7 +82,7 @@ class Endpoint:
             )
 
     def how_to_start(self) -> str:
-        """What whoever finds no daemon is told."""
+        """Return the advice of errors that report a missing daemon."""
         place = self.directory
         while not os.path.lexists(place):
             place = os.path.dirname(place) or "/"
@@ -94,7 +94,7 @@ class Endpoint:
         return "`trims daemon` starts one, and so does a load (unless TRIMS_AUTOSTART=0)"
 
     def check_owner(self) -> None:
-        """Raises DaemonUnavailable when it is missing, UnusableSocketDir when it is not safe."""
+        """Check the directory. Raises DaemonUnavailable if missing, UnusableSocketDir if unsafe."""
         try:
             status = os.lstat(self.directory)
         except FileNotFoundError:
@@ -121,24 +121,25 @@ class Endpoint:
 
 
 def choose(config: Config) -> Endpoint:
-    """The endpoint of this user: the setting ``socket_dir``, else below ``$XDG_RUNTIME_DIR``..."""
+    """Return this user's endpoint, by the search order in the module docstring."""
     if config.socket_dir:
         return Endpoint(os.path.abspath(os.path.expanduser(config.socket_dir)))
     uid = os.geteuid()
     runtime_dir, temp_dir = map(_unless_others, (config.runtime_dir, config.temp_dir))
     for base in (runtime_dir, f"/run/user/{uid}"):
-        # By its specification, $XDG_RUNTIME_DIR is none where it is relative.
+        # By its specification, a relative $XDG_RUNTIME_DIR is ignored.
         if os.path.isabs(base) and _is_writable(base):
             return Endpoint(os.path.join(base, "trims"))
-    # Not tempfile.gettempdir(): it writes a file, and fixes for good what the program's own calls
-    # of it return, even if the program sets TMPDIR after this.
+    # Not tempfile.gettempdir(): it writes a file, and fixes the result of the program's own calls
+    # for good, even if the program sets TMPDIR later.
     base = next(filter(_is_writable, (temp_dir, "/tmp", "/var/tmp")), "/tmp")
     return Endpoint(os.path.join(os.path.abspath(base), f"trims-{uid}"))
 
 
 def _unless_others(directory: str) -> str:
-    """Empty for another user's: after `su` the environment may name his still. Root could write
-    there, and he could neither use what root makes there nor be kept from putting his in its place.
+    """Return the directory, or "" if it is another user's: after `su` the environment may name it.
+
+    Root could write there. The other user could not use root's directory, but could replace it.
     """
     try:
         is_ours = os.stat(directory).st_uid in (os.geteuid(), 0)
@@ -159,7 +160,7 @@ def _check_status(directory: str, status: os.stat_result) -> None:
             f"socket directory {directory} belongs to user {status.st_uid}, not to you or root; "
             f"set TRIMS_SOCKET_DIR to a directory of yours"
         )
-    # A machine-wide daemon's group may enter (0750), but whoever may write could swap the socket.
+    # A machine-wide daemon's group may enter (0750), but a writer could replace the socket.
     for bit, who in ((stat.S_IWOTH, "everybody"), (stat.S_IWGRP, "its group")):
         if stat.S_IMODE(status.st_mode) & bit:
             raise UnusableSocketDir(

@@ -1,7 +1,7 @@
 """Messages over a stream socket: the length in four bytes, then the message.
 
-For a channel between two processes of this package whose messages may be longer than a handover
-packet, without descriptors. One thread of a process sends, and one receives.
+For a channel between two processes of this package, without descriptors, whose messages may be
+longer than a handover packet. In each process one thread sends and one receives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def send(connection: socket.socket, message: Any, *, deadline_s: float | None = None) -> None:
-    """Send one message; ``deadline_s`` is of time.monotonic().
+    """Send one message; ``deadline_s`` is a time of time.monotonic().
 
     Raises MessageTooLarge (nothing was sent), TimeoutError, OSError.
     """
@@ -35,7 +35,7 @@ def send(connection: socket.socket, message: Any, *, deadline_s: float | None = 
 
 
 def receive(connection: socket.socket, *, deadline_s: float | None = None) -> Any:
-    """The next message, or None where the other end has closed after the one before.
+    """Return the next message, or None if the other end has closed after the last one.
 
     Raises WireError for anything but a message of the protocol, TimeoutError, OSError.
     """
@@ -54,7 +54,7 @@ def receive(connection: socket.socket, *, deadline_s: float | None = None) -> An
 
 
 def _read(connection: socket.socket, size: int, deadline_s: float | None) -> bytes:
-    """``size`` bytes, or none where the stream ends. Raises MalformedMessage when in between."""
+    """Read ``size`` bytes, or none at the end. Raises MalformedMessage if it ends within."""
     parts = bytearray()
     while len(parts) < size:
         _wait_until(connection, deadline_s)

@@ -1,8 +1,8 @@
 """The handover channel: packets with descriptors over a UNIX SEQPACKET socket.
 
-A descriptor is part of its packet: it is received with it and closed with it when the packet is
-refused. The kernel keeps packets whole, so there is no framing and no partial read; one ``send`` is
-atomic, so that a finalizer may release a lease from any thread without a lock.
+A descriptor is part of its packet: it is received with the packet, and closed if the packet is
+refused. The kernel keeps packets whole, so there is no framing and no partial read. One ``send`` is
+atomic, so a finalizer may release a lease from any thread without a lock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 _MSG_CMSG_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0x40000000)
 _DESCRIPTORS_PER_PACKET = 1
 _CREDENTIALS = struct.Struct("3i")
-# Room for a few more than allowed, so that a surplus is received (and closed), not truncated away.
+# Room for more than allowed, so that surplus descriptors are received (and closed), not truncated.
 _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array.array("i").itemsize) + socket.CMSG_SPACE(
     _CREDENTIALS.size
 )
@@ -45,7 +45,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array.array("i").itemsize) + socket.CMS
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end, by the kernel's word (SO_PEERCRED)."""
+    """The process at the other end, according to the kernel (SO_PEERCRED)."""
 
     pid: int
     uid: int
@@ -59,28 +59,27 @@ class Packet:
     message: Any
     descriptor: int | None
     user: int | None = None
-    """Who sent it (the real uid), by the kernel's word; None where :func:`watch_senders` was not
-    called."""
+    """The sender's real uid, according to the kernel; None without :func:`watch_senders`."""
 
 
 def new_socket() -> socket.socket:
-    """An unconnected handover socket, closed on exec."""
+    """Make an unconnected handover socket, closed on exec."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Credentials of the connected peer."""
+    """Return the credentials of the connected peer."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return Peer(*_CREDENTIALS.unpack(raw))
 
 
 def watch_senders(connection: socket.socket) -> None:
-    """Let packets say who sent them: a connection is inherited by processes that drop rights.
+    """Let packets name their senders: processes that drop rights inherit connections.
 
-    Of a listener that nobody can reach yet, for all connections that it will accept: later, what is
-    on its way would seem to come from nobody.
+    Call it on a listener before any client can reach it; it holds for all accepted connections.
+    Later, packets on their way would seem to come from nobody.
     """
-    with contextlib.suppress(OSError):  # sandboxes that do not know it
+    with contextlib.suppress(OSError):  # sandboxes without the option
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
 
@@ -100,7 +99,7 @@ def send(connection: socket.socket, message: Any, *, descriptor: int | None = No
 def receive(
     connection: socket.socket, *, discard: Callable[[list[int]], None] | None = None
 ) -> Packet | None:
-    """The next packet, or None when the peer has closed.
+    """Return the next packet, or None when the peer has closed.
 
     Raises WireError for a packet that is too long, malformed or carries more than one descriptor
     (its descriptors are closed, by ``discard`` if given), OSError of the socket.
@@ -127,7 +126,7 @@ def wait_until_ready(
     descriptor: int | socket.socket, timeout_s: float, *, is_for_room: bool = False
 ) -> bool:
     """Whether there is something to read, or room for a packet, in time."""
-    if not hasattr(select, "poll"):  # eventlet takes away what would stop all its threads
+    if not hasattr(select, "poll"):  # eventlet removes calls that would block all its threads
         readers, writers = ([], [descriptor]) if is_for_room else ([descriptor], [])
         return any(select.select(readers, writers, [], timeout_s))
     poll = select.poll()  # select has no room for descriptors beyond 1023
@@ -136,7 +135,7 @@ def wait_until_ready(
 
 
 def clipped(text: str, *, limit_bytes: int = 1000) -> str:
-    """The begin of a text of any length and origin, so that its packet is not too long."""
+    """Return the beginning of a text of any length and origin, short enough for a packet."""
     return text.encode(errors="backslashreplace")[:limit_bytes].decode(errors="ignore")
 
 

@@ -1,17 +1,17 @@
 """Messages between programs that load models and the daemon, and nothing else.
 
-Those of the command line are in :mod:`trims_shim.wire.admin`, those between the daemon and its own
-processes in :mod:`trims_shim.wire.duties`: every program with a model imports this file, and pays
-for each class in it. Two channels carry them (see :mod:`trims_shim.wire.handover` and
-docs/protocol.md):
+Every program with a model imports this file and pays for each class in it. So the messages of the
+command line are in :mod:`trims_shim.wire.admin`, those between the daemon and its own processes in
+:mod:`trims_shim.wire.duties`. Two channels carry the messages here (see
+:mod:`trims_shim.wire.handover` and docs/protocol.md):
 
 * *handover*: a UNIX SEQPACKET socket; one message a packet, with at most one descriptor.
 * *control*: ZeroMQ DEALER to ROUTER; one message a request, answered by ``<Verb><Object>Reply``,
   ``Progress`` (any number, before the reply) or ``ErrorReply``.
 
-Fields are named, never positional; a receiver ignores fields it does not know and refuses verbs it
-does not know. Sizes are bytes, times nanoseconds of CLOCK_REALTIME. ``Hello``, ``Welcome``,
-``DrainRequest`` and ``Goodbye`` never change: they are how versions that cannot talk part company.
+Fields are named, never positional; a receiver ignores unknown fields and refuses unknown verbs.
+Sizes are bytes, times nanoseconds of CLOCK_REALTIME. ``Hello``, ``Welcome``, ``DrainRequest`` and
+``Goodbye`` never change: with them, incompatible versions take leave of each other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 4
-"""Raised by every change that an older peer would misread; tests/wire guards the golden bytes."""
+"""Raised with every change that an older peer would misread; tests/wire guards the golden bytes."""
 
 CONTROL_MESSAGE_LIMIT_BYTES = 1 << 20
 """Longest control message: a status reply of some thousand images; requests are far smaller."""
@@ -54,7 +54,8 @@ ALIGNMENT_BYTES = 64
 """The zeros before a file's bytes in an image (``lead_bytes``) are fewer than this."""
 
 HANDOVER_PACKET_LIMIT_BYTES = 4096
-"""Longest handover packet; the longest legitimate one is under 300 bytes."""
+"""Longest handover packet. Names in offers are clipped to fit; a longer OpenPreparedRequest takes
+the control channel."""
 
 
 # --- handover: client to daemon -------------------------------------------------------------------
@@ -72,10 +73,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class FileOffer:
-    """Carries an open, readable descriptor of a model file; ``ticket`` is quoted by the request.
+    """Carries an open, readable descriptor of a model file; the request quotes ``ticket``.
 
-    With a ``tier``, the image is leased at once where it is resident there; answered by OfferReply.
-    ``name`` and ``lead_bytes`` are those of OpenImageRequest; ``name`` may be cut short.
+    With a ``tier``, an image resident there is leased at once; answered by OfferReply. ``name`` and
+    ``lead_bytes`` are those of OpenImageRequest; ``name`` may be cut short.
     """
 
     ticket: int
@@ -86,7 +87,7 @@ class FileOffer:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRelease:
-    """The client holds no mapping of this lease any more. Not answered."""
+    """The client no longer holds a mapping of this lease. Not answered."""
 
     lease: int
 
@@ -100,7 +101,7 @@ class StatsReport:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequest:
-    """A newer client asks the daemon to make room: finish what is in flight, then exit."""
+    """A newer client asks the daemon to make room: finish requests in flight, then exit."""
 
     package: str
 
@@ -127,8 +128,8 @@ class Welcome:
 class SegmentGrant:
     """Carries a descriptor of a segment, just before the OpenImageReply or OfferReply.
 
-    On the host tier there is one, read-only. On a device tier part 0 is the outline (see
-    :class:`DeviceGrant`), and the parts from 1 on are the device's allocations in order of address.
+    The host tier has one part, read-only. On a device tier, part 0 is the outline (see
+    :class:`DeviceGrant`), and the parts from 1 on are allocations in order of address.
     """
 
     ticket: int
@@ -138,10 +139,10 @@ class SegmentGrant:
 
 @dataclass(frozen=True, slots=True)
 class OfferReply:
-    """Answers a FileOffer that names a tier, after the grants of what was leased.
+    """Answers a FileOffer that names a tier, after the grants for the leased image.
 
-    ``opened`` is None where the image is not resident: the offer stands, for OpenImageRequest. One
-    with ``lead_bytes`` stands only where the image ``is_loading``.
+    ``opened`` is None where the image is not resident: the offer stands, for OpenImageRequest. An
+    offer with ``lead_bytes`` stands only where the image ``is_loading``.
     """
 
     ticket: int
@@ -163,8 +164,8 @@ class Goodbye:
 class OpenImageRequest:
     """Lease the image of the file offered under ``ticket``; loads it when it is not resident.
 
-    ``tier`` is ``host`` or the id of a device. On the host tier the image may be asked for behind
-    ``lead_bytes`` zeros (fewer than 64), so that what is unaligned in the file is aligned in it.
+    ``tier`` is ``host`` or the id of a device. On the host tier the image may begin with
+    ``lead_bytes`` zeros (fewer than 64), so that tensors unaligned in the file are aligned in it.
     """
 
     ticket: int
@@ -177,11 +178,10 @@ class OpenImageRequest:
 class DeviceGrant:
     """How an image lies in device memory; part of OpenImageReply.
 
-    ``allocations`` are the sizes in bytes of the parts that were granted; they are mapped one after
-    another. ``layout`` is the fingerprint of where each record is
-    (:mod:`trims_shim.formats.device_layout`): both sides work it out from the outline, a file of
-    the image's size with everything but the records' bytes, holes in their place. ``handles``
-    replace descriptors where the backend is ``ipc``.
+    ``allocations`` are the sizes in bytes of the granted parts; they are mapped back to back.
+    ``layout`` is the fingerprint of the records' places (:mod:`trims_shim.formats.device_layout`).
+    Both sides derive it from the outline, a file of the image's size with holes in place of the
+    records' bytes. ``handles`` replace descriptors where the backend is ``ipc``.
     """
 
     backend: str
@@ -211,9 +211,9 @@ class OpenImageReply:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecipe:
-    """Everything but the model that decides what onnxruntime makes of it.
+    """Everything besides the model that decides onnxruntime's prepared form of it.
 
-    ``build`` tells builds of one version apart. ``providers``: for each its name, then option,
+    ``build`` tells builds of one version apart. ``providers``: for each, its name, then option,
     value, option, value... ``entries`` are the session's config entries (key, value), sorted;
     ``free_dimensions`` are (``name`` or ``denotation``, dimension, value). ``prepack`` is ``share``
     or ``off``. Equal recipes give equal results on one machine.
@@ -232,12 +232,12 @@ class SessionRecipe:
 
 @dataclass(frozen=True, slots=True)
 class OpenPreparedRequest:
-    """Lease the prepared model of an ONNX model; has it made where there is none.
+    """Lease the prepared form of an ONNX model; orders it where there is none.
 
-    ``ticket``: of the model's open file, or of a memfd with its bytes (``path`` is empty then).
-    0: only look, for the content of ``digest``. ``path`` is absolute, as the client found the file.
+    ``ticket`` is of the model's open file, or of a memfd with its bytes (then ``path`` is empty).
+    0: only look up the content of ``digest``. ``path`` is absolute, as the client found the file.
     ``package`` is the directory of the client's onnxruntime and ``search_path`` its ``sys.path``,
-    from which the process that prepares imports it.
+    from which the preparing process imports it.
     """
 
     ticket: int
@@ -254,7 +254,7 @@ class OpenPreparedReply:
 
     ``outcome`` is ``hit``, ``unknown`` (nothing was started), ``preparing`` (by this request or an
     earlier one) or ``refused``, with a short stable ``reason`` and a ``message`` for people. The
-    files of a hit are ``model`` and the weights beside it, as they were when they were verified.
+    files of a hit are ``model`` and the weights beside it, with their identities when verified.
     """
 
     outcome: str
