@@ -8,7 +8,7 @@ into a no-op.
 The import is cheap (no torch, no ZeroMQ, no thread, no daemon); the daemon starts with the first
 load. See docs/quickstart.md.
 
-PYTEST_DONT_REWRITE: else pytest warns when `trims run` has imported the package before it.
+PYTEST_DONT_REWRITE: without it, pytest warns if `trims run` imported the package before pytest.
 """
 
 from __future__ import annotations

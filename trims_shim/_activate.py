@@ -1,6 +1,6 @@
-"""What ``import trims_shim`` does: read the switch, and patch. Never raises, imports nothing heavy.
+"""The work of ``import trims_shim``: read the settings, and patch. Never raises; a light import.
 
-All three doors end here: the import, ``trims run`` (through the bootstrap's sitecustomize) and
+All three ways in end here: the import, ``trims run`` (through the bootstrap's sitecustomize) and
 ``trims autostart``.
 """
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 __all__ = ["activate", "config_problem"]
 
 config_problem = ""
-"""Why the shim stays inactive in this process: an unusable setting."""
+"""The unusable setting that keeps the shim inactive in this process; empty if none."""
 
 
 def activate() -> None:
-    """Patch what the settings ask for; an unusable setting leaves everything alone, and says so."""
+    """Patch the configured libraries; on an unusable setting, patch nothing and log a warning."""
     global config_problem
     from trims_shim import config as configuration
     from trims_shim.errors import ConfigError
@@ -46,7 +46,7 @@ def _stay_inactive(reason: str) -> None:
 
 
 def _set_up_logging(settings: Config) -> None:
-    """Only what was asked for; otherwise the program's own logging set-up decides."""
+    """Set up the requested logging; without a request, the program's own set-up decides."""
     if settings.source("log") == "default" and not settings.log_file:
         return
     import contextlib
@@ -58,7 +58,7 @@ def _set_up_logging(settings: Config) -> None:
     logger.setLevel(settings.log.upper())
     handler: logging.Handler = logging.StreamHandler()
     if settings.log_file:
-        # It fails for a relative path in a working directory that is gone: stderr takes the log.
+        # Fails for a relative path in a deleted working directory: stderr then takes the log.
         with contextlib.suppress(OSError):
             handler = LogFile(settings.log_file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))

@@ -1,7 +1,7 @@
 """The public functions of the package.
 
-Loads need none of them; they are for programs that want to look inside, warm the cache, or use
-records without a framework.
+Loads need none of them. They are for programs that inspect or warm the cache, or use records
+without a framework.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def enabled() -> bool:
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Loads of this thread or task go to the framework's own loader inside the block."""
+    """Leave loads of this thread or task to the framework's own loader inside the block."""
     token = patches.overridden.set(False)
     try:
         yield
@@ -73,12 +73,12 @@ def disabled() -> Iterator[None]:
 
 
 def stats() -> Stats:
-    """What the shim did in this process so far."""
+    """Return what the shim did in this process so far."""
     return diagnostics.stats()
 
 
 def info() -> dict[str, Any]:
-    """What ``trims info --json`` prints, for this process. Starts nothing."""
+    """Return what ``trims info --json`` prints, for this process. Starts no daemon."""
     _check_platform()
     ensure_imported("trims_shim.inspection")
     from trims_shim.inspection import describe
@@ -98,9 +98,9 @@ def warm(
     Starts the daemon when none runs. ``pin`` keeps it resident. ``device`` as for :func:`open`.
     Returns the digest. Raises OSError for the file, TrimsError when the cache cannot take it.
 
-    An ONNX model (``.onnx``) is prepared, for sessions on the CPU without options; that needs
-    onnxruntime in this interpreter, knows neither ``pin`` nor ``device``, and returns the key.
-    ``waiting`` is called now and then while it is prepared, to show that something goes on.
+    An ONNX model (``.onnx``) is prepared, for sessions on the CPU without options. That needs
+    onnxruntime in this interpreter, takes neither ``pin`` nor ``device``, and returns the key.
+    ``waiting`` is called now and then during the preparation, to show progress.
     """
     _check_platform()
     ensure_imported("trims_shim.wire.admin")
@@ -166,7 +166,7 @@ def open(
     ``access="private"`` makes every view of device memory a copy that may be written; on the host
     views are private anyway.
 
-    Raises OSError for the file, ValueError for a device or access that is none, TrimsError when the
+    Raises OSError for the file, ValueError for an invalid device or access, TrimsError when the
     cache cannot take it. No fallback: this is the cache itself.
     """
     _check_platform()
@@ -192,7 +192,7 @@ def _check_platform() -> None:
 
 
 def _device_id(device: str | int | torch.device) -> DeviceId | None:
-    """The device that is meant; None: the host. Raises ValueError, DriverFailure."""
+    """Return the id of the named device; None for the host. Raises ValueError, DriverFailure."""
     ensure_imported("trims_shim.client.device_arenas")
     from trims_shim.client.device_arenas import device_id
 
@@ -208,7 +208,7 @@ def _device_id(device: str | int | torch.device) -> DeviceId | None:
 
 
 def _current_index() -> int:
-    # Whoever has not imported torch cannot have chosen another device with it.
+    # Without torch, the program cannot have chosen another device with it.
     torch = sys.modules.get("torch")
     is_chosen = torch is not None and torch.cuda.is_initialized()
     return int(torch.cuda.current_device()) if torch is not None and is_chosen else 0

@@ -1,4 +1,4 @@
-"""What interpreters that we start are told of this one."""
+"""The search path for interpreters that we start."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["search_path"]
 
 
 def search_path() -> list[str]:
-    """Their ``sys.path``: where this package is, then the absolute directories of ours.
+    """Return their ``sys.path``: this package's directory, then the absolute ones of ours.
 
-    Those that depend on the working directory would let whoever owns it choose the code. Python
-    ignores entries that are no strings.
+    Relative entries would let the owner of the working directory choose the code. Python ignores
+    entries that are no strings.
     """
     ours = [each for each in sys.path if isinstance(each, str) and os.path.isabs(each)]
     return [os.path.dirname(PACKAGE_DIRECTORY), *ours]

@@ -45,13 +45,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 platform_problem = (
     "" if sys.platform == "linux" else f"the cache needs Linux, and this is {sys.platform!r}"
 )
-"""Why there is no cache on this system; batching needs none."""
+"""Why there is no cache on this system; empty if there is. Batching needs no cache."""
 PACKAGE_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
-"""Where this package is: processes that it starts are told, as their search path is their own."""
+"""The directory of this package; processes that it starts get it as part of their search path."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
-# Read by the test suite, the benchmarks and the process that is being started; not settings.
+# Not settings: read by the test suite, the benchmarks and the process that is being started.
 _RESERVED = ("TRIMS_BATCHING_DATA", "TRIMS_BENCH_DIR", "TRIMS_TEST_", "TRIMS_AUTOSTARTED")
 
 
@@ -130,7 +130,7 @@ def _count(text: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Bytes in ``512``, ``64K``, ``1.5GiB`` or ``40%`` (of the memory this process may use)."""
+    """Return the bytes in ``512``, ``64K``, ``1.5GiB`` or ``40%`` (of this process's memory)."""
     body = text.strip().upper()
     if body.endswith("%"):
         return int(memory_limit_bytes() * _share(body[:-1], text))
@@ -150,17 +150,17 @@ def parse_size(text: str) -> int:
 
 
 class ShareOrSize:
-    """A size that may be a share of something only the daemon knows, such as a device's memory."""
+    """A size, or a share of a total that only the daemon knows, such as a device's memory."""
 
     __slots__ = ("share", "size_bytes")
 
     def __init__(self, *, size_bytes: int | None = None, share: float | None = None) -> None:
-        """One of them, or both: then it is the smaller one."""
+        """Give one of them, or both: then the smaller one counts."""
         self.size_bytes = size_bytes
         self.share = share
 
     def of(self, total_bytes: int) -> int:
-        """Bytes, out of ``total_bytes`` where it is a share."""
+        """Return the bytes; a share is of ``total_bytes``."""
         sizes = [] if self.size_bytes is None else [self.size_bytes]
         if self.share is not None:
             sizes.append(int(total_bytes * self.share))
@@ -177,8 +177,8 @@ class ShareOrSize:
 
 def _headroom(text: str) -> ShareOrSize:
     if text.strip().lower() == "auto":
-        # What a context, cuBLAS' workspaces and some activations take; of a small device, or MIG's
-        # smallest instances, so much would leave nothing to share.
+        # 1 GiB for a context, cuBLAS' workspaces and some activations. On a small device or MIG's
+        # smallest instances that would leave nothing to share, hence 10%.
         return ShareOrSize(size_bytes=1 << 30, share=0.10)
     return _share_or_size(text)
 
@@ -201,7 +201,7 @@ def _share(number: str, text: str) -> float:
 
 
 def memory_limit_bytes() -> int:
-    """Memory this process may use: RAM, or the tightest cgroup limit around it."""
+    """Return the memory this process may use: RAM, or the tightest cgroup limit around it."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _cgroup_limit_files():
         try:
@@ -427,9 +427,9 @@ class Config:
         temp_dir: str = "",
         cache_home: str = "",
     ) -> None:
-        """Parse ``texts`` (by setting name); what is missing has its default.
+        """Parse ``texts`` (by setting name); missing settings have their defaults.
 
-        ``runtime_dir`` is ``$XDG_RUNTIME_DIR``, where sockets belong, ``temp_dir`` is ``$TMPDIR``;
+        ``runtime_dir`` is ``$XDG_RUNTIME_DIR``, where sockets belong; ``temp_dir`` is ``$TMPDIR``;
         ``cache_home`` is the user's cache directory.
         """
         self.runtime_dir = runtime_dir
@@ -448,42 +448,42 @@ class Config:
                 ) from None
 
     def __getattr__(self, name: str) -> Any:
-        # Underscored names are slots that are not set yet (copy, pickle), never settings.
+        # Names with an underscore are slots not set yet (copy, pickle), never settings.
         if name.startswith("_") or name not in _BY_NAME:
             raise AttributeError(name)
-        # Defaults are parsed when asked for: some look the machine up, and a load needs few.
+        # Defaults are parsed on demand: some inspect the machine, and a load needs few.
         if name not in self._values:
             self._values[name] = _BY_NAME[name].parse(_BY_NAME[name].default)
         return self._values[name]
 
     def source(self, name: str) -> str:
-        """Where the value of a setting comes from."""
+        """Return the source of a setting's value."""
         return self._sources.get(name, "default")
 
     def text(self, name: str) -> str:
-        """The value of a setting as it was written."""
+        """Return the value of a setting as written."""
         return self._texts.get(name, _BY_NAME[name].default)
 
     def daemon_hash(self) -> str:
-        """Changes when a setting that is read only when a daemon starts has changed."""
+        """Return a hash of the settings that are read only when a daemon starts."""
         parts = [f"{each.name}={self.text(each.name)}" for each in SETTINGS if each.is_daemons]
         return f"{zlib.crc32(os.fsencode(';'.join(parts))):08x}"
 
 
 def config_file(environment: Mapping[str, str]) -> str:
-    """Path of the configuration file of this user (it need not exist)."""
+    """Return the path of this user's configuration file (it need not exist)."""
     base = environment.get("XDG_CONFIG_HOME") or os.path.join(_home(environment), ".config")
     return os.path.join(base, "trims", "trims.toml")
 
 
 def _home(environment: Mapping[str, str]) -> str:
     home = environment.get("HOME") or os.path.expanduser("~")
-    # A user without an entry in passwd has none; "~" would be a directory in the current one.
+    # A user without a passwd entry has no home; "~" would be a directory in the current one.
     return os.sep if home == "~" else home
 
 
 def is_setting(variable: str) -> bool:
-    """Whether an environment variable is taken for a setting, be it one or not."""
+    """Whether an environment variable is read as a setting, known or unknown."""
     return variable.startswith("TRIMS_") and not variable.startswith(_RESERVED)
 
 
@@ -491,9 +491,9 @@ _current: Config | None = None
 
 
 def current() -> Config:
-    """The settings of this process, which are read once; raises ConfigError as :func:`load`.
+    """Return the settings of this process, read once; raises ConfigError as :func:`load`.
 
-    What a program sets later is for its children; where that is unusable, no load fails of it.
+    Variables that a program sets later are for its children; unusable ones make no load fail.
     """
     global _current
     if _current is None:
@@ -502,7 +502,7 @@ def current() -> Config:
 
 
 def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Config:
-    """The settings in an environment, by default that of this process now.
+    """Return the settings in an environment, by default the current one of this process.
 
     Raises ConfigError, naming the variable or key.
     """
@@ -532,7 +532,7 @@ def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Conf
 
 
 def load_usable(environment: Mapping[str, str] | None = None) -> tuple[Config, list[str]]:
-    """The settings that can be used, with what is wrong with the others; for diagnosis."""
+    """Return the usable settings, and the problems of the others; for diagnosis."""
     env = os.environ if environment is None else environment
     usable = {name: text for name, text in env.items() if not is_setting(name)}
     problems = []

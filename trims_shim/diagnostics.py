@@ -1,9 +1,9 @@
 """What the shim did in this process: counters by event and reason, and one WARNING per cause.
 
-Recording raises nothing into a load but what is not ours: the exception of a signal handler of the
-program, or one that another thread put into this one, which came while we were waiting, goes on to
-the program. Counters are plain dictionary increments under the interpreter lock, so no lock is
-taken that a fork or a finalizer could find held.
+Recording raises no error of ours into a load. If a signal handler of the program raised an
+exception while we worked, or another thread put one into this thread, it is passed on to the
+program. Counters are plain dictionary increments under the interpreter lock, so no lock is taken
+that a fork or a finalizer could find held.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = [
 _logger = logging.getLogger("trims_shim")
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _WAITING = frozenset({"trims_shim", "zmq"})
-"""Packages in whose Python code a load waits."""
+"""Packages whose Python code contains the waits of a load."""
 _RAISING = frozenset(
     {"blake3", "msgpack", "numpy", "onnxruntime", "safetensors_rust", "torch", "trims_shim", "zmq"}
 )
-"""Packages, beside Python's own, whose errors that code may meet."""
+"""Packages, besides Python's own, whose errors can occur in that code."""
 
 _totals: Counter[str] = Counter()
 _reported: Counter[str] = Counter()
@@ -61,7 +61,7 @@ EXPECTED_REASONS = frozenset(
         "device_off",
         "daemon_unavailable",
         "partial_file",
-        # Sessions of onnxruntime: what the client leaves alone.
+        # Sessions of onnxruntime that the client leaves alone.
         "arguments",
         "config_entry",
         "model_config",
@@ -70,7 +70,7 @@ EXPECTED_REASONS = frozenset(
         "provider",
         "random_seed",
         "session_option",
-        # What the daemon answers.
+        # Answers of the daemon.
         "busy",
         "model_changed",
         "not_python",
@@ -81,7 +81,7 @@ EXPECTED_REASONS = frozenset(
         "stopping",
         "unknown",
         "unsettled_file",
-        # What it has found out about a model.
+        # The daemon's findings about a model.
         "does_not_reload",
         "does_not_run",
         "ep_context",
@@ -107,8 +107,8 @@ class Stats:
     """Counters of this process.
 
     ``served``: loads that took their bytes from the cache; ``hits``, ``misses``, ``joined``: images
-    that were there, were read for this process, or were being read for another; ``fallbacks``:
-    loads that went to the framework's own loader, by reason; ``events``: everything, as
+    that were resident, were read for this process, or were being read for another; ``fallbacks``:
+    loads that went to the framework's own loader, by reason; ``events``: all counters, by
     ``event:reason``.
     """
 
@@ -130,7 +130,7 @@ def count(event: str, reason: str = "", amount: int = 1) -> None:
 def fallback(reason: str, error: BaseException | None = None, *, what: str = "") -> None:
     """Count a load that goes to the framework's own loader; warn once per unexpected reason.
 
-    Raises what a signal handler or another thread raised here.
+    Raises the exception of a signal handler or another thread, if ``error`` comes from one.
     """
     pass_on(error)
     count("fallback", reason)
@@ -152,8 +152,8 @@ def fallback(reason: str, error: BaseException | None = None, *, what: str = "")
 def log(level: int, text: str, *arguments: object, error: BaseException | None = None) -> None:
     """Log a message, with the traceback of ``error``.
 
-    Raises what a signal handler raised, and nothing that a logging handler of the program did: the
-    program would fail of what is ours alone.
+    Passes on an exception of a signal handler. Drops errors of the program's logging handlers:
+    messages of ours must not make the program fail.
     """
     try:
         _logger.log(level, text, *arguments, exc_info=error)
@@ -163,26 +163,26 @@ def log(level: int, text: str, *arguments: object, error: BaseException | None =
 
 
 def reason_of(error: BaseException) -> str:
-    """Under which an error is counted; what is none of ours is ``internal_error``."""
+    """Return the reason under which an error is counted; ``internal_error`` for foreign ones."""
     return error.reason if isinstance(error, TrimsError) else "internal_error"
 
 
 def pass_on(error: BaseException | None) -> None:
-    """Raise what a signal handler or another thread raised here, where this error comes from it."""
+    """If this error comes from a signal handler or another thread, raise that exception."""
     raised = None if error is None else signalled(error)
     if raised is not None:
         raise raised
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether it is no fault of what was called: no Exception, or raised from outside of it."""
+    """Whether an error is no fault of the called code: no Exception, or raised from outside."""
     return not isinstance(error, Exception) or signalled(error) is not None
 
 
 def signalled(error: BaseException) -> BaseException | None:
-    """What a signal handler or another thread raised, if this error is, or was made ``from``, it.
+    """Return the exception of a signal handler or another thread that this error is or stems from.
 
-    The context of an error is not looked at: that may be what the program was handling before.
+    Follows ``from`` only, not the context: that may be an error that the program was handling.
     """
     thrown = next((cause for cause in _causes(error) if _is_thrown_in(cause)), None)
     if thrown is not None:
@@ -197,11 +197,11 @@ def signalled(error: BaseException) -> BaseException | None:
 
 
 def _is_thrown_in(error: BaseException) -> bool:
-    """Whether another thread put it here (PyThreadState_SetAsyncExc, by which stopit and others
-    end threads): an error of a class that nothing knows in the place where it was raised. It has no
-    arguments, as the interpreter makes it of a class alone; what a library raises says why.
+    """Whether another thread put the error here (PyThreadState_SetAsyncExc: stopit and others).
 
-    Of Python's own classes only TimeoutError: a bare one of another may be what went wrong here.
+    Its class is then unknown to the code where it was raised. It has no arguments, because the
+    interpreter makes it from a class alone; libraries give a reason. Of Python's own classes only
+    TimeoutError counts: a bare error of another class may be a fault of the code here.
     """
     kind = type(error)
     package = kind.__module__.partition(".")[0]
@@ -222,7 +222,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _foreign_codes(error: BaseException) -> Iterator[CodeType]:
-    """What an error came through, but for this package, which most errors never leave."""
+    """Yield the code outside this package that an error came through; for most errors, none."""
     place = error.__traceback__
     while place is not None:
         code = place.tb_frame.f_code
@@ -232,7 +232,7 @@ def _foreign_codes(error: BaseException) -> Iterator[CodeType]:
 
 
 def stats() -> Stats:
-    """A snapshot of the counters of this process."""
+    """Return a snapshot of the counters of this process."""
     events = dict(_totals)
     fallbacks = {
         key.partition(":")[2]: value for key, value in events.items() if key.startswith("fallback:")
@@ -250,15 +250,15 @@ def stats() -> Stats:
 
 
 def take_unreported() -> dict[str, int]:
-    """Counters since the last call, for the daemon's totals."""
-    # A snapshot first: subtraction iterates in Python, while other threads may add events.
+    """Return the counters since the last call, for the daemon's totals."""
+    # A snapshot first: subtraction iterates in Python while other threads may add events.
     delta = Counter(dict(_totals)) - _reported
     _reported.update(delta)
     return dict(delta)
 
 
 def reset_after_fork() -> None:
-    """In a forked child: start from zero, so that the parent's counts are not reported twice."""
+    """Start from zero in a forked child, so that the parent's counts are not reported twice."""
     _totals.clear()
     _reported.clear()
 
@@ -266,8 +266,8 @@ def reset_after_fork() -> None:
 class LogFile(logging.FileHandler):
     """Appends to a file, which is opened for its first line.
 
-    Where that cannot be opened, lines go to stderr, with the reason; FileHandler would raise it
-    into whatever logs.
+    If it cannot be opened, lines go to stderr, with the reason; FileHandler would raise the error
+    into the code that logs.
     """
 
     def __init__(self, path: str) -> None:

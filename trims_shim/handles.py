@@ -26,7 +26,7 @@ _Self = TypeVar("_Self", bound="_Opened[Any]")
 
 
 class _Opened(ABC, Generic[_Arena]):
-    """What handles have in common."""
+    """The common part of all handles."""
 
     _place = ""
 
@@ -40,10 +40,10 @@ class _Opened(ABC, Generic[_Arena]):
     @property
     @abstractmethod
     def records(self) -> Mapping[str, Record]:
-        """By name."""
+        """The records, by name."""
 
     def close(self) -> None:
-        """Let go of the mapping; views keep it alive for as long as they need it."""
+        """Let go of the mapping; existing views keep it alive."""
         self._arena = None
 
     def __reduce__(self) -> NoReturn:
@@ -76,7 +76,7 @@ class Handle(_Opened["Arena"]):
 
     ``records`` are the named tensors of a safetensors file, or the named records of a torch zip
     archive (``data/0``, whose dtype and shape only its pickle knows). Views stay valid after
-    :meth:`close`; the memory goes when the last of them goes. Writes to views stay private.
+    :meth:`close`; the memory goes with the last view. Writes to views stay private.
     """
 
     def __init__(self, arena: Arena, name: str) -> None:
@@ -128,8 +128,8 @@ class DeviceHandle(_Opened["DeviceArena"]):
 
     ``records`` are the named tensors of a safetensors file, or the storages of a torch zip archive
     (``data/0``, whose dtype and shape only its pickle knows). Views stay valid after :meth:`close`;
-    the memory goes when the last of them goes. It is mapped read-only: a write to a view is a fault
-    that ends this process's use of the device, and harms nobody else. Open with
+    the memory goes with the last view. It is mapped read-only: a write to a view is a fault that
+    ends this process's use of the device, and harms no other process. Open with
     ``access="private"`` to write.
     """
 
@@ -141,7 +141,7 @@ class DeviceHandle(_Opened["DeviceArena"]):
 
     @property
     def records(self) -> Mapping[str, Record]:
-        """Records that are in device memory, by name; their spans are those in the file."""
+        """Records in device memory, by name; their spans are those in the file."""
         if self._records is None:
             arena = self._open_arena()
             found = _read_records(memoryview(arena.outline.buffer).cast("B"), self.name)
@@ -216,7 +216,7 @@ def _device_address(arena: DeviceArena, record: Record) -> int | None:
 
 
 def _numpy_dtype(record: Record, library: str) -> numpy.dtype[Any]:
-    """Of a record; bytes where the file says none. Raises UnsupportedFormat."""
+    """Return a record's dtype; uint8 if the file gives none. Raises UnsupportedFormat."""
     ensure_imported("numpy", "trims_shim.patches.safetensors_numpy")
     import numpy
 

@@ -1,10 +1,9 @@
 """What ``trims info`` and :func:`trims_shim.info` show: this process, this machine, the daemon.
 
-Only looks: starts no daemon, imports no framework (unless asked to probe), changes nothing, and
-works with settings that cannot be used. Memory kinds and the CUDA driver are tried in a child
-interpreter: trying one of the kinds forks, and a process that has initialised the driver cannot
-give CUDA to those it forks, neither of which the caller's program may like. No CUDA context is made
-there either.
+Only looks: starts no daemon, imports no framework (unless asked to), changes nothing, and works
+with unusable settings. Memory kinds and the CUDA driver are tried in a child interpreter, to leave
+the caller's process alone: trying one of the kinds forks, and children forked after the driver was
+initialised cannot use CUDA. The child makes no CUDA context either.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class PatchStatus:
 
 @dataclass(frozen=True, slots=True)
 class WrapperChain:
-    """A function that tools like to wrap, as it is now: outermost first, where each is written."""
+    """A function that tools like to wrap: the places of its wrappers now, outermost first."""
 
     target: str
     chain: tuple[str, ...]
@@ -120,7 +119,7 @@ class WrapperChain:
 
 @dataclass(frozen=True, slots=True)
 class MemoryKind:
-    """A kind of host memory, best first; why it does not work here."""
+    """A kind of host memory, and why it does not work here."""
 
     kind: str
     is_available: bool
@@ -144,9 +143,9 @@ class DeviceFound:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSupport:
-    """Whether weights can be shared in device memory here; ``problem`` is why not.
+    """Whether weights can be shared in device memory here; ``problem`` says why not.
 
-    ``driver``: NVIDIA's version, as far as NVML answers; else ``nvml`` says why it does not.
+    ``driver`` is NVIDIA's version by NVML; if NVML does not answer, ``nvml`` says why.
     """
 
     is_available: bool
@@ -159,9 +158,9 @@ class DeviceSupport:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSupport:
-    """Whether ONNX models can be prepared here, as far as files go; ``problem`` is why not.
+    """Whether ONNX models can be prepared here, as far as files go; ``problem`` says why not.
 
-    ``spare_bytes``: what is free of the file system, less the part that is left to others.
+    ``spare_bytes`` is the file system's free space, less the part that is left to others.
     """
 
     is_available: bool
@@ -174,7 +173,7 @@ class PreparedSupport:
 
 @dataclass(frozen=True, slots=True)
 class SocketStatus:
-    """The socket directory; ``problem`` is why it is not usable (yet)."""
+    """The socket directory; ``problem`` says why it is not usable (yet)."""
 
     directory: str
     handover: str
@@ -198,7 +197,7 @@ class DaemonStatus:
 
 @dataclass(frozen=True, slots=True)
 class LimitStatus:
-    """What this process may use."""
+    """Limits on this process."""
 
     open_files_soft: int
     open_files_hard: int
@@ -208,7 +207,7 @@ class LimitStatus:
 
 @dataclass(frozen=True, slots=True)
 class SettingStatus:
-    """A setting, its value as written, and where that comes from."""
+    """A setting, its value as written, and the value's source."""
 
     name: str
     variable: str
@@ -220,7 +219,7 @@ class SettingStatus:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Everything. ``problems``: settings that cannot be used; the shim is inactive then."""
+    """The whole description. ``problems``: unusable settings; the shim is then inactive."""
 
     versions: dict[str, str]
     problems: tuple[str, ...]
@@ -242,9 +241,10 @@ def describe(*, with_libraries: bool = False) -> dict[str, Any]:
 
 
 def look(*, with_libraries: bool = False) -> Description:
-    """Look around. ``with_libraries`` imports torch and safetensors first, so that patches apply.
+    """Describe this process, machine and daemon.
 
-    Takes about a tenth of a second, several with the libraries.
+    ``with_libraries`` imports most patched libraries first, so that patches apply. Takes about a
+    tenth of a second, or several seconds with the libraries.
     """
     if with_libraries:
         _import_libraries()
@@ -273,16 +273,16 @@ def _look(the_cache: Cache, problems: tuple[str, ...]) -> Description:
 def _import_libraries() -> None:
     names = dict.fromkeys(name for _, modules, _ in patches.PATCH_FILES for name in modules)
     for module in names:
-        if module.startswith(("transformers", "peft")):  # longer than all the others together
+        if module.startswith(("transformers", "peft")):  # slower than all the others together
             continue
-        # What is missing or broken shows as "waiting".
+        # A missing or broken library shows as "waiting".
         with contextlib.suppress(Exception):
             importlib.import_module(module)
 
 
 @contextlib.contextmanager
 def _usable_cache() -> Iterator[tuple[Cache, tuple[str, ...]]]:
-    """The cache of this process, or one with those settings that can be used, and the problems."""
+    """Yield this process's cache, or one with the usable settings, and the problems."""
     try:
         the_cache = cache()
     except ConfigError:
@@ -348,9 +348,9 @@ def _why_off(
 
 
 def _declared(patch_file: str) -> list[tuple[str, str, str]]:
-    """(name, target, supported) of the patch points that a patch file declares.
+    """Return (name, target, supported) of the patch points in a patch file.
 
-    Read from its source: it may import torch.
+    Reads its source, because importing it may import torch.
     """
     spec = importlib.util.find_spec(patch_file)
     if spec is None or spec.origin is None:
@@ -369,7 +369,7 @@ def _declared(patch_file: str) -> list[tuple[str, str, str]]:
 
 
 def _wrappers() -> Iterator[WrapperChain]:
-    """Reads ``__wrapped__`` of what is imported already; wakes nothing."""
+    """Follow ``__wrapped__`` in modules that are already imported; wakes no lazy ones."""
     for target in _COMMONLY_WRAPPED:
         try:
             function = resolve(target).original
@@ -454,11 +454,11 @@ def _is_installed(distribution: str) -> bool:
 
 
 class _NoAnswer(Exception):
-    """A child interpreter could not say what was asked."""
+    """A child interpreter gave no answer."""
 
 
 def _ask_child(code: str) -> Any:
-    # The settings of this process do not matter for it, and may be the unusable ones.
+    # The child needs no settings, and those of this process may be unusable.
     environment = {k: v for k, v in os.environ.items() if not configuration.is_setting(k)}
     try:
         answer = subprocess.run(
@@ -476,7 +476,7 @@ def _ask_child(code: str) -> Any:
     except subprocess.CalledProcessError as error:
         last = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise _NoAnswer(last or f"status {error.returncode}") from error
-    # The interpreter may be an embedded one, the machine out of processes...
+    # For example, the interpreter is embedded, or no process can start.
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise _NoAnswer(str(error)) from error
 

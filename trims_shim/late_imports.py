@@ -1,15 +1,15 @@
-"""Modules that are imported on the way, and never in the middle of a fork.
+"""Imports of modules during a program's run, never in the middle of a fork.
 
-A child that is forked while another thread imports a module can never import it, nor what that was
-importing in turn: nobody is there to release the modules' locks, and Python makes no new ones
-(CPython 3.10 to 3.14). So what threads of a program import late through us, they import where a
-fork waits for them. That takes some ten milliseconds, once in a process; a fork waits for a second
-at most, and an import as long for a fork.
+A child that is forked while another thread imports a module can never import that module, nor the
+modules it was importing in turn: no thread is left to release their locks, and Python makes no new
+ones (CPython 3.10 to 3.14). So forks wait for the late imports that threads make through us. These
+take some ten milliseconds, once in a process. A fork waits for an import, and an import for a fork,
+for a second at most.
 
-No lock is held during an import: threads that import would wait for each other in any order, as
-they hold locks of modules. And there is none at all: each side says what it is about to do before
-it looks at the other. So a signal handler may fork anywhere in here, and a library that exchanges
-locks that exist (eventlet's ``monkey_patch``) finds none.
+No lock is held during an import: importing threads hold locks of modules, and could wait for each
+other in any order. There is no lock at all: each side announces its action before it looks at the
+other. So a signal handler may fork anywhere in here, and a library that replaces existing locks
+(eventlet's ``monkey_patch``) finds none.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LONGEST_S = 1.0
 _POLL_S = 0.001
 _whole: set[str] = set()
 _importing: dict[int, int] = {}
-"""How deep in :func:`no_fork` each thread is."""
+"""By thread, its depth of nested :func:`no_fork`."""
 _forking: set[int] = set()
-"""The threads that are about to fork."""
+"""Threads that are about to fork."""
 
 
 def ensure_imported(*names: str) -> None:
-    """After this, importing these modules takes no lock. Raises what importing them raises."""
+    """Import modules, so that later imports take no lock. Raises the errors of their imports."""
     for name in names:
         if name not in _whole:
             with no_fork():
@@ -46,12 +46,12 @@ def ensure_imported(*names: str) -> None:
 
 @contextlib.contextmanager
 def no_fork() -> Iterator[None]:
-    """Forks of other threads wait until this has ended; what is imported in it may fork."""
+    """Make forks of other threads wait for the block; modules imported in it may fork."""
     thread = threading.get_ident()
     is_outermost = thread not in _importing
     deadline = time.monotonic() + _LONGEST_S
     _enter(thread)
-    # One that is in already is waited for: it must not wait in turn.
+    # A nested block does not wait: a fork already waits for the outer one.
     while is_outermost and set(_forking) - {thread} and time.monotonic() < deadline:
         _leave(thread)
         time.sleep(_POLL_S)

@@ -34,13 +34,13 @@ HOST_TIER = "host"
 
 PREPARED_MODEL = "model.onnx"
 PREPARED_WEIGHTS = "weights.bin"
-"""The files of a prepared ONNX model: the preparer writes them, the daemon publishes the directory
-that they are in, and onnxruntime finds the second one beside the first."""
+"""The files of a prepared ONNX model: the preparer writes them, the daemon publishes their
+directory, and onnxruntime finds the second file beside the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What ``fstat`` says of a file: enough to look an image up, never proof of content."""
+    """A file's ``fstat`` fields: enough to look up an image, never proof of content."""
 
     device: int
     inode: int
@@ -50,7 +50,7 @@ class Identity:
 
     @classmethod
     def from_stat(cls, status: os.stat_result) -> Identity:
-        """The identity in a stat result of an open descriptor."""
+        """Return the identity in a stat result of an open descriptor."""
         return cls(
             device=status.st_dev,
             inode=status.st_ino,
@@ -77,7 +77,8 @@ class Span:
 class Record:
     """A named tensor inside an image.
 
-    ``dtype`` is the format's own name (``F32`` in safetensors, ``FloatStorage`` in torch zip).
+    ``dtype`` is the format's own name (``F32`` in safetensors), or empty if the file gives none, as
+    for the records of a torch zip archive, whose shape is their size in bytes.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Record:
 
 
 class SegmentKind(enum.Enum):
-    """Where a host segment's memory comes from, best first."""
+    """Kinds of memory for host segments, best first."""
 
     MEMFD_HUGE = "memfd-huge"
     TMPFS_HUGE = "tmpfs-huge"

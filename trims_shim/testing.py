@@ -1,12 +1,12 @@
-"""A daemon inside the test: no process, no socket, no ZeroMQ, the real decisions.
+"""A daemon inside the test: no process, no socket, no ZeroMQ, but the real decisions.
 
-:class:`FakeDaemon` stands below the cache of this process, where the connection to the daemon would
-be. Everything above it is what production runs (patches, cache, leases, arenas), and so are the
-daemon's store, its loader, its request handlers and the message codec: every message is encoded and
-decoded, every segment is a sealed memfd that is really mapped. What is left out is what makes tests
-slow and flaky: start-up, sockets, the wait for a young file's time stamp to settle. Where there is
-a CUDA device it has a tier too, filled by an uploader process as in production. ONNX models are
-prepared in this process, by the request that finds none: the next session is made from it.
+:class:`FakeDaemon` takes the place of the connection to the daemon, below this process's cache.
+Everything above it is production code (patches, cache, leases, arenas), and so are the daemon's
+store, loader and request handlers and the message codec: every message is encoded and decoded,
+every segment is a sealed memfd that is really mapped. Left out are the causes of slow and flaky
+tests: start-up, sockets, the wait for a young file's time stamp to settle. A CUDA device has a tier
+too, filled by an uploader process as in production. The request that finds no prepared ONNX model
+prepares it in this process; the next session uses it.
 
     def test_the_second_request_finds_the_model():
         with trims_shim.testing.FakeDaemon() as daemon:
@@ -14,9 +14,9 @@ prepared in this process, by the request that finds none: the next session is ma
             second = my_service.load("model.pt")
             assert daemon.reads("model.pt") == 1
 
-Faults are put in with :meth:`FakeDaemon.refuse`, :meth:`FakeDaemon.stall` and
-:meth:`FakeDaemon.go_away`. Loads run in the thread that asks for them, so a test has no thread of
-ours and may fork; a forked child finds no daemon and loads privately.
+:meth:`FakeDaemon.refuse`, :meth:`FakeDaemon.stall` and :meth:`FakeDaemon.go_away` inject faults.
+Loads run in the thread that requests them, so a test has no thread of ours and may fork; a forked
+child finds no daemon and loads privately.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ _Open = (messages.OpenImageRequest, messages.OpenPreparedRequest)
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An open request that was answered. ``outcome``: ``miss``, ``hit`` or ``joined``.
+    """An answered open request. ``outcome`` is ``miss``, ``hit`` or ``joined``.
 
-    Of ONNX models: ``hit``, ``preparing``, ``unknown`` or ``refused``; ``digest`` is the prepared
-    model's key then.
+    For ONNX models it is ``hit``, ``preparing``, ``unknown`` or ``refused``, and ``digest`` is the
+    prepared model's key.
     """
 
     name: str
@@ -79,13 +79,13 @@ class Opened:
 
 
 class FakeDaemon:
-    """See the module docstring. A context manager; thread-safe inside its block.
+    """A daemon inside the test. A context manager; thread-safe inside its block.
 
     ``settings`` are settings of :mod:`trims_shim.config` as text, for example
     ``FakeDaemon(host_bytes="64M", strict="1")``; they win over the environment. Unlike in
     production, files of any size are shared (``min_bytes="1"``). Patches stay as they are: the
-    block changes where loads go, not whether they are patched. What was loaded inside the block
-    stays valid after it.
+    block changes where loads go, not whether they are patched. Models loaded inside the block stay
+    valid after it.
     """
 
     def __init__(self, **settings: str) -> None:
@@ -113,14 +113,14 @@ class FakeDaemon:
     # --- what happened ----------------------------------------------------------------------------
 
     def reads(self, name: str | os.PathLike[str]) -> int:
-        """How often the file of this path was read into the cache."""
+        """Return how often the file of this path was read into the cache."""
         return self._outcomes(name).count("miss")
 
     def hits(self, name: str | os.PathLike[str]) -> int:
-        """How often an open request for this path took what was there or under way.
+        """Return how often an open request for this path found it resident or being loaded.
 
-        A load that finds the model still held by this process asks no daemon; it is counted in
-        ``trims_shim.stats()``.
+        A load that finds the model still held by this process asks no daemon;
+        ``trims_shim.stats()`` counts it.
         """
         outcomes = self._outcomes(name)
         return outcomes.count("hit") + outcomes.count("joined")
@@ -148,17 +148,17 @@ class FakeDaemon:
     # --- faults -----------------------------------------------------------------------------------
 
     def refuse(self, error: RequestRefused, *, times: int = 1) -> None:
-        """Answer the next open requests with this error. Raises TypeError for another one."""
+        """Answer the next open requests with this error. Raises TypeError for other errors."""
         if not isinstance(error, RequestRefused):
             raise TypeError(f"{error!r} is no RequestRefused, which is what a daemon answers with")
         self._faults.refusals.extend([error] * times)
 
     def stall(self, *, times: int = 1) -> None:
-        """Do not answer the next open requests; their stall timeout is over at once."""
+        """Leave the next open requests unanswered; their stall timeout expires at once."""
         self._faults.stalls += times
 
     def go_away(self) -> None:
-        """As if the daemon had crashed: connections end, images and leases are forgotten."""
+        """Act as a crashed daemon: connections end, images and leases are forgotten."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -189,7 +189,7 @@ class _Faults:
 
 
 class _Deferred(Executor):
-    """Keeps work until somebody who waits for it runs it."""
+    """Keeps work until the thread that waits for it calls :meth:`run`."""
 
     def __init__(self) -> None:
         self._work: deque[Callable[[], Any]] = deque()
@@ -208,7 +208,7 @@ class _Deferred(Executor):
 
 
 class _Preparer:
-    """Prepares in this process, with its onnxruntime, and whatever the size of the model."""
+    """Prepares models of any size in this process, with its onnxruntime."""
 
     def run(
         self, preparation: Preparation, decide: Callable[[duties.SourceHashed], bool]
@@ -220,21 +220,20 @@ class _Preparer:
         return preparer.prepare(preparation.request, decide)
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no process runs."""
 
 
 class _HostTier(HostTier):
-    """What else the machine does must not decide a test."""
+    """A host tier that ignores the machine's other load, which must not decide a test."""
 
     def withheld_bytes(self) -> int:
         return 0
 
 
 class _Server(Front):
-    """The daemon's half: what :class:`trims_shim.daemon.server.Server` does with its sockets.
+    """The daemon's half, in place of :class:`trims_shim.daemon.server.Server` and its sockets.
 
-    One lock stands for the server's single thread. Public names are those that the request handlers
-    use.
+    One lock stands for the server's single thread. The request handlers use the public names.
     """
 
     memory_reason = "a fake daemon for tests"
@@ -280,7 +279,7 @@ class _Server(Front):
         )
 
     def _make_prepared(self, config: Config, numbers: Iterator[int]) -> Prepared:
-        """The directory is made by the first request, in a place of its own."""
+        """Make the prepared models, with their own directory, which the first request creates."""
         settings = PreparedSettings.of(config)
         directory = os.path.join(self._directory, "prepared")
         prepared = Prepared(
@@ -296,7 +295,7 @@ class _Server(Front):
         return prepared
 
     def stop(self) -> None:
-        """StopDaemonRequest: as :meth:`close`, but its answer still arrives."""
+        """Serve StopDaemonRequest: end all sessions; its answer still arrives."""
         for session in self.sessions:
             self.leave(session)
 
@@ -349,7 +348,7 @@ class _Server(Front):
             self.changed.notify_all()
 
     def release(self, session: Session, lease: int) -> None:
-        """Called by finalizers, which may run inside the lock: only note it."""
+        """Only note a release: finalizers call this and may run inside the lock."""
         self._released.append((session.number, lease))
 
     def report(self, report: messages.StatsReport) -> None:
@@ -359,7 +358,7 @@ class _Server(Front):
     # --- requests ---------------------------------------------------------------------------------
 
     def deliver(self, session: Session, data: bytes) -> bool:
-        """Take an encoded request and do its work; False: a fault says it is never answered."""
+        """Take an encoded request and do its work; False if a fault leaves it unanswered."""
         envelope = codec.decode_envelope(data)
         with self.changed:
             self._take_released()
@@ -373,7 +372,7 @@ class _Server(Front):
             try:
                 if is_open:
                     self._note_open(request, envelope.message)
-                # The handlers ask no more of a server than this class has.
+                # The handlers use no more of a server than this class has.
                 reply = handle(cast(Any, self), request, envelope.message)
             except TrimsError as error:
                 reply = self.error_reply(error)
@@ -383,7 +382,7 @@ class _Server(Front):
         return True
 
     def _note_open(self, request: Request, message: Any) -> None:
-        """Raises the error that the test has put in."""
+        """Note the name of an open request. Raises an error that the test has injected."""
         if self._faults.refusals:
             self.counters["refused"] += 1
             if message.ticket:
@@ -394,10 +393,10 @@ class _Server(Front):
         self._names[(request.session.number, request.number)] = name
 
     def check_jobs(self, session: Session) -> None:
-        """See :class:`~trims_shim.daemon.server.Server`; any number may wait."""
+        """Allow any number of waiting requests, unlike the real server."""
 
     def run_later(self, request: Request, tier: Tier, work: Callable[[], Any]) -> None:
-        """There is nobody who could be kept waiting."""
+        """Do the work at once: no other client waits for the thread."""
         self.answer(request, work())
 
     def _woken(self) -> None:
@@ -417,7 +416,7 @@ class _Server(Front):
         return request.session.offers.pop(ticket)
 
     def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
-        # Nothing is offered with a tier here, so nothing else is answered.
+        # Offers here name no tier, so only grants are handed over.
         if descriptor is not None:
             grants = self._lines[session.number].grants
             grants[(message.ticket, message.part)] = os.dup(descriptor)
@@ -438,23 +437,23 @@ class _Server(Front):
         self.leave(session)
 
     def publish(self, event: Announce) -> None:
-        """Nobody listens."""
+        """Do nothing: there are no listeners."""
 
 
 class _NoSocket:
-    """In the place of a session's connection."""
+    """Stands in for a session's connection."""
 
     def close(self) -> None:
-        """There is none."""
+        """Do nothing: there is no socket."""
 
 
 def _routing(number: int) -> bytes:
-    """Where replies to a session go."""
+    """Return the routing of replies to a session."""
     return number.to_bytes(8, "big")
 
 
 class _Line:
-    """The client's half, in the place of :class:`trims_shim.client.connection.Connection`."""
+    """The client's half, in place of :class:`trims_shim.client.connection.Connection`."""
 
     def __init__(self, server: _Server, config: Config) -> None:
         self.grants: dict[tuple[int, int], int] = {}
@@ -482,7 +481,7 @@ class _Line:
         return Granted(reply, granted[0], tuple(granted[1:]))
 
     def open_aligned(self, descriptor: int, name: str, lead_bytes: int) -> Granted | None:
-        return None  # Copies stay private: what a test sees does not depend on how often it ran.
+        return None  # Copies stay private: a test's result must not depend on how often it ran.
 
     def open_prepared(
         self, request: messages.OpenPreparedRequest, *, descriptor: int | None = None
