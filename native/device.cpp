@@ -36,7 +36,7 @@ Status Device::drain() const {
   const Current current(*this);
   Status first = current.status();
   for (CuStream stream : streams_) {
-    // Every stream is waited for, whatever became of the one before: memory is freed after this.
+    // Wait for every stream, even after an error of an earlier one: memory is freed after this.
     const Status status = Driver::check(driver_.stream_synchronize(stream), "cuStreamSynchronize");
     if (first.ok()) first = status;
   }

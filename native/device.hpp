@@ -1,4 +1,4 @@
-// A device's primary context, retained, with the two streams that copies alternate between.
+// A device's primary context, retained, with two streams between which copies alternate.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +21,10 @@ class Device {
   const Driver& driver() const { return driver_; }
   CuStream stream(uint64_t number) const { return streams_[number % kStreams]; }
 
-  // Wait until both streams are empty; the first error of a copy on them.
+  // Waits until both streams are empty; returns the first error of a copy on them.
   Status drain() const;
 
-  // Makes the context current in a thread for the life of the object; as it was before afterwards.
+  // Makes the context current in a thread for the life of the object.
   class Current {
    public:
     explicit Current(const Device& device);

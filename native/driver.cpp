@@ -37,7 +37,7 @@ Status Driver::load(const Driver** driver) {
     if (!resolved.ok()) return resolved;
     is_loaded = true;
   }
-  // Every time: it costs nothing, and in a forked child it says what is wrong.
+  // On every call: it costs nothing, and in a forked child it returns the right error.
   const Status ready = check(table.init(0), "cuInit");
   if (ready.ok()) *driver = &table;
   return ready;

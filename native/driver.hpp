@@ -19,7 +19,7 @@ using CuAddress = unsigned long long;
 
 constexpr CuResult kCudaSuccess = 0;
 constexpr unsigned kStreamNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
-// CU_EVENT_BLOCKING_SYNC, so that who waits does not take a core from who reads, DISABLE_TIMING.
+// CU_EVENT_BLOCKING_SYNC, so that waiting threads leave the cores to readers; DISABLE_TIMING.
 constexpr unsigned kEventFlags = 1 | 2;
 constexpr unsigned kHostAllocPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE
 
@@ -49,13 +49,13 @@ struct Driver {
   TRIMS_DRIVER_CALLS(TRIMS_MEMBER)
 #undef TRIMS_MEMBER
 
-  // kDriverFailed with this call's name unless `result` is success.
+  // Returns kDriverFailed with this call's name unless `result` is success.
   static Status check(CuResult result, const char* call) {
     if (result == kCudaSuccess) return {};
     return {Code::kDriverFailed, result, call};
   }
 
-  // The driver of this process, loaded on first use, never unloaded, and initialised. On failure
+  // Gets this process's driver, loaded on first use, never unloaded, and initialised. On failure
   // `*driver` is null, and the next call tries again. Thread-safe.
   static Status load(const Driver** driver);
 };

@@ -6,11 +6,11 @@
 namespace trims {
 namespace {
 
-// The largest block that O_DIRECT asks to be aligned to on what is used today; where it is larger
-// the read fails and is made through the page cache.
+// The largest alignment that O_DIRECT needs on today's disks; where it needs more, the read fails
+// and goes through the page cache.
 constexpr size_t kDirectAlignment = 4096;
 
-// How many bytes could be read.
+// Returns how many bytes could be read.
 size_t read_directly(int descriptor, uint8_t* target, size_t size, uint64_t offset) {
   size_t done = 0;
   const size_t whole_blocks = size / kDirectAlignment * kDirectAlignment;

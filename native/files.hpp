@@ -1,4 +1,4 @@
-// Whole reads and writes at an offset of a descriptor that stays the caller's.
+// Whole reads and writes at an offset; descriptors stay the caller's.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace trims {
 
-// kFileChanged when the file ends first; `target` is then partly written.
+// Returns kFileChanged when the file ends early; `target` is then partly written.
 Status read_fully(int descriptor, uint8_t* target, size_t size, uint64_t offset);
 
 // A file that may also be open with O_DIRECT, past the page cache; -1: it is not.
@@ -17,8 +17,8 @@ struct Source {
   int direct = -1;
 };
 
-// As read_fully. What cannot be read directly (unaligned, the file's end, an error) is read again
-// through the page cache, which says what is wrong.
+// As read_fully. Bytes that cannot be read directly (unaligned, the file's end, an error) are read
+// through the page cache, which gives the error.
 Status read_source(const Source& source, uint8_t* target, size_t size, uint64_t offset);
 
 Status write_fully(int descriptor, const uint8_t* source, size_t size, uint64_t offset);

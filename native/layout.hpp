@@ -25,8 +25,8 @@ struct Part {
 
 class Layout {
  public:
-  // In order of offset and disjoint; the caller has checked. Empty records and neighbours that lie
-  // on the device as they do in the file are dropped and joined: fewer, larger copies.
+  // The records are in order of offset and disjoint; the caller has checked. Drops empty records
+  // and joins neighbours that lie on the device as in the file: fewer, larger copies.
   explicit Layout(const std::vector<Record>& records);
 
   // Walks the parts of the file's bytes [begin, end), in order.

@@ -1,5 +1,5 @@
-// The border to Python: trims_shim._native. Status codes cross it, as tuples; exceptions of C++ do
-// not, but for the interpreter's own (a signal handler that raised, no memory).
+// The border to Python: trims_shim._native. Status codes cross it as tuples. C++ exceptions do not,
+// except the interpreter's own (a signal handler that raised, no memory).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <unistd.h>
@@ -22,10 +22,10 @@ using trims::Code;
 using trims::Pipeline;
 using trims::Status;
 
-// Raised when memory/copying_native.py has to change: an extension that was built from other
-// sources is then not used.
+// Raised when memory/copying_native.py has to change, so that an extension built from other sources
+// is not used.
 constexpr int kInterface = 1;
-// How long an interrupt of the user waits for a disk that does not answer.
+// How long a user's interrupt waits for a disk that does not answer.
 constexpr std::chrono::milliseconds kPatience{100};
 
 using StatusTuple = std::tuple<int, int, std::string>;
@@ -35,8 +35,8 @@ StatusTuple to_tuple(const Status& status) {
   return {static_cast<int>(status.code), status.number, status.call};
 }
 
-// One transfer, for one Python thread. Its threads are of the process that started it: a forked
-// child only forgets it.
+// One transfer, for one Python thread. Its threads exist only in the process that started it: a
+// forked child only forgets it.
 class Transfer {
  public:
   Transfer(Status opened, std::unique_ptr<trims::Step> step)
@@ -140,7 +140,7 @@ void hold_buffers(size_t size) { trims::RingKeeper::ours().hold(size); }
 
 void release_buffers() { trims::RingKeeper::ours().release(); }
 
-// Empty where there is no driver to ask.
+// Returns an empty string where there is no driver to ask.
 std::string driver_error(int number) {
   const trims::Driver* driver = nullptr;
   const char* name = nullptr;

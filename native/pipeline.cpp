@@ -12,8 +12,8 @@
 namespace trims {
 namespace {
 
-// Signals are for the interpreter's threads: one that is delivered to a thread of ours would not
-// wake the main thread out of its system call.
+// Signals are for the interpreter's threads: a signal delivered to a thread of ours would not
+// interrupt the main thread's system call.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -78,7 +78,7 @@ Pipeline::Outcome Pipeline::take(std::chrono::milliseconds patience, Ready* read
   return Outcome::kReady;
 }
 
-// How many ready chunks follow in one piece of memory, at most a batch.
+// Counts the ready chunks that follow in one piece of memory, at most a batch.
 uint64_t Pipeline::count_ready() const {
   const size_t first = taken_ % window_.slots;
   const size_t last = std::min(first + window_.batch, window_.slots);
@@ -136,7 +136,7 @@ bool Pipeline::claim(std::unique_lock<std::mutex>& lock, Chunk* chunk) {
   return true;
 }
 
-// A step that dies must not end the process, nor leave the consumer waiting.
+// An exception of a step must neither end the process nor leave the consumer waiting.
 Status Pipeline::process(const Chunk& chunk) {
   try {
     return step_->process(chunk);

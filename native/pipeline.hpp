@@ -1,7 +1,7 @@
 // Chunks of a file, made ready by threads and handed out in the order of the file.
 //
-// Threads claim chunks in order, so the chunk that is handed out next was always claimed first and
-// waits only for chunks that were handed out before: no deadlock, whatever the number of threads.
+// Threads claim chunks in order, so the next chunk to hand out was claimed before all later ones
+// and waits only for chunks that were handed out before: no deadlock with any number of threads.
 #pragma once
 
 #include <chrono>
@@ -21,7 +21,7 @@ struct Chunk {
   uint64_t number;
   uint64_t offset;  // in the file
   size_t size;
-  uint8_t* data;  // where its bytes are to be
+  uint8_t* data;  // the place for its bytes
   size_t slot;
 };
 
@@ -31,17 +31,17 @@ struct Window {
   uint64_t total_bytes = 0;  // of the file
   size_t chunk_bytes = 0;
   size_t slots = 0;
-  size_t batch = 0;  // most chunks handed out at once, so that the others go on meanwhile
+  size_t batch = 0;  // most chunks handed out at once; threads go on with the others
 };
 
-// What is done to a chunk. Called by several threads at once, for different chunks.
+// The work on a chunk. Called by several threads at once, for different chunks.
 class Step {
  public:
   virtual ~Step() = default;
   virtual Window window() const = 0;
-  // Afterwards the chunk's bytes are in its slot. Waits first for what still uses the slot.
+  // Waits for copies that still use the slot, then puts the chunk's bytes into it.
   virtual Status process(const Chunk& chunk) = 0;
-  // Waits for what process() only started. No thread is running any more.
+  // Waits for copies that process() only started. Called after all threads have ended.
   virtual Status drain() = 0;
 };
 
@@ -59,13 +59,13 @@ class Pipeline {
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
-  // Goes on with fewer threads than asked for; kNoThread when there is none.
+  // Works with fewer threads than requested; returns kNoThread or kNoMemory when none starts.
   Status start(unsigned threads);
 
-  // The next bytes in order; those handed out before may be overwritten from here on.
+  // Hands out the next bytes in order; those handed out before may be overwritten from now on.
   Outcome take(std::chrono::milliseconds patience, Ready* ready);
 
-  // Why take() said kFailed.
+  // The reason why take() returned kFailed.
   Status failure() const;
 
   // Ends and joins the threads (each finishes its chunk), then drains the step. The status is the
@@ -86,7 +86,7 @@ class Pipeline {
   mutable std::mutex mutex_;
   std::condition_variable is_ready_;
   std::condition_variable is_free_;
-  // All below: under mutex_. Chunks [0, released_) are done with, [released_, taken_) handed out.
+  // All below: under mutex_. Chunks [0, released_) are done, [released_, taken_) handed out.
   uint64_t released_ = 0;
   uint64_t taken_ = 0;
   uint64_t claimed_ = 0;

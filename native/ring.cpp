@@ -75,18 +75,18 @@ Status RingKeeper::take(int device_index, size_t size, std::unique_ptr<Ring>* ri
     *ring = std::move(kept);
     return {};
   }
-  kept.reset();  // before there is another one
+  kept.reset();  // before another one is allocated
   return Ring::open(device_index, size, ring);
 }
 
 void RingKeeper::give_back(std::unique_ptr<Ring> ring) {
   std::unique_ptr<Ring> unwanted;
   const std::lock_guard<std::mutex> lock(mutex_);
-  // Plain memory is not worth keeping: the next time it may be pinned.
+  // Plain memory is not worth keeping: the next allocation may be pinned.
   if (holders_ > 0 && ring->is_pinned()) unwanted = exchange(std::move(ring));
 }
 
-// Under mutex_; what was kept, unless it is another process's.
+// Under mutex_. Returns the ring kept before, unless it is another process's.
 std::unique_ptr<Ring> RingKeeper::exchange(std::unique_ptr<Ring> ring) {
   std::unique_ptr<Ring> before = std::move(kept_);
   if (process_ != getpid()) static_cast<void>(before.release());

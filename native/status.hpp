@@ -1,4 +1,4 @@
-// What every operation of the engine returns. Nothing throws across a function of this directory.
+// The result of every operation of the engine. No function of this directory throws to its caller.
 #pragma once
 
 namespace trims {
@@ -12,7 +12,7 @@ enum class Code : int {
   kNoDriver = 4,      // libcuda.so.1 cannot be loaded, or lacks the call
   kDriverFailed = 5,  // number: CUresult
   kNoMemory = 6,
-  kNoThread = 7,  // not one thread could be started; number: errno
+  kNoThread = 7,  // no thread could be started; number: errno
 };
 
 struct Status {

@@ -36,14 +36,14 @@ DeviceStep::~DeviceStep() {
     }
   }
   if (is_lost_) {
-    // The device is broken, and the process ends soon.
+    // The device is broken, so the process ends soon.
     ring_->abandon();
   } else {
     RingKeeper::ours().give_back(std::move(ring_));
   }
 }
 
-// Remember that the chunk's slot is in use until its stream gets here.
+// Marks the chunk's slot as in use until its stream reaches this point.
 Status DeviceStep::mark(const Chunk& chunk) const {
   const CuResult result = device().driver().event_record(events_[chunk.slot], stream(chunk));
   return Driver::check(result, "cuEventRecord");

@@ -1,4 +1,4 @@
-// What is done to a chunk, for each direction. Descriptors stay the caller's and outlive the step.
+// The work on a chunk, for each direction. Descriptors stay the caller's and outlive the step.
 #pragma once
 
 #include <cstddef>
@@ -42,8 +42,8 @@ class DeviceStep : public Step {
  private:
   std::unique_ptr<Ring> ring_;
   Window window_;
-  std::vector<CuEvent> events_;  // by slot: its copies are done
-  bool is_lost_ = false;         // copies may still run, and nobody can say
+  std::vector<CuEvent> events_;  // by slot: complete when its copies are done
+  bool is_lost_ = false;         // the wait failed, and copies may still run
 };
 
 // Records to the device, the rest to `outline` (-1: nowhere).
