@@ -53,7 +53,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo the patches. What was loaded before stays valid and shared."""
+    """Undo the patches. Models loaded before stay valid and shared."""
     patches.disable()
 
 

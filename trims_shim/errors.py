@@ -11,7 +11,7 @@
     │   ├── MessageTooLarge          it is longer than the protocol allows
     │   └── UnknownMessage           its verb is not part of this protocol version
     ├── DaemonError              the daemon cannot be used
-    │   ├── DaemonUnavailable        nobody listens, and none may or could be started
+    │   ├── DaemonUnavailable        no daemon listens, and none may or could be started
     │   │   └── UnusableSocketDir        the directory of the sockets cannot be used or trusted
     │   ├── DaemonStartFailed        it was started and reported a failure
     │   ├── DaemonTimeout            it stopped answering
@@ -148,13 +148,13 @@ class DaemonError(TrimsError):
 
 
 class DaemonUnavailable(DaemonError):
-    """Nobody listens on the socket, and no daemon may or could be started."""
+    """No daemon listens on the socket, and none may or could be started."""
 
     reason = "daemon_unavailable"
 
 
 class UnusableSocketDir(DaemonUnavailable):
-    """The directory of the sockets cannot be made or written, or somebody else could change it."""
+    """The directory of the sockets cannot be made or written, or another user could change it."""
 
     reason = "socket_dir"
 
@@ -240,7 +240,7 @@ class MemoryFailure(TrimsError):
 class DriverFailure(TrimsError):
     """A call of the CUDA driver failed, or there is no driver; names the call.
 
-    ``result`` is the name the driver gives it (``CUDA_ERROR_...``), empty where it was not asked.
+    ``result`` is the driver's name for it (``CUDA_ERROR_...``), empty if the driver was not asked.
     """
 
     reason = "driver"
@@ -254,7 +254,7 @@ class BatchingError(TrimsError):
 
 
 class RequestDropped(BatchingError):
-    """It could not be answered before its deadline, or would have made others late.
+    """The request could not be answered before its deadline, or would have made others late.
 
     ``reason`` is ``hopeless`` or ``shed``.
     """

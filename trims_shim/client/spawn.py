@@ -134,7 +134,7 @@ def _spawn(endpoint: Endpoint, deadline: float) -> None:
     executable = _interpreter()
     _take_statuses()
     with contextlib.ExitStack() as stack:
-        # A child that another thread forks meanwhile would keep the pipe open: we miss its end.
+        # A child that another thread forks here would keep the pipe open, and we miss its end.
         with no_fork():
             reader, writer = os.pipe()
             stack.callback(os.close, reader)

@@ -121,10 +121,9 @@ def hasher(size_bytes: int, *, lead_bytes: int = 0) -> Any:
 
 @functools.cache
 def _hash_threads() -> int:
-    """Return ``max_threads`` for all large hashes of the process.
+    """Return ``max_threads`` for large hashes, the first of which makes the process's thread pool.
 
-    The first large hash makes the thread pool. If that fails, every such hash panics; the panic is
-    no Exception.
+    If it cannot, every large hash panics, which is no Exception.
     """
     try:
         blake3(bytes(_HASHED_BY_THREADS_BYTES), max_threads=blake3.AUTO)

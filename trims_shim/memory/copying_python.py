@@ -82,7 +82,7 @@ def read_fully(descriptor: int, part: memoryview, offset: int, name: str) -> Non
 
 
 def write_fully(descriptor: int, part: memoryview, offset: int, name: str) -> None:
-    """Write ``part`` to a file of ours. Raises MemoryFailure. Views are released, as above."""
+    """Write ``part`` to a file of ours. Raises MemoryFailure. Releases its views."""
     done = 0
     while done < len(part):
         try:

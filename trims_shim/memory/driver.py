@@ -1,9 +1,8 @@
 """The CUDA driver, as far as this package uses it: the one place in Python that calls it.
 
-Owns ``cuInit``, the primary contexts that this process has retained, and the translation of every
-failed result into :class:`~trims_shim.errors.DriverFailure`. Callers own what it creates: handles,
-addresses, streams and descriptors are plain integers, because they end up in finalizers and in
-packets.
+Owns ``cuInit``, the primary contexts that this process has retained, and the translation of failed
+results into :class:`~trims_shim.errors.DriverFailure`. Callers own the objects it creates: handles,
+addresses, streams and descriptors are plain integers, as finalizers and packets need them.
 
 Invariants: nothing is loaded before the first :func:`driver`. A process has one :class:`Driver`; in
 a forked child every call raises and none reaches CUDA, which does not survive a fork. ``devices``,
@@ -102,10 +101,7 @@ class Driver:
     # --- devices ----------------------------------------------------------------------------------
 
     def devices(self) -> tuple[DeviceInfo, ...]:
-        """Return the devices that this process sees, in CUDA's order; at least one.
-
-        CUDA_VISIBLE_DEVICES decides.
-        """
+        """Return the devices in CUDA_VISIBLE_DEVICES, in CUDA's order; at least one."""
         if self._devices is None:
             count = self._number("cuDeviceGetCount")
             self._devices = tuple(self._describe(index) for index in range(count))
@@ -161,10 +157,7 @@ class Driver:
         return descriptor
 
     def import_descriptor(self, descriptor: int) -> int:
-        """Return a handle of a descriptor's memory; the descriptor stays the caller's.
-
-        It may be closed at once.
-        """
+        """Return a handle of a descriptor's memory; the caller keeps or closes the descriptor."""
         return self._number("cuMemImportFromShareableHandle", descriptor, _DESCRIPTOR)
 
     def release(self, handle: int) -> None:

@@ -1,8 +1,8 @@
 """``libcuda.so.1`` by ctypes: the functions of the driver that this package calls, as in cuda.h.
 
 Owns the library (loaded at the first call, never unloaded), the declarations of its functions and
-structures, and the names of results. :mod:`trims_shim.memory.driver` knows what calls mean, when
-they may be made, and what a failure is.
+structures, and the names of results. :mod:`trims_shim.memory.driver` owns the meaning of calls,
+the conditions for them, and their failures.
 
 Invariants: handles, addresses, contexts and streams are unsigned 64-bit numbers; a number that its
 C type cannot hold is an error, never another number. Each function is looked up by the symbol to

@@ -60,7 +60,7 @@ def arena_of_file(descriptor: int, name: object) -> Arena | None:
     path = absolute(name)
     try:
         return shared.open(descriptor, name=path)
-    # Border: the shim never makes a load fail; whatever it was, the original loader runs.
+    # Border: the shim never makes a load fail; after any error the original loader runs.
     except Exception as error:
         reason = diagnostics.reason_of(error)
         if shared.config.strict and reason not in diagnostics.EXPECTED_REASONS:

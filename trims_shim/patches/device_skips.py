@@ -14,10 +14,7 @@ __all__ = ["Skips"]
 
 
 class Skips:
-    """The skips of one library.
-
-    ``expected`` are reasons that are no fault, besides ``diagnostics.EXPECTED_REASONS``.
-    """
+    """The skips of one library; ``expected`` reasons are no fault, like EXPECTED_REASONS."""
 
     def __init__(self, *expected: str) -> None:
         self._expected = diagnostics.EXPECTED_REASONS | set(expected)
@@ -31,8 +28,8 @@ class Skips:
     def error(self, error: Exception, *, what: str) -> None:
         """Count a skip; warn once per reason if it is a fault.
 
-        Raises ``error`` if it is a fault and TRIMS_STRICT is set, and always what a signal handler
-        raised.
+        Raises ``error`` if it is a fault and TRIMS_STRICT is set. Passes on an exception of a
+        signal handler in any case.
         """
         diagnostics.pass_on(error)
         reason = diagnostics.reason_of(error)

@@ -411,10 +411,7 @@ def _hold(storage: torch.UntypedStorage, arena: DeviceArena) -> None:
 
 
 def _let_go(key: int, arena: DeviceArena) -> None:
-    """End a hold when the storage has died. The argument kept the arena alive until now.
-
-    May run in the garbage collector.
-    """
+    """End the hold of a dead storage; the arena lived until now. Runs in the garbage collector."""
     _holds.pop(key, None)
 
 

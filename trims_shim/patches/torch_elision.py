@@ -24,13 +24,10 @@ A copy is elided only where the result cannot be told from a copy's:
 
 :mod:`.torch_device_elision` is asked first; it elides copies within a device and onto one.
 
-Some differences from a copy remain:
-
-- The parameter's memory is elsewhere, so an address kept as a number (``data_ptr()``, ctypes,
-  registered I/O) is stale, where a copy would have kept it valid.
-- A storage that lies in an image is not resizable, and gets other memory when it is resized
-  (:func:`make_resizable`).
-- The first write to a page costs a page fault.
+Some differences from a copy remain. The parameter's memory is elsewhere, so an address kept as a
+number (``data_ptr()``, ctypes, registered I/O) is stale; a copy would have kept it valid. A storage
+in an image is not resizable, and gets other memory when it is resized (:func:`make_resizable`). The
+first write to a page costs a page fault.
 """
 
 from __future__ import annotations
@@ -211,7 +208,7 @@ class _Call:
         return self._shows(dst, size)
 
     def _shows(self, dst: torch.Tensor, size: int) -> bool:
-        """Do what else a copy does, now that ``dst`` has the bytes."""
+        """Bump the version of ``dst``, as a copy does, now that it has the bytes; count."""
         torch.autograd.graph.increment_version(dst)
         self._count(size)
         return True

@@ -1,6 +1,6 @@
 """Make tensors as torch's unpickling does, from the plain data of a recipe.
 
-Does what torch's functions do that a plain state dict's pickle calls, without the pickle.
+Does the work of the torch functions that a plain state dict's pickle calls, without the pickle.
 """
 
 from __future__ import annotations

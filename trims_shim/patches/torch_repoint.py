@@ -6,10 +6,9 @@ below all tensors, views and aliases. Where it cannot, each tensor is put on the
 torch's count of a storage's users shows more tensors than the caller knows, one pass over the
 objects of the garbage collector finds every other tensor that a program can reach.
 
-Without the swap, users that no tensor in Python stands for cannot follow: what autograd saved of an
-expression, such as the transpose in a linear layer; a storage object or a DLPack capsule that the
-program holds; what ``gc.freeze`` has put away. They keep the old memory and its bytes, and are
-counted.
+Without the swap, some users cannot follow: tensors that autograd saved of an expression, such as
+the transpose in a linear layer; a storage object or a DLPack capsule that the program holds;
+tensors hidden by ``gc.freeze``. They keep the old memory and its bytes, and are counted.
 
 Everything here is for tensors of ordinary memory, under the GIL.
 """

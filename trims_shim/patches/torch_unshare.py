@@ -241,7 +241,7 @@ def _wrap_share(original: Callable[..., Any]) -> Callable[..., Any]:
     def _share_cuda_(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch_device.lies_in_arena(self):
             diagnostics.count("unshared", "multiprocessing")
-            # torch keeps what it has sent alive until the receivers are done with it.
+            # torch keeps the sent copy alive until the receivers are done with it.
             return original(self.clone(), *args, **kwargs)
         return original(self, *args, **kwargs)
 

@@ -57,7 +57,7 @@ class Endpoint:
         return os.path.join(self.directory, f"events-{instance}.sock")
 
     def stamp(self) -> tuple[int, int] | None:
-        """Return what tells one daemon's socket from the next; inode numbers are reused at once."""
+        """Return a stamp of the daemon's socket; inode numbers alone are reused at once."""
         try:
             status = os.stat(self.handover)
         except OSError:

@@ -77,7 +77,7 @@ def watch_senders(connection: socket.socket) -> None:
     """Let packets name their senders: processes that drop rights inherit connections.
 
     Call it on a listener before any client can reach it; it holds for all accepted connections.
-    Later, packets on their way would seem to come from nobody.
+    Packets sent before the call would seem to come from the user nobody.
     """
     with contextlib.suppress(OSError):  # sandboxes without the option
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -140,7 +140,7 @@ def clipped(text: str, *, limit_bytes: int = 1000) -> str:
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Close descriptors, whatever their state."""
+    """Close descriptors; ignores errors."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
