@@ -87,3 +87,12 @@ def test_a_dtype_that_older_versions_refuse(
     request.getfixturevalue("_before_0_6")
     library.load_file(path)
     assert diagnostics.stats().fallbacks["unsupported_format"] == before + 1
+
+
+def test_an_argument_that_the_library_does_not_know_is_its_error(
+    daemon: FakeDaemon, tmp_path: Path
+) -> None:
+    path = saved(tmp_path, a=numpy.ones(9))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
+        library.load_file(path, device="cpu")
+    assert daemon.reads(path) == 0

@@ -8,6 +8,7 @@ through the module. Arrays are writable, as the original's are, and writes stay 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,9 +40,13 @@ NUMPY_DTYPES = {
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    by_default: list[dict[str, Any]] = [{}]
+    if "backend" in inspect.signature(original).parameters:  # since 0.8
+        by_default.append({"backend": "mmap"})
+
     @functools.wraps(original)
     def load_file(filename: Any, **kwargs: Any) -> Any:
-        if patches.active() and kwargs.get("backend", "mmap") == "mmap" and len(kwargs) <= 1:
+        if patches.active() and kwargs in by_default:
             arrays = _serve(filename)
             if arrays is not None:
                 return arrays
