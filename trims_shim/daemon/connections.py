@@ -1,11 +1,11 @@
-"""How many connections a ZeroMQ socket may have: what comes beyond is closed at once.
+"""Limits how many connections a ZeroMQ socket may have: further ones are closed at once.
 
-ZeroMQ accepts whoever connects, in a thread of its own, and aborts the process when no descriptor
+ZeroMQ accepts every connection, in a thread of its own, and aborts the process when no descriptor
 is left for the next one (ipc_listener.cpp of libzmq 4.3 takes ENFILE for an error, EMFILE for a
-bug). So the connections are counted as ZeroMQ reports them, by a thread that does nothing else. Of
-reports that were not heard yet there are some 1000 at most: then ZeroMQ's thread waits, and accepts
-nobody. So many descriptors have to be left unused (:func:`.sessions.descriptors_are_scarce`); a
-process that may not have some thousand can still be made to abort by a flood of connections.
+bug). So a thread that does nothing else counts the connections as ZeroMQ reports them. At most some
+1000 reports can be unread: then ZeroMQ's thread waits, and accepts nobody. That many descriptors
+must stay unused (:func:`.sessions.descriptors_are_scarce`). A flood of connections can still abort
+a process that may not have some thousand descriptors.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from trims_shim.wire.handover import peer_of
 __all__ = ["Doorkeeper", "connection_at"]
 
 _OF_ONE_USER = 2
-"""One connection in this many, at most, for other users than the daemon's own."""
+"""Each user but the daemon's own may have at most one connection in this many."""
 _HANDSHAKE_MS = 5000
-"""Who says nothing is let go after that; ZeroMQ's default is 30 s."""
+"""A silent connection is closed after this time; ZeroMQ's default is 30 s."""
 
 
 def connection_at(descriptor: int, path: str) -> socket.socket | None:
-    """A duplicate of a connection to ``path`` of which ZeroMQ has told the number.
+    """Duplicate the connection to ``path`` that ZeroMQ has reported under this number.
 
-    None where it is closed by now and the number is another's: a duplicate stays what it is.
+    None if it is closed by now, and the number is another's. A duplicate stays valid.
     """
     try:
         duplicate = os.dup(descriptor)
@@ -65,11 +65,11 @@ class Doorkeeper:
         self._watched = watched
         self._path = path
         self._users: dict[int, int] = {}
-        """By the descriptor of a connection that was let in."""
+        """The user of each connection that was let in, by descriptor."""
         self._counts: Counter[int] = Counter()
         watched.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._reports: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
-        self._reports.setsockopt(zmq.RCVHWM, 1)  # beside the 1000 of its other end
+        self._reports.setsockopt(zmq.RCVHWM, 1)  # beside the 1000 of the sending end
         address = f"inproc://trims-connections-{id(self)}"
         watched.monitor(
             address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
@@ -79,8 +79,8 @@ class Doorkeeper:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more. Blocks until the thread has ended."""
-        # It hears all reports until the last one, or ZeroMQ's thread might wait for ever.
+        """Stop watching. Blocks until the thread has ended."""
+        # The thread reads every report up to the last: else ZeroMQ's thread might wait for ever.
         self._watched.disable_monitor()
         self._thread.join()
 

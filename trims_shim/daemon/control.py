@@ -32,8 +32,8 @@ REQUEST_LIMIT_BYTES = 64 << 10
 _BLOAT_LIMIT_BYTES = 256 << 20
 _TURN_S = 0.01
 _UNREAD_REPLIES = 64
-"""For each client, beside what the kernel takes. It waits for one reply at a time, and is told four
-times a second how far it is; a status has a quarter of a megabyte."""
+"""For each client, beside what the kernel buffers. A client waits for one reply at a time, and gets
+its progress four times a second; a status takes a quarter of a megabyte."""
 _REBIND_PATIENCE_MS = 2000
 _LAST_WORDS_S = 0.1
 _CONDEMNED_LIMIT = 64
@@ -59,7 +59,7 @@ class ControlSocket:
         return bool(int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
-        """What has come, as [routing, frame...], for a moment: a flood must not keep the loop.
+        """Yield messages as [routing, frame...], for a moment only: a flood must not keep the loop.
 
         The descriptor is edge-triggered: call this after every turn, whatever caused it.
         """
@@ -85,11 +85,11 @@ class ControlSocket:
         return True
 
     def condemn(self, frame: zmq.Frame) -> None:
-        """Close the connection a frame came on, a moment after a :meth:`reply` to it succeeded.
+        """Close the connection that a frame came on, a moment after a :meth:`reply` succeeded.
 
-        ZeroMQ tells the number of a descriptor, which could belong to somebody else by now. The
+        ZeroMQ reports the number of a descriptor, which could belong to something else by now. The
         reply shows that the peer was there an instant ago, the name that it is a control
-        connection; from here on a duplicate holds it. Not at once: the error has to arrive first.
+        connection. A duplicate holds it until it is closed: the error has to arrive first.
         """
         with contextlib.suppress(Exception):
             connection = connection_at(int(frame.get(zmq.SRCFD)), self._path)
@@ -122,12 +122,12 @@ class ControlSocket:
         deadline_s = time.monotonic() + _REBIND_PATIENCE_MS / 1000
         _trim_heap()
         while self.is_bloated() and time.monotonic() < deadline_s:
-            time.sleep(0.01)  # what was in it is freed by a thread of ZeroMQ
+            time.sleep(0.01)  # a thread of ZeroMQ frees what was in it
             _trim_heap()
         self._baseline = max(self._baseline, self._statm.private_bytes())
 
     def close(self, *, linger_ms: int) -> None:
-        """Close, giving replies under way this long."""
+        """Close, but give replies under way this long."""
         for _, connection in self._condemned:
             connection.close()
         self._condemned.clear()
@@ -156,8 +156,8 @@ def rebound(
     before = os.stat(path)
     with old.get_monitor_socket(zmq.EVENT_CLOSED) as monitor:
         old.unbind(f"ipc://{path}")
-        # ZeroMQ does it in a thread of its own, and some versions unlink the name then: not the new
-        # one's, please.
+        # ZeroMQ closes it in a thread of its own, and some versions unlink the name then: wait, or
+        # the name of the new socket is unlinked.
         monitor.poll(_REBIND_PATIENCE_MS)
         old.disable_monitor()
     old.close(linger=0)
@@ -168,7 +168,7 @@ def rebound(
 
 
 class _Statm:
-    """Memory of this process, by a descriptor kept open: it is asked when none may be left."""
+    """Memory of this process, by a descriptor kept open: it is needed when none may be left."""
 
     def __init__(self) -> None:
         self._descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Entry of a daemon that a client started: standard streams go to the log, nobody is our parent."""
+"""Entry point of a daemon that a client started: standard streams go to the log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(report_descriptor: int) -> None:
     os.set_inheritable(report_descriptor, False)
     _see_all_devices()
     # A program may start us from a thread that blocks signals, and exec keeps the mask. It also
-    # keeps what is ignored; with SIGCHLD, the status of a process of ours would be lost.
+    # keeps ignored signals: with SIGCHLD ignored, the status of a child would be lost.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.umask(0o022)
@@ -44,10 +44,10 @@ def main(report_descriptor: int) -> None:
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes to standard error, and begins the file behind it anew when it has become long.
+    """Writes to standard error, and starts a new file behind it when the old one has become long.
 
-    One old file is kept. Not logging's own rotation: what is no record is written there, too, by
-    the interpreter, libraries and processes of ours.
+    One old file is kept. Not logging's own rotation: the interpreter, libraries and our child
+    processes also write there, without a log record.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
 
 def _lift_limits() -> None:
-    """What the program allowed itself (`ulimit -S`, `taskset`, `nice`) is not meant for us."""
+    """Lift limits that the program set for itself (`ulimit -S`, `taskset`, `nice`), not for us."""
     for limit in _LIMITS:
         _, hard = resource.getrlimit(limit)
         with contextlib.suppress(ValueError, OSError):
@@ -86,9 +86,9 @@ def _lift_limits() -> None:
 
 
 def _see_all_devices() -> None:
-    """We serve every client, not only the one that started us and may see some devices only.
+    """Show the daemon all devices: the client that started it may see only some of them.
 
-    With MIG a process sees one instance at most, the first unless this names another.
+    With MIG a process sees one instance at most, the first unless this variable names another.
     """
     if "MIG-" not in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)

@@ -1,9 +1,9 @@
-"""The events socket: a ZeroMQ PUB that tells whoever listens what becomes of images.
+"""The events socket: a ZeroMQ PUB that tells subscribers what becomes of images.
 
-Owns the socket and its place in the file system. Subscribers are not asked who they are, and each
-may subscribe to as much as it likes, of which ZeroMQ keeps a table: what one sends is limited in
-length and in pace, and when the owner's memory grows without reason the socket is closed with
-everything in it and bound again under its name.
+Owns the socket and its place in the file system. Subscribers are not asked who they are. Each may
+subscribe to as much as it likes, and ZeroMQ keeps a table of it. So what a subscriber sends is
+limited in length and in pace. When the owner's memory grows without reason, the socket is closed
+with everything in it and bound again under its name.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["EventSocket"]
 _SUBSCRIPTION_LIMIT_BYTES = 256
 """The longest topic is ``image.unpinned``; a greeting of ZeroMQ has some 50 bytes."""
 _SUBSCRIPTIONS_AT_ONCE = 16
-"""ZeroMQ takes in all there is at each event and each :meth:`EventSocket.tend`. With its default of
-1000, who subscribes without end is faster than that, and it never returns."""
+"""ZeroMQ takes in all waiting subscriptions at each event and each :meth:`EventSocket.tend`. With
+its default of 1000, a peer that subscribes without end is faster, and that never returns."""
 
 
 class EventSocket:
@@ -37,16 +37,16 @@ class EventSocket:
         self._publisher = self._bind()
 
     def publish(self, event: Announce) -> None:
-        """Tell those who listen now; nobody waits for one that does not read."""
+        """Tell the current subscribers; a subscriber that does not read delays nobody."""
         body = admin.ImageEvent(event.event, event.digest, event.size_bytes, time.time_ns())
         with contextlib.suppress(zmq.ZMQError):
             topic = f"image.{event.event}".encode()
             self._publisher.send_multipart([topic, codec.encode(body)], zmq.NOBLOCK)
 
     def tend(self) -> None:
-        """Give up what subscribers that have gone left; call about every second.
+        """Free what departed subscribers left; call about every second.
 
-        ZeroMQ does it when it is asked something, and there may be nothing to publish for weeks.
+        ZeroMQ does so only when it is asked something, and there may be no event for weeks.
         """
         self._publisher.getsockopt(zmq.EVENTS)
 
@@ -56,7 +56,7 @@ class EventSocket:
         self._publisher = rebound(self._path, self._publisher, self._bind)
 
     def close(self) -> None:
-        """Close it, and forget what was not read."""
+        """Close it, and discard what was not read."""
         self._door.close()
         self._publisher.close()
 

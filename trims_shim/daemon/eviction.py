@@ -5,8 +5,7 @@ many go is the store's business. Policies are stateless over :class:`Candidate`,
 and a simulation run the same object.
 
 Candidates come in the order of their last use, and the ranking is read only as far as room is
-needed: with many images, each of which may make room for the next one, nobody should look at all of
-them for every load.
+needed: a load that makes room among many images must not look at all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["Candidate", "EvictionPolicy", "LeastRecentlyUsed", "policy_named"]
 
 @dataclass(slots=True)
 class Candidate:
-    """An image that may be evicted, with what policies weigh; they change nothing of it."""
+    """An image that may be evicted, with the figures that policies weigh and never change."""
 
     digest: Digest
     resident_bytes: int
@@ -41,7 +40,7 @@ class EvictionPolicy(Protocol):
     def rank(self, candidates: Iterable[Candidate], now_ns: int) -> Iterable[Candidate]:
         """The order in which they should go; leaving one out keeps it.
 
-        ``candidates``: the one that was used longest ago is the first.
+        ``candidates``: least recently used first.
         """
 
 

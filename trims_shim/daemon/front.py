@@ -1,7 +1,7 @@
-"""The way to the clients: what those who answer requests need of the server, and how they answer.
+"""The way to the clients: what handlers of requests need of the server, and how they answer.
 
-A request is answered where it came from, once, now or later; :meth:`Front.serve` is the border at
-which whatever goes wrong with it costs this one request, not the daemon.
+A request is answered where it came from, once, now or later. :meth:`Front.serve` is the border:
+whatever goes wrong with a request costs this one request, not the daemon.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ INTERNAL_ERROR = "internal error; see the daemon's log"
 
 
 class Request(NamedTuple):
-    """Who waits for an answer, and where it goes.
+    """The client that waits for an answer, and where that goes.
 
-    ``number`` is the client's own for it. ``routing`` leads to the client's control socket; None:
-    the request came as a packet, and so does its answer.
+    ``number`` is the client's own for the request. ``routing`` leads to the client's control
+    socket; None: the request came as a packet, and so does its answer.
     """
 
     session: Session
@@ -39,7 +39,7 @@ class Request(NamedTuple):
 
 
 class Front(abc.ABC):
-    """Who talks with the clients. Used by the server's thread only."""
+    """Talks with the clients. Used by the server's thread only."""
 
     sessions: Sessions
     counters: Counter[str]
@@ -47,7 +47,7 @@ class Front(abc.ABC):
     """No new opening is let in."""
 
     def serve(self, request: Request, work: Callable[[], Any]) -> None:
-        """Answer with what ``work`` returns or raises; not, or not yet, where that is None."""
+        """Answer with what ``work`` returns or raises; None: there is no answer, or a later one."""
         try:
             reply = work()
         # Border: a bug in a handler costs one request, not the daemon.
@@ -57,19 +57,19 @@ class Front(abc.ABC):
             self.answer(request, reply)
 
     def answer(self, request: Request, message: Any) -> None:
-        """Send a reply, or a sign of life. Who is gone is sent nothing."""
+        """Send a reply, or a sign of life. A client that is gone is sent nothing."""
         if request.routing is not None:
             self.reply(request.routing, request.number, message)
         elif self.sessions.get(request.session.number) is not None:
             try:
                 self.hand_over(request.session, message)
             except OSError as error:
-                # BlockingIOError too: who is not told would wait for an answer in vain.
+                # BlockingIOError too: a client that is not told would wait for an answer in vain.
                 reason = f"the client does not take its answer: {error}"
                 self.end_session(request.session, reason)
 
     def error_reply(self, error: Exception) -> ErrorReply:
-        """What a client is told of an error. One that is none of ours is a bug, and noted."""
+        """What a client is told of an error. One that is no TrimsError is a bug, and logged."""
         if isinstance(error, TrimsError):
             return ErrorReply(type(error).__name__, clipped(str(error)))
         _logger.error("a request failed", exc_info=error)
@@ -97,4 +97,4 @@ class Front(abc.ABC):
 
     @abc.abstractmethod
     def publish(self, event: Announce) -> None:
-        """Tell who listens."""
+        """Tell the subscribers."""

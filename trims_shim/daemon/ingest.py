@@ -1,6 +1,6 @@
 """Read a model file into a segment, and the digests of files and segments, with a meter.
 
-How a file is read is :mod:`trims_shim.memory.copying`'s; what is here belongs to the daemon: the
+:mod:`trims_shim.memory.copying` reads the files. This module adds what belongs to the daemon: the
 meter that the server shows, and hashing without keeping.
 """
 

@@ -1,7 +1,7 @@
-"""Who leases what: the claims of sessions on the things of one store, by number.
+"""Leases: the claims of sessions on the things of one store, by number.
 
-Pure. Numbers come from the counter that all stores of a daemon share: a client gives a lease up by
-its number alone. A session has only what it was granted, and nothing of it is left once it ends.
+Pure. All stores of a daemon share the counter of the numbers, because a client gives a lease up by
+its number alone. A session has only what it was granted, and no lease of it is left once it ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Leases(Generic[_Key]):
         return len(self._held)
 
     def grant(self, session: int, key: _Key) -> int:
-        """A session leases something; the number of the lease."""
+        """Lease something to a session; return the number of the lease."""
         lease = next(self._numbers)
         self._held[lease] = (session, key)
         self._by_session[session].add(lease)
@@ -36,7 +36,7 @@ class Leases(Generic[_Key]):
         return lease
 
     def release(self, session: int, lease: int) -> _Key | None:
-        """What the session had leased; None where the lease is not its own."""
+        """End a lease; return what was leased, None if it is not the session's own."""
         owner, key = self._held.get(lease, (None, None))
         if key is None or owner != session:
             return None
@@ -46,7 +46,7 @@ class Leases(Generic[_Key]):
         return key
 
     def close_session(self, session: int) -> list[_Key]:
-        """All that a session had leased; it is not to come back."""
+        """End a session for good; return what it had leased."""
         ended = []
         for lease in self._by_session.pop(session, ()):
             _, key = self._held.pop(lease)
@@ -55,15 +55,15 @@ class Leases(Generic[_Key]):
         return ended
 
     def forget(self, key: _Key) -> None:
-        """It is no more, and no lease of it."""
+        """Forget a thing, and all leases of it."""
         for lease in self._by_key.pop(key, ()):
             session, _ = self._held.pop(lease)
             self._by_session[session].discard(lease)
 
     def of_session(self, session: int) -> int:
-        """How many a session has."""
+        """How many leases a session has."""
         return len(self._by_session.get(session, ()))
 
     def of(self, key: _Key) -> int:
-        """How many there are of one thing."""
+        """How many leases of one thing there are."""
         return len(self._by_key.get(key, ()))

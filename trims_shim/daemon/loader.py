@@ -1,8 +1,8 @@
 """Executes loads: worker threads that turn an offered descriptor into a sealed segment.
 
 Owns the segments of resident images and the threads; decides nothing. A finished load is put on a
-queue and the server is woken; the server asks the store, which says adopt or discard. What is the
-same at every tier is :class:`Loads`; the host tier's loads are :class:`Loader`, a device's are in
+queue and the server is woken; the server asks the store, which says adopt or discard.
+:class:`Loads` is common to all tiers; :class:`Loader` is that of the host tier, a device's is in
 :mod:`trims_shim.daemon.device.loader`.
 """
 
@@ -41,11 +41,11 @@ __all__ = [
 
 CONCURRENT_LOADS = 4
 _STUCK_AFTER_S = 5.0
-"""Without a byte more for so long, a load is none of them."""
+"""A load without progress for this long does not count as one of them."""
 _SETTLED_AFTER_NS = 100_000_000
 """Local file systems stamp changes at least every 10 ms (CONFIG_HZ=100); ten times that."""
 _SETTLED_AFTER_REMOTE_NS = 2_000_000_000
-"""FAT has 2 s stamps, network file systems the server's; used for all that are not known local."""
+"""FAT has 2 s stamps, network file systems have the server's. For devices not known as local."""
 _LOCAL_DEVICE_MAJORS = frozenset({8, 65, 66, 67, 68, 69, 70, 71, 202, 252, 253, 254, 259})
 """SCSI, Xen, virtio, device mapper and NVMe disks (Documentation/admin-guide/devices.txt)."""
 _SECOND_NS = 1_000_000_000
@@ -90,7 +90,7 @@ class Hashing:
 
 @dataclass(slots=True)
 class _Load:
-    """A load's meter, and when it was last seen to get on; in the future while no worker has it."""
+    """A load's meter, and when it last made progress; in the future while no worker has it."""
 
     meter: Meter
     done_bytes: int = 0
@@ -114,12 +114,12 @@ class Loads(abc.ABC, Generic[_Segment]):
     ) -> None:
         """``wake`` is called from a worker after each end; ``pool`` runs the work, ours if None.
 
-        ``trusts_young_files``: take every identity for settled; a test's files are never old.
+        ``trusts_young_files``: take every identity as settled, for tests, whose files are new.
         """
         self._wake = wake
         self._trusts_young_files = trusts_young_files
         self._pool = pool or Workers(CONCURRENT_LOADS)
-        # What is no load neither waits for slow files nor keeps them waiting.
+        # Other work neither waits for slow files nor keeps loads waiting.
         self._aside = pool or Workers(1)
         self._finished: queue.SimpleQueue[Finished[_Segment]] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -130,7 +130,7 @@ class Loads(abc.ABC, Generic[_Segment]):
     def start(self, action: StartIngest, descriptor: int, *, digest: Digest = "") -> None:
         """Begin a load; owns ``descriptor`` from here on.
 
-        ``digest``: of the content, where the descriptor is not of a file but of an image's segment.
+        ``digest``: that of the content, if the descriptor is an image's segment and not a file.
         """
         load = self._loads[action.ingest] = _Load(Meter(action.opening.image_bytes))
         self._pool.submit(self._run, action, descriptor, digest, load)
@@ -141,7 +141,7 @@ class Loads(abc.ABC, Generic[_Segment]):
         self._wake()
 
     def run(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Do ``work`` in a worker thread; its result (or exception) goes to a :meth:`take_jobs`."""
+        """Do ``work`` in a worker thread; a :meth:`take_jobs` call gives its result to ``done``."""
 
         def job() -> None:
             try:
@@ -203,17 +203,17 @@ class Loads(abc.ABC, Generic[_Segment]):
         return {ingest: load.meter for ingest, load in self._loads.items()}
 
     def stuck_count(self) -> int:
-        """Loads that do not get on: of files whose server is gone."""
+        """Loads without progress, as of files whose server is gone."""
         now_s = time.monotonic()
         return sum([each.is_stuck(now_s) for each in self._loads.values()])
 
     def tend(self) -> None:
-        """What is to be done about every second; never blocks."""
+        """Do periodic work; call about every second. Never blocks."""
         if isinstance(self._pool, Workers):
             self._pool.replace(self.stuck_count())
 
     def close(self) -> None:
-        """Wait for loads that get on, then give up every segment."""
+        """Wait for the loads, unless one is stuck, then give up every segment."""
         self._aside.shutdown(wait=True)
         self._pool.shutdown(wait=not self.stuck_count(), cancel_futures=True)
         self.take_finished()
@@ -245,7 +245,7 @@ class Loads(abc.ABC, Generic[_Segment]):
         except BaseException as failure:
             error = ReadFailed(f"{action.opening.name}: {type(failure).__name__}: {failure}")
         finally:
-            close_all([descriptor])  # a server may have an error for who closes its file
+            close_all([descriptor])  # closing a file may report an error of its server
             load.at_s = math.inf
         self.deliver(Finished(action.ingest, result, segment, error))
 
@@ -256,7 +256,7 @@ class Loads(abc.ABC, Generic[_Segment]):
         """Make the segment; None where an image of this digest is resident already."""
 
     def _hashed(self, action: StartIngest, descriptor: int, meter: Meter) -> Ingested:
-        """The result of a load that there is no room for. Raises FileChanged."""
+        """Only hash a load for which there is no room. Raises FileChanged."""
         known = self._known(action, descriptor, meter, time.time_ns())
         if known is None:
             name = action.opening.name
@@ -266,7 +266,7 @@ class Loads(abc.ABC, Generic[_Segment]):
     def _known(
         self, action: StartIngest, descriptor: int, meter: Meter, started_ns: int
     ) -> Ingested | None:
-        """The result of a load that only had to be hashed; None where there is no such image."""
+        """The result of a load that only had to be hashed; None if no such image is resident."""
         opening = action.opening
         identity, name = opening.identity, opening.name
         digest = ingest.hash_file(
@@ -275,13 +275,13 @@ class Loads(abc.ABC, Generic[_Segment]):
         if digest in self._segments:
             settled = check_unchanged(descriptor, identity, started_ns, name)
             return Ingested(digest, 0, settled, time.time_ns() - started_ns)
-        # All over again: the client sees a meter that goes on, not one that fell back.
+        # The file is read again: the client sees a meter that goes on, not one that fell back.
         meter.total_bytes += identity.size_bytes
         return None
 
 
 class Loader(Loads[SealedSegment]):
-    """The host tier's: a segment is the bytes of the file, behind as many zeros as asked for."""
+    """Loads of the host tier: a segment is a file's bytes behind as many zeros as asked for."""
 
     def __init__(
         self,
@@ -292,12 +292,12 @@ class Loader(Loads[SealedSegment]):
         pool: Executor | None = None,
         trusts_young_files: bool = False,
     ) -> None:
-        """``threads`` read one file."""
+        """``threads``: how many read one file."""
         super().__init__(wake=wake, pool=pool, trusts_young_files=trusts_young_files)
         self.memory = memory
         self._threads = threads
         self._own: set[tuple[int, int]] = set()
-        """The files of resident segments. Read by workers, too."""
+        """The files of resident segments. Workers read this, too."""
 
     def adopt(self, ingest_number: int, digest: Digest) -> None:
         """See :meth:`Loads.adopt`."""
@@ -354,7 +354,7 @@ class Loader(Loads[SealedSegment]):
         return Ingested(digest, segment.resident_bytes(), settled, duration), segment
 
     def _is_own(self, descriptor: int) -> bool:
-        """Whether the file is a segment of ours: that never changes."""
+        """Whether the file is a segment of ours, which never changes."""
         return _file_of(descriptor) in self._own
 
 
@@ -364,14 +364,14 @@ def _file_of(descriptor: int) -> tuple[int, int]:
 
 
 def check_unchanged(descriptor: int, identity: Identity, started_ns: int, name: str) -> bool:
-    """Whether the identity may be trusted. Raises FileChanged when it is not the same now."""
+    """Whether the identity may be trusted. Raises FileChanged if the file has another one now."""
     if Identity.from_stat(os.fstat(descriptor)) != identity:
         raise FileChanged(f"{name} changed while it was being read; load it again")
     return is_settled(identity, started_ns) and has_change_time(descriptor, identity)
 
 
 def is_settled(identity: Identity, at_ns: int) -> bool:
-    """Whether whatever changes the file from ``at_ns`` on also changes its identity."""
+    """Whether every change of the file from ``at_ns`` on also changes its identity."""
     is_fine = identity.ctime_ns % _SECOND_NS != 0
     is_local = os.major(identity.device) in _LOCAL_DEVICE_MAJORS
     quiet_ns = _SETTLED_AFTER_NS if is_local and is_fine else _SETTLED_AFTER_REMOTE_NS
@@ -379,10 +379,10 @@ def is_settled(identity: Identity, at_ns: int) -> bool:
 
 
 def has_change_time(descriptor: int, identity: Identity) -> bool:
-    """Whether the ctime is one. False in doubt: the file is read again each time.
+    """Whether the ctime is a real one. False in doubt: the file is read again each time.
 
-    FAT, squashfs and other images have none, and show the mtime, which whoever writes or builds
-    sets as he likes. An image in the place of another one has its device and inode numbers, too.
+    FAT, squashfs and other images have none and show the mtime, which writers and builders can set
+    freely. An image that replaces another one has its device and inode numbers, too.
     """
     if identity.ctime_ns != identity.mtime_ns or identity.ctime_ns % _SECOND_NS:
         return True
@@ -390,6 +390,6 @@ def has_change_time(descriptor: int, identity: Identity) -> bool:
 
 
 def _file_system(descriptor: int) -> int:
-    """``f_type`` of statfs(2), the first field; 0 where it cannot be had."""
+    """``f_type`` of statfs(2), the first field; 0 if the call fails."""
     status = (ctypes.c_long * 64)()
     return int(status[0]) if _libc.fstatfs(descriptor, status) == 0 else 0

@@ -47,7 +47,7 @@ __all__ = ["Outcome", "run"]
 _logger = logging.getLogger("trims_shim.daemon")
 _LOCK_PATIENCE_S = 5.0
 _DESCRIPTORS_NEEDED = 48
-"""Some twenty of its own, and those of clients and images; with few, libzmq aborts."""
+"""Some twenty of its own, plus those of clients and images; with few, libzmq aborts."""
 
 
 class Outcome(enum.Enum):
@@ -59,7 +59,7 @@ class Outcome(enum.Enum):
 
 
 def run(*, report_descriptor: int | None = None, settings: Config | None = None) -> int:
-    """Serve until idle, stopped or replaced; the exit status. Blocks.
+    """Serve until idle, stopped or replaced; return the exit status. Blocks.
 
     ``report_descriptor``: a pipe for the outcome, closed after it.
     """
@@ -76,7 +76,7 @@ def run(*, report_descriptor: int | None = None, settings: Config | None = None)
     except TrimsError as error:
         report.send(Outcome.FAILED, str(error))
         return 1
-    # Border: the client that waits must hear of anything.
+    # Border: the client that waits must hear of every failure.
     except Exception as error:
         report.send(Outcome.FAILED, f"{type(error).__name__}: {error}")
         raise
@@ -133,7 +133,7 @@ def _listens(probe: socket.socket, path: str) -> bool:
     try:
         probe.connect(path)
     except BlockingIOError:
-        return True  # So many wait for it that there is no room for another one.
+        return True  # Its backlog is full.
     except OSError:
         return False
     return True
@@ -209,7 +209,7 @@ def _prepared(
 
 
 def _listen(endpoint: Endpoint) -> socket.socket:
-    """Bound under a temporary name and renamed, so that a name that exists also listens."""
+    """Bind under a temporary name and rename, so that a name that exists also listens."""
     listener = handover.new_socket()
     temporary = f"{endpoint.handover}.{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
@@ -246,7 +246,7 @@ def _serve(server: Server, lock: int, report: _Report) -> int:
 
 
 def _inode(endpoint: Endpoint) -> int:
-    """Of the socket that clients find; 0 where there is none."""
+    """The inode of the socket that clients find; 0 if there is none."""
     try:
         return os.stat(endpoint.handover).st_ino
     except FileNotFoundError:
@@ -254,7 +254,7 @@ def _inode(endpoint: Endpoint) -> int:
 
 
 def _retire(endpoint: Endpoint, ours: int, lock: int) -> None:
-    """Make room for a successor: no name of ours in the way, the lock free."""
+    """Make room for a successor: remove our name, free the lock."""
     with contextlib.suppress(OSError):
         if _inode(endpoint) == ours:
             os.unlink(endpoint.handover)

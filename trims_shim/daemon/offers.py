@@ -1,10 +1,10 @@
 """Files that clients offer: what the kernel knows of them, and how their descriptors are closed.
 
-A file may be served by a process that answers nothing (FUSE) or by a machine that is gone (NFS),
-and who asks for its attributes or closes a descriptor of it may wait for ever. The server's thread
-must not. So it takes the attributes that the kernel has: a client has just asked for them, which
-brings them up to date, and what is remembered of a file was compared after it was read, with what
-the file system says itself. And descriptors of what is not known to be local are closed by threads.
+A file may be served by a process that answers nothing (FUSE) or by a machine that is gone (NFS).
+Asking for its attributes or closing a descriptor may then block for ever, which the server's thread
+must not. So it takes the attributes that the kernel has. They are up to date, because a client has
+just asked for them, and what is kept of a file was checked with the file system itself after the
+file was read. Descriptors of files that are not known to be local are closed by threads.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["Closer", "FileStatus", "Offer", "check_readable_file", "status_of"]
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000
 _STATX_BASIC_STATS = 0x7FF
 _STATX_ATTR_NODUMP = 0x40
-"""File systems with flags for chattr(1), on disks and in memory, tell them; those of servers have
-none. Of overlays, what the layer below says."""
+"""File systems with flags for chattr(1), on disks and in memory, report it; network file systems
+have none. Overlays report what the layer below says."""
 _STATX = struct.Struct("=28xH2xQQ8xQ32xqI4xqI12xII")
 """Mode, inode, size, known attributes, ctime, mtime, device (linux/stat.h)."""
 _STATX_BYTES = 256
@@ -40,7 +40,7 @@ _statx = getattr(ctypes.CDLL(None), "statx", None)
 
 
 class FileStatus(NamedTuple):
-    """``is_local``: whatever is asked of the file needs no answer of anybody."""
+    """``is_local``: no request about the file has to wait for another process or machine."""
 
     mode: int
     identity: Identity
@@ -64,24 +64,24 @@ class Offer:
         self.close()
 
     def identity(self) -> Identity:
-        """Of the file. Raises AccessDenied, ReadFailed; see :func:`check_readable_file`."""
+        """The file's identity. Raises AccessDenied, ReadFailed; see :func:`check_readable_file`."""
         if self._status is None:
             self._status = check_readable_file(self.descriptor)
         return self._status.identity
 
     def replace(self, descriptor: int) -> None:
-        """Stand for a duplicate of another one. Raises OSError, and stands for what it was then."""
+        """Stand for a duplicate of another descriptor. Raises OSError, and then changes nothing."""
         duplicate = os.dup(descriptor)
         self.close()
         self.descriptor, self._status = duplicate, None
 
     def take(self) -> int:
-        """The descriptor, which is the caller's now."""
+        """The descriptor; the caller owns it now."""
         descriptor, self.descriptor = self.descriptor, -1
         return descriptor
 
     def close(self) -> None:
-        """Nobody wants it."""
+        """Close the descriptor, unless it was taken."""
         if self.descriptor < 0:
             return
         if self._closer is None or (self._status is not None and self._status.is_local):
@@ -98,7 +98,7 @@ class Closer:
         self._begun: dict[object, float] = {}
 
     def close(self, descriptor: int) -> None:
-        """At once, where the file is local, or nobody else can be had to do it."""
+        """Close at once if the file is local, or if no thread can be had; else in a thread."""
         workers = None if _is_local(descriptor) else self._started()
         if workers is None:
             close_all([descriptor])
@@ -111,14 +111,14 @@ class Closer:
             self.close(descriptor)
 
     def tend(self) -> None:
-        """What is to be done about every second: others close what waits behind stuck ones."""
+        """Replace stuck threads, so that others go on closing; call about every second."""
         if self._workers is not None:
             since_s = time.monotonic() - _STUCK_AFTER_S
             begun = list(self._begun.values())
             self._workers.replace(sum(each <= since_s for each in begun))
 
     def shutdown(self) -> None:
-        """Wait for nothing; what is stuck ends with the process."""
+        """Stop without waiting; a close that is stuck ends with the process."""
         if self._workers is not None:
             self._workers.shutdown(wait=False)
 
@@ -146,8 +146,8 @@ def _is_local(descriptor: int) -> bool:
 def check_readable_file(descriptor: int) -> FileStatus:
     """Status of an offered file. Raises AccessDenied unless it is a regular file open for reading.
 
-    A write-only or O_PATH descriptor can be had without the right to read. Raises ReadFailed where
-    the kernel says nothing of it.
+    A write-only or O_PATH descriptor can be had without the right to read. Raises ReadFailed if
+    the kernel cannot tell the status.
     """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_PATH:
@@ -162,7 +162,7 @@ def check_readable_file(descriptor: int) -> FileStatus:
 
 
 def status_of(descriptor: int) -> FileStatus:
-    """What the kernel has, by statx(2); where that is not to be had, fstat. Raises OSError."""
+    """What the kernel has cached, by statx(2); if that fails, fstat. Raises OSError."""
     found = ctypes.create_string_buffer(_STATX_BYTES)
     flags = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
     if _statx is None or _statx(descriptor, b"", flags, _STATX_BASIC_STATS, found) != 0:

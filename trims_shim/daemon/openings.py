@@ -1,17 +1,17 @@
-"""Opening images: who waits for what, and the execution of what the stores decide.
+"""Opening images: which request waits for which load, and the execution of the stores' decisions.
 
 Owns the table of requests that are not answered yet. An opening waits for its tier to exist, then
 for the load that its store starts or joins; a grant is the segment's descriptors over the handover
 socket, then the reply. Used by the server's thread only.
 
-A load onto a device takes the image from where it is, if it is anywhere: from another device that
-the driver can copy from (NVLink is many times faster than the way from host memory, PCIe between
-devices as fast), else from the host tier, else from the file. Images that leave a device are copied
-to the host tier where there is room.
+A load onto a device takes the image from another device that has it and that the driver can copy
+from (NVLink is many times faster than the way from host memory, PCIe between devices as fast), else
+from the host tier, else from the file. Images evicted from a device are copied to the host tier if
+there is room.
 
 An image with a lead (the bytes of another one, aligned) takes as much memory again, and serves only
-those who come later. So it is loaded when it is offered for the second time, and nobody waits for
-that: whoever offers makes a private copy unless the image is there, or about to be.
+later requests. So it is loaded when it is offered for the second time, and no client waits for it:
+a client that offers it makes a private copy unless the image is there, or about to be.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _logger = logging.getLogger("trims_shim.daemon")
 _NAME_LIMIT = 4096
 _ASKED_LIMIT = 256
 _ALLOCATIONS_IN_A_PACKET = 32
-"""With 80 bytes each: below messages.HANDOVER_PACKET_LIMIT_BYTES."""
+"""At 80 bytes each: below messages.HANDOVER_PACKET_LIMIT_BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
     """A load that takes its image from ``source``, where it is held until the load has ended.
 
-    ``is_promoted``: from the host tier, should that fail.
+    ``is_promoted``: if that fails, from the host tier.
     """
 
     source: DeviceTier
@@ -87,7 +87,7 @@ class Openings:
         self._copies: dict[int, _Copy] = {}
         """By the number of the load."""
         self._asked_once: Recent[IdentityKey, None] = Recent(_ASKED_LIMIT)
-        """Images with a lead that were offered, and left to be copied."""
+        """Images with a lead that were offered once, and not loaded then."""
 
     def open(self, request: Request, message: messages.OpenImageRequest) -> None:
         """Take a request; it is answered now or later. Raises TrimsError instead of answering."""
@@ -102,8 +102,8 @@ class Openings:
         self._tiers.when_ready(message.tier, lambda tier: self._begin(opening, tier))
 
     def offer(self, session: Session, offer: messages.FileOffer) -> None:
-        """Open the image of an offered file where that takes no waiting; else the offer stands."""
-        # Requests are numbered from 1 on by the clients.
+        """Open the image of an offered file if that takes no waiting; else the offer stands."""
+        # Negative: clients number their requests from 1 on.
         request = Request(session, -1 - offer.ticket)
         try:
             self._offer(request, offer)
@@ -129,7 +129,7 @@ class Openings:
             taken.close()
 
     def _resident(self, request: Request, offer: messages.FileOffer, tier: Tier) -> Opening | None:
-        """None where a request has to wait, or will be refused and should be told why."""
+        """None if the request has to wait, or will be refused and should be told why."""
         try:
             self._check_limits(request)
             opening = _opening(request, offer, request.session.offers[offer.ticket])
@@ -145,9 +145,9 @@ class Openings:
         return opening if is_short else None
 
     def _consider(self, request: Request, offer: messages.FileOffer) -> bool:
-        """Whether an image with a lead is being loaded already; load it if it was asked for before.
+        """Whether an image with a lead is there or being loaded; load it on its second offer.
 
-        The offer stands where this says yes.
+        The offer stands if this returns True.
         """
         host = self._tiers.host
         try:
@@ -195,7 +195,7 @@ class Openings:
                 self._front.publish(action)
 
     def finish(self) -> None:
-        """Go on with what worker threads have ended."""
+        """Go on with what worker threads have finished."""
         for tier in self._tiers:
             for finished in tier.loader.take_finished():
                 self._end_copy(tier, finished.ingest)
@@ -208,7 +208,7 @@ class Openings:
             self._relieve_shortages(device)
 
     def report_progress(self) -> None:
-        """Tell those who wait how far their loads are."""
+        """Tell waiting clients how far their loads are."""
         for tier in self._tiers:
             for ingest, meter in tier.loader.meters().items():
                 progress = messages.Progress(meter.done_bytes, meter.total_bytes)
@@ -218,7 +218,7 @@ class Openings:
                         self._front.answer(waiting.request, progress)
 
     def relieve_pressure(self) -> None:
-        """Images that nobody uses go before a machine, or a device, runs out of memory."""
+        """Give up unused images before a machine, or a device, runs out of memory."""
         for tier in self._tiers:
             missing = tier.missing_bytes()
             if missing > 0:
@@ -227,7 +227,7 @@ class Openings:
                 self.execute(tier, actions)
 
     def _relieve_shortages(self, tier: DeviceTier) -> None:
-        """Loads that the driver had no memory for, whatever the account says, get another try."""
+        """Let loads that the driver had no memory for try again, whatever the account says."""
         for shortage in tier.loader.take_shortages():
             missing = shortage.wanted_bytes - tier.loader.leaving_bytes()
             actions = tier.store.relieve(missing, time.time_ns())
@@ -237,7 +237,7 @@ class Openings:
             shortage.answer(is_relieved=is_relieved)
 
     def close_session(self, session: int) -> None:
-        """Nobody waits for the answers of a connection any more."""
+        """Forget the requests of a closed connection."""
         self._waiting.close_session(session)
 
     # --- opening ----------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class Openings:
             raise DaemonUnavailable("the daemon is stopping; load again")
 
     def _begin(self, opening: Opening, tier: Tier | TrimsError) -> None:
-        """The tier is there, or will not be."""
+        """Open the image now that its tier is there, or will not be."""
         waiting = self._waiting.get(opening.session, opening.request)
         if waiting is None:
             return
@@ -273,16 +273,16 @@ class Openings:
             withheld = 0 if is_hit else tier.withheld_bytes()
             actions = tier.store.open(opening, time.time_ns(), withheld_bytes=withheld)
             self.execute(tier, actions, offer=waiting.offer)
-        # Border: a bug costs one request, also one that is taken up later, not the daemon.
+        # Border: a bug costs one request, even one taken up later, not the daemon.
         except Exception as error:
             self._refuse(opening, error)
         finally:
             waiting.offer.close()
 
     def _has_descriptors(self, tier: Tier) -> bool:
-        """Whether one more image may hold some: half of them are for clients.
+        """Whether one more image may hold descriptors: half of all are for clients.
 
-        Images that nobody uses are given up for it, those of its own tier first.
+        Gives unused images up for it, those of its own tier first.
         """
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         for each in (tier, *(other for other in self._tiers if other is not tier)):
@@ -294,7 +294,7 @@ class Openings:
         return self._tiers.descriptor_count() < soft // 2
 
     def _start(self, tier: Tier, action: StartIngest, offer: Offer) -> None:
-        """Begin a load; on a device it takes the image of another tier where there is one."""
+        """Begin a load; on a device it takes the image from another tier if it can."""
         digest = None
         if isinstance(tier, DeviceTier) and not action.is_only_hashed:
             opening = action.opening
@@ -310,7 +310,7 @@ class Openings:
         tier.loader.start(action, offer.take(), digest=known, source=source)
 
     def _promote(self, digest: Digest, offer: Offer) -> bool:
-        """Have the image at the host tier, if it is there, in the place of the file."""
+        """Put the host tier's image, if there is one, in the place of the file."""
         host = self._tiers.host
         if not host.store.is_resident(digest):
             return False
@@ -323,7 +323,7 @@ class Openings:
     def _begin_copy(
         self, tier: DeviceTier, ingest: int, digest: Digest, *, is_promoted: bool
     ) -> PeerImage | None:
-        """The image on another device, held there; None where it is to come from elsewhere."""
+        """Hold the image on another device and return it; None if it has to come from elsewhere."""
         peer = self._tiers.peer_with(digest, tier)
         if peer is None:
             return None
@@ -365,7 +365,7 @@ class Openings:
         )
 
     def _room_for(self, action: DropImage) -> int | None:
-        """The load at the host tier that takes an image over; None where it does not fit."""
+        """Begin the host tier's load that takes an image over; None if it does not fit."""
         host = self._tiers.host
         try:
             return host.store.admit(
@@ -411,7 +411,7 @@ class Openings:
         waiting = self._waiting.pop(opening.session, opening.request)
         if waiting is None:
             return
-        # Before: a lock that the program took on its open file is held as long as we have it open.
+        # First: a lock that the program took on its open file lasts as long as we have it open.
         waiting.offer.close()
         if waiting.request.routing is None:
             message = messages.OfferReply(waiting.offer.ticket, message)

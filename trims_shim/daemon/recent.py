@@ -1,4 +1,4 @@
-"""A table of a limited number of keys: those that were put there last. Pure."""
+"""A table of a limited number of keys: the ones that were put there last. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Recent(OrderedDict[_Key, _Value]):
         self._limit = limit
 
     def put(self, key: _Key, value: _Value) -> _Key | None:
-        """The newest from now on, whether it was there or not; the oldest of too many goes.
+        """Make a key the newest, whether it was there or not; beyond the limit the oldest goes.
 
-        What has gone is returned.
+        Returns the key that has gone.
         """
         self[key] = value
         self.move_to_end(key)

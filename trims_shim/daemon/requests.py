@@ -1,8 +1,8 @@
 """What each request does.
 
-A handler returns the reply, or None where it is given later, and raises what is wrong. Names of
-images are paths, so they are shown, found and pinned only for their own user; the daemon's own user
-and root see all. A request means an image at every tier where it is, unless it names one.
+A handler returns the reply, or None if it comes later; it raises what is wrong. Names of images are
+paths, so they are shown, found and pinned only for their own user; the daemon's own user and root
+see all. A request means an image at every tier that has it, unless it names one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ messages.CONTROL_MESSAGE_LIMIT_BYTES."""
 
 
 def handle(server: Server, request: Request, message: Any) -> Any:
-    """Execute a request; the reply, or None where it is answered later.
+    """Execute a request; return the reply, or None if it comes later.
 
     Raises UnknownMessage, AccessDenied, UnknownImage, NoSpace...
     """
@@ -119,7 +119,7 @@ def _status(
 
 
 def _images_status(server: Server, session: Session) -> list[admin.ImageStatus]:
-    """As many images as fit a reply, most recently used first; names go before images do."""
+    """As many images as fit a reply, most recently used first; names are left out before images."""
     found = []
     left = _STATUS_NAMES_LIMIT_BYTES
     limit = _IMAGES_IN_STATUS
@@ -134,7 +134,7 @@ def _images_status(server: Server, session: Session) -> list[admin.ImageStatus]:
 
 
 def _fitting(names: Iterable[str], left_bytes: int) -> tuple[tuple[str, ...], int]:
-    """The first of some names, and what is left for others."""
+    """The names that fit, and the bytes that are left for others."""
     found = []
     for name in names:
         left_bytes -= len(name.encode(errors="backslashreplace")) + 8
@@ -144,7 +144,7 @@ def _fitting(names: Iterable[str], left_bytes: int) -> tuple[tuple[str, ...], in
 
 
 def _prepared_status(server: Server) -> list[admin.PreparedStatus]:
-    """As many prepared models as fit a reply: those under way first, then by their last use."""
+    """As many prepared models as fit a reply: those under way, then by last use, then refused."""
     found = []
     left = _PREPARED_NAMES_LIMIT_BYTES
     for row in server.prepared.rows()[:_PREPARED_IN_STATUS]:
@@ -195,7 +195,7 @@ def _pin(server: Server, request: Request, message: admin.PinImageRequest) -> ad
 def _evict(
     server: Server, request: Request, message: admin.EvictImageRequest
 ) -> admin.EvictImageReply:
-    """From all tiers: it is to be gone. From one tier: its memory is wanted, so it may move."""
+    """From all tiers, the image is dropped; from one, whose memory is wanted, it may move."""
     if message.image:
         digest = _find(server, request.session, message.image, tier=message.tier)
         tiers = server.tiers.holding(digest, tier=message.tier)
@@ -223,7 +223,7 @@ def _evict(
 
 
 def _verify(server: Server, request: Request, message: admin.VerifyImageRequest) -> None:
-    """At every tier that has it, or at the one that is named."""
+    """Hash an image at every tier that has it, or at the named one."""
     server.check_jobs(request.session)
     digest = _find(server, request.session, message.image, tier=message.tier)
     tiers = server.tiers.holding(digest, tier=message.tier)
@@ -258,7 +258,7 @@ def add_counters(server: Server, report: messages.StatsReport) -> None:
         name = f"client.{key}"
         if name in server.counters or len(server.counters) < _COUNTERS_LIMIT:
             total = server.counters[name] + max(0, min(amount, 1 << 50))
-            # It has to fit an integer of msgpack, or no status could be sent any more.
+            # It has to fit an integer of msgpack: else no status could be sent any more.
             server.counters[name] = min(total, _COUNTER_LIMIT)
 
 

@@ -7,8 +7,8 @@ event. Each event is handed to a store (:mod:`trims_shim.daemon.openings`) or a 
 actions that come back are executed at once. Loads run in the loaders' threads, which only fill
 memory and wake the loop, so the state needs no lock and a slow disk never delays an answer.
 
-Trust: a client is who the kernel says (SO_PEERCRED); what it sends is data. Whatever breaks a limit
-or cannot be decoded is answered with an error, and the connection it came on is closed.
+Trust: a client is who the kernel says (SO_PEERCRED); what it sends is data. A request beyond a
+limit is refused; an offer beyond one, or what cannot be decoded, also ends the connection.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PROGRESS_INTERVAL_S = 0.25
 _HOUSEKEEPING_INTERVAL_S = 1.0
 _ACCEPTS_PER_TURN = 64
 _PACKETS_PER_TURN = 64
-"""Of all clients that have sent some; one of each at least."""
+"""Of all clients together; at least one of each."""
 _PACKETS_OF_A_GREETING = 2
 _PACKETS_BEFORE_AN_OFFER = 4096
 """More than the kernel queues on one socket (net.core.wmem_default, 212992 bytes)."""
@@ -106,9 +106,9 @@ class Server(Front):
         self.is_reachable: Callable[[], bool] = lambda: True
         self.is_stopping = False
         self._watchers: dict[int, Request] = {}
-        """Who waits for the status, by session. It takes long; nobody else is to wait for it."""
+        """Requests for the status, by session. It takes long, and must not delay others."""
         self._jobs: Counter[int] = Counter()
-        """By user."""
+        """Images being verified, by user."""
         self._last_active = time.monotonic()
         self._next_housekeeping = 0.0
         self._next_progress = 0.0
@@ -127,9 +127,9 @@ class Server(Front):
             self._close()
 
     def stop(self) -> None:
-        """Accept nobody any more, finish what is in flight, then end :meth:`run`.
+        """Accept no client any more, finish what is in flight, then end :meth:`run`.
 
-        May be called from a signal handler, before :meth:`run`, too. ``on_stop`` runs once, so that
+        May be called from a signal handler, also before :meth:`run`. ``on_stop`` runs once, so that
         a successor can start while loads under way are finished here.
         """
         if self.is_stopping:
@@ -195,7 +195,7 @@ class Server(Front):
         self._selector.close()
 
     def _make_way_if_lost(self) -> None:
-        """Stop where somebody has cleaned the directory: no client would ever find this daemon."""
+        """Stop if the socket directory was cleaned: no client would ever find this daemon."""
         with contextlib.suppress(OSError):  # It cannot be seen now.
             if not self.is_stopping and not self.is_reachable():
                 _logger.warning("%s is gone; another daemon is to serve", self.endpoint.handover)
@@ -222,10 +222,10 @@ class Server(Front):
             session = self.sessions.accept(connection, time.time_ns())
             if session is not None:
                 self._selector.register(connection, selectors.EVENT_READ, session)
-                # Its Hello, and the request behind it, may be there.
+                # Its Hello, and the request behind it, may have arrived.
                 self._read_session(session, _PACKETS_OF_A_GREETING)
             if self.is_stopping:
-                return  # It was asked to, and the listener is closed.
+                return  # That packet asked to stop, and the listener is closed.
 
     def _warn_of_accept(self, reason: object) -> None:
         self.counters["refused_clients"] += 1
@@ -237,7 +237,7 @@ class Server(Front):
     def _read_session(
         self, session: Session, packets: int, *, until_ticket: int | None = None
     ) -> None:
-        """Read so many packets, or as far as the offer of a file under ``until_ticket``."""
+        """Read at most ``packets`` packets, or until a file is offered under ``until_ticket``."""
         try:
             for _ in range(packets):
                 if until_ticket in session.offers:
@@ -267,7 +267,7 @@ class Server(Front):
             self._drain(session, message)
         elif isinstance(message, messages.FileOffer):
             self._last_active = time.monotonic()
-            if message.tier:  # All of a request; else its request comes by the control socket.
+            if message.tier:  # The whole request; else it follows on the control socket.
                 self._count(session)
                 self.openings.offer(session, message)
         elif isinstance(message, messages.OpenPreparedRequest):
@@ -300,7 +300,7 @@ class Server(Front):
         self.stop()
 
     def end_session(self, session: Session, reason: str) -> None:
-        """Close a connection, and say why unless it is the client that has closed it."""
+        """Close a connection; tell the client the reason, empty if the client has closed it."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(session.connection)
         if reason:
@@ -310,7 +310,7 @@ class Server(Front):
         number = session.number
         self._watchers.pop(number, None)
         if self.tiers.lease_count(number) or self.prepared.lease_count(number):
-            self._last_active = time.monotonic()  # Else it has only watched, or ended long ago.
+            self._last_active = time.monotonic()  # Without leases, it only watched or was idle.
         self.tiers.close_session(number, time.time_ns())
         self.openings.close_session(number)
         self.prepared.close_session(number)
@@ -342,7 +342,7 @@ class Server(Front):
         self.serve(request, lambda: handle(self, request, message))
 
     def _watch(self, request: Request) -> None:
-        """Answer at the end of a turn, one session in each. Raises TooManyRequests."""
+        """Answer at the end of a turn, one session a turn. Raises TooManyRequests."""
         session = request.session.number
         if session in self._watchers:
             raise TooManyRequests("more than one open request for the status")
@@ -353,7 +353,7 @@ class Server(Front):
         session.requests += 1
 
     def run_later(self, request: Request, tier: Tier, work: Callable[[], Any]) -> None:
-        """Answer with what ``work`` returns in a thread of a tier, while the loop goes on."""
+        """Answer with the result of ``work``, in a tier's thread, while the loop goes on."""
 
         def done(result: Any) -> None:
             if isinstance(result, Exception):
@@ -366,7 +366,7 @@ class Server(Front):
         tier.loader.run(work, done)
 
     def check_jobs(self, session: Session) -> None:
-        """Whether one more may wait, with its descriptors. Raises TooManyRequests."""
+        """Raise TooManyRequests if the user may have no further job, with its descriptors."""
         limit = self.sessions.limits.checks_per_user
         if self._jobs[session.peer.uid] >= limit:
             raise TooManyRequests(f"more than {limit} images to verify at a time")

@@ -20,13 +20,13 @@ from trims_shim.wire.messages import FileOffer
 __all__ = ["Limits", "Session", "Sessions", "descriptors_are_scarce"]
 
 _DESCRIPTORS_RESERVED = 8192
-"""For ZeroMQ, too: 5120 connections that it may have, and twice 1000 that it takes before it can be
-kept from it (:mod:`trims_shim.daemon.connections`)."""
+"""Also for ZeroMQ: 5120 connections that it may have, and twice 1000 that it accepts before it can
+be stopped (:mod:`trims_shim.daemon.connections`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client may have open at once; beyond it is an error and a closed connection."""
+    """What a client may have open at once. Too many offers or sessions cost the connection."""
 
     offers: int = 32
     requests: int = 64
@@ -48,7 +48,7 @@ class Session:
     package: str = ""
     pid: int = 0
     sender: int | None = None
-    """The user who has sent the first packet, and has to send all others."""
+    """The user who sent the first packet, and must send all others."""
     requests: int = 0
     offers: dict[int, Offer] = field(default_factory=dict)
 
@@ -101,7 +101,7 @@ class Sessions:
         return session.token
 
     def authenticated(self, token: bytes) -> Session | None:
-        """The session of a token."""
+        """The session with this token."""
         return self._by_token.get(token)
 
     def get(self, number: int) -> Session | None:
@@ -126,7 +126,7 @@ class Sessions:
         return packet
 
     def claim_offer(self, session: Session, ticket: int) -> Offer | None:
-        """What was offered under a ticket; the caller closes it."""
+        """Return what was offered under a ticket; the caller closes it."""
         return session.offers.pop(ticket, None)
 
     def close(self, session: Session) -> None:
@@ -139,7 +139,7 @@ class Sessions:
         session.connection.close()
 
     def _check_sender(self, session: Session, packet: Packet) -> None:
-        """Who inherits the connection of a process with more rights may not use them."""
+        """A process that inherits a connection from one with more rights must not use them."""
         if session.sender is None:
             session.sender = packet.user
         if packet.user == session.sender:
@@ -168,8 +168,8 @@ class Sessions:
 def descriptors_are_scarce(newest: int, *, reserved: int = 0) -> bool:
     """Whether clients have to be refused, so that the daemon keeps descriptors for itself.
 
-    ``newest`` was opened just now: the kernel gives the lowest free number, so that all below it
-    are in use. Running dry is no error that could be handled: libzmq aborts on EMFILE.
+    ``newest`` was opened just now: the kernel gives the lowest free number, so all below it are in
+    use. Running dry is no error that could be handled: libzmq aborts on EMFILE.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return newest >= soft - min(_DESCRIPTORS_RESERVED, soft // 4) - reserved

@@ -13,8 +13,8 @@ Rules
    with one digest share one image; the second segment is discarded.
 3. Bytes are reserved before a load starts and become resident bytes when it ends. Reserved plus
    resident plus withheld (evicted but still mapped somewhere, or not to be had on the machine)
-   never exceeds the budget. What is likely to be an image that is there takes nothing where that
-   would be too much: it is hashed, and a load that fails of it is no hint any more.
+   never exceeds the budget. A load that does not fit, but whose image is probably resident,
+   reserves nothing: the file is only hashed, and if that fails, the hint is forgotten.
 4. A leased, pinned or held image is never evicted. Without room the request is refused, and the
    client loads privately. A hold is the daemon's own, while it copies the image to another tier.
 5. A closed session leaves no lease and no waiter. A load without waiters runs to its end: somebody
@@ -22,7 +22,7 @@ Rules
 6. Lease and load numbers are unique across the tiers of a daemon, which share the counter: a client
    gives a lease up by its number alone.
 7. An image that comes from another tier (:meth:`Store.admit`) takes free room only, never another
-   image's place; what was known of it there (:class:`DropImage`) is known of it here afterwards.
+   image's place. What was known of it there (:class:`DropImage`) is then known of it here.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ __all__ = [
 _IDENTITIES_LIMIT = 65536
 _NAMES_PER_IMAGE = 16
 _NAMES_LIMIT = 8192
-"""Of all images, however small they are. A name may take 16 KiB: half of what is taken for bloat
-(:mod:`trims_shim.daemon.control`)."""
+"""Of all images, however small they are. A name may take 16 KiB: in all half of what counts as
+bloat (:mod:`trims_shim.daemon.control`)."""
 
 IdentityKey = tuple[int, Identity, int]
 """(user, identity, lead bytes)."""
@@ -107,7 +107,7 @@ class Ingested:
 class StartIngest:
     """Read the file of this request; ``is_likely_known``: hash first, an equal image may exist.
 
-    ``is_only_hashed``: there is no room but for that; it fails where no equal image exists.
+    ``is_only_hashed``: there is no room to load it; it fails if no equal image exists.
     """
 
     ingest: int
@@ -154,7 +154,7 @@ class RefuseRequest:
 class DropImage:
     """Give up the segment of this image.
 
-    The rest is what the store knew of it, for a tier that takes it over.
+    The other fields are what the store knew of it, for a tier that takes it over.
     """
 
     digest: Digest
@@ -188,7 +188,7 @@ class _Image(Candidate):
 
 @dataclass(slots=True)
 class _Ingest:
-    """A load. ``first`` waits for what it began; None where nobody began it by waiting."""
+    """A load. ``first`` is the waiting request that began it; None if there was none."""
 
     keys: tuple[IdentityKey, ...]
     names: tuple[NameKey, ...]
@@ -202,10 +202,10 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class _Pointers(Generic[_Key]):
-    """Which image a key means; of a limited number of keys, those that were used last.
+    """Which image a key means, for a limited number of keys: those that were used last.
 
-    By image, too: to forget one must not take the longer the more others there are, since many go
-    at once, and nobody is served meanwhile.
+    Indexed by image, too: forgetting one must not take longer the more others there are, because
+    many go at once, and nobody is served meanwhile.
     """
 
     def __init__(self) -> None:
@@ -213,11 +213,11 @@ class _Pointers(Generic[_Key]):
         self._keys: dict[Digest, dict[_Key, None]] = {}
 
     def get(self, key: _Key) -> Digest | None:
-        """None for a key that is not known."""
+        """None if the key is not known."""
         return self._digests.get(key)
 
     def point(self, key: _Key, digest: Digest) -> None:
-        """It means this image, and was used now."""
+        """Point a key at an image; it was used now."""
         if self._digests.get(key) != digest:
             self.remove(key)
             self._digests[key] = digest
@@ -227,14 +227,14 @@ class _Pointers(Generic[_Key]):
         self._digests.move_to_end(key)
 
     def forget(self, digest: Digest) -> tuple[_Key, ...]:
-        """The keys of an image, which mean nothing any more."""
+        """Forget an image; return its keys."""
         keys = tuple(self._keys.pop(digest, ()))
         for key in keys:
             del self._digests[key]
         return keys
 
     def remove(self, key: _Key) -> None:
-        """It means nothing any more."""
+        """Forget a key."""
         digest = self._digests.pop(key, None)
         if digest is None:
             return
@@ -248,7 +248,7 @@ class _Pointers(Generic[_Key]):
 class ImageRow:
     """One image in a snapshot. ``names`` are (user, path) pairs.
 
-    ``hits`` are the opens that took what was there, or under way.
+    ``hits`` are the opens that took an image that was there, or being loaded.
     """
 
     digest: Digest
@@ -304,7 +304,7 @@ class Store:
         self._identities: _Pointers[IdentityKey] = _Pointers()
         self._hints: _Pointers[tuple[Identity, int]] = _Pointers()
         self._names: Recent[tuple[Digest, NameKey], None] = Recent(_NAMES_LIMIT)
-        """Those that images were asked for by, also of images that have gone."""
+        """Names by which images were asked for, also of images that have gone."""
         self._ingests: dict[int, _Ingest] = {}
         self._loading: dict[IdentityKey, int] = {}
         self._leases: Leases[Digest] = Leases(self._numbers)
@@ -330,7 +330,7 @@ class Store:
             return [RefuseRequest(opening, error)]
 
     def load(self, opening: Opening, now_ns: int, *, withheld_bytes: int = 0) -> list[Action]:
-        """The same for those who come later: nobody waits for it; nothing without room."""
+        """Load an image for later requests: nobody waits for it. Without room, do nothing."""
         if self.is_hit(opening):
             return []
         try:
@@ -346,9 +346,9 @@ class Store:
         names: tuple[NameKey, ...] = (),
         withheld_bytes: int = 0,
     ) -> int:
-        """Reserve room for an image of ``size_bytes`` from another tier; the number of its load.
+        """Reserve room for an image of ``size_bytes`` from another tier; return its load's number.
 
-        Raises NoSpace where it does not fit without evicting anything.
+        Raises NoSpace if it does not fit without evicting anything.
         """
         needed = self._footprint_bytes(size_bytes)
         if self._missing_bytes(needed, withheld_bytes) > 0:
@@ -389,7 +389,7 @@ class Store:
         return actions
 
     def ingest_failed(self, ingest: int, error: TrimsError) -> list[Action]:
-        """The file could not be read; everybody who waits is told why."""
+        """The file could not be read; every waiting request is told why."""
         load = self._end(ingest)
         if not load.reserved_bytes:  # It was only hashed.
             for key in load.keys:
@@ -421,7 +421,7 @@ class Store:
         return [Announce("pinned" if is_pinned else "unpinned", digest, image.size_bytes)]
 
     def hold(self, digest: Digest) -> None:
-        """Keep an image until :meth:`unhold`, as often as this was called. Raises UnknownImage."""
+        """Keep an image until :meth:`unhold` was called as often. Raises UnknownImage."""
         self._image(digest).holds += 1
 
     def unhold(self, digest: Digest) -> None:
@@ -429,7 +429,7 @@ class Store:
         self._image(digest).holds -= 1
 
     def evict(self, digest: Digest) -> list[Action]:
-        """Drop one image. Raises UnknownImage, or NoSpace naming who holds it."""
+        """Drop one image. Raises UnknownImage, or NoSpace saying why it has to stay."""
         image = self._image(digest)
         leases = self._leases.of(digest)
         if leases or image.is_pinned:
@@ -440,7 +440,7 @@ class Store:
         return self._drop(image)
 
     def forget(self, digest: Digest) -> list[Action]:
-        """The memory of an image is lost, and with it all leases; nothing if it is unknown."""
+        """Drop an image whose memory is lost, with all its leases; nothing if it is unknown."""
         image = self._images.get(digest)
         return [] if image is None else self._drop(image)
 
@@ -450,7 +450,7 @@ class Store:
         return [action for image in victims for action in self._drop(image)]
 
     def evict_all(self) -> list[Action]:
-        """Drop every image that nobody leases or pins."""
+        """Drop every image that is not leased, pinned or held."""
         actions: list[Action] = []
         for image in [each for each in self._images.values() if self._is_free(each)]:
             actions += self._drop(image)
@@ -459,7 +459,7 @@ class Store:
     # --- questions --------------------------------------------------------------------------------
 
     def matching(self, text: str) -> list[Digest]:
-        """The images that a digest prefix means; none for less than 6 digits."""
+        """The images that a digest prefix means; none for a prefix of less than 6 digits."""
         if len(text) < 6:
             return []
         return [digest for digest in self._images if digest.startswith(text.lower())]
@@ -467,8 +467,8 @@ class Store:
     def named(self, name: str, *, user: int, may_see_all: bool = True) -> Digest | None:
         """The image that was asked for by a name.
 
-        Names that ``user`` gave come first, since anybody can call an image by anybody's path;
-        others' names only when ``may_see_all``.
+        Names that ``user`` gave come first, because anybody can call an image by anybody's path;
+        others' names count only when ``may_see_all``.
         """
         owners = {
             owner: digest
@@ -500,7 +500,7 @@ class Store:
         return digest in self._images
 
     def is_needed(self) -> bool:
-        """Whether anybody leases or has pinned anything."""
+        """Whether any image is leased or pinned."""
         return bool(self._leases or self._pinned)
 
     def totals(self) -> Totals:
@@ -508,7 +508,7 @@ class Store:
         return Totals(self._budget_bytes, self._resident_bytes, self._reserved_bytes)
 
     def images(self, limit: int | None = None) -> list[ImageRow]:
-        """Resident images, most recently used first; all of them, or so many."""
+        """Resident images, most recently used first; at most ``limit``."""
         rows = itertools.islice(reversed(self._images.values()), limit)
         return [
             ImageRow(
@@ -536,7 +536,7 @@ class Store:
         return len(self._ingests)
 
     def waiters(self, ingest: int) -> list[Opening]:
-        """Who waits for a load."""
+        """The requests that wait for a load."""
         return list(self._ingests[ingest].waiters) if ingest in self._ingests else []
 
     # --- inside -----------------------------------------------------------------------------------
@@ -576,7 +576,7 @@ class Store:
         """Raises NoSpace."""
         missing = self._missing_bytes(needed_bytes, withheld_bytes)
         chosen = self._choose_victims(missing, now_ns)
-        # All or nothing: images are not thrown away for a request that is refused all the same.
+        # All or nothing: no image is dropped for a request that is still refused.
         if sum(image.resident_bytes for image in chosen) < missing:
             raise self._no_space(name, needed_bytes, withheld_bytes)
         return [action for image in chosen for action in self._drop(image)]
@@ -619,7 +619,7 @@ class Store:
         return GrantLease(opening, lease, digest, outcome, is_settled)
 
     def _name(self, image: _Image, name: NameKey) -> None:
-        """It was asked for by this name; the name that was used longest ago is forgotten."""
+        """Note a name that an image was asked for by; beyond a limit the oldest goes."""
         image.names.put(name, None)
         gone = self._names.put((image.digest, name), None)
         if gone is not None and gone[0] in self._images:

@@ -2,9 +2,9 @@
 
 A tier is a store that decides and a loader that executes. Device tiers are made on first use, in a
 worker thread, because nothing here touches the driver before a client wants a device, and the event
-loop never does. Used by the server's thread only, but for what says otherwise.
+loop never does. Used by the server's thread only, unless a method says otherwise.
 
-How much of a tier's budget cannot be had is also decided here: the rest of the machine and of a
+This module also decides how much of a tier's budget cannot be had: the rest of the machine and of a
 device belongs to others, who come and go.
 """
 
@@ -40,7 +40,7 @@ __all__ = ["DeviceSettings", "DeviceTier", "HostTier", "Tier", "Tiers"]
 _logger = logging.getLogger("trims_shim.daemon")
 
 _MARGIN_FRACTION = 32
-"""One part in this many of the memory is left to others; free images go to keep it."""
+"""One part in this many of the memory is left to others; free images are evicted to keep it so."""
 _TRY_AGAIN_S = 30.0
 """A device that could not be shared is looked at again: drivers come up after daemons."""
 _DEVICE_ID = re.compile(r"(GPU|MIG)-[0-9a-f-]{36}")
@@ -49,7 +49,7 @@ _UNAVAILABLE_LIMIT = 64
 
 @dataclass(frozen=True, slots=True)
 class DeviceSettings:
-    """What is configured of device tiers; ``backend`` is ``vmm``, ``ipc`` or ``off``.
+    """The settings of device tiers; ``backend`` is ``vmm``, ``ipc`` or ``off``.
 
     ``has_peers``: images may be copied from one device to another.
     """
@@ -84,11 +84,11 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def withheld_bytes(self) -> int:
-        """The part of the budget that is taken by lingering images, or is not to be had."""
+        """The part of the budget that lingering images take, or that cannot be had."""
 
     @abc.abstractmethod
     def missing_bytes(self) -> int:
-        """How much has to be given back now, so that others have what is left to them."""
+        """How much has to be given back now, so that others have the memory left to them."""
 
 
 class HostTier(Tier):
@@ -99,12 +99,12 @@ class HostTier(Tier):
     def __init__(self, store: Store, loader: Loader) -> None:
         super().__init__(HOST_TIER, store, loader)
         self.outline_bytes: Callable[[], int] = lambda: 0
-        """What images of device tiers take of host memory."""
+        """Host memory that the images of device tiers take."""
         self._margin_bytes = memory_limit_bytes() // _MARGIN_FRACTION
 
     def withheld_bytes(self) -> int:
         """See :class:`Tier`."""
-        # First: what is made meanwhile is then taken twice, and not free twice.
+        # Measured first: memory allocated meanwhile counts as taken twice, not free twice.
         held = self.loader.memory.held_bytes()
         usable = held + max(0, available_bytes() - self._margin_bytes)
         taken = max(0, self.lingering_bytes()) + self.outline_bytes()
@@ -115,7 +115,7 @@ class HostTier(Tier):
         return self._margin_bytes - available_bytes()
 
     def lingering_bytes(self) -> int:
-        """Bytes of evicted images that somebody still maps; -1 where the kernel does not say."""
+        """Bytes of evicted images that a process still maps; -1 if the kernel does not say."""
         held = self.loader.memory.held_bytes()
         used = self.loader.memory.used_bytes()
         return -1 if used is None else max(0, used - held)
@@ -145,22 +145,22 @@ class DeviceTier(Tier):
         self._is_measuring = False
 
     def rank_of(self, peer: DeviceTier) -> int | None:
-        """How good the link from another device is, 0 the best; None where none is to be used."""
+        """How good the link from another device is, 0 the best; None if none is to be used."""
         peers = self.loader.peers
         return None if peers is None else peers.rank(peer.name)
 
     def measure(self) -> None:
-        """Ask how much of the device we have or could have. Blocks: NVML may hang with a device."""
+        """Measure how much memory we have or could have. Blocks: NVML may hang with a device."""
         while True:
             ours = self.loader.allocated_bytes()
             free = nvml.free_bytes(self.name)
             if ours == self.loader.allocated_bytes():
-                # Only the sum is kept: what we make or give back later does not change it.
+                # Only the sum is kept: what we allocate or free later does not change it.
                 self._reachable_bytes = None if free is None else free + ours
                 return
 
     def measure_soon(self) -> None:
-        """The same in a thread, unless one is at it."""
+        """Measure in a thread, unless one is measuring."""
         if self._is_measuring:
             return
         self._is_measuring = True
@@ -173,7 +173,7 @@ class DeviceTier(Tier):
         self.loader.run(self.measure, done)
 
     def free_bytes(self) -> int:
-        """Memory of the device that nobody has, a moment ago; -1 where NVML does not say."""
+        """Memory of the device that was free a moment ago; -1 if NVML does not say."""
         if self._reachable_bytes is None:
             return -1
         return max(0, self._reachable_bytes - self.loader.allocated_bytes())
@@ -210,7 +210,7 @@ class DeviceTier(Tier):
 
 
 Ready = Callable[[Tier | TrimsError], None]
-"""Told the tier that was asked for, or why there is none."""
+"""Called with the tier that was asked for, or why there is none."""
 
 
 class Tiers:
@@ -226,7 +226,7 @@ class Tiers:
         pool: Executor | None = None,
         trusts_young_files: bool = False,
     ) -> None:
-        """``numbers`` is the counter that the host's store has too; the rest is for the loaders."""
+        """``numbers`` is the counter of the host's store, too; the rest is for the loaders."""
         self.host = host
         self.settings = settings
         self._numbers = numbers
@@ -247,14 +247,14 @@ class Tiers:
         return list(self._devices.values())
 
     def named(self, name: str) -> Tier:
-        """The tier of this name. Raises UnknownDevice where it was not asked for yet."""
+        """The tier of this name. Raises UnknownDevice if nobody has asked for it yet."""
         for tier in self:
             if tier.name == name:
                 return tier
         raise UnknownDevice(f"no images on {name[:80]!r}; `trims status` shows the devices")
 
     def when_ready(self, name: str, ready: Ready) -> None:
-        """Call ``ready`` with the tier, at once where that is possible."""
+        """Call ``ready`` with the tier, at once if that is possible."""
         if name == HOST_TIER:
             ready(self.host)
         elif name in self._devices:
@@ -270,11 +270,11 @@ class Tiers:
             self.host.loader.run(lambda: self._make(name), lambda made: self._made(name, made))
 
     def ready(self, name: str) -> Tier | None:
-        """The tier of this name, where it is there already."""
+        """The tier of this name, if it is there already."""
         return self.host if name == HOST_TIER else self._devices.get(name)
 
     def is_making(self) -> bool:
-        """Whether somebody waits for a tier that is being made."""
+        """Whether requests wait for a tier that is being made."""
         return bool(self._making)
 
     def find(self, text: str, *, user: int, may_see_all: bool, tier: str = "") -> Digest:
@@ -298,12 +298,12 @@ class Tiers:
         return [each for each in tiers if each.store.is_resident(digest)]
 
     def trusted_digest(self, user: int, identity: Identity) -> Digest | None:
-        """As :meth:`Store.trusted_digest`, of whichever tier knows."""
+        """As :meth:`Store.trusted_digest`, from any tier that knows."""
         found = (each.store.trusted_digest(user, identity) for each in self)
         return next((digest for digest in found if digest is not None), None)
 
     def peer_with(self, digest: Digest, tier: DeviceTier) -> DeviceTier | None:
-        """The device with an image that is nearest to the device of a tier, if there is any."""
+        """The device with this image that is nearest to a tier's device, if there is any."""
         ranks = {
             each: tier.rank_of(each) for each in self.devices if each.store.is_resident(digest)
         }
@@ -319,17 +319,17 @@ class Tiers:
         return sum(each.store.ingest_count() for each in self)
 
     def descriptor_count(self) -> int:
-        """Descriptors that images hold; of those that are being loaded one each."""
+        """Descriptors that images hold; one for each image that is being loaded."""
         return self.ingest_count() + sum(each.loader.descriptor_count() for each in self)
 
     def is_loading(self) -> bool:
-        """Whether there are loads under way that get on."""
+        """Whether any load under way makes progress."""
         return any(each.store.ingest_count() > each.loader.stuck_count() for each in self)
 
     def is_needed(self) -> bool:
         """Whether anybody leases, waits for or has pinned anything.
 
-        Loads that are stuck are waited for in vain.
+        Loads that are stuck do not count.
         """
         is_busy = self.is_making() or self.is_loading()
         return is_busy or any(each.store.is_needed() for each in self)
@@ -346,7 +346,7 @@ class Tiers:
             each.store.close_session(session, now_ns)
 
     def tend(self) -> None:
-        """What is to be done about every second."""
+        """Do periodic work; call about every second."""
         for each in self:
             each.loader.tend()
         for device in self.devices:
@@ -361,7 +361,7 @@ class Tiers:
     # --- making a device's tier -------------------------------------------------------------------
 
     def _refusal(self, name: str) -> UnknownDevice | None:
-        """Why a device need not even be looked for."""
+        """Why a device is refused without a search, if it is."""
         if self.settings.backend == "off":
             return UnknownDevice("device memory is not shared here: TRIMS_DEVICE_BACKEND=off")
         if not _DEVICE_ID.fullmatch(name):
@@ -418,8 +418,8 @@ class Tiers:
         return tier
 
     def _peers_of(self, device: DeviceId) -> PeerCopies | None:
-        """How images come to a device from others; None where they do not."""
-        # Memory of the backend ipc can be opened by the device that it was made on.
+        """How images come to a device from others; None if they do not."""
+        # Memory of the backend ipc can be opened only by the device that it was made on.
         if self.settings.backend != "vmm" or not self.settings.has_peers:
             return None
         try:
@@ -445,7 +445,7 @@ class Tiers:
 
     def _note_refusal(self, device: DeviceId, reason: str) -> None:
         is_full = len(self._unavailable) >= _UNAVAILABLE_LIMIT
-        # No machine has so many: somebody makes them up.
+        # No machine has so many devices: somebody makes ids up.
         if device not in self._unavailable and not is_full:
             _logger.warning("%s", reason)
         self._unavailable.put(device, (time.monotonic(), reason))

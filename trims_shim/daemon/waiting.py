@@ -1,7 +1,7 @@
-"""Requests that are not answered yet, by session and number; how many each session and user has.
+"""Requests that are not answered yet, by session and number, and their count by session and user.
 
 Every question takes the same time however many there are: one user may have thousands, and the
-server's thread asks for each request of everybody.
+server's thread asks for each request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Waiting", "WaitingRequests"]
 
 
 class Waiting(NamedTuple):
-    """A request that is not answered yet; nobody has taken its file while the tier is made."""
+    """A request that is not answered yet, and its file, which a load may take."""
 
     request: Request
     offer: Offer
@@ -30,18 +30,18 @@ class WaitingRequests:
         self._of_user: Counter[int] = Counter()
 
     def put(self, request: Request, offer: Offer) -> None:
-        """A request waits; its number must not be in use in its session."""
+        """Add a request; its number must not be in use in its session."""
         session = request.session
         waiting = Waiting(request, offer)
         self._by_session.setdefault(session.number, {})[request.number] = waiting
         self._of_user[session.peer.uid] += 1
 
     def get(self, session: int, request: int) -> Waiting | None:
-        """None for one that was answered, or given up."""
+        """The request; None if it was answered, or given up."""
         return self._by_session.get(session, {}).get(request)
 
     def pop(self, session: int, request: int) -> Waiting | None:
-        """The same; it does not wait any more."""
+        """Remove a request and return it, as :meth:`get`."""
         requests = self._by_session.get(session, {})
         waiting = requests.pop(request, None)
         if waiting is not None:
@@ -51,17 +51,17 @@ class WaitingRequests:
         return waiting
 
     def close_session(self, session: int) -> None:
-        """None of its requests waits any more; their files are closed."""
+        """Remove all requests of a session, and close their files."""
         for waiting in self._by_session.pop(session, {}).values():
             self._forget(waiting)
             waiting.offer.close()
 
     def count(self, session: int) -> int:
-        """Of one session."""
+        """How many a session has."""
         return len(self._by_session.get(session, ()))
 
     def count_of_user(self, user: int) -> int:
-        """Of all sessions of a user."""
+        """How many all sessions of a user have."""
         return self._of_user[user]
 
     def _forget(self, waiting: Waiting) -> None:

@@ -1,7 +1,7 @@
-"""Threads for work that may block for ever, as a read from a server that is gone does.
+"""Threads for work that may block for ever, such as a read from a server that is gone.
 
-Work runs in the order in which it was submitted. Whoever submits it says how many threads are
-stuck, and as many others take their place, so that nobody waits for a file that is not his.
+Work runs in the order in which it was submitted. The owner says how many threads are stuck, and as
+many others take their place, so that no work waits for the file of another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Task = tuple["Future[Any]", Callable[[], Any]]
 
 
 class Workers(Executor):
-    """Some threads, all of them started at once: work waits for none that cannot be started later.
+    """Some threads, all started at once, so that work never waits for one that cannot be started.
 
     They end with the process, stuck ones too.
     """
@@ -45,7 +45,7 @@ class Workers(Executor):
             return future
 
     def replace(self, stuck: int) -> None:
-        """So many threads are stuck: there are as many more from now on, as far as possible."""
+        """As many threads more as are stuck, from now on, as far as possible."""
         with self._lock:
             self._wanted = self._least + min(stuck, _MOST_REPLACED)
             with contextlib.suppress(RuntimeError):  # no more threads to be had; perhaps later
@@ -86,7 +86,7 @@ class Workers(Executor):
                     future.set_result(work())
                 except BaseException as error:
                     future.set_exception(error)
-            del task, future, work  # what they hold is not kept until the next one comes
+            del task, future, work  # what they hold is not kept until the next task comes
             with self._lock:
                 if len(self._threads) > self._wanted:
                     self._threads.remove(threading.current_thread())

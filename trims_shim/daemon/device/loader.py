@@ -1,15 +1,15 @@
 """Executes loads of a device tier: device memory made here, filled by the uploader.
 
 Owns the segments of the device's images, as :class:`~trims_shim.daemon.loader.Loader` does those of
-the host tier, and their way back to the host tier when they are evicted. Makes and exports memory
-without a context; reads no file but to hash it.
+the host tier, and copies evicted images back to the host tier. Makes and exports memory without a
+context; reads a file only to hash it.
 
-The driver may have less memory than the account says, as other programs take some without asking:
-then the load waits (:class:`~trims_shim.daemon.device.account.Shortage`) while images that nobody
-uses are given up, and tries again.
+Other programs take memory without asking, so the driver may have less than the account says. Then
+the load waits (:class:`~trims_shim.daemon.device.account.Shortage`) while unused images are given
+up, and tries again.
 
-Memory of an image that leaves is held until it has been copied to the host tier; a load that was
-started later makes none before that, so that both never have to fit at once.
+The memory of an image that leaves is held until it has been copied to the host tier. A load that
+started later allocates nothing before that, so that both never have to fit at once.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ __all__ = ["DeviceLoader"]
 _logger = logging.getLogger("trims_shim.daemon")
 
 _TRIES = 2
-"""A load is repeated once when the uploader dies of another one."""
+"""A load is repeated once when the uploader dies of another load."""
 _SHORTAGES = 4
-"""So often is a load given room; each time as much as it needs. Whoever takes all of that as well
-while it becomes free may have it."""
+"""How often a load is given room, each time as much as it needs. A program that takes all of that
+as well, while it becomes free, may have it."""
 
 _Result = TypeVar("_Result")
 
@@ -78,7 +78,7 @@ class DeviceLoader(Loads[DeviceSegment]):
         pool: Executor | None = None,
         trusts_young_files: bool = False,
     ) -> None:
-        """``peers``: the devices that images may be copied from; None: there are none."""
+        """``peers``: the devices that images may be copied from; None if there are none."""
         super().__init__(wake=wake, pool=pool, trusts_young_files=trusts_young_files)
         self.memory = memory
         self.uploader = uploader
@@ -87,16 +87,16 @@ class DeviceLoader(Loads[DeviceSegment]):
         self._sources: dict[int, PeerImage] = {}
         self._from_peers: set[int] = set()
         self._shortages: queue.SimpleQueue[Shortage] = queue.SimpleQueue()
-        # Whoever runs all our work in one thread has nobody who could copy images away meanwhile.
+        # With a pool that does all our work in one thread, no thread could copy images meanwhile.
         self._may_demote = pool is None
         self._is_closing = threading.Event()
 
     def allocated_bytes(self) -> int:
-        """Device memory that exists because of us. Any thread may ask."""
+        """Device memory that we allocated. Any thread may ask."""
         return self._account.allocated_bytes
 
     def leaving_bytes(self) -> int:
-        """The part of it that goes without any further doing."""
+        """The part of it that is already being given back."""
         return self._account.leaving_bytes
 
     def outline_bytes(self) -> int:
@@ -104,7 +104,7 @@ class DeviceLoader(Loads[DeviceSegment]):
         return sum(charged_bytes(each.outline) for each in list(self._segments.values()))
 
     def descriptor_count(self) -> int:
-        """See :meth:`Loads.descriptor_count`: the outline's, and one for each allocation."""
+        """See :meth:`Loads.descriptor_count`: one for the outline, one for each allocation."""
         return sum(1 + len(each.descriptors) for each in self._segments.values())
 
     def lost(self) -> list[Digest]:
@@ -123,7 +123,7 @@ class DeviceLoader(Loads[DeviceSegment]):
         to: HostMemory,
         deliver: Callable[[Finished[SealedSegment]], None],
     ) -> None:
-        """Give an image up, but copy it first, which ends the load ``ingest`` of the host tier."""
+        """Give an image up once it is copied to the host tier, which ends its load ``ingest``."""
         segment = self._segments.pop(digest)
         size = segment.resident_bytes()
         self._account.begin_leaving(size)
@@ -138,7 +138,7 @@ class DeviceLoader(Loads[DeviceSegment]):
         self._aside.submit(leave)
 
     def hashing(self, digest: Digest) -> Hashing:
-        """See :meth:`Loads.hashing`: of what is in device memory, and passes through the host."""
+        """See :meth:`Loads.hashing`: the bytes in device memory, read back through the host."""
         held = self._segments[digest].hold()
 
         def compute() -> Digest:
@@ -174,7 +174,7 @@ class DeviceLoader(Loads[DeviceSegment]):
         super().close()
         for uploader in self._uploaders():
             uploader.close()
-        # Of loads that were never begun.
+        # The sources of loads that never began.
         for source in self._sources.values():
             source.segment.close()
         self._sources.clear()
@@ -227,7 +227,7 @@ class DeviceLoader(Loads[DeviceSegment]):
         return Ingested(digest or computed, resident, is_settled, duration), segment
 
     def _with_room(self, action: StartIngest, attempt: Callable[[], _Result]) -> _Result:
-        """The result of an attempt; it is repeated as long as there is something to give up."""
+        """Return the result of an attempt; repeat it while there is something to give up."""
         for _ in range(_SHORTAGES):
             try:
                 return attempt()
@@ -245,21 +245,21 @@ class DeviceLoader(Loads[DeviceSegment]):
         self._wake()
         if not shortage.wait():
             return False
-        # What has just been given up may have to be copied away first.
+        # The images just given up may have to be copied away first.
         self._account.note_start(action.ingest)
         return True
 
     def _copy(
         self, action: StartIngest, meter: Meter, started_ns: int
     ) -> tuple[Ingested, DeviceSegment] | None:
-        """The image from another device; None where it has to come from elsewhere."""
+        """The image, copied from another device; None if it has to come from elsewhere."""
         source = self._sources.pop(action.ingest, None)
         if source is None:
             return None
         name, device = action.opening.name, source.segment.device
         try:
             segment = self._with_room(action, lambda: self._copy_once(action, source, meter))
-        # Room is missing perhaps only for the context of another uploader.
+        # NoSpace too: perhaps only the context of another uploader has no room.
         except (TrimsError, OSError) as error:
             _logger.warning("%s cannot be copied from %s: %s", name, device, error)
             meter.total_bytes += action.opening.identity.size_bytes
@@ -289,7 +289,7 @@ class DeviceLoader(Loads[DeviceSegment]):
                 source.segment,
                 device=self.memory.device,
                 descriptors=memory.descriptors,
-                # Nobody can change it, so both images have the same.
+                # Nobody can change the outline, so both images share it.
                 outline=os.dup(source.segment.outline),
             )
 
@@ -297,7 +297,7 @@ class DeviceLoader(Loads[DeviceSegment]):
         self, action: StartIngest, descriptor: int, meter: Meter, *, is_hashed: bool
     ) -> tuple[DeviceSegment, Digest]:
         name = action.opening.name
-        # Before a job begins: an uploader that dies of a download is not this file's fault.
+        # Before a job begins: this file is not to blame for an uploader that dies of a download.
         self._account.wait_for_leavers(action.ingest)
         for _ in range(_TRIES):
             is_innocent = False
@@ -319,7 +319,7 @@ class DeviceLoader(Loads[DeviceSegment]):
         self, job: Job, action: StartIngest, source: int, meter: Meter, is_hashed: bool
     ) -> tuple[DeviceSegment, Digest]:
         size_bytes, name = action.opening.identity.size_bytes, action.opening.name
-        # What the store has reserved, of which rounding up may take the last.
+        # What the store has reserved, less the last granule, which rounding up may take.
         limit_bytes = self.memory.footprint_bytes(size_bytes) - self.memory.granularity_bytes
         planned = job.plan(
             source, size_bytes=size_bytes, limit_bytes=limit_bytes, is_hashed=is_hashed, name=name
@@ -341,10 +341,10 @@ class DeviceLoader(Loads[DeviceSegment]):
 
     @contextlib.contextmanager
     def _memory_for(self, device_bytes: int) -> Iterator[DeviceAllocation | None]:
-        """New memory, given back where the block fails; None where the uploader makes it."""
+        """New memory, freed if the block fails; None where the uploader makes it."""
         size = self._allocated_bytes(device_bytes)
-        # Before it is made. What is measured meanwhile is believed for a second: it may say that
-        # more is free than is, but not less, for which images would be thrown out.
+        # Before it is allocated: a measurement is believed for a second. One taken meanwhile may
+        # overstate what is free, but not understate it, for then images would be evicted.
         self._account.add(size)
         memory: DeviceAllocation | None = None
         try:
@@ -424,7 +424,7 @@ class DeviceLoader(Loads[DeviceSegment]):
         return digest, writable.seal()
 
     def _read_back(self, segment: DeviceSegment, target: int) -> Digest:
-        """Write an image to a file; the digest of what was written."""
+        """Write an image to a file; return the digest of what was written."""
         with self.uploader.job() as job:
             reply = job.download(
                 segment.outline,

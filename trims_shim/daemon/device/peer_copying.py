@@ -1,14 +1,13 @@
-"""Copies of images from one device to another: which devices, by whom, and whether to rely on it.
+"""Copies of images from one device to another: which devices, by whom, and whether to trust them.
 
-A copy is done by an uploader of its own, which sees the target device and its peers: what is wrong
-with another device must not cost the uploads to this one. It is started on the first copy and ends
-when it has had nothing to do for a while, like any uploader.
+A second uploader makes the copies. It sees the target device and its peers: a fault of another
+device must not cost the uploads to this one. It starts with the first copy, and
+is retired when idle.
 
-A driver that says that devices are peers has looked up what the hardware could do; on machines
-whose IOMMU or PCIe switches redirect the traffic such copies end well and leave other bytes
-(pytorch/pytorch issue 84803 among many). So what the first copy from a device has written is read
-back and hashed; the link is used from then on, or never again. After any other failure it is left
-alone for a while.
+A driver calls devices peers by what the hardware could do. On machines whose IOMMU or PCIe switches
+redirect the traffic, copies between them succeed and leave wrong bytes (pytorch/pytorch issue 84803
+among many). So the first copy from a device is read back and hashed; the link is used from then on,
+or never again. After any other failure the link is left alone for a while.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class PeerCopies:
     """The copies to one device. Any thread may call."""
 
     def __init__(self, ranks: Mapping[DeviceId, int], uploader: Uploader) -> None:
-        """``ranks``: the peers, as :meth:`~trims_shim.memory.driver.Driver.peers` has them.
+        """``ranks``: the peers, as :meth:`~trims_shim.memory.driver.Driver.peers` returns them.
 
-        ``uploader`` is closed with this.
+        ``uploader`` is closed by the :class:`.DeviceLoader`.
         """
         self.uploader = uploader
         self._ranks = dict(ranks)
@@ -62,9 +61,9 @@ class PeerCopies:
     def copy(
         self, image: PeerImage, memory: DeviceAllocation, on_progress: Callable[[int, int], None]
     ) -> None:
-        """Fill ``memory`` with an image. Blocks; raises TrimsError, with the memory in any state.
+        """Fill ``memory`` with an image. Blocks; after a TrimsError the memory may hold anything.
 
-        ``on_progress`` gets the bytes done, and how many there are to do.
+        ``on_progress`` gets the bytes done and the bytes in all.
         """
         source = image.segment
         try:
@@ -74,7 +73,7 @@ class PeerCopies:
             self._avoided_until_s[source.device] = math.inf
             raise
         except NoSpace:
-            raise  # It says nothing of the link.
+            raise  # It says nothing about the link.
         except TrimsError:
             self._avoided_until_s[source.device] = time.monotonic() + _TRY_AGAIN_S
             raise
@@ -109,4 +108,4 @@ class PeerCopies:
 
 
 class _Damaged(ReadFailed):
-    """What arrived is not what is said to have been sent."""
+    """The bytes that arrived are not those of the image."""

@@ -2,14 +2,14 @@
 
 Owns the parsing of files that anybody may have written, and every mapping of device memory on the
 daemon's behalf. It speaks the uploader's messages of :mod:`trims_shim.wire.duties` over the socket
-it was started with, works on one device, keeps nothing between jobs (but the memory itself where
-the backend is ``ipc``), and ends when the daemon's end of the socket closes, however that came
-about. It sees that device only, or, to copy from them, its peers. The daemon's side of it is
-:class:`trims_shim.daemon.device.uploading.Uploader`.
+it was started with, and works on one device. It keeps nothing between jobs, except the memory
+itself where the backend is ``ipc``. It ends when the daemon's end of the socket closes, for
+whatever reason. It sees its device only, or also the peers that it copies from. The daemon's side
+is :class:`trims_shim.daemon.device.uploading.Uploader`.
 
 A job is a thread. The main thread only receives, so that the daemon's packets never pile up. A
-source that becomes shorter while it is parsed is SIGBUS, and the end of this process; the daemon
-lets one job at a time come that far (:mod:`trims_shim.daemon.device.uploading`). Once parsed, a
+source that becomes shorter while it is parsed causes SIGBUS and the end of this process, so the
+daemon lets one job at a time parse (:mod:`trims_shim.daemon.device.uploading`). Once parsed, a
 source is only read with pread.
 """
 
@@ -51,10 +51,10 @@ __all__ = ["main", "plan"]
 _logger = logging.getLogger("trims_shim.daemon")
 
 _JOBS = duties.PlanUploadRequest | duties.DownloadRequest | duties.CopyImageRequest
-"""What begins a job."""
+"""Messages that begin a job."""
 _OUTLINE_FLOOR_BYTES = 1 << 20
-"""An outline is host memory that the device's budget pays for: it may be as large as the tensors,
-or this, half of the least that an image takes of a device."""
+"""An outline is host memory that the device's budget pays for. It may be as large as the tensors,
+or as this: half of the least device memory that an image takes."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
     status = 0
-    # It takes a tenth of a second, and no memory of the device; whoever needs it waits for it.
+    # It takes a tenth of a second, and no memory of the device; a job that needs it waits for it.
     threading.Thread(target=_wake_driver, daemon=True).start()
     with copying.kept_buffers():
         try:
@@ -77,8 +77,8 @@ def main(arguments: Sequence[str]) -> None:
         except Exception:
             _logger.exception("uploader of %s", device)
             status = 1
-        # Not by way of the interpreter's end, nor of the block's: jobs under way are in the driver
-        # or in a read, and use the buffers.
+        # Neither the interpreter's end nor the block's is run: jobs under way are in the driver or
+        # in a read, and use the buffers.
         os._exit(status)
 
 
@@ -88,10 +88,10 @@ def _wake_driver() -> None:
 
 
 def plan(source: int, request: duties.PlanUploadRequest) -> DeviceLayout:
-    """Where the tensors of a source will be.
+    """Plan where the tensors of a source will be.
 
-    Raises FormatError for what is no model file, or one that takes more than it is worth;
-    FileChanged when it has become shorter.
+    Raises FormatError if it is not a model file, or takes more memory than it is worth; FileChanged
+    when it has become shorter.
     """
     layout = _layout(source, request.size_bytes, request.name)
     outline_bytes = sum(span.size_bytes for span in layout.outline())
@@ -112,7 +112,7 @@ def _layout(descriptor: int, size_bytes: int, name: str) -> DeviceLayout:
         raise FileChanged(f"{name} became shorter before it was read; load it again") from error
     except OSError as error:
         raise ReadFailed(f"{name}: {error}") from error
-    # Unmapped with its last reference: an error's traceback still looks at it.
+    # It is unmapped with its last reference, because an error's traceback still refers to it.
     return layout_of(mapping)
 
 
@@ -120,7 +120,7 @@ class _Jobs:
     """The jobs of this process, each in a thread, and the device memory that they keep."""
 
     def __init__(self, connection: socket.socket, device: DeviceId, backend: str) -> None:
-        """``connection`` blocks and stays the caller's."""
+        """``connection`` is blocking and stays the caller's."""
         self._device = device
         self._backend = backend
         self._connection = connection
@@ -192,7 +192,7 @@ class _Jobs:
     def _upload(
         self, request: duties.PlanUploadRequest, held: list[int], inbox: Inbox
     ) -> duties.UploadReply | None:
-        """``held``: descriptors to be closed afterwards. None: the daemon gave the job up."""
+        """``held``: descriptors to close afterwards. Returns None if the daemon gave the job up."""
         (source,) = held
         layout = plan(source, request)
         fingerprint = layout.fingerprint()
@@ -215,7 +215,7 @@ class _Jobs:
                 name=request.name,
             )
             driver().synchronize(index)
-            # What was read has to be what was planned: clients work the layout out once more.
+            # What was read has to match the plan, because clients compute the layout again.
             if _layout(outline, layout.file_bytes, request.name).fingerprint() != fingerprint:
                 raise FileChanged(f"{request.name} changed while it was being read; load it again")
         made = self._memory.get(request.job)
@@ -224,7 +224,7 @@ class _Jobs:
         return duties.UploadReply(request.job, digest, made.allocations, made.handles)
 
     def _index(self) -> int:
-        """The device's number, once it has a context. Raises NoSpace where that does not fit."""
+        """The device's number, once it has a context. Raises NoSpace if that does not fit."""
         index = driver().index_of(self._device)
         try:
             with driver().context(index):
@@ -238,7 +238,7 @@ class _Jobs:
     def _placed(
         self, job: int, layout: DeviceLayout, parts: Sequence[int], allocations: Sequence[int]
     ) -> Iterator[int]:
-        """The address of writable memory for a layout, which stays when the block ends well."""
+        """Yield the address of writable memory; that of ``ipc`` is freed if the block fails."""
         if self._backend == "vmm":
             with self._mapped(parts, allocations, is_writable=True) as address:
                 yield address
@@ -295,9 +295,9 @@ class _Jobs:
         *,
         done_bytes: int = 0,
     ) -> str:
-        """Write an image that is mapped here to a file; the digest of what was written.
+        """Write an image that is mapped here to a file; return the digest of what was written.
 
-        ``done_bytes``: of the job before.
+        ``done_bytes``: the job's progress so far.
         """
         return copying.download(
             outline,

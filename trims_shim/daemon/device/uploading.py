@@ -1,13 +1,12 @@
 """The daemon's side of an uploader: starts the process, gives it jobs, survives its death.
 
 Owns the process, its socket and the table of jobs under way; knows nothing of images. A process is
-started on first need and retired when it had nothing to do for a while; a new one follows on the
-next need, also after a death. The death of a process fails its jobs, each with a clear error, and
-nothing else.
+started on first need. One that has been idle after work is replaced at once, a dead one on the next
+need. A death fails the jobs, each with a clear error, and loses memory that was kept (``ipc``).
 
 Jobs are methods that block, for worker threads. Anybody's file may kill the process while it is
-parsed, so only one job at a time is in that state: whoever is when the process dies is to blame,
-and the others may be repeated (:attr:`Job.is_innocent`).
+parsed, so only one job at a time parses. It is to blame if the process dies then, and the others
+may be repeated (:attr:`Job.is_innocent`).
 """
 
 from __future__ import annotations
@@ -117,15 +116,15 @@ class Uploader:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """The running process's pid, or None."""
         process = self._process
         return None if process is None or process.is_dead else process.pid
 
     def retire_if_idle(self) -> None:
-        """Put a new process in the place of one that has worked and has no work any more.
+        """Replace a process that has worked and has been idle for a while by a new one.
 
-        The context goes with the old one, and the next job need not wait for a process to start.
-        Call it now and then; it waits for nobody.
+        The old one's context goes, and the next job need not wait for a process to start.
+        Call it now and then; it never waits for the lock.
         """
         if not self._lock.acquire(blocking=False):
             return
@@ -174,7 +173,7 @@ class Job:
     ) -> None:
         self.number = number
         self.is_innocent = False
-        """The process died, and not of this job: it may be repeated."""
+        """The process died, but not of this job, which may be repeated."""
         self._process = process
         self._inbox = process.inboxes[number]
         self._parsing = parsing
@@ -204,7 +203,7 @@ class Job:
         outline: int,
         on_progress: Callable[[int], None],
     ) -> duties.UploadReply:
-        """Go on with what was planned; ``memory`` None: made by the process, until it is freed."""
+        """Go on with a planned job; ``memory`` None: the process makes it, until it is freed."""
         if memory is None and not self._process.will_keep(self.number):
             self.is_innocent = True
             raise DriverFailure(f"the uploader of {self._process.device} ends; load again")
@@ -228,7 +227,7 @@ class Job:
         descriptors: tuple[int, ...],
         memory: int,
     ) -> duties.UploadReply:
-        """Write an image back to ``target``; ``memory`` is the job that made it, where one did."""
+        """Write an image back to ``target``; ``memory`` is the job that made its memory, or 0."""
         request = duties.DownloadRequest(self.number, size_bytes, allocations, memory)
         self._send(request)
         self._send_parts(outline, *descriptors, target)
@@ -251,7 +250,7 @@ class Job:
         return self._wait(duties.UploadReply, on_progress)
 
     def end(self) -> None:
-        """Nobody goes on with the job."""
+        """Release the job if it was planned and not uploaded."""
         if self._is_planned:
             self._process.tell(duties.JobRelease(self.number))
 
@@ -263,7 +262,7 @@ class Job:
         try:
             self._process.send(message, descriptor)
         except OSError as error:
-            # Its death arrives by the inbox; one that is alive and does not read has to go.
+            # Its death arrives through the inbox; a process that lives and does not read must go.
             self._process.kill()
             raise self._death(f"does not take jobs ({error})") from error
 
@@ -342,34 +341,34 @@ class _Process:
         self.pid = self._child.pid
 
     def will_keep(self, job: int) -> bool:
-        """Let it keep memory that a job is about to make; False: it is to end with its jobs."""
+        """Let it keep memory that a job is about to make. False: it is to end with its jobs."""
         with self._deciding:
             if not self.is_condemned:
                 self.memory.add(job)
             return not self.is_condemned
 
     def condemn(self, job: int) -> None:
-        """A job has failed, and its context may be broken for good: it takes no others.
+        """Let it take no other jobs: one has failed, and may have broken its context for good.
 
-        Unless it keeps memory of images, which has to stay there all the same.
+        Not if it keeps memory of other images, which has to stay there all the same.
         """
         with self._deciding:
             if self.memory <= {job}:
                 self.is_condemned = True
 
     def send(self, message: Any, descriptor: int | None) -> None:
-        """Send a packet; waits a little for one that does not read. Raises OSError."""
+        """Send a packet; waits a little for a process that does not read. Raises OSError."""
         with self._sending:
             handover.send(self._connection, message, descriptor=descriptor)
 
     def tell(self, message: Any) -> None:
-        """Send what is not answered: one that is gone, or hangs, need not hear it. Never waits."""
+        """Send a message without an answer; a process that hangs may miss it. Never waits."""
         with contextlib.suppress(OSError):
             flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
             self._connection.send(codec.encode(message), flags)
 
     def end(self) -> None:
-        """Let it end: it does when this side of the socket closes."""
+        """Close this side of the socket, upon which the process ends."""
         self._is_ended = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -430,7 +429,7 @@ def _launch(
     descriptor: int, device: DeviceId, visible: Sequence[DeviceId], backend: str
 ) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
-    # Ids stay true whatever the daemon itself was shown; an instance of MIG is visible alone.
+    # Ids are valid whatever devices the daemon itself sees; an instance of MIG is visible alone.
     environment.update(TRIMS_ENABLED="0", CUDA_VISIBLE_DEVICES=",".join(visible))
     return subprocess.Popen(
         [

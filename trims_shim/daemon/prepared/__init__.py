@@ -1,1 +1,1 @@
-"""Prepared ONNX models, in the daemon: which exist, who leases them, and who has more made."""
+"""Prepared ONNX models in the daemon: which exist, who leases them, and how more are made."""

@@ -1,4 +1,4 @@
-"""Clients of prepared models: what they prove, and what they are told.
+"""Clients of prepared models: what they offer, and what they are told.
 
 Owns the form of the answers. Used by :mod:`trims_shim.daemon.prepared.models`, in the server's
 thread.
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def identity_of(offer: Offer) -> Identity | None:
-    """Of what is offered, if anything is. Raises AccessDenied, NotServed."""
+    """The offered file's identity, if there is one. Raises AccessDenied, NotServed."""
     if offer.descriptor < 0:
         return None
     identity = offer.identity()
@@ -53,7 +53,7 @@ def refusal_reply(reason: str, message: str) -> messages.OpenPreparedReply:
 
 
 def flight_of(message: messages.OpenPreparedRequest, identity: Identity | None) -> Flight:
-    """What a request is for, as far as it can be told before the model is hashed."""
+    """What a request asks for, as far as it is known before the model is hashed."""
     if identity is None or not message.path:
         return message.digest or identity, message.recipe
     return identity, os.path.dirname(message.path), message.recipe

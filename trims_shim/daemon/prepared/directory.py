@@ -1,7 +1,7 @@
 """Where prepared ONNX models are kept, and whether they can be.
 
-Owns the settings of the directory and the judgement of it: whose it is, who may write to it, how
-much room there is, and that its file system keeps what is deleted for those who map it. Makes and
+Owns the settings of the directory and the checks of it: its owner, who may write to it, how much
+room there is, and whether its file system keeps deleted files for those who map them. Makes and
 changes nothing.
 """
 
@@ -25,20 +25,20 @@ __all__ = [
 
 _MARGIN_BYTES = 1 << 30
 _MARGIN_SHARE = 20
-"""One part in this many of a file system is left to others; :data:`_MARGIN_BYTES` of a big one."""
+"""One part in this many of a file system is left to others, at most :data:`_MARGIN_BYTES`."""
 _DIRECTORY_LIMIT_BYTES = 1500
 """The names of two files in it go into one packet; see messages.HANDOVER_PACKET_LIMIT_BYTES."""
 _MOUNTS = "/proc/self/mountinfo"
 _SHARED_BETWEEN_MACHINES = frozenset({"afs", "cifs", "fuse.sshfs", "nfs", "nfs4", "smb3", "smbfs"})
 """File systems on which another machine's daemon, which knows nothing of our leases, may delete
-what is mapped here; what is not in memory then is gone, and a session that reads it is killed."""
+files mapped here. Pages not in memory are then gone, and a session that reads them is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedSettings:
-    """What is configured of prepared models. ``problem``: why there are none, if that is known.
+    """The settings of prepared models. ``problem``: why there are none, if that is known.
 
-    ``judgement``: as text, what else may decide that a model is not worth it.
+    ``judgement``: as text, the other settings that may decide that a model is not worth it.
     """
 
     directory: str
@@ -53,7 +53,7 @@ class PreparedSettings:
         if config.prepared_bytes.of(1 << 60) == 0:
             problem = f"TRIMS_PREPARED_BYTES={config.text('prepared_bytes')}"
         elif not os.path.isabs(os.path.expanduser(config.cache_dir or "/")):
-            # Of a client's working directory the daemon knows nothing.
+            # The daemon does not know a client's working directory.
             problem = f"TRIMS_CACHE_DIR={config.cache_dir} is not an absolute path"
         directory = directory_of(config.cache_dir, cache_home=config.cache_home)
         if len(os.fsencode(directory)) > _DIRECTORY_LIMIT_BYTES:
@@ -70,7 +70,7 @@ class PreparedSettings:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A file system; ``spare_bytes`` is what may be used of it, less than nothing if it is full."""
+    """A file system; ``spare_bytes`` is how much of it may be used, negative if it is full."""
 
     total_bytes: int
     spare_bytes: int
@@ -79,7 +79,7 @@ class Space:
 def directory_of(cache_dir: str, *, cache_home: str) -> str:
     """Where prepared models are, by the setting ``cache_dir`` or below the user's cache directory.
 
-    Absolute; what a file in it is called does not depend on anybody's working directory.
+    Absolute; the name of a file in it depends on nobody's working directory.
     """
     base = os.path.expanduser(cache_dir) if cache_dir else os.path.join(cache_home, "trims")
     return os.path.join(os.path.abspath(base), "prepared")
@@ -121,7 +121,7 @@ def problem_of(path: str, status: os.stat_result, *, may_be_roots: bool) -> str:
         return f"{path} is not a directory"
     if status.st_uid not in owners:
         return f"{path} belongs to user {status.st_uid}"
-    # In a sticky one (/tmp) others cannot rename what is ours.
+    # In a sticky directory (/tmp) others cannot rename what is ours.
     is_sticky = may_be_roots and status.st_mode & stat.S_ISVTX
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
         return f"{path} is writable by others (run `chmod go-w {path}`)"
@@ -148,9 +148,9 @@ def _machines_problem(path: str) -> str:
 
 
 def _file_system_of(path: str) -> str:
-    """The type of the file system that a path is in; empty if that is not to be found out.
+    """The type of the file system that a path is in; empty if it cannot be found out.
 
-    Of btrfs it is not: its subvolumes have numbers that no mount has. It is not shared, either.
+    On btrfs it cannot: subvolumes have device numbers that no mount has. btrfs is not shared.
     """
     with contextlib.suppress(OSError):
         device = os.stat(path).st_dev

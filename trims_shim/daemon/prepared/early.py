@@ -1,7 +1,7 @@
-"""Requests for prepared models that came before the directory was looked through.
+"""Requests for prepared models that arrive before the directory is scanned.
 
-They wait here, as many of a session as it may have open, and are answered all at once. A session
-that ends takes its requests with it.
+They wait here, at most a session's limit of open requests, and are then answered all at once. A
+session that ends takes its requests with it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class EarlyRequests:
         self._waiting.append((request, work))
 
     def close_session(self, session: int) -> None:
-        """Nobody waits for its answers any more."""
+        """Forget the requests of a session."""
         self._waiting = [each for each in self._waiting if each[0].session.number != session]
 
     def serve(self) -> None:
-        """All of them, in the order in which they came."""
+        """Serve them all, in the order of arrival."""
         while self._waiting:
             self._front.serve(*self._waiting.pop(0))

@@ -1,7 +1,7 @@
-"""What the store of prepared models is asked and told, what it answers, and what it has done.
+"""Values between the store of prepared models and its users: requests, events, answers, actions.
 
-Values only, between :mod:`trims_shim.daemon.prepared.store` and those that feed it events and
-execute its actions; what a model is (:class:`Content`, :class:`Known`) is written down, too.
+:mod:`trims_shim.daemon.prepared.store` gets events from its users, who execute its actions. What a
+model is (:class:`Content`, :class:`Known`) is written to the disk, too.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = [
 ]
 
 Flight: TypeAlias = Hashable
-"""What a client asked for, as far as it can be told before the model is hashed."""
+"""What a client asked for, as far as it is known before the model is hashed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a model is: its digest, and that of each file its weights are in, by location.
+    """What a model is: its digest, and that of each file that holds its weights, by location.
 
-    ``place`` is empty where nobody else may change these files. Else it tells them from all others:
-    what was hashed may not be what was read afterwards, so it stands for no equal file.
+    ``place`` is empty if nobody else may change these files. Else it tells them from all others:
+    what was hashed may not be what was read afterwards, so it must not stand for equal files.
     """
 
     digest: Digest
@@ -52,7 +52,7 @@ class Content:
 class Known:
     """A model's file of this identity has this content.
 
-    With external files only as it is found in ``directory``, and while their identities are
+    With external files, only if it is found in ``directory``, and while their identities are
     ``externals`` (in the order of ``content.externals``).
     """
 
@@ -64,7 +64,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A prepared model that is there."""
+    """A prepared model that exists."""
 
     key: str
     size_bytes: int
@@ -76,7 +76,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """A client's request; ``key`` is empty while the content of what it offered is not known."""
+    """A client's request; ``key`` is empty while the content of the offered file is not known."""
 
     session: int
     flight: Flight
@@ -96,7 +96,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The entry is there, and leased."""
+    """The entry exists, and is leased."""
 
     lease: int
     key: str
@@ -104,7 +104,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Prepare it."""
+    """Prepare the model."""
 
     job: int
 
@@ -116,7 +116,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """It is not there, and the request may not start anything."""
+    """There is no such entry, and the request may not start anything."""
 
 
 Answer: TypeAlias = Grant | Start | Wait | Unknown | Failure
@@ -132,7 +132,7 @@ class DropEntry:
 
 @dataclass(frozen=True, slots=True)
 class KeepRefusal:
-    """Write down that a model cannot be prepared, for the daemons to come."""
+    """Write down that a model cannot be prepared, for later daemons."""
 
     key: str
     reason: str
@@ -143,7 +143,7 @@ class KeepRefusal:
 
 @dataclass(frozen=True, slots=True)
 class DropRefusal:
-    """Forget what was written down."""
+    """Forget a refusal that was written down."""
 
     key: str
 
@@ -153,7 +153,7 @@ Action: TypeAlias = DropEntry | KeepRefusal | DropRefusal
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether to go on with a preparation, and what goes to make room for it."""
+    """Whether to go on with a preparation, and the actions that make room for it."""
 
     is_wanted: bool
     actions: tuple[Action, ...] = ()

@@ -1,8 +1,8 @@
-"""The files of a model's external data: where they lie, and what they are at the moment.
+"""The files of a model's external data: where they lie, and their identities at the moment.
 
-Owns the rule of where they may lie. Not only content decides whether onnxruntime (1.32) loads a
-model: it refuses data that symbolic links lead out of the model's directory, so that a prepared
-model of the same content does not stand for this one. Earlier versions ask less.
+Owns the rule of where they may lie. Content alone does not decide whether onnxruntime loads a
+model: version 1.32 refuses data that symbolic links lead out of the model's directory, so that a
+prepared model of the same content must not stand for this one. Earlier versions check less.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def external_path(model: str, location: str) -> str:
-    """Of the data that the model of this path has at a location."""
+    """The path of the data that the model at ``model`` has at a location."""
     return os.path.join(os.path.dirname(model), location)
 
 
@@ -38,7 +38,7 @@ def is_inside(model: str, location: str) -> bool:
 
 
 def external_identities(model: str, locations: Iterable[str]) -> tuple[Identity, ...] | None:
-    """Of a model's external files as they are now; None where one is not to be had."""
+    """The identities of a model's external files now; None if one cannot be had."""
     try:
         wanted = list(locations)
         if not all(is_inside(model, each) for each in wanted):
@@ -49,13 +49,13 @@ def external_identities(model: str, locations: Iterable[str]) -> tuple[Identity,
 
 
 def may_others_write(status: os.stat_result) -> bool:
-    """Whether somebody else than us and root may change a file, or what is in a directory."""
+    """Whether anybody but us and root may change a file, or what is in a directory."""
     is_theirs = status.st_uid not in (os.geteuid(), 0)
     return is_theirs or bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def is_private(path: str) -> bool:
-    """Whether nobody but us and root can change a file, or what its path leads to.
+    """Whether nobody but us and root can change a file, or where its path leads.
 
     False in doubt, and where symbolic links lead to it. Raises OSError.
     """
@@ -65,7 +65,7 @@ def is_private(path: str) -> bool:
         return False
     while path != (path := os.path.dirname(path)):
         status = os.stat(path)
-        # In a sticky one (/tmp) others cannot rename what is ours.
+        # In a sticky directory (/tmp) others cannot rename what is ours.
         is_sticky = status.st_uid in (os.geteuid(), 0) and status.st_mode & stat.S_ISVTX
         if may_others_write(status) and not is_sticky:
             return False

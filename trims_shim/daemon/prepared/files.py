@@ -6,17 +6,16 @@ Owns the names below ``<cache_dir>/prepared``::
     <key>.<judge>.refused                        a model that cannot be prepared
     .making-<...>, .removed-<...>                on the way in, on the way out
 
-A model appears by one rename of a complete directory, and goes by a rename, then unlink: files are
-never written to once their directory has its name, since sessions map them. Files of another user,
-or that others may write, are not used, and no symbolic link below the directory is followed.
+A model appears by one rename of a complete directory, and goes by a rename, then unlink. Files are
+never written to once their directory has its name, because sessions map them. Files of another
+user, or that others may write, are not used, and no symbolic link below the directory is followed.
 
-What one version of the package cannot prepare, or finds not worth it under its settings, another
-one may: ``<judge>`` stands for both. Each reads its own refusals, and leaves those of others as far
-as they are not too many.
+Another version of the package, or other settings, may prepare what these refuse: ``<judge>`` stands
+for both. A daemon reads only its own refusals, and deletes the oldest of too many others.
 
-Several daemons may share a directory. Each holds a shared flock on it while it lives; whoever gets
-an exclusive one is alone, and deletes what others have left half made. Methods may be called from
-any thread; all of them block, :meth:`is_sound` and :meth:`retire` for an instant only.
+Several daemons may share a directory. Each holds a shared flock on it while it lives. A daemon that
+gets an exclusive one is alone, and deletes what others have left half made. Methods may be called
+from any thread; all of them block, :meth:`Published.is_sound` and :meth:`retire` only briefly.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Published:
         )
 
     def is_sound(self) -> bool:
-        """Whether the files are the same still."""
+        """Whether the files are still the same."""
         is_sound = _identity(self.model) == self.model_identity
         if self.weights_identity is not None:
             is_sound = is_sound and _identity(self.weights) == self.weights_identity
@@ -109,7 +108,7 @@ class Scan:
     refusals: tuple[RefusalRecord, ...] = ()
 
     def sources(self) -> Iterator[Known]:
-        """What is known of models' files."""
+        """What models' files are known to hold."""
         for refusal in self.refusals:
             yield from refusal.sources
         for each in self.published:
@@ -120,7 +119,7 @@ class PreparedFiles:
     """See the module docstring."""
 
     def __init__(self, directory: str, *, judgement: str = "") -> None:
-        """Touches nothing. ``judgement``: see :class:`.prepared_directory.PreparedSettings`."""
+        """Touches nothing. ``judgement``: see :class:`.directory.PreparedSettings`."""
         self.directory = directory
         self._judgement = judgement
         self._refused = f".{_judge(judgement)}{_REFUSED}"
@@ -130,9 +129,9 @@ class PreparedFiles:
     # --- life -------------------------------------------------------------------------------------
 
     def open(self) -> Scan:
-        """Look at what is there; a directory that does not exist yet is made when it is needed.
+        """Scan the directory; if it does not exist yet, it is made when it is needed.
 
-        Raises NotServed (``prepared_off``) where it cannot be used.
+        Raises NotServed (``prepared_off``) if it cannot be used.
         """
         problem = examine(self.directory)
         if problem:
@@ -167,10 +166,10 @@ class PreparedFiles:
         return path
 
     def publish(self, making: str, manifest: Manifest) -> Published:
-        """Give a complete directory its name; the model of the same key that is there already wins.
+        """Give a complete directory its name; a sound model that has it already wins.
 
         The stamps in ``manifest`` are filled in here. Raises CorruptFile when ``making`` does not
-        hold what it should, OSError.
+        hold what it should, or OSError.
         """
         model, weights = _seal(making)
         manifest = replace(manifest, model=model, weights=weights)
@@ -183,7 +182,7 @@ class PreparedFiles:
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                     raise
-                # Another daemon was faster, or has left it damaged.
+                # Another daemon was faster, or has left a damaged model.
                 found = self.load(manifest.key)
                 if found is not None:
                     return found
@@ -197,7 +196,7 @@ class PreparedFiles:
         return published
 
     def load(self, key: str) -> Published | None:
-        """The prepared model of a key; None where there is none, or it is not what was verified."""
+        """The prepared model of a key; None if there is none, or it is not what was verified."""
         try:
             return self._load(key)
         except FileNotFoundError:
@@ -221,19 +220,19 @@ class PreparedFiles:
         _replace(self._refusal_path(record.key), render(record))
 
     def drop_refusal(self, key: str) -> None:
-        """Forget that it could not."""
+        """Forget that a model cannot be prepared."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._refusal_path(key))
 
     def touch(self, key: str) -> None:
-        """Note that a model was used now, for the daemons to come."""
+        """Note for later daemons that a model was used now."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(os.path.join(self.directory, key), follow_symlinks=False)
 
     # --- out --------------------------------------------------------------------------------------
 
     def retire(self, key: str) -> str:
-        """Take the name from a model; the path to :meth:`delete`, empty if there was none."""
+        """Take the name from a model; return the path to :meth:`delete`, empty if there is none."""
         path = os.path.join(self.directory, f"{_REMOVED}{os.getpid()}-{secrets.token_hex(8)}")
         try:
             os.rename(os.path.join(self.directory, key), path)
@@ -244,10 +243,10 @@ class PreparedFiles:
         return path
 
     def delete(self, path: str) -> None:
-        """Delete what has no name any more, or never got one; nothing for an empty path."""
+        """Delete what has lost its name, or never got one; nothing for an empty path."""
         if not path:
             return
-        # A link is not followed; what a preparer leaves may be anything.
+        # A link is not followed: a preparer may leave anything.
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -338,13 +337,13 @@ class PreparedFiles:
 
 
 def _judge(judgement: str) -> str:
-    """What stands in the names of refusals for the package and settings that they are of."""
+    """The part of a refusal's name that stands for package and settings."""
     judge = f"{LAYOUT_VERSION} {__version__} {judgement}".encode()
     return hashlib.sha256(judge).hexdigest()[:_JUDGE_DIGITS]
 
 
 def _delete_oldest(paths: list[str], *, kept: int) -> None:
-    """All but the newest; nobody may be left who would ever read them."""
+    """Delete all but the newest; perhaps nobody is left who would read them."""
     dated = []
     for path in paths:
         with contextlib.suppress(OSError):
@@ -435,7 +434,7 @@ def _sync(directory: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems have nothing to do for a directory, and say so like this.
+        # Some network file systems have nothing to sync there, and say so with EINVAL.
         if error.errno != errno.EINVAL:
             raise
     finally:

@@ -1,7 +1,7 @@
 """Which interpreter a client runs in, by the kernel's word, and which processor this is.
 
-Owns the checks that let the daemon start a program because a client named it: same user, same
-files, a Python. What the client says of itself is not asked.
+Owns the checks before the daemon starts a client's interpreter: same user, same files, a Python.
+What the client says of itself does not count.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CPU_FIELDS = frozenset(
         "features",
     }
 )
-"""Of /proc/cpuinfo, on x86, ARM, POWER, RISC-V and s390: what code may be chosen by."""
+"""Fields of /proc/cpuinfo, on x86, ARM, POWER, RISC-V and s390, by which code may be chosen."""
 
 
 def interpreter_of(pid: int, uid: int) -> str:
@@ -62,7 +62,7 @@ def interpreter_of(pid: int, uid: int) -> str:
             raise NotServed("not_python", f"the program of process {pid} was replaced: {path}")
         if _PYTHON.fullmatch(os.path.basename(path)):
             return path
-        # A program that embeds Python, such as a web server: ours will do if it is of that version.
+        # A program that embeds Python, such as a web server: ours will do if its version is equal.
         if sys.executable and _has_library(process):
             return sys.executable
     except OSError as error:
@@ -71,7 +71,7 @@ def interpreter_of(pid: int, uid: int) -> str:
 
 
 def namespace_problem(pid: int) -> str:
-    """Why paths may mean something else to a process than to us; empty if they do not."""
+    """Why paths may mean other files to a process than to us; empty if they do not."""
     for place in ("ns/mnt", "root"):
         try:
             if not _is_same(f"/proc/{pid}/{place}", f"/proc/self/{place}"):
@@ -82,7 +82,7 @@ def namespace_problem(pid: int) -> str:
 
 
 def cpu_identity() -> str:
-    """What tells this processor from others that programs may take other code for."""
+    """Everything by which programs may choose other code on another processor."""
     found = {os.uname().machine}
     with contextlib.suppress(OSError), open("/proc/cpuinfo", errors="replace") as file:
         for line in file:

@@ -1,7 +1,7 @@
 """The key of a prepared model: everything that decides what onnxruntime makes of a model.
 
-Owns the version of what the preparer writes, too: a change of it makes other models of the same
-sources. Equal keys mean equal files, bit for bit, on one machine.
+Also owns the version of what the preparer writes: raising it makes new models of the same sources.
+Equal keys mean equal files, bit for bit, on one machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYOUT_VERSION = 3
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """In the form that is hashed; the codec's encoding is canonical."""
+    """What is hashed; the codec's encoding is canonical."""
 
     layout: int
     digest: Digest
@@ -33,7 +33,7 @@ class _Parts:
 
 
 def entry_key(content: Content, recipe: SessionRecipe, *, cpu: str) -> str:
-    """64 hexadecimal digits. ``cpu`` is what tells this machine's processor from others."""
+    """64 hexadecimal digits. ``cpu`` identifies the processor, see :func:`.cpu_identity`."""
     externals: tuple[tuple[str, ...], ...] = tuple(sorted(content.externals))
     if content.place:
         externals += ((content.place,),)

@@ -1,11 +1,11 @@
 """Preparations: the thread that has models prepared, one after the other, and publishes them.
 
-Owns the thread and the descriptors of models that wait for it; decides nothing. Whether a model is
-wanted, once its content is known, and what becomes of it in the end, its owner says
-(:mod:`trims_shim.daemon.prepared.models`), whom the thread tells by ``deliver``.
+Owns the thread and the descriptors of models that wait for it; decides nothing. Its owner
+(:mod:`trims_shim.daemon.prepared.models`), which the thread tells through ``deliver``, says whether
+a model is wanted, once its content is known, and what becomes of it in the end.
 
 What is published under a content's key was made of that content: identities are taken before the
-files are read and compared after the last time, and a preparation begins when the model was quiet
+files are read and compared after the last read. A preparation begins when the model has been quiet
 for so long that every change would show in its identity.
 """
 
@@ -43,23 +43,21 @@ __all__ = ["Ended", "Hashed", "Making", "Preparations", "Preparer"]
 _logger = logging.getLogger("trims_shim.daemon")
 
 _SETTLE_PATIENCE_S = 2.5
-"""Longer than any identity takes to settle; a file from the future never does."""
+"""Longer than any identity takes to settle; that of a file from the future never does."""
 _POLL_S = 0.02
 _END_PATIENCE_S = 10.0
 """Longer than a preparer is waited for. A file whose server is gone keeps the thread for ever."""
 _GROWTH = 2
-"""Of a model when it is prepared: packed weights are stored beside the original ones. The largest
-that was measured is 1.8 (BERT-base, GPT-2)."""
+"""How much a model grows: packed weights are stored beside the original ones. The largest that was
+measured is 1.8 (BERT-base, GPT-2)."""
 _SCRATCH = 2
-"""While it is prepared there are two of it on the disk: as it was saved, and in its final form."""
+"""The disk holds two of a model while it is prepared: as it was saved, and in its final form."""
 _MEMORY_GROWTH = 3
-"""The preparer has a session of the original, with packed weights, and a copy in the making."""
+"""The preparer holds a session of the original, with packed weights, and a copy in the making."""
 
 
 class Preparer(Protocol):
-    """What makes prepared models: :class:`~trims_shim.daemon.prepared.preparing.Preparer`, but for
-    tests.
-    """
+    """Makes prepared models: :class:`~.preparing.Preparer`, or a test's."""
 
     def run(
         self, preparation: Preparation, decide: Callable[[duties.SourceHashed], bool]
@@ -69,10 +67,10 @@ class Preparer(Protocol):
 
 @dataclass(slots=True)
 class Making:
-    """One preparation; owns ``descriptor``. What has a default is filled in by the thread.
+    """One preparation; owns ``descriptor``. The thread fills in the fields with a default.
 
-    ``known`` is what was learned of the model's files, None for one that is offered as memory;
-    ``young`` is external data of which not every change would have shown.
+    ``known`` is what was learned of the model's files, None for a model that is offered as memory.
+    ``young`` is external data so new that a change might not have shown.
     """
 
     job: int
@@ -98,14 +96,14 @@ class Making:
 
     @property
     def source_bytes(self) -> int:
-        """The size of the model, with its external files as far as they are known."""
+        """The size of the model and of its external files, once they are known."""
         externals = () if self.known is None else self.known.externals
         return self.identity.size_bytes + sum(each.size_bytes for each in externals)
 
 
 @dataclass(frozen=True, slots=True)
 class Hashed:
-    """The thread asks whether to go on. ``found``: another daemon has published it meanwhile."""
+    """The thread asks whether to go on. ``found``: another daemon has published the model."""
 
     making: Making
     needed_bytes: int
@@ -116,7 +114,7 @@ class Hashed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """It has ended: with a model, with ``making.failure``, or because it was not wanted."""
+    """A preparation ended: with a model, with ``making.failure``, or because it was not wanted."""
 
     making: Making
     published: Published | None = None
@@ -135,7 +133,7 @@ class Preparations:
         pool: Executor | None = None,
         trusts_young_files: bool = False,
     ) -> None:
-        """``deliver`` is called by the thread, and what it is given is answered by another one."""
+        """``deliver`` is called by the thread; another thread answers the event."""
         self._files = files
         self._preparer = preparer
         self._key_of = key_of
@@ -150,11 +148,11 @@ class Preparations:
         self._waiting[making.job] = (making, self._pool.submit(self._run, making))
 
     def end(self, job: int) -> None:
-        """What became of it is known."""
+        """Forget a preparation that has ended."""
         del self._waiting[job]
 
     def memory_bytes(self) -> int:
-        """Of models that are offered as memory, and wait."""
+        """Bytes of the waiting models that were offered as memory."""
         waiting = (making for making, _ in self._waiting.values())
         return sum(each.identity.size_bytes for each in waiting if each.is_memory)
 
@@ -173,23 +171,23 @@ class Preparations:
             published = self._make(making)
         except TrimsError as error:
             making.failure = Failure(error.reason, str(error), is_lasting=False)
-        # Border: whatever it dies of, the store has to know.
+        # Border: whatever a preparation dies of, the store has to know.
         except Exception as error:
             if not isinstance(error, OSError):
                 _logger.exception("preparing %s", making.name)
             text = f"{type(error).__name__}: {error}"
             making.failure = Failure("not_prepared", text, is_lasting=False)
         finally:
-            close_all([making.descriptor])  # a server may have an error for who closes its file
+            close_all([making.descriptor])  # closing a file may report an error of its server
         self._deliver(Ended(making, published))
 
     def _make(self, making: Making) -> Published | None:
-        """None where it was not wanted, or ``making.failure`` says why there is nothing."""
+        """None if the model was not wanted, or if ``making.failure`` says why there is none."""
         if self._closing.is_set():
             raise NotServed("stopping", "the daemon is stopping")
         published = self._try(making)
         if making.young:
-            # Which files these are, only the first reading tells.
+            # Only the first reading tells which files to wait for.
             making.content = making.failure = None
             published = self._try(making)
         return published
@@ -213,7 +211,7 @@ class Preparations:
                 return None
             if making.content is None:
                 raise NotServed("preparer_confused", "it did not say what it has prepared")
-            # It was read more than once, by its name.
+            # The preparer has read it more than once, by its name.
             self._check_unchanged(making)
             return self._files.publish(directory, _manifest(making, reply, started_ns))
         finally:
@@ -255,7 +253,7 @@ class Preparations:
                     return False
 
     def _note_content(self, making: Making, hashed: duties.SourceHashed, started_ns: int) -> None:
-        """Raises NotServed where the files are not what they were, or may not have been."""
+        """Raises NotServed if the files have changed, or may have, or if memory is short."""
         files = sorted(hashed.externals, key=lambda each: each.location)
         content = Content(hashed.digest, tuple((each.location, each.digest) for each in files))
         if not making.is_memory:
@@ -280,8 +278,8 @@ class Preparations:
     def _is_ours_alone(self, making: Making, hashed: duties.SourceHashed) -> bool:
         """Whether nobody else can have changed the files since they were hashed.
 
-        Not all that is done to a file shows in its identity: who has mapped it may write to it, and
-        who may rename a directory may put other files in the place of these, and take them away.
+        Not every change shows in a file's identity: a process that has mapped it may write to it.
+        And a user who may rename a directory may put other files in its place for a while.
         """
         if may_others_write(os.fstat(making.descriptor)):
             return False

@@ -1,8 +1,8 @@
-"""What is written down beside a prepared model, and instead of one that cannot be prepared.
+"""The records of a prepared model, and of a model that cannot be prepared.
 
-Owns the form of ``entry.json`` and of refusals: JSON objects of the dataclasses here, and of what
-they hold. Pure. What is read back was perhaps damaged or written by another version, so every field
-is checked; anything odd is CorruptFile, and its reader starts afresh.
+Owns the form of ``entry.json`` and of refusals: JSON objects of the dataclasses here, and of those
+that they hold. Pure. A record may be damaged or written by another version, so every field is
+checked; anything odd is CorruptFile, and its reader starts afresh.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What tells a file from any other in one file system; device numbers may change at a boot."""
+    """Identifies a file within one file system; device numbers may change at a boot."""
 
     inode: int
     size_bytes: int
@@ -43,8 +43,8 @@ class FileStamp:
 class Manifest:
     """A prepared model.
 
-    ``layout`` is :data:`trims_shim.daemon.prepared.key.LAYOUT_VERSION`, ``sources`` are files that
-    are known to hold its model. ``weights`` is None where there is no such file.
+    ``layout`` is :data:`trims_shim.daemon.prepared.key.LAYOUT_VERSION`; ``sources`` are files known
+    to hold its model. ``weights`` is None if there is no such file.
     """
 
     layout: int
@@ -81,12 +81,12 @@ _WithSources = TypeVar("_WithSources", bound=Manifest | RefusalRecord)
 
 
 def render(record: Manifest | RefusalRecord) -> bytes:
-    """As it is written."""
+    """The bytes to write."""
     return json.dumps(dataclasses.asdict(record), indent=1).encode() + b"\n"
 
 
 def parse(kind: type[_Record], data: bytes) -> _Record:
-    """As it was written. Raises CorruptFile."""
+    """Read a written record. Raises CorruptFile."""
     try:
         record: _Record = codec.checked(kind, json.loads(data))
     # RecursionError: brackets without end.
@@ -96,11 +96,11 @@ def parse(kind: type[_Record], data: bytes) -> _Record:
 
 
 def with_source(record: _WithSources, known: Known) -> _WithSources:
-    """The same with one more source, the newest first; the oldest of too many is forgotten."""
+    """The same record with one more source, the newest first; beyond a limit the oldest goes."""
     others = [each for each in record.sources if _place(each) != _place(known)]
     return dataclasses.replace(record, sources=(known, *others)[:_SOURCES_LIMIT])
 
 
 def _place(known: Known) -> tuple[int, int, str]:
-    """A file that was replaced in place has another identity; its old one will not come back."""
+    """A file that was replaced in place has a new identity, and its old one will not come back."""
     return known.identity.device, known.identity.inode, known.directory

@@ -1,15 +1,15 @@
 """Prepared ONNX models: who gets which, and the execution of what their store decides.
 
-Owns the requests for them and the directory, with a thread that looks through it and deletes. What
-that thread and the one that prepares (:mod:`trims_shim.daemon.prepared.making`) come to is put on a
-queue, the server is woken, and :meth:`Prepared.finish` takes it from there, so that the store needs
-no lock. All methods are called by the server's thread, and none waits for anything but ``stat``.
+Owns the requests for them and the directory, with a thread that scans it and deletes. That thread
+and the one that prepares (:mod:`trims_shim.daemon.prepared.making`) put events on a queue and wake
+the server, and :meth:`Prepared.finish` takes them from there, so that the store needs no lock. All
+methods are called by the server's thread, and none waits for anything but ``stat``.
 
-The directory is looked through after the start; who asks before that is done is answered then.
+The directory is scanned after the start; requests that arrive before that are answered then.
 
 A prepared model is a name that the client opens by itself, so only clients of the daemon's own user
-that see the same files are served. Its files are looked at before every answer: what is not as it
-was when it was verified is dropped, and made once more.
+that see the same files are served. Its files are checked before every answer: a model that is not
+as it was verified is dropped, and made once more.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ _PATH_LIMIT = 4096
 _RUNTIME_LIMIT = 64
 _TOUCH_INTERVAL_NS = 60 * 10**9
 _HELD_FRACTION = 4
-"""One part in this many of the free memory may be models that are offered as memory and wait."""
+"""Models that wait in memory may take one part in this many of the free memory."""
 
 _Reply = TypeVar("_Reply")
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """The directory was looked through."""
+    """The directory was scanned."""
 
     scan: Scan
     budget_bytes: int
@@ -129,14 +129,14 @@ class Prepared:
         self._published: dict[str, Published] = {}
         self._touched_ns: dict[str, int] = {}
         self._namespaces: dict[int, str] = {}
-        """Why the client of a session is not served, empty if it is."""
+        """Why the client of a session is not served; empty if it is."""
         self._early = EarlyRequests(front)
         self._cpu = ""
         self._problem = settings.problem
         self._is_open = bool(settings.problem)
 
     def start(self) -> None:
-        """Look through the directory, in a thread."""
+        """Scan the directory, in a thread."""
         if not self._is_open:
             self._aside.submit(self._open_directory)
 
@@ -145,19 +145,19 @@ class Prepared:
     def open(
         self, request: Request, message: messages.OpenPreparedRequest
     ) -> messages.OpenPreparedReply | None:
-        """The reply; None: it is answered later. Raises TrimsError."""
+        """Return the reply, or None if it comes later. Raises TrimsError."""
         return self._when_open(request, lambda: self._open(request, message))
 
     def evict(
         self, request: Request, message: admin.EvictPreparedRequest
     ) -> admin.EvictPreparedReply | None:
-        """Forget models; None: it is answered later. Raises AccessDenied, UnknownImage, NoSpace."""
+        """Forget models; None: the reply is later. Raises AccessDenied, UnknownImage, NoSpace."""
         if request.session.peer.uid not in (0, os.geteuid()):
             raise AccessDenied("prepared models are the daemon's own user's")
         return self._when_open(request, lambda: self._evict(message.model))
 
     def release(self, session: int, lease: int) -> None:
-        """The client gave a lease up; nothing happens where it is of something else."""
+        """The client gave a lease up; nothing happens if it is a lease of another store."""
         self._store.release(session, lease, time.time_ns())
 
     def close_session(self, session: int) -> None:
@@ -167,7 +167,7 @@ class Prepared:
         self._early.close_session(session)
 
     def finish(self) -> None:
-        """Go on with what the threads have come to."""
+        """Go on with what the threads have found or done."""
         while not self._events.empty():
             self._take(self._events.get())
 
@@ -209,7 +209,7 @@ class Prepared:
         return self._store.rows(time.time_ns())
 
     def storage(self) -> admin.PreparedStorage:
-        """Where it is, and the account."""
+        """The directory, and the account."""
         return admin.PreparedStorage(
             self._settings.directory,
             self._store.budget_bytes,
@@ -228,7 +228,7 @@ class Prepared:
     def _open(
         self, request: Request, message: messages.OpenPreparedRequest
     ) -> messages.OpenPreparedReply:
-        # Taken first of all: offers that are left would add up.
+        # Taken before any check: offers that are left would add up.
         ticket = message.ticket
         with self._front.take_offer(request, ticket) if ticket else Offer() as offer:
             try:
@@ -288,7 +288,7 @@ class Prepared:
     def _content_of(
         self, message: messages.OpenPreparedRequest, identity: Identity | None
     ) -> Content | None:
-        """What the model is, if that is known; bytes are what their owner says."""
+        """The model's content, if it is known; of a model in memory, what the client says."""
         if identity is None or not message.path:
             return Content(message.digest) if message.digest else None
         known = self._store.recall(identity, os.path.dirname(message.path))
@@ -317,7 +317,7 @@ class Prepared:
             self._execute(self._store.lose(key))
 
     def _touch(self, key: str) -> None:
-        """So that the daemons to come know what was used last."""
+        """Tell later daemons which models were used last."""
         now_ns = time.time_ns()
         if now_ns - self._touched_ns.get(key, 0) >= _TOUCH_INTERVAL_NS:
             self._touched_ns[key] = now_ns
@@ -339,7 +339,7 @@ class Prepared:
         identity: Identity,
         offer: Offer,
     ) -> None:
-        """Raises NotServed where there is nothing to prepare with, or no memory to wait in."""
+        """Raises NotServed if there is no interpreter to prepare with, or no memory to wait in."""
         try:
             interpreter = interpreter_of(session.peer.pid, session.peer.uid)
             if not message.path:
@@ -350,7 +350,7 @@ class Prepared:
         self._preparations.start(Making(job, offer.take(), identity, message, interpreter))
 
     def _check_memory(self, size_bytes: int) -> None:
-        """Bytes that were offered as memory stay there until they are prepared."""
+        """Models that were offered as memory stay there until they are prepared."""
         waiting_bytes = self._preparations.memory_bytes() + size_bytes
         if waiting_bytes > available_bytes() // _HELD_FRACTION:
             raise NotServed("no_memory", f"{waiting_bytes} bytes of models would wait in memory")
@@ -411,7 +411,7 @@ class Prepared:
                 self._do_aside(self._files.add_source, making.key, making.known)
 
     def _execute(self, actions: Iterable[Action], *, known: Known | None = None) -> list[DropEntry]:
-        """What was dropped is returned. ``known``: of the model that is refused."""
+        """Return what was dropped. ``known``: of the model that is refused."""
         dropped = []
         for action in actions:
             if isinstance(action, DropEntry):
@@ -432,7 +432,7 @@ class Prepared:
         def job() -> None:
             try:
                 work(*arguments)
-            # Border: nobody waits for it, and the next one is to be done all the same.
+            # Border: nobody waits for it, and later work has to be done.
             except Exception as error:
                 _logger.warning("%s: %s: %s", work.__name__, type(error).__name__, error)
 
@@ -448,7 +448,7 @@ class Prepared:
             cpu = cpu_identity()
             scan = self._files.open()
             budget_bytes = self._settings.budget.of(space_of(self._settings.directory).total_bytes)
-        # Border: without a word of this, nobody would ever be answered.
+        # Border: without this event, nobody would ever be answered.
         except Exception as error:
             problem = str(error) or type(error).__name__
             if not isinstance(error, NotServed | OSError):

@@ -3,7 +3,7 @@
 A preparer is a process for one model (:mod:`trims_shim.daemon.preparer.main`), in the client's
 interpreter. Owns that process and the socket to it. Whatever it says is data of unknown origin: a
 model's author may have taken it over. It is ended, with all that it started, as soon as it has
-replied, said nonsense or run out of time. Where it died or stalled, the reply is made up here.
+replied, said nonsense or run out of time. If it dies or stalls, the reply is made up here.
 
 :meth:`Preparer.run` blocks: it is for a worker thread. One process runs at a time.
 """
@@ -39,11 +39,11 @@ _logger = logging.getLogger("trims_shim.daemon")
 _END_PATIENCE_S = 5.0
 _PATH_LIMIT = 4096
 _FILE_SHARE = 0.45
-"""Of what is free on the disk: there are two large files at a time, and some should stay free."""
+"""Of the disk's free bytes: there are two large files at a time, and some should stay free."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
-# This very package, whatever the client's interpreter would find under its name; everything else
-# as the client finds it.
+# Imports this very package, whatever the client's interpreter would find under its name, and
+# everything else as the client finds it.
 _BOOT = (
     "import importlib.util, json, sys; "
     "package, paths, *arguments = sys.argv[1:]; "
@@ -61,8 +61,8 @@ _BOOT = (
 class Preparation:
     """What a preparer is asked, and the Python that it runs in.
 
-    The request's descriptor stays the caller's. Its directory is an empty one; where there is a
-    reason in the reply, the caller removes what is in it.
+    The request's descriptor stays the caller's. Its directory is empty at first; if the reply has
+    a reason, the caller removes what is in it.
     """
 
     request: duties.PrepareRequest
@@ -77,7 +77,7 @@ class Preparer:
         """``timeout_s`` is for one model, from its start to its reply.
 
         ``anyway_bytes``: see :func:`trims_shim.daemon.preparer.verifying.share_from`.
-        ``gives_way``: at idle priority, which on a machine that is busy for good means never.
+        ``gives_way``: at low priority, with a tenth of the share of other processes.
         """
         self._timeout_s = timeout_s
         self._arguments = [str(anyway_bytes), "idle" if gives_way else "normal"]
@@ -89,7 +89,7 @@ class Preparer:
     def run(
         self, preparation: Preparation, decide: Callable[[SourceHashed], bool]
     ) -> PrepareReply | None:
-        """Prepare one model; None where ``decide`` said that its content is not wanted.
+        """Prepare one model; None if ``decide`` said that its content is not wanted.
 
         ``decide`` is called from this thread, at most once, and not at all for a model whose files
         cannot be read. Blocks. Raises nothing of its own; what ``decide`` raises passes.
@@ -108,7 +108,7 @@ class Preparer:
                     self._end(child)
 
     def close(self) -> None:
-        """End what runs; from now on nothing starts. The run that is interrupted says so."""
+        """End the process that runs, and start no other. The interrupted run's reply says so."""
         with self._lock:
             self._is_closed = True
             if self._child is not None:
@@ -116,7 +116,7 @@ class Preparer:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """The running process's pid, or None."""
         child = self._child
         return None if child is None else child.pid
 
@@ -137,7 +137,7 @@ class Preparer:
         with self._lock:
             _kill(child)
             self._child = None
-        # One that hangs in the kernel, on a dead disk, is left to it; the next start reaps it.
+        # A process that hangs in the kernel, on a dead disk, is left; the next start reaps it.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_END_PATIENCE_S)
 
@@ -178,7 +178,7 @@ class Preparer:
         if self._is_closed:
             return _failed("stopping", "the daemon is stopping")
         if status == -signal.SIGKILL:
-            # Not of the model by itself; most likely there was not enough memory.
+            # Not the model's doing by itself; most likely there was not enough memory.
             return _failed("preparer_killed", "it was killed; perhaps memory was short")
         how = f"signal {-status}" if status < 0 else f"status {status}"
         reply = _failed("preparer_died", f"it died ({how}); see the daemon's log")
@@ -232,12 +232,12 @@ def _is_file(path: str) -> bool:
 def _launch(
     preparation: Preparation, descriptor: int, arguments: list[str]
 ) -> subprocess.Popen[bytes]:
-    # Paths that depend on the working directory would let whoever owns it choose the code.
+    # Paths relative to the working directory would let whoever owns that choose the code.
     paths = [path for path in preparation.search_path if os.path.isabs(path)]
-    # onnxruntime chooses kernels by its variables. These are those of whoever started the daemon,
-    # and what is prepared is for everybody.
+    # onnxruntime chooses kernels by its variables. Here they are those of whoever started the
+    # daemon, and prepared models are for everybody.
     environment = {name: text for name, text in os.environ.items() if not name.startswith("ORT_")}
-    # From 1.31 on it reports what it is used for; nobody has used it here.
+    # From 1.31 on onnxruntime reports its use; nobody uses it here.
     environment.update(TRIMS_ENABLED="0", ORT_DISABLE_TELEMETRY="1")
     return subprocess.Popen(
         [
@@ -261,7 +261,7 @@ def _launch(
 
 
 def _limit_files(pid: int, directory: str) -> None:
-    """Let a process write no file that, with another like it, fills the disk.
+    """Let a process write no file that fills the disk together with another one like it.
 
     A model of a few bytes may have constants of any size, which onnxruntime computes and saves.
     """
@@ -275,7 +275,7 @@ def _limit_files(pid: int, directory: str) -> None:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """With everything that it started. Not once it was waited for: the number may be another's."""
+    """Kill it and all that it started. Not once it was waited for: the number may be another's."""
     if child.returncode is None:
         with contextlib.suppress(OSError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -1,10 +1,10 @@
 """Models that cannot be prepared: for how long, and what is said about them.
 
-The negative cache of :mod:`trims_shim.daemon.prepared.store`, which is its only user: pure, without
-a clock. A model is refused for good where the reason is lasting, else for a time that grows with
-every attempt. A preparer that dies of one model twice is a lasting reason.
+The negative cache of :mod:`trims_shim.daemon.prepared.store`, its only user. Pure, without a clock.
+A model is refused for good if the reason is lasting, else for a time that grows with every attempt.
+A preparer that dies of one model twice is a lasting reason.
 
-A refusal has a place: the model's key where its content is known, else what the client offered.
+The place of a refusal is the model's key if its content is known, else what the client offered.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Refusal:
     deaths: int = 0
 
     def holds(self, now_ns: int) -> bool:
-        # Before it was refused: the clock was set back, and the pause may never end.
+        # Not before it was refused: if the clock was set back, the pause might never end.
         return self.failure.is_lasting or self.refused_ns <= now_ns < self.until_ns
 
 
@@ -60,7 +60,7 @@ class Refusals:
         name: str,
         runtime: str,
     ) -> list[Action]:
-        """The model at this place could not be prepared; ``key`` is empty while it is not known."""
+        """The model at a place could not be prepared; ``key`` is empty if unknown."""
         before = self._refusals.get(place)
         attempts = 1 if before is None else before.attempts + 1
         deaths = (0 if before is None else before.deaths) + (failure.reason == _DEATH)
@@ -77,7 +77,7 @@ class Refusals:
         return []
 
     def remember(self, refusal: KeepRefusal, refused_ns: int) -> None:
-        """A daemon before this one could not prepare it."""
+        """An earlier daemon could not prepare a model."""
         failure = Failure(refusal.reason, refusal.message, is_lasting=True)
         self._refusals.put(
             refusal.key,
@@ -85,12 +85,12 @@ class Refusals:
         )
 
     def forget(self, *places: Hashable) -> None:
-        """It has been prepared."""
+        """Forget models that have been prepared."""
         for place in places:
             self._refusals.pop(place, None)
 
     def drop(self, places: Iterable[Hashable]) -> list[Action]:
-        """Somebody wants these tried again."""
+        """Drop refusals, to try these models again."""
         dropped = [self._refusals.pop(place) for place in places]
         return [DropRefusal(each.key) for each in dropped if each.failure.is_lasting and each.key]
 
@@ -105,24 +105,24 @@ class Refusals:
         return None
 
     def places(self) -> list[Hashable]:
-        """Of all of them."""
+        """The places of all refusals."""
         return list(self._refusals)
 
     def named(self, name: str) -> list[Hashable]:
-        """The places of those that were asked for by this name."""
+        """The places of the models that were asked for by this name."""
         return [place for place, each in self._refusals.items() if name in each.names]
 
     def keyed(self, keys: Iterable[str]) -> list[Hashable]:
-        """The places of those with one of these keys."""
+        """The places of the models with one of these keys."""
         wanted = set(keys)
         return [place for place, each in self._refusals.items() if each.key in wanted]
 
     def keys(self) -> set[str]:
-        """Of all of them; an empty one among them where one is not known."""
+        """The keys of all refusals; an empty one among them if one is not known."""
         return {each.key for each in self._refusals.values()}
 
     def rows(self, now_ns: int) -> list[PreparedStatus]:
-        """Those that hold, the newest first."""
+        """Refusals that hold, the newest first."""
         return [_row(each) for each in reversed(self._refusals.values()) if each.holds(now_ns)]
 
 

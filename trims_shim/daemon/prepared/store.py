@@ -5,16 +5,16 @@ owner (:mod:`trims_shim.daemon.prepared.models`) feeds it events and executes th
 
 Rules
 1. An entry is keyed by everything that decides its content (:mod:`trims_shim.daemon.prepared.key`).
-   A file's identity only points at its content, and only where its owner says so
+   A file's identity only points at its content, and only once its owner has said so
    (:meth:`PreparedStore.learn`).
-2. Nobody waits: while a model is prepared, whoever asks is told so. There is one preparation for
+2. No request waits: while a model is prepared, the answer says so. There is one preparation for
    each flight (the model as it was offered, and the recipe) and for each key, and a limit on how
    many wait for their turn.
-3. Room is reserved when the content is known, and charged for the real size when it is made.
-   Entries that nobody leases go for it, least recently used first; all or nothing.
-4. A leased entry is never evicted. One whose files are damaged is lost, leases or not: what is
-   mapped stays valid, as long as nobody writes to it.
-5. What cannot be prepared is refused from then on (:mod:`trims_shim.daemon.prepared.refusals`).
+3. Room is reserved when the content is known, and the real size is charged when the model is made.
+   Entries that nobody leases are dropped for it, least recently used first; all or nothing.
+4. A leased entry is never evicted. One whose files are damaged is lost, leases or not: mappings
+   stay valid, as long as nobody writes to the files.
+5. An unpreparable model is refused from then on (:mod:`trims_shim.daemon.prepared.refusals`).
 6. Lease numbers are unique across the daemon, which shares the counter with the tiers' stores.
 """
 
@@ -49,7 +49,7 @@ from trims_shim.wire.admin import PreparedStatus
 __all__ = ["JOBS_LIMIT", "PreparedStore"]
 
 JOBS_LIMIT = 32
-"""Each holds a descriptor, and the last one waits for all the others."""
+"""Each job holds a descriptor, and the last one waits for all the others."""
 _KNOWN_LIMIT = 4096
 _NAMES_PER_ENTRY = 16
 
@@ -96,11 +96,11 @@ class PreparedStore:
     # --- what files hold --------------------------------------------------------------------------
 
     def learn(self, known: Known) -> None:
-        """The identities in it may be trusted from now on."""
+        """Trust the identities in ``known`` from now on."""
         self._known.put((known.identity, known.directory), known)
 
     def recall(self, identity: Identity, directory: str) -> Known | None:
-        """What a model's file holds; whether its external files are unchanged is to be checked."""
+        """What a model's file holds; the caller checks that its external files are unchanged."""
         for where in ((identity, ""), (identity, directory)):
             known = self._known.get(where)
             if known is not None:
@@ -109,7 +109,7 @@ class PreparedStore:
         return None
 
     def unlearn(self, known: Known) -> None:
-        """An external file has changed."""
+        """Forget it: an external file has changed."""
         self._known.pop((known.identity, known.directory), None)
 
     # --- requests ---------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class PreparedStore:
     def hashed(
         self, job: int, key: str, now_ns: int, *, needed_bytes: int, short_bytes: int = 0
     ) -> Verdict:
-        """The content of what is to be prepared is known.
+        """The content of the model that is to be prepared is known.
 
         ``needed_bytes``: what it may take; ``short_bytes``: what the file system lacks for it.
         """
@@ -168,7 +168,7 @@ class PreparedStore:
         return Verdict(True, tuple(actions))
 
     def made(self, job: int, entry: Entry, now_ns: int) -> list[Action]:
-        """The model is prepared; it is dropped again where it turned out not to fit."""
+        """The model is prepared; it is dropped again if it does not fit after all."""
         task = self._jobs.pop(job)
         self._refusals.forget(task.key, task.flight, entry.key)
         if entry.key in self._entries:
@@ -183,7 +183,7 @@ class PreparedStore:
         return actions
 
     def unwanted(self, job: int) -> None:
-        """The verdict was no, and the preparation has ended."""
+        """End a preparation without a result or a refusal: it was unwanted, or never began."""
         self._jobs.pop(job)
 
     def failed(self, job: int, failure: Failure, now_ns: int) -> list[Action]:
@@ -193,7 +193,7 @@ class PreparedStore:
     # --- from before ------------------------------------------------------------------------------
 
     def adopt(self, entry: Entry) -> None:
-        """An entry is there, whoever made it; may exceed the budget until :meth:`fit`."""
+        """Add an entry that exists, whoever made it; may exceed the budget until :meth:`fit`."""
         if entry.key not in self._entries:
             made = _Entry(
                 entry.key, entry.size_bytes, entry.runtime, entry.prepare_ns, entry.used_ns
@@ -203,7 +203,7 @@ class PreparedStore:
             self._last_used_ns = max(self._last_used_ns, made.used_ns)
 
     def remember(self, refusal: KeepRefusal, refused_ns: int) -> None:
-        """A model could not be prepared by a daemon before this one."""
+        """An earlier daemon could not prepare a model."""
         self._refusals.remember(refusal, refused_ns)
 
     def fit(self) -> list[Action]:
@@ -214,14 +214,14 @@ class PreparedStore:
     # --- ends -------------------------------------------------------------------------------------
 
     def lose(self, key: str) -> list[Action]:
-        """The files of an entry are not what they were; its leases end with it."""
+        """Drop an entry whose files are damaged; its leases end with it."""
         entry = self._entries.get(key)
         return [] if entry is None else [self._drop(entry)]
 
     def evict(self, text: str = "") -> list[Action]:
         """Forget the models of a name or a key (6 or more digits of it), or all that are free.
 
-        Raises UnknownImage; NoSpace where all that are meant are in use.
+        Raises UnknownImage, or NoSpace if all that are meant are in use.
         """
         entries, refusals = self._meant(text)
         free = [each for each in entries if not self._leases.of(each.key)]
@@ -233,7 +233,7 @@ class PreparedStore:
     # --- questions --------------------------------------------------------------------------------
 
     def keys(self) -> list[str]:
-        """Of all entries."""
+        """The keys of all entries."""
         return list(self._entries)
 
     def job_count(self) -> int:
@@ -249,11 +249,11 @@ class PreparedStore:
         return bool(self._leases or self._jobs)
 
     def resident_bytes(self) -> int:
-        """What all entries take."""
+        """The bytes of all entries."""
         return sum(entry.size_bytes for entry in self._entries.values())
 
     def rows(self, now_ns: int) -> list[PreparedStatus]:
-        """What is being prepared, what is there (most recently used first), what was refused."""
+        """Models being prepared, models that are there (most recently used first), refused ones."""
         ready = sorted(self._entries.values(), key=lambda each: -each.used_ns)
         return [
             *(_job_row(each) for each in self._jobs.values()),
@@ -271,7 +271,7 @@ class PreparedStore:
         return Grant(lease, entry.key)
 
     def _use(self, entry: _Entry, now_ns: int) -> None:
-        # The clock may have been set back: what is used now is used last all the same.
+        # The clock may have been set back: a use now is still the last one.
         entry.used_ns = now_ns if now_ns >= self._last_used_ns else self._last_used_ns + 1
         self._last_used_ns = entry.used_ns
 
@@ -285,7 +285,7 @@ class PreparedStore:
         return sum(job.reserved_bytes for job in self._jobs.values())
 
     def _make_room(self, missing_bytes: int) -> list[Action] | None:
-        """None where it cannot be made: nothing is dropped in vain."""
+        """Make room; None if that is not possible, and then nothing is dropped."""
         victims = self._victims(missing_bytes)
         if sum(each.size_bytes for each in victims) < missing_bytes:
             return None
@@ -322,7 +322,7 @@ class PreparedStore:
         )
 
     def _meant(self, text: str) -> tuple[list[_Entry], list[Hashable]]:
-        """Entries and the places of refusals."""
+        """Entries, and places of refusals, that a name or a key means."""
         if not text:
             return list(self._entries.values()), self._refusals.places()
         entries = [each for each in self._entries.values() if text in each.names]

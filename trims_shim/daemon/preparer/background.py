@@ -14,8 +14,8 @@ import resource
 __all__ = ["be_expendable", "give_way"]
 
 _NICE = 10
-"""A tenth of the share of a process that is not nice (sched(7)). With less it would be starved on a
-machine that is never idle, by the very servers whose models are being prepared."""
+"""A tenth of the share of a process that is not nice (sched(7)). With less, the very servers whose
+models are being prepared would starve it on a machine that is never idle."""
 _OOM_FIRST = 1000
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 """Number of the system call (arch/*/entry/syscalls in Linux); libc has no function for it."""
@@ -25,7 +25,7 @@ _IOPRIO_IDLE = 3 << 13
 
 
 def give_way() -> None:
-    """Leave processor and disk to others where they want them; for threads started from now on.
+    """Leave processor and disk to others that want them; for threads started from now on.
 
     There is no way back.
     """
@@ -33,8 +33,8 @@ def give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    # A session of its own is a scheduling group of its own where autogroups are on, and what is
-    # nice inside of a group takes the group's full share (sched(7)). Nice is of the whole group, so
+    # Where autogroups are on, a session of its own is a scheduling group of its own, in which a
+    # nice process takes the group's full share (sched(7)). So the group is made nice, all of it:
     # it has to be one of ours.
     if os.getsid(0) == os.getpid():
         _write("/proc/self/autogroup", _NICE)
@@ -44,7 +44,7 @@ def give_way() -> None:
 def be_expendable() -> None:
     """Be the first to be killed where memory is short, and leave nothing behind."""
     _write("/proc/self/oom_score_adj", _OOM_FIRST)
-    # Whatever it dies of, gigabytes of weights are not written to a core file.
+    # Whatever kills it, gigabytes of weights are not written to a core file.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -1,10 +1,10 @@
 """What the preparer does for recipes of onnxruntime's CUDA provider, and for no others.
 
 Such a session takes initializers that are in device memory already
-(:mod:`trims_shim.patches.onnxruntime_cuda`). Which ones is onnxruntime's to decide: it plans some
-for host memory, and gives up some that a kernel packs. So it is asked: a session of the finished
-model is made with every candidate given to it, and those that it still holds afterwards are listed
-in the directory at the end of the weights (:mod:`trims_shim.formats.onnx_directory`).
+(:mod:`trims_shim.patches.onnxruntime_cuda`). onnxruntime decides which ones: it plans some for host
+memory, and gives up some that a kernel packs. So a session of the finished model is given every
+candidate, and those that it still holds afterwards are listed in the directory at the end of the
+weights (:mod:`trims_shim.formats.onnx_directory`).
 
 Packed weights are not saved: those of kernels on the device would be host copies of device memory.
 
@@ -45,7 +45,7 @@ _DEVICE_OPTION = "device_id"
 
 
 def sessions_of(recipe: SessionRecipe) -> Sessions:
-    """What creates sessions of this recipe. Raises Refusal (``no_cuda``), and as Sessions does."""
+    """The maker of sessions for a recipe. Raises Refusal (``no_cuda``), and as Sessions does."""
     if recipe.providers and recipe.providers[0][0] == _PROVIDER:
         return CudaSessions(recipe)
     return Sessions(recipe)
@@ -66,7 +66,7 @@ class CudaSessions(Sessions):
         self.prepare_libraries()
 
     def original(self, path: str) -> Any:
-        """As of Sessions. Raises Refusal (``no_cuda``) for a session without the device, too."""
+        """As of Sessions. Also raises Refusal (``no_cuda``) for a session without the device."""
         session = super().original(path)
         names = session.get_providers()
         if self.provider not in names:
@@ -78,7 +78,7 @@ class CudaSessions(Sessions):
         super().save(path, directory, is_packed=False)
 
     def prepared(self, directory: str) -> Any:
-        """As of Sessions; the first time it finds out and lists what a hit will be given."""
+        """As of Sessions; the first call finds out, and lists, what a hit will be given."""
         weights = os.path.join(directory, PREPARED_WEIGHTS)
         with mapped(weights) as data:
             is_listed = has_directory(data)
@@ -111,7 +111,7 @@ class CudaSessions(Sessions):
                 preload()
 
     def put(self, data: memoryview) -> tuple[int, object]:
-        """The address of a copy on the device, and what keeps it."""
+        """Copy to the device; the address, and what keeps it."""
         import numpy
         import onnxruntime
 
@@ -130,14 +130,14 @@ class CudaSessions(Sessions):
         return ((name, *flat), *providers[1:])
 
     def _candidates(self, directory: str) -> list[Record]:
-        # Before onnxruntime 1.21 there was none.
+        # onnxruntime before 1.21 has no such method.
         if not hasattr(self._binding.OrtValue, "from_dlpack"):
             return []
         with mapped(os.path.join(directory, PREPARED_MODEL)) as model:
             return candidates(read_model(model), PREPARED_WEIGHTS)
 
     def _in_place(self, directory: str, records: Iterable[Record]) -> list[Record]:
-        """Those that a session uses where they are given to it."""
+        """The records that a session uses where they are given to it."""
         session, lent = self._given(directory, records)
         in_place = [record for record, hold in lent if hold() is not None]
         del session
@@ -146,7 +146,7 @@ class CudaSessions(Sessions):
     def _given(
         self, directory: str, records: Iterable[Record]
     ) -> tuple[Any, list[tuple[Record, weakref.ref[_Hold]]]]:
-        """A session that is given these, and what it may hold of each."""
+        """A session that is given these, and weak references to their memory."""
         lent = []
         with mapped(os.path.join(directory, PREPARED_WEIGHTS)) as data:
             for record in records:
@@ -162,7 +162,7 @@ class CudaSessions(Sessions):
             self._values.clear()
 
     def _create(self, path: str, options: Any) -> Any:
-        # Options have bare pointers to the values, which live until the session is there.
+        # Options hold bare pointers to the values, which live until the session exists.
         for name, value in self._values:
             options.add_initializer(name, value)
         return super()._create(path, options)
@@ -181,7 +181,7 @@ class CudaSessions(Sessions):
 
 
 def candidates(model: OnnxModel, location: str) -> list[Record]:
-    """Initializers in that file that could be given to a session; in order of offset, apart."""
+    """Initializers in that file that a session could be given; by offset, without overlaps."""
     # add_initializer goes by the name alone, in all graphs at once.
     names = Counter(each.name for each in model.tensors)
     found = []

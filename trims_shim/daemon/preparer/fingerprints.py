@@ -1,4 +1,4 @@
-"""What tells one output of an ONNX model from another: its type, its shape and every bit of it.
+"""Fingerprints of the outputs of an ONNX model: of their type, their shape and every bit.
 
 Payloads of NaN and signs of zero count; how a value lies in memory does not. Values are what
 onnxruntime's ``run`` returns: arrays, lists, dictionaries, sparse tensors, OrtValues, None.
@@ -71,7 +71,7 @@ def _array_parts(value: Any) -> Iterator[bytes | memoryview]:
 
 
 def _value_parts(value: Any) -> Iterator[bytes | memoryview]:
-    """Of a tensor in an OrtValue of onnxruntime's binding."""
+    """The parts of a tensor in an OrtValue of onnxruntime's binding."""
     import ctypes
 
     if not value.is_tensor():
@@ -81,7 +81,7 @@ def _value_parts(value: Any) -> Iterator[bytes | memoryview]:
 
 
 def _sparse_parts(value: Any) -> Iterator[bytes | memoryview]:
-    """Of a SparseTensor of onnxruntime's binding."""
+    """The parts of a SparseTensor of onnxruntime's binding."""
     yield f"sparse {value.format}".encode()
     yield from _parts([int(each) for each in value.dense_shape()])
     yield from _array_parts(value.values())

@@ -1,7 +1,7 @@
-"""Which onnxruntime this process has: both ends of a preparation have to have the same one.
+"""Which onnxruntime this process has: both ends of a preparation must have the same one.
 
-The client puts it into its recipes, and the preparer refuses where it has found another one. Not
-for the daemon itself, which never imports onnxruntime.
+The client puts it into its recipes, and the preparer refuses if it has found another one. Not for
+the daemon itself, which never imports onnxruntime.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Installation:
 
 @functools.cache
 def installation() -> Installation:
-    """What is loaded here. Imports onnxruntime: raises whatever that raises.
+    """Identify the loaded onnxruntime. Imports it: raises whatever that raises.
 
     To be called when onnxruntime is imported: later, another one may have been installed in its
-    place, and this process still runs the one that it has loaded.
+    place, while this process still runs the one that it has loaded.
     """
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as binding

@@ -7,8 +7,8 @@ messages of :mod:`trims_shim.wire.duties` over the socket it was started with
 daemon does. The daemon's side of it is :class:`trims_shim.daemon.prepared.preparing.Preparer`.
 
 The steps of :func:`prepare`: hash the files, ask whether the content is wanted, create and run the
-original, have onnxruntime save what it made of it, put that into its final form, and see whether a
-session of that is the same in everything that can be seen. Nothing is published from here.
+original, let onnxruntime save the optimised model, put that into its final form, and check that a
+session of it equals the original in everything a program can see. Nothing is published from here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["main", "prepare"]
 _logger = logging.getLogger("trims_shim.daemon")
 
 _DISK_FACTOR = 3
-"""Of the source's size: what onnxruntime saves, with packed weights, and its final form."""
+"""Free disk space, in sizes of the source, for what onnxruntime saves, and for its final form."""
 
 
 class _NotWanted(Exception):
@@ -50,8 +50,8 @@ class _NotWanted(Exception):
 def main(arguments: Sequence[str]) -> None:
     """Do the one job that comes over the socket whose descriptor is the first argument.
 
-    The second one is for :func:`trims_shim.daemon.preparer.verifying.share_from`; then ``idle`` or
-    ``normal``, the priority.
+    The second argument is for :func:`trims_shim.daemon.preparer.verifying.share_from`; the third
+    is the priority, ``idle`` or ``normal``.
     """
     descriptor, anyway_bytes, priority = arguments
     background.be_expendable()
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
     connection.set_inheritable(False)
     with contextlib.suppress(OSError, WireError):  # The daemon is gone: nobody to tell.
         _serve(connection)
-    # Not by way of the interpreter's end: nobody waits for what onnxruntime still has to free.
+    # Skip the interpreter's end: nobody waits for onnxruntime to free its memory.
     os._exit(0)
 
 
@@ -93,7 +93,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _end_with(connection: socket.socket) -> None:
-    """Nothing else comes: when this returns, the daemon is gone or wants no answer."""
+    """End with the connection: it closes when the daemon is gone, or wants no answer."""
     with contextlib.suppress(OSError):
         connection.recv(1)
     os._exit(0)
@@ -105,7 +105,7 @@ def prepare(
     """Write and verify ``model.onnx`` and ``weights.bin``; None when ``on_hashed`` says no.
 
     The descriptor in the request stays the caller's. ``on_hashed`` is not called for files that
-    cannot be read. Never raises for what is wrong with a model: the reply has the reason then, and
+    cannot be read. Never raises for what is wrong with a model: then the reply has the reason, and
     the directory may hold anything. Blocks for seconds to minutes.
     """
     try:
@@ -120,7 +120,7 @@ def prepare(
         return _refused(error.reason, error)
     except MemoryError as error:
         return _refused("no_memory", error)
-    # Border: one model less is prepared.
+    # Border: any other failure costs this one preparation.
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             return _refused("no_memory", error)
@@ -139,10 +139,10 @@ def _prepare(request: PrepareRequest, on_hashed: Callable[[SourceHashed], bool])
     try:
         reply = _tried(request, files, on_hashed)
     except Refusal:
-        # Of what was hashed, or of something else that had come in its place by then?
+        # Is this a refusal of what was hashed, or of what has taken its place since?
         files.check_unchanged()
         raise
-    # Sessions have opened the files again by then, and hashing had read them before.
+    # Sessions have opened the files again since they were hashed.
     files.check_unchanged()
     return reply
 
@@ -165,7 +165,7 @@ def _tried(
 
 
 def _refusal_of(files: ModelFiles) -> Refusal | None:
-    """What the model's own content says against it; it is hashed all the same, to be known."""
+    """A lasting refusal of the content; raised later, so that the content is hashed and known."""
     try:
         files.look_inside()
     except Refusal as refusal:
@@ -178,7 +178,7 @@ def _refusal_of(files: ModelFiles) -> Refusal | None:
 def _made(
     request: PrepareRequest, sessions: Sessions, path: str, reference: verifying.Reference
 ) -> PrepareReply:
-    """With packed weights; where that fails in any way, without."""
+    """With packed weights, or without if the failure may lie in them."""
     message = ""
     if request.recipe.prepack == "share":
         try:
@@ -217,7 +217,7 @@ def _check_room(directory: str, size_bytes: int) -> None:
 
 
 def _check_runtime(request: PrepareRequest) -> None:
-    """Raises Refusal unless the client's very onnxruntime is what is imported here."""
+    """Raises Refusal unless exactly the client's onnxruntime is imported here."""
     try:
         found = installation()
     # Border: an installation may be broken in any way.

@@ -1,9 +1,9 @@
-"""The files of an ONNX model as a client named them: what they are, and that they stay that.
+"""The files of an ONNX model as a client named them: what they are, and whether they stay so.
 
-Owns the model's descriptor for reading, its external files, their digests and identities. Judges
-what of it can be prepared at all, by the file's structure (:mod:`trims_shim.formats.onnx`).
-onnxruntime opens the files again, by path where there are external ones (it resolves their
-locations by the model's directory), so identities are compared before and after.
+Owns the digests and identities of the model and its external files. Judges by the file's structure
+(:mod:`trims_shim.formats.onnx`) whether the model can be prepared at all. onnxruntime opens the
+files again, by path if there are external ones (it resolves their locations by the model's
+directory), so identities are compared before and after.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class ModelFiles:
 
     @property
     def hashed(self) -> SourceHashed:
-        """By content."""
+        """The digests of the files."""
         return SourceHashed(self.digest, self._externals)
 
     @property
     def size_bytes(self) -> int:
-        """Of all files together."""
+        """The size of all files together."""
         return self._identity.size_bytes + sum(each.identity.size_bytes for each in self._externals)
 
     @property
@@ -59,14 +59,14 @@ class ModelFiles:
         return self._path if self._externals else f"/proc/self/fd/{self._descriptor}"
 
     def hash(self) -> None:
-        """Work the model's digest out. Raises FileChanged, ReadFailed."""
+        """Compute the model's digest. Raises FileChanged, ReadFailed."""
         size = self._identity.size_bytes
         self.digest = ingest.hash_file(self._descriptor, size, meter=Meter(size), name=self._path)
 
     def look_inside(self) -> None:
-        """Judge the model by its structure.
+        """Judge the model by its structure, and hash its external files.
 
-        Raises Refusal. One that is about the model alone, whatever is beside it, is lasting.
+        Raises Refusal, which is lasting if it is about the model alone.
         """
         with _mapped(self._descriptor, self._identity.size_bytes) as view:
             if is_ort_format(bytes(view[:8])) or self._path.endswith(".ort"):
@@ -123,12 +123,12 @@ def _read(view: memoryview) -> OnnxModel:
     try:
         return read_model(view)
     except FormatError as error:
-        # Only the original knows what it makes of this, and whose error it would be.
+        # Only the original knows whether it can load this, and which error to raise.
         raise Refusal("unknown_model", f"{type(error).__name__}: {error}") from error
 
 
 def _check_location(location: str) -> None:
-    """onnxruntime refuses data outside of the model's directory; so that decides."""
+    """Refuse data outside of the model's directory, because onnxruntime does."""
     inside = os.path.normpath(location)
     if not location or os.path.isabs(location) or inside.split("/")[0] == ".." or "\0" in location:
         raise Refusal("external_path", f"external data at {location!r:.200}")
@@ -143,5 +143,5 @@ def _mapped(descriptor: int, size_bytes: int) -> Iterator[memoryview]:
         mapping = mmap.mmap(descriptor, size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
     except ValueError as error:
         raise FileChanged("the model became shorter before it was read") from error
-    # Closed with its last reference: an error's traceback may still look at it.
+    # Closed with its last reference: an error's traceback may still refer to it.
     yield memoryview(mapping)

@@ -1,13 +1,13 @@
-"""Has onnxruntime write an optimised model, and puts it into the form that is published.
+"""Lets onnxruntime write an optimised model, and puts it into the form that is published.
 
-Owns how sessions are created from a recipe (the original's, and one as a hit creates it), what is
-asked of onnxruntime when it saves, and the two files: ``model.onnx`` and, with every initializer
-above a kilobyte and what kernels packed of it, ``weights.bin``. Whether the result is any good is
-judged elsewhere (:mod:`trims_shim.daemon.preparer.verifying`).
+Owns how sessions are created from a recipe (the original's, and one as a hit creates it), the
+options for saving, and the two files: ``model.onnx`` and, with every initializer above a kilobyte
+and what kernels packed of it, ``weights.bin``. :mod:`trims_shim.daemon.preparer.verifying` judges
+the result.
 
-onnxruntime is used through its binding, not through ``InferenceSession``: that falls back to other
-providers by itself, prints, and may be patched. Imported by the preparer only, where onnxruntime is
-the client's.
+onnxruntime is used through its binding, not through ``InferenceSession``, which falls back to other
+providers by itself, prints, and may be patched. Only the preparer imports this module; its
+onnxruntime is the client's.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ __all__ = [
 _SAVED_MODEL = "saved.onnx"
 _SAVED_WEIGHTS = "saved.bin"
 _EXTERNAL_FROM_BYTES = 1024
-"""onnxruntime's own default; what is smaller is not worth an entry."""
+"""onnxruntime's own default; smaller initializers are not worth an entry."""
 _WRITE_BYTES = 64 << 20
 _PACKING_ALIKE = frozenset({"x86_64"})
-"""Processors on which the transpose was seen to be packed into the same bytes, by the same kernel.
-Elsewhere (KleidiAI on ARM) it may be another one, and what lies in the file would not be found."""
+"""Processors on which a transpose was seen to be packed into the same bytes, by the same kernel.
+Elsewhere it may be another kernel (KleidiAI on ARM), which would not find its bytes in the file."""
 _FATAL_ONLY = 4
 _MACHINE_ENTRIES = frozenset({"session.intra_op_thread_affinities"})
 """Must agree with the number of threads, and change no result."""
@@ -62,12 +62,12 @@ _PASSING = (
     "Input/output error",
     "No space left on device",
 )
-"""In errors that say nothing about the model."""
+"""Texts in errors that say nothing about the model."""
 _NO_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Refusal(NotServed):
-    """A model stays with the original onnxruntime; ``is_lasting``: it would the next time, too."""
+    """A model stays with the original onnxruntime; ``is_lasting``: it would next time, too."""
 
     def __init__(self, reason: str, message: str = "", *, is_lasting: bool = True) -> None:
         super().__init__(reason, message)
@@ -75,8 +75,8 @@ class Refusal(NotServed):
 
 
 def disk_full(directory: str) -> Refusal:
-    """The refusal of a model that there is no room for at the moment, in its directory."""
-    # What failed for want of room (onnxruntime's, of many lines) would say nothing more.
+    """The refusal of a model for which the disk of its directory has no room at the moment."""
+    # The error that was caused by it (onnxruntime's has many lines) would say nothing more.
     store = os.path.dirname(directory)
     message = f"the disk of {store} has no room for it; free some, or run `trims evict`"
     return Refusal("disk_full", message, is_lasting=False)
@@ -105,7 +105,7 @@ class Sessions:
     def save(self, path: str, directory: str, *, is_packed: bool) -> None:
         """Write the optimised model to a directory, as :func:`place` takes it.
 
-        ``is_packed``: with what kernels packed; a version before 1.21 ignores it. Raises Refusal
+        ``is_packed``: with what kernels packed; onnxruntime before 1.21 ignores it. Raises Refusal
         (``not_saved``, ``disk_full``), MemoryError.
         """
         options = self._options(self._recipe.level)
@@ -133,7 +133,7 @@ class Sessions:
         recipe = self._recipe
         options = self._binding.SessionOptions()
         options.log_severity_level = _FATAL_ONLY
-        # Neither files nor results depend on it, and the client's session is being created too.
+        # Files and results do not depend on it, and the client creates its session meanwhile.
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.graph_optimization_level = getattr(self._binding.GraphOptimizationLevel, level)
         options.use_deterministic_compute = recipe.is_deterministic
@@ -149,7 +149,7 @@ class Sessions:
 
 @contextlib.contextmanager
 def _refused(reason: str, directory: str = "") -> Iterator[None]:
-    """onnxruntime's errors, of many classes, as refusals; ``directory`` is being written to."""
+    """Raise onnxruntime's errors, of many classes, as refusals; ``directory`` is written to."""
     try:
         yield
     except MemoryError:
@@ -166,7 +166,7 @@ def _refused(reason: str, directory: str = "") -> Iterator[None]:
 
 
 def _is_full(directory: str) -> bool:
-    """Whether a write there may just have failed for want of room, or of leave to take more."""
+    """Whether a write there may just have failed for lack of space, or at the file size limit."""
     status = os.statvfs(directory)
     if status.f_bavail * status.f_frsize < _WRITE_BYTES:
         return True
@@ -181,11 +181,11 @@ def _is_full(directory: str) -> bool:
 
 
 def place(directory: str, *, source: str = "") -> None:
-    """Turn what was saved in a directory into the published pair; what was saved is gone then.
+    """Replace what was saved in a directory by the published pair.
 
-    ``source`` is the path of the model that it was made of: metadata get the order they have there,
-    and inputs that were weights there go.
-    Files of an earlier attempt are replaced. Raises Refusal (``not_relaid``, ``disk_full``).
+    ``source`` is the path of the original model: metadata get the order that they have there, and
+    inputs that have an initializer only there are removed. Files of an earlier attempt are
+    replaced. Raises Refusal (``not_relaid``, ``disk_full``).
     """
     saved, weights = (os.path.join(directory, name) for name in (_SAVED_MODEL, _SAVED_WEIGHTS))
     try:
@@ -225,7 +225,7 @@ def _write_weights(
 ) -> None:
     turned = {each.offset_bytes: each for each in transposed}
     if result.size_bytes:
-        # Without room for all of it nothing is written; what is between the copies is zero.
+        # Without room for all of it nothing is written; the gaps between the copies are zero.
         os.posix_fallocate(target, 0, result.size_bytes)
     for copy in result.copies:
         end = copy.source_offset + copy.size_bytes
@@ -247,15 +247,15 @@ def _write(target: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         with data[done : done + _WRITE_BYTES] as part:
-            # From memory of our own. What is written from a mapping of another file is in the page
-            # cache in small pieces, and every session that maps it is created a fifth more slowly
+            # From memory of our own: bytes written from a mapping of another file lie in the page
+            # cache in small pieces, and every session that maps them is created a fifth more slowly
             # (ext4, Linux 6.18; docs/decisions/0008-prepared-onnx-models.md).
             done += os.pwrite(target, bytes(part), offset + done)
 
 
 @contextlib.contextmanager
 def _created(path: str) -> Iterator[int]:
-    """A new file to write to. Who publishes it sees to it that it is on the disk."""
+    """A new file to write to. Its publisher syncs it to the disk."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -268,7 +268,7 @@ def _created(path: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def mapped(path: str) -> Iterator[memoryview]:
-    """The content of a file of ours; nothing where there is none."""
+    """The content of a file of ours; empty if there is none."""
     try:
         size = os.stat(path).st_size
     except FileNotFoundError:

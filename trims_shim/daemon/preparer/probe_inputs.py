@@ -1,8 +1,8 @@
 """Inputs for a run of an ONNX model, by the types and shapes that it declares.
 
-What a dimension's or an input's name means is not known, so these are guesses, several of them:
-sizes for dimensions that have none, and values that indices, masks or pixels may have. The same
-arguments give the same values in every process.
+What a dimension's or an input's name means is unknown, so these are several guesses: sizes for
+dimensions that have none, and values that indices, masks or pixels may have. Equal arguments give
+equal values in every process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["Argument", "NoInputs", "inputs", "sizes"]
 FILLINGS = ("small", "ones", "zeros", "count")
 """Kinds of values."""
 SIZES = (1, 2, 8, 16, 32, 64, 128, 256, 512)
-"""Of dimensions without one. From 32 on image models do not run out of pixels any more, from 128 on
-models of sound do not run out of samples."""
+"""For dimensions without a size. From 32 on image models no longer run out of pixels, from 128 on
+models of sound no longer run out of samples."""
 _LIMIT_BYTES = 256 << 20
 
 _PLAIN = {
@@ -48,7 +48,7 @@ _RAW = {
 
 
 class NoInputs(Exception):
-    """Inputs of this signature cannot be made, or none of those that were made is accepted."""
+    """Inputs of this signature cannot be made, or the model accepts none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Argument:
 
 
 def sizes(arguments: Sequence[Argument]) -> tuple[int, ...]:
-    """What to try for dimensions without a size; one value where there are none."""
+    """Sizes to try for dimensions without one; a single size if there are none."""
     has_open = any(
         not isinstance(dimension, int) or dimension < 0
         for argument in arguments
@@ -72,12 +72,12 @@ def sizes(arguments: Sequence[Argument]) -> tuple[int, ...]:
 
 
 def inputs(arguments: Sequence[Argument], *, size: int, filling: str) -> dict[str, Any]:
-    """Values for all inputs: ``size`` is that of every dimension without one. Raises NoInputs."""
+    """Values for all inputs; every dimension without a size gets ``size``. Raises NoInputs."""
     total_bytes = 0
     values = {}
     for number, argument in enumerate(arguments):
         shape = tuple(_extent(dimension, size) for dimension in argument.shape)
-        # The widest element has 16 bytes; shapes are the file's, and may be anything.
+        # The widest element has 16 bytes; shapes come from the file, and may be anything.
         total_bytes += 16 * math.prod(shape)
         if total_bytes > _LIMIT_BYTES:
             raise NoInputs(f"they would take more than {_LIMIT_BYTES >> 20} MiB")
@@ -88,7 +88,7 @@ def inputs(arguments: Sequence[Argument], *, size: int, filling: str) -> dict[st
 def _extent(dimension: int | str | None, size: int) -> int:
     if isinstance(dimension, int):
         return size if dimension < 0 else dimension
-    # "past_sequence_length + sequence_length", as exporters name what is the sum of two others.
+    # Exporters name the sum of two others "past_sequence_length + sequence_length".
     parts = [part.strip() for part in (dimension or "").split("+")]
     return sum(int(part) if part.isdecimal() and len(part) < 10 else size for part in parts)
 

@@ -1,7 +1,7 @@
-"""Runs an ONNX model on made-up inputs, and compares what another session makes of them.
+"""Runs an ONNX model on made-up inputs, and compares what another session computes.
 
-Owns which inputs are tried, how long, and what it means when outputs differ: what the original
-itself gives other bits for from run to run proves nothing. Knows nothing of how a session was made;
+Owns which inputs are tried, for how long, and what a difference means: an output whose bits differ
+between runs of the original itself proves nothing. Knows nothing of how a session was made;
 sessions are those of onnxruntime's binding.
 
 Called by the process that prepares models (:mod:`trims_shim.daemon.preparer.main`).
@@ -24,16 +24,16 @@ __all__ = ["EQUAL", "Probe", "Probes", "collect"]
 
 EQUAL = "equal"
 _PROBES = 2
-"""One row takes other kernels than several do."""
+"""One row uses other kernels than several rows do."""
 _RUNS = 2
 """The second shows whether a model gives the same twice, and runs in memory that was planned."""
 _RUN_LIMIT_S = 30.0
 _COLLECT_LIMIT_S = 60.0
-"""Of processor time: at low priority the clock may go on for long while nothing is done."""
+"""Of processor time: at low priority much time may pass in which nothing is computed."""
 _PATIENCE = 4
-"""A model that has run within the limit gets so many times as long when it is compared."""
+"""A model that has run within the limit gets this many times as long when it is compared."""
 _CLOCK_FACTOR = 20
-"""So much longer by the clock, for what waits and computes nothing."""
+"""The clock's limit is this much longer, for a model that waits and computes nothing."""
 _POLL_S = 0.1
 _QUIET = 4
 _LACKING = "No corresponding Numpy type"
@@ -49,16 +49,16 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """What the original made of some inputs; ``note`` says why there are none."""
+    """What the original computed from some inputs; ``note`` says why there are none."""
 
     outputs: tuple[str, ...]
     probes: tuple[Probe, ...]
     note: str = ""
 
     def differences(self, session: Any) -> tuple[tuple[str, ...], str]:
-        """Outputs that another session gives other bits for, and what there is to say.
+        """Outputs of another session whose bits differ from the original's, and a note.
 
-        Outputs that the original itself gives other bits for from run to run are not among them.
+        Outputs that the original itself does not repeat from run to run are not among them.
         Raises what a run raises.
         """
         if not self.probes:
@@ -96,7 +96,7 @@ def collect(session: Any, arguments: Sequence[Argument], outputs: Sequence[str])
 def _first_accepted(
     runner: _Runner, arguments: Sequence[Argument], size: int, deadline_s: float
 ) -> Probe:
-    """Runs with the first filling that the model takes. Raises NoInputs with the last reason."""
+    """Run the first filling that the model takes. Raises NoInputs with the last reason."""
     reason = ""
     for filling in FILLINGS:
         feeds = probe_inputs.inputs(arguments, size=size, filling=filling)
@@ -155,7 +155,7 @@ class _Runner:
 
 
 class _Watch:
-    """A thread that stops what takes too long; one for many runs, which may be short."""
+    """A thread that stops runs that take too long; one for many runs, which may be short."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s

@@ -24,9 +24,9 @@ __all__ = ["Description", "Reference", "describe", "observe", "share_from", "ver
 _REPEATED_BELOW_S = 0.2
 _REPEATS = 5
 _SHARED_ANYWAY_BYTES = 20 << 20
-"""So much memory is worth sharing, even where creating a session takes as long as before."""
+"""This much memory is worth sharing, even if creating a session takes longer than before."""
 _NOISE_S = 0.001
-"""Of the times that are compared. The cost of asking does not count: who is refused has asked."""
+"""Noise of the times compared. The cost of asking does not count: a refused client asked, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Reference:
 
 
 def share_from(size_bytes: int) -> None:
-    """From so many bytes of weights on, a model is worth sharing even if it makes nothing quicker.
+    """Set from how many bytes of weights on a model may make sessions slower to create.
 
     For the whole process.
     """
@@ -82,7 +82,7 @@ def observe(create: Callable[[], Any]) -> Reference:
 
 
 def verify(reference: Reference, create: Callable[[], Any], *, weights_bytes: int) -> str:
-    """Compare a prepared model, which ``create`` opens; what the comparison of outputs gave.
+    """Compare a prepared model, opened by ``create``; return what comparing the outputs gave.
 
     ``weights_bytes``: what processes would share. Raises Refusal (``metadata_differs``,
     ``does_not_run``, ``outputs_differ``, ``no_gain``).
@@ -106,7 +106,7 @@ def verify(reference: Reference, create: Callable[[], Any], *, weights_bytes: in
 
 
 def _created(create: Callable[[], Any]) -> tuple[Any, float]:
-    """A session, and the least CPU time that it took; the clock says little at low priority."""
+    """A session, and the least CPU time that one took; the clock says little at low priority."""
     best_s, total_s = float("inf"), 0.0
     for _ in range(_REPEATS):
         session = None
@@ -116,7 +116,7 @@ def _created(create: Callable[[], Any]) -> tuple[Any, float]:
         best_s, total_s = min(best_s, taken_s), total_s + taken_s
         if total_s > _REPEATED_BELOW_S:
             break
-    # What is left of the sessions before goes now, not when the model runs.
+    # Leftovers of earlier sessions are freed now, not when the model runs.
     gc.collect()
     return session, best_s
 
