@@ -1,7 +1,7 @@
 """Readers of model file formats: pure functions from bytes to plain data.
 
 No reader executes, imports or allocates because a file says so; every way a file can be wrong is a
-``FormatError``. Those of ONNX models are imported from their own files: most programs need none.
+``FormatError``. Import the readers of ONNX models from their own modules: most programs need none.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Where each tensor of a model file lies in device memory.
 
 In device memory an image is its tensors only, packed at the alignment that torch's own allocator
-gives; everything else of the file (directory, header, pickle) is the *outline*: a file of the same
-size with holes where the tensors were. Daemon and clients work the same layout out from the same
-outline, and compare fingerprints.
+gives. The rest of the file (directory, header, pickle) is the *outline*: a file of the same size
+with holes where the tensors were. Daemon and clients compute the same layout from the same outline,
+and compare fingerprints.
 
 Pure. Source: DESIGN "Device tier"; alignment: ``kMinBlockSize`` of torch's CUDACachingAllocator.
 """
@@ -44,7 +44,7 @@ class Placed:
 class DeviceLayout:
     """All placed spans, in order of both offsets; ``size_bytes`` of device memory in all.
 
-    ``contents`` is what was read to find them, so that nobody has to read it again.
+    ``contents`` is what was read to find them, so that it need not be read again.
     """
 
     placed: tuple[Placed, ...]
@@ -68,7 +68,7 @@ class DeviceLayout:
         return each.offset_bytes + offset_bytes - each.source.offset_bytes
 
     def outline(self) -> list[Span]:
-        """The file's bytes that are no tensor's, in order."""
+        """The file's bytes that belong to no tensor, in order."""
         spans = []
         position = 0
         for each in self.placed:
@@ -110,7 +110,7 @@ def _records(view: memoryview) -> tuple[Record, ...]:
     try:
         return read_header(view)
     except FormatError:
-        # Asked last: the end of a safetensors outline is a hole, which reading would fill.
+        # Checked last: a safetensors outline ends with a hole, which reading would fill.
         if not has_directory(view):
             raise
     return read_directory(view)

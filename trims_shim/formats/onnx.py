@@ -1,18 +1,18 @@
 """What an ONNX model consists of, read from its file without touching the weights.
 
-Owns the answer to "what is in it, and in which files"; nothing is judged: an operator may not exist
-and a location may be absolute or lead out of the model's directory. Who opens files by it judges
-that (onnxruntime refuses such locations). Pure: the buffer may be a mapping; keys, lengths, names
-and small numbers are read from it, a tensor's bytes never are, so that a model of any size takes
-the time of its graph: linear in nodes, about 7 us each.
+Owns the answer to "what is in it, and in which files", and judges nothing: an operator may not
+exist, and a location may be absolute or lead out of the model's directory. Code that opens the
+files has to judge that (onnxruntime refuses such locations). Pure: the buffer may be a mapping.
+Keys, lengths, names and small numbers are read from it, a tensor's bytes never. So a model of any
+size takes the time of its graph: linear in nodes, about 7 us each.
 
 Invariants of a model that is returned: it has a graph; every span inside the file is a tensor's
 ``raw_data``; ``operators``, ``tensors`` and ``locations`` cover sub-graphs, functions and training
-graphs, in the order of the file. Files that protobuf's parsers refuse may be accepted where the
-fault is in a field that is stepped over; files that they accept and that are not of the shape that
-writers of models produce (a graph in two parts, names that are not UTF-8) are UnsupportedFormat.
+graphs, in the order of the file. Files that protobuf's parsers refuse may be accepted if the fault
+is in a field that is stepped over. Files that they accept, but that no writer of models produces
+(a graph in two parts, names that are not UTF-8), are UnsupportedFormat.
 
-The ORT format is another one (a flatbuffer); :func:`is_ort_format` tells it.
+The ORT format is another one (a flatbuffer), which :func:`is_ort_format` recognises.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MODEL_OPSET = delimited(8)
 _OPSET_DOMAIN = delimited(1)
 _OPSET_VERSION = varint(2)
 
-# Looked up for every field; members of an Enum are not fast to look up.
+# Looked up for every field; looking up members of an Enum is slow.
 _GRAPH, _NODE, _TENSOR, _SPARSE = (
     Message.GRAPH,
     Message.NODE,
@@ -56,8 +56,8 @@ class StoredTensor:
     """A tensor and where its bytes are.
 
     ``dtype`` is a TensorProto.DataType. ``location`` is the external file as written, ``""`` for
-    the model's own. ``span`` lies in that file; None where the bytes are in fields by type, or
-    where neither the file nor the dtype says how many there are.
+    the model's own. ``span`` lies in that file; None if the bytes are in fields by type, or if
+    neither the file nor the dtype says how many there are.
     """
 
     name: str
@@ -137,7 +137,7 @@ def _read_opset(reader: WireReader, start: int, end: int) -> tuple[str, int]:
 
 
 class _Contents:
-    """Collects from every message of a model what an OnnxModel says."""
+    """Collects what an OnnxModel says from every message of a model."""
 
     def __init__(self, reader: WireReader) -> None:
         self.tensors: list[StoredTensor] = []

@@ -1,12 +1,12 @@
-"""The directory at the end of a prepared model's weights, for those that a device can hold.
+"""The directory at the end of a prepared model's weights, of weights that a device can hold.
 
 onnxruntime reads its external weights by offset and looks at nothing else, so what a device tier
-has to know of them stands behind them::
+has to know of them can stand behind them::
 
     weights ... | JSON | its length, 8 bytes little-endian | MAGIC, 16 bytes
 
-The JSON is one object: name of an initializer -> [dtype, shape, offset in bytes]. Only initializers
-are listed that a session of the model's recipe was seen to use where they are given to it, so the
+The JSON is one object: name of an initializer -> [dtype, shape, offset in bytes]. It lists only
+initializers that a session of the model's recipe was seen to use where they are given to it. The
 rest of the file (small ones, ones that stay in host memory) is outline.
 
 Pure. Invariants of a directory that is returned: spans lie in the file before the directory, in
@@ -47,7 +47,7 @@ ELEMENT_BYTES: Mapping[str, int] = {
     "UINT64": 8,
     "UINT8": 1,
 }
-"""By name of ``TensorProto.DataType``; those that DLPack can describe to onnxruntime, no others."""
+"""By name of ``TensorProto.DataType``; exactly those that DLPack can describe to onnxruntime."""
 DTYPES: Mapping[int, str] = {
     1: "FLOAT",
     2: "UINT8",
@@ -72,7 +72,7 @@ _MAX_COUNT = (1 << 63) - 1
 
 
 def directory_of(records: Iterable[Record]) -> bytes:
-    """What to append to the weights that ``records`` lie in; equal for equal records."""
+    """The bytes to append to the weights that ``records`` lie in; equal for equal records."""
     ordered = sorted(records, key=lambda each: each.span.offset_bytes)
     entries = {each.name: [each.dtype, each.shape, each.span.offset_bytes] for each in ordered}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -114,7 +114,7 @@ def read_directory(buffer: Any) -> tuple[Record, ...]:
 def _parse(text: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(text, object_pairs_hook=_unique)
-    # ValueError: also what is not UTF-8, or an integer of too many digits. RecursionError: nesting.
+    # ValueError: also bad UTF-8, or an integer of too many digits. RecursionError: nesting.
     except (ValueError, RecursionError) as error:
         raise CorruptFile(f"directory is not JSON: {error}") from error
     if not isinstance(parsed, dict):

@@ -1,8 +1,8 @@
 """Inputs of an ONNX model that only its initializers made optional.
 
-Up to IR version 3 every initializer had to be an input as well. Where onnxruntime folds or fuses
-one away it saves the model with the input but without the initializer: loaded again, the model asks
-its user for a weight. Such inputs are taken out.
+Up to IR version 3 every initializer had to be an input as well. When onnxruntime folds or fuses one
+away, it saves the model with the input but without the initializer, and the model that is loaded
+again asks its user for a weight. Such inputs are removed.
 
 Pure. Source: GraphProto in onnx/onnx.proto of onnx 1.23.
 """
@@ -24,7 +24,7 @@ __all__ = ["without_lost_inputs"]
 
 
 def without_lost_inputs(model: bytes, source: Any) -> bytes:
-    """``model`` without the inputs that have an initializer in ``source`` (a buffer) only.
+    """``model`` without the inputs that have an initializer only in ``source`` (a buffer).
 
     Raises TruncatedFile, CorruptFile or UnsupportedFormat.
     """

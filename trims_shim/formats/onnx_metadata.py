@@ -1,8 +1,8 @@
 """The order of an ONNX model's metadata properties.
 
-onnxruntime keeps them in a hash table and saves them in the order of that; loaded again, a program
-that goes through them sees yet another one. In the order of the model they came from, they come out
-of the table as they did there.
+onnxruntime keeps them in a hash table and saves them in the table's order; a program that iterates
+over the reloaded ones sees yet another order. If they are saved in the source model's order, they
+come out of the table as they did there.
 
 Pure. Source: ``metadata_props`` of ModelProto, onnx/onnx.proto of onnx 1.23.
 """
@@ -22,7 +22,7 @@ _METADATA = delimited(14)
 def with_metadata_order(model: bytes, source: Any) -> bytes:
     """``model`` with its metadata in the order of ``source`` (a buffer), from which it was made.
 
-    As it is where the two do not have the same properties. Raises TruncatedFile, CorruptFile or
+    Unchanged if the two do not have the same properties. Raises TruncatedFile, CorruptFile or
     UnsupportedFormat.
     """
     with WireReader(source) as reader:

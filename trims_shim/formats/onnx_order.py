@@ -1,15 +1,15 @@
-"""The order in which an optimised model has to list its nodes to be run as it was saved.
+"""The order in which an optimised model must list its nodes to be run as it was saved.
 
 onnxruntime saves the nodes of an optimised graph in the order in which it runs them, but a session
-of the saved model runs them in another one: it goes through the graph depth first, from the nodes
-whose outputs no other node takes to their inputs, and of several takes the one that is listed last.
-That decides which buffers it lets share memory, and so which run fails when the sizes of inputs
+of the saved model runs them in another one. It walks the graph depth first, from the nodes whose
+outputs no other node takes to their inputs, and of several it takes the one that is listed last.
+The order decides which buffers share memory, and so which run fails when the sizes of inputs
 contradict the names that the model gives to its dimensions (an axis ``batch`` of two inputs, say).
 
-:func:`in_running_order` finds the walk that leads to the saved order, and lists nodes so that it is
-taken again: at each step the node that is walked to comes after all others that were open there.
-The result need not be a topological order, which onnxruntime does not ask for. Of sub-graphs it
-does: they stay as they are saved.
+:func:`in_running_order` finds the walk that leads to the saved order, and lists the nodes so that
+it is taken again: at each step the node that is walked to is listed after all others that were open
+there. The result need not be a topological order: onnxruntime asks for one only of sub-graphs,
+which stay as they are saved.
 
 Pure. Source: ``Graph::ReverseDFSFrom`` and ``GraphViewer`` of onnxruntime (core/graph); tried with
 1.22, 1.24 and 1.31.
@@ -38,15 +38,15 @@ __all__ = ["in_running_order", "listing_of"]
 
 _NODES_LIMIT = 20_000
 _RULES_LIMIT = 2_000_000
-"""Models of more are left as they are saved: what is kept here grows with the square."""
+"""Larger models are left as they are saved: memory here grows with the square of the nodes."""
 
 _NODE_OUTPUT = delimited(2)
 
 
 def in_running_order(model: Any) -> bytes:
-    """``model`` (a buffer) with the nodes of its graph listed so that they run as they are listed.
+    """``model`` (a buffer) with its graph's nodes listed so that they run in their present order.
 
-    As it is where there is no such listing, or none was found. Raises TruncatedFile, CorruptFile or
+    Unchanged if there is no such listing, or none was found. Raises TruncatedFile, CorruptFile or
     UnsupportedFormat.
     """
     with WireReader(model) as reader:
@@ -67,7 +67,7 @@ def in_running_order(model: Any) -> bytes:
 
 
 def _listed(reader: WireReader, start: int, end: int) -> bytes:
-    """The graph in ``[start, end)`` with its nodes, which come first, listed anew."""
+    """The graph in ``[start, end)`` with its nodes listed anew, before everything else."""
     nodes: list[tuple[int, int]] = []
     others = []
     position = start
@@ -87,7 +87,7 @@ def _listed(reader: WireReader, start: int, end: int) -> bytes:
 
 
 def _inputs(reader: WireReader, nodes: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """For each node the numbers of those whose outputs it takes, its sub-graphs included."""
+    """For each node the numbers of the nodes whose outputs it, or a sub-graph of it, takes."""
     taken, makers = [], {}
     for number, (first, stop) in enumerate(nodes):
         inputs, outputs = _values_of(reader, first, stop, depth=2)
@@ -144,9 +144,9 @@ def _taken_from_outside(reader: WireReader, start: int, end: int, *, depth: int)
 
 
 def listing_of(inputs: Sequence[Sequence[int]]) -> list[int] | None:
-    """How to list nodes so that they run as 0, 1, 2 ...; None where that is not found.
+    """How to list nodes so that they run as 0, 1, 2 ...; None if no way is found.
 
-    ``inputs`` are, for each node, those that it takes something from, all of lower numbers.
+    ``inputs`` are, for each node, the nodes whose outputs it takes, all of lower numbers.
     """
     if any(each and each[-1] >= number for number, each in enumerate(inputs)):
         return None
@@ -163,9 +163,9 @@ def _ends(inputs: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _rules(inputs: Sequence[Sequence[int]]) -> list[set[int]] | None:
-    """For each node those that must be listed before it; None where no walk leads there.
+    """For each node the nodes that must be listed before it; None if no walk leads to the order.
 
-    The walk goes to the lowest node from which all that is next in the order is made.
+    The walk goes to the lowest open node that needs all nodes before it that have not run.
     """
     reached: list[int] = []  # as bits: the node, and all that it needs
     for number, some in enumerate(inputs):
@@ -206,7 +206,7 @@ def _next(reached: Sequence[int], open_there: Sequence[int], done: int) -> int |
 
 
 def _sorted(rules: Sequence[set[int]]) -> list[int] | None:
-    """An order that follows the rules; None where they contradict each other."""
+    """An order that follows the rules; None if they contradict each other."""
     waiting = [0] * len(rules)
     for some in rules:
         for each in some:
@@ -224,7 +224,7 @@ def _sorted(rules: Sequence[set[int]]) -> list[int] | None:
 
 
 def _walk(inputs: Sequence[Sequence[int]], listing: Sequence[int]) -> list[int]:
-    """The order in which onnxruntime runs nodes that are listed so."""
+    """The order in which onnxruntime runs nodes that are listed in this way."""
     place = [0] * len(inputs)
     for position, number in enumerate(listing):
         place[number] = position

@@ -3,30 +3,30 @@
 Theory of operation. onnxruntime (1.21 and later) saves an optimised model with
 ``session.optimized_model_external_initializers_file_name`` as a pair of files: the model, and one
 file that holds the bytes of every initializer above a size. With
-``session.save_external_prepacked_constant_initializers`` what the kernels made of the constant ones
-(weights packed for matrix products, convolutions, ...) follows each initializer in that file, and
-the tensor's ``external_data`` has besides ``location``, ``offset`` and ``length`` an entry for each
-kernel that packed it::
+``session.save_external_prepacked_constant_initializers`` each initializer in that file is followed
+by what the kernels made of it if it is constant (weights packed for matrix products, convolutions,
+...). Besides ``location``, ``offset`` and ``length``, the tensor's ``external_data`` then has an
+entry for each kernel that packed it::
 
     prepacked_<number>   <key>|<offset>;<length>;<checksum>[|<offset>;<length>;<checksum>...]
 
-``key`` is the operator and a hash of the packed bytes; there is one blob for each buffer that the
-kernel keeps, of no bytes where that buffer is absent; the checksum is always 0. onnxruntime maps
-the file and gives kernels pointers into it, but begins only large blobs at a boundary: the others
-follow what is before them without padding, and kernels that load aligned vectors then crash.
+``key`` is the operator and a hash of the packed bytes. There is one blob for each buffer that the
+kernel keeps, of no bytes if that buffer is absent. The checksum is always 0. onnxruntime maps the
+file and gives kernels pointers into it, but aligns only large blobs: the others follow without
+padding, and kernels that load aligned vectors then crash.
 
-:func:`relayout` keeps the order of the data and begins everything at a multiple of 64 bytes (a
-cache line, the widest vector), from 64 KiB on at a page; offsets in the model are rewritten, and
-the lengths of all messages around them. Nothing else changes: fields keep their order, and bytes
-that are not external data are copied as they are. The same input gives the same output.
+:func:`relayout` keeps the order of the data and begins each piece at a multiple of 64 bytes (a
+cache line, the widest vector), from 64 KiB on at a page. It rewrites offsets in the model, and the
+lengths of all messages around them. Nothing else changes: fields keep their order, and bytes that
+are not external data are copied as they are. The same input gives the same output.
 
-Pure: the data file is not read here; what is to be copied is returned. The form is checked, not
+Pure: the data file is not read here; the copies to make are returned. The form is checked, not
 trusted: every span lies inside the file, spans are equal or do not overlap, lengths agree with
-dtypes and shapes, and there is one file; what has another form is a FormatError.
+dtypes and shapes, and there is one file. Any other form is a FormatError.
 
 Source: ``ExternalDataInfo`` of onnxruntime (core/framework/tensor_external_data_info.cc); files of
-1.21, 1.24 and 1.31 looked at. The two earlier ones list initializers of sub-graphs both inside and
-outside, and do not load such models again, moved or not.
+1.21, 1.24 and 1.31 looked at. The two earlier versions list initializers of sub-graphs both inside
+and outside, and do not load such models again, moved or not.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ __all__ = [
 ALIGNMENT_BYTES = 64
 PAGE_BYTES = 4096
 _LARGE_BYTES = 64 << 10
-"""From here on the padding to a page does not count."""
+"""From this size on the padding to a page does not matter."""
 PREPACKED = "prepacked_"
-"""With a number, the key of an entry."""
+"""The key of an entry is this and a number."""
 _PLAIN_KEYS = frozenset({"location", "offset", "length"})
 
 
@@ -83,7 +83,7 @@ class Copy:
 class Relayout:
     """The new model, and how its data file of ``size_bytes`` comes about.
 
-    ``copies`` are in order of both offsets and do not overlap; what is between them is zero.
+    ``copies`` are in order of both offsets and do not overlap; the gaps between them are zero.
     """
 
     model: bytes
@@ -118,7 +118,7 @@ def relayout(model: Any, *, data_size_bytes: int, location: str) -> Relayout:
 def external_tensors(
     reader: WireReader, message: Message, start: int, end: int, *, depth: int
 ) -> Iterator[TensorHeader]:
-    """All in the message in ``[start, end)``, which is inside ``depth`` others."""
+    """All external tensors in the message in ``[start, end)``, which is inside ``depth`` others."""
     for _, child, first, stop in read_children(reader, message, start, end, depth=depth):
         if child is Message.TENSOR:
             tensor = read_tensor(reader, first, stop)
@@ -129,7 +129,7 @@ def external_tensors(
 
 
 def _spans_of(tensor: TensorHeader) -> list[Span]:
-    """All that the data file holds of a tensor, after a check of its form."""
+    """All spans of a tensor in the data file, after a check of its form."""
     if tensor.raw is not None:
         raise UnsupportedFormat(f"tensor {tensor.name!r}: its data is both inside and external")
     data = read_external(tensor)
@@ -192,7 +192,7 @@ def _place(spans: Iterable[Span], data_size_bytes: int) -> tuple[tuple[Copy, ...
 
 
 class _Writer:
-    """Writes the messages of a model anew in which something moves."""
+    """Rewrites the messages of a model in which something moves."""
 
     def __init__(
         self, reader: WireReader, targets: Mapping[tuple[int, int], int], location: str
@@ -202,7 +202,7 @@ class _Writer:
         self._location = location
 
     def rewrite(self, message: Message, start: int, end: int, *, depth: int) -> bytes | None:
-        """The message in ``[start, end)``; None where nothing in it changes."""
+        """The message in ``[start, end)``; None if nothing in it changes."""
         reader = self._reader
         parts: list[bytes] = []
         kept = position = start
@@ -257,5 +257,5 @@ class _Writer:
                 yield key, "|".join((prepacked, *places))
 
     def _target(self, offset_bytes: int, size_bytes: int) -> int:
-        """What has no bytes is at the start of the file: also of an empty one."""
+        """Where bytes go; no bytes are at the start of the file, even of an empty one."""
         return self._targets[offset_bytes, size_bytes] if size_bytes else 0

@@ -1,17 +1,17 @@
 """Where tensors are in an ONNX model: its messages, by field number, and the header of a tensor.
 
-Owns the part of ``onnx.proto`` that leads to a tensor or says where one's bytes are; every other
-field is stepped over. What is read of a model from this is decided by ``formats.onnx``, what is
-changed in one by ``formats.onnx_relayout``.
+Owns the part of ``onnx.proto`` that leads to a tensor or says where its bytes are; every other
+field is stepped over. ``formats.onnx`` decides what is read of a model, ``formats.onnx_relayout``
+what is changed.
 
 A model is a graph and functions; both have nodes, a node has attributes, and an attribute holds a
-number, a string, a tensor or a sub-graph. Tensors are so initializers of a graph or values of an
-attribute, dense or sparse (a pair of tensors). Bytes of a tensor are inside its message
-(``raw_data``, or fields by type) or, where ``data_location`` is EXTERNAL, in a file: pairs of a key
-and a value in ``external_data`` name it.
+number, a string, a tensor or a sub-graph. So tensors are initializers of a graph or values of an
+attribute, dense or sparse (a pair of tensors). A tensor's bytes are inside its message
+(``raw_data``, or fields by type) or, if ``data_location`` is EXTERNAL, in a file, which the pairs
+of a key and a value in ``external_data`` name.
 
-Protobuf merges the parts of a message field that occurs twice. No writer of models makes use of
-that, and it would hide which tensor has which bytes: UnsupportedFormat.
+Protobuf merges the parts of a message field that occurs twice. No writer of models uses that, and
+it would hide which tensor has which bytes: UnsupportedFormat.
 
 Source: onnx/onnx.proto of onnx 1.23 (IR version 14).
 """
@@ -84,7 +84,7 @@ NODE_OPERATOR = delimited(4)
 NODE_ATTRIBUTE = delimited(5)
 NODE_DOMAIN = delimited(7)
 VALUE_NAME = delimited(1)
-"""Of inputs, outputs and other values of a graph."""
+"""The name of an input, an output or another value of a graph."""
 _ATTRIBUTE_TENSOR = delimited(5)
 _ATTRIBUTE_GRAPH = delimited(6)
 _ATTRIBUTE_SPARSE = delimited(22)
@@ -127,21 +127,21 @@ _SINGULAR: Mapping[Message, frozenset[int]] = {
 
 TENSOR_DIM = varint(1)
 TENSOR_DIMS = delimited(1)
-"""Several in one field."""
+"""Several dimensions in one field."""
 _TENSOR_DTYPE = varint(2)
 TENSOR_NAME = delimited(8)
 _TENSOR_RAW = delimited(9)
 TENSOR_EXTERNAL_DATA = delimited(13)
 _TENSOR_LOCATION = varint(14)
 _LOCATIONS = {0: False, 1: True}
-"""DataLocation; of an enum, protobuf ignores values that it does not know."""
+"""DataLocation; protobuf ignores enum values that it does not know."""
 ENTRY_KEY = delimited(1)
 ENTRY_VALUE = delimited(2)
 
 _MAX_RANK = 255
 """Tensors have no more dimensions than this in any framework (numpy: 64)."""
 _MAX_DIGITS = 19
-"""Of the largest 64-bit offset."""
+"""Digits of the largest 64-bit offset."""
 _MAX_BYTES = (1 << 63) - 1
 _BITS: Mapping[int, int] = {
     1: 32,  # FLOAT
@@ -192,7 +192,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class ExternalData:
-    """Where an external tensor's bytes are. ``size_bytes``: None where the file does not say."""
+    """Where an external tensor's bytes are. ``size_bytes``: None if nothing says how many."""
 
     location: str
     offset_bytes: int
@@ -255,7 +255,7 @@ def read_tensor(reader: WireReader, start: int, end: int) -> TensorHeader:
 
 
 def _read_packed_dims(reader: WireReader, start: int, end: int) -> list[int]:
-    # One byte is the least that a number takes.
+    # A number takes at most ten bytes; shorter ones are counted by the caller.
     if end - start > 10 * _MAX_RANK:
         raise UnsupportedFormat(f"tensor at {start}: {end - start} bytes of dimensions")
     return [signed64(value) for value in reader.varints(start, end)]
@@ -272,11 +272,11 @@ def _read_entry(reader: WireReader, start: int, end: int) -> tuple[str, str]:
 
 
 def read_external(tensor: TensorHeader) -> ExternalData:
-    """Where the bytes of a tensor are that ``is_external``.
+    """Where the bytes of an external tensor are.
 
-    A length that is missing or zero (onnxruntime takes the two for the same) follows from dtype and
-    shape. The location is as written: it may be absolute, lead out of the model's directory, or be
-    no file's name at all. Raises CorruptFile or UnsupportedFormat.
+    A length that is missing or zero (the same to onnxruntime) follows from dtype and shape. The
+    location is as written: it may be absolute, lead out of the model's directory, or be no file's
+    name at all. Raises CorruptFile or UnsupportedFormat.
     """
     entries = dict(tensor.entries)
     if len(entries) != len(tensor.entries):

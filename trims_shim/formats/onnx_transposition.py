@@ -1,18 +1,18 @@
 """Weights of matrix products, stored so that kernels read them in order when they pack them.
 
 Theory of operation. In every session onnxruntime packs the second factor of a ``Gemm`` into panels
-of 16 columns, also where the packed bytes lie in a file: it finds them by their hash. Of a weight
-``[K, N]`` a panel takes 64 bytes of each row, a cache line here and the next one 4 N bytes further
-on; of its transpose, ``[N, K]``, it takes 16 rows as they lie in memory. The packed bytes, and with
-them every result, are the same, but packing takes little more than half the time. The attribute
-``transB`` of a ``Gemm`` says which of the two it is given.
+of 16 columns, even if the packed bytes lie in a file, where it finds them by their hash. Of a
+weight ``[K, N]`` a panel takes 64 bytes of each row: one cache line here, the next one 4 N bytes
+further on. Of its transpose ``[N, K]`` a panel takes 16 rows as they lie in memory. The packed
+bytes, and so every result, are the same, but packing takes little more than half the time. The
+attribute ``transB`` of a ``Gemm`` says which of the two it is given.
 
 :func:`with_transposed_weights` sets it on the nodes where that changes nothing else: the weight is
 a matrix of floats that kernels packed, of at least 64 KiB outside the model, and only such nodes
-read it. Fields keep their order, what is not concerned is copied as it is, and the same input gives
-the same output.
+read it. Fields keep their order, everything else is copied as it is, and the same input gives the
+same output.
 
-Pure: the data are not touched here; what is to be transposed is returned. Source: onnx/onnx.proto
+Pure: the data are not touched here; the matrices to transpose are returned. Source: onnx/onnx.proto
 of onnx 1.23; ``MlasGemmPackB`` of onnxruntime 1.31.
 """
 
@@ -56,7 +56,7 @@ __all__ = ["Transposition", "with_transposed_weights"]
 _GRAPH_ENDS = frozenset({GRAPH_INPUT, GRAPH_OUTPUT})
 """Inputs and outputs."""
 _GRAPH_VALUE = delimited(13)
-"""The shape of a value once more, which onnxruntime takes from the weight itself."""
+"""The shape of a value, stated once more; onnxruntime takes it from the weight itself."""
 _ATTRIBUTE_NAME = delimited(1)
 _ATTRIBUTE_INT = varint(3)
 _TRANSPOSED = encode_field(
@@ -92,9 +92,9 @@ class _Node:
 
 
 def with_transposed_weights(model: bytes) -> tuple[bytes, tuple[Transposition, ...]]:
-    """``model`` as it is right once these pieces of its data file are transposed.
+    """``model`` as it is right once these matrices of its data file are transposed.
 
-    It has external data in one file, as :func:`trims_shim.formats.onnx_relayout.relayout` leaves
+    Its external data is in one file, as :func:`trims_shim.formats.onnx_relayout.relayout` leaves
     it. Raises TruncatedFile, CorruptFile or UnsupportedFormat.
     """
     with WireReader(model) as reader:
@@ -140,7 +140,7 @@ def _rewritten(reader: WireReader, start: int, end: int, found: list[Transpositi
 
 
 def _wanted(reader: WireReader, start: int, end: int) -> set[bytes]:
-    """Names of the weights that only products read, and whose data are nobody else's."""
+    """Names of the weights that only products read, and whose data no other tensor has."""
     weights: Counter[bytes] = Counter()
     owners = _owners(reader)
     uses: Counter[bytes] = Counter()
@@ -166,7 +166,7 @@ def _wanted(reader: WireReader, start: int, end: int) -> set[bytes]:
 
 
 def _owners(reader: WireReader) -> Counter[int]:
-    """How many tensors of the model have their data at an offset."""
+    """How many tensors of the model have their data at each offset."""
     found = external_tensors(reader, Message.MODEL, 0, len(reader.view), depth=0)
     return Counter(data.offset_bytes for data in map(read_external, found) if data.size_bytes)
 
@@ -209,7 +209,7 @@ def _is_transposition(reader: WireReader, start: int, end: int) -> bool:
 def _names_inside(
     reader: WireReader, message: Message, start: int, end: int, *, depth: int
 ) -> Iterator[bytes]:
-    """What the sub-graphs in a message say of values, which may be those of the graphs around."""
+    """Names of values in a message's sub-graphs; they may be values of the graphs around."""
     for key, child, first, stop in read_children(reader, message, start, end, depth=depth):
         if message is Message.GRAPH and (key in _GRAPH_ENDS or key == _GRAPH_VALUE):
             yield reader.name_in(first, stop, VALUE_NAME)
@@ -223,7 +223,7 @@ def _names_inside(
 
 
 def _with_shape(reader: WireReader, start: int, end: int, shape: tuple[int, ...]) -> bytes:
-    """A tensor of another shape."""
+    """The tensor with another shape."""
     parts = [encode_varint(TENSOR_DIM) + encode_varint(size) for size in shape]
     position = start
     for key, _, stop in reader.fields(start, end):
@@ -234,7 +234,7 @@ def _with_shape(reader: WireReader, start: int, end: int, shape: tuple[int, ...]
 
 
 def _with_attribute(reader: WireReader, start: int, end: int) -> bytes:
-    """A product of the transpose."""
+    """The node as a product of the transpose."""
     parts: list[bytes] = []
     position = start
     for key, first, stop in reader.fields(start, end):

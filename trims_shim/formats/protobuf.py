@@ -1,7 +1,7 @@
 """The wire format of Protocol Buffers: where a message's fields lie, and how one is written.
 
 Owns the encoding only, and knows no message: ``formats.onnx_structure`` does. Pure: the buffer is
-read in place, and of a field's content nothing is touched before somebody asks for it.
+read in place, and a field's content is not touched before a caller asks for it.
 
 A message is a sequence of fields, each a key (field number and wire type in a varint) followed by a
 varint, four or eight bytes, or a length and as many bytes; a nested message is such bytes. The
@@ -33,15 +33,15 @@ __all__ = [
 ]
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1
-"""No parser of protobuf takes a longer message, nor a longer field."""
+"""No parser of protobuf takes a longer message or field."""
 MAX_DEPTH = 100
 """Messages inside messages; the default limit of protobuf's parsers."""
 _MAX_FIELDS = 1 << 24
 """A graph of 50,000 nodes has about a million; this many are walked in some ten seconds."""
 _MESSAGE_FIELDS = 4
-"""Work that an empty message makes, in fields."""
+"""The work of an empty message, in fields."""
 _MAX_NAME_BYTES = 1 << 16
-"""Of anything that is kept as text: names, paths, lists of a few numbers."""
+"""The limit of anything kept as text: names, paths, lists of a few numbers."""
 
 _VARINT = 0
 _DELIMITED = 2
@@ -91,8 +91,8 @@ def encode_field(key: int, content: bytes) -> bytes:
 class WireReader:
     """Reads the messages in one buffer (one-dimensional, of single bytes), which it does not copy.
 
-    A context manager: afterwards the buffer is free, a mapping can be closed, also while somebody
-    holds an error with its traceback. Raises UnsupportedFormat for a buffer of 2 GiB and more.
+    A context manager: afterwards the buffer is free and a mapping can be closed, even while an
+    error's traceback is held. Raises UnsupportedFormat for a buffer of 2 GiB and more.
     """
 
     __slots__ = ("_fields_left", "view")
@@ -116,8 +116,8 @@ class WireReader:
     def fields(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """The fields of the message in ``[start, end)``: (key, first, stop), in order.
 
-        ``first`` is where the content begins, and of a varint the value itself; the field ends, and
-        the next one begins, at ``stop``. Raises TruncatedFile, CorruptFile or UnsupportedFormat.
+        ``first`` is where the content begins, or the value of a varint. The field ends, and the
+        next one begins, at ``stop``. Raises TruncatedFile, CorruptFile or UnsupportedFormat.
         """
         view = self.view
         position = start
@@ -171,9 +171,9 @@ class WireReader:
         return bytes(self.view[start:end])
 
     def name_in(self, start: int, end: int, wanted: int) -> bytes:
-        """The name that is the field of this key in a message: the last, as protobuf has it.
+        """The name in the field with this key of a message: the last one, as protobuf has it.
 
-        Empty without one. Raises as :meth:`fields` and :meth:`name`.
+        Empty if there is none. Raises as :meth:`fields` and :meth:`name`.
         """
         found = b""
         for key, first, stop in self.fields(start, end):
@@ -182,7 +182,7 @@ class WireReader:
         return found
 
     def text(self, start: int, end: int) -> str:
-        """A name as text. Raises UnsupportedFormat also where it is not UTF-8."""
+        """A name as text. Raises UnsupportedFormat also if it is not UTF-8."""
         try:
             return self.name(start, end).decode()
         except UnicodeDecodeError as error:

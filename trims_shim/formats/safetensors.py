@@ -2,8 +2,8 @@
 
 Owns the layout only; no tensor is made here and the library is not imported. The rules are those of
 crate 0.8 (``SafeTensors::read_metadata`` and ``Metadata::validate``), one error for each way to be
-wrong. Stricter than the crate in what a file written by it never has: duplicate keys, unknown
-fields, JSON escapes of half a surrogate pair; such a file is for the crate itself to judge.
+wrong. They are stricter about what the crate never writes: duplicate keys, unknown fields, JSON
+escapes of half a surrogate pair. Such a file is left to the crate itself.
 
 Invariants of what is returned: spans are absolute in the file, in order of offset, without
 gap or overlap, and end with the file; each is as long as its dtype and shape say.
@@ -185,7 +185,7 @@ def _read_counts(name: str, field: str, values: Any) -> tuple[int, ...]:
 
 
 def _size_bytes(name: str, dtype: str, bits: int, shape: tuple[int, ...]) -> int:
-    """Overflow is judged factor by factor, as the crate multiplies: a later zero is no excuse."""
+    """Overflow is checked factor by factor, as the crate multiplies: a later zero is no excuse."""
     count = 1
     for dimension in (*shape, bits):
         count *= dimension

@@ -28,10 +28,10 @@ __all__ = [
 _MAX_COUNT = (1 << 63) - 1
 """Sizes, strides and element counts are int64 in torch."""
 _MAX_DIMENSIONS = 64
-"""torch itself sets none, but parts of it (``MAX_DIMS`` of TensorIterator) stop at 64."""
+"""torch itself sets no limit, but parts of it (``MAX_DIMS`` of TensorIterator) stop at 64."""
 
 
-# Named tuples and not dataclasses: the builder unpacks hundreds of them, a load waits for it.
+# Named tuples, not dataclasses: the builder unpacks hundreds of them while a load waits.
 class StorageSpec(NamedTuple):
     """A storage: the record ``data/<key>``, of ``elements`` elements of ``dtype``.
 
@@ -120,7 +120,7 @@ ELEMENT_TYPES = {
 def check_view(
     elements: int, offset: object, size: object, stride: object
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """The three arguments, once they describe a view of a storage of ``elements`` elements.
+    """Return offset, size and stride if they are a view of a storage of ``elements`` elements.
 
     Raises UnsupportedFormat: torch raises for, or resizes the storage under, any other view.
     """

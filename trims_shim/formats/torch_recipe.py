@@ -3,8 +3,8 @@
 Owns the meaning of ``data.pkl`` in a ``torch.save`` archive: dicts, OrderedDicts, lists, tuples and
 plain constants holding tensors and parameters. Torch is not imported and nothing in the pickle is
 looked up or called: a GLOBAL is a name in a table of five functions, storage classes and dtypes, or
-the whole pickle is refused. Reading and building are apart, so that nothing is built from a pickle
-that turns out to be refused:
+the whole pickle is refused. Reading and building are separate, so that nothing is built from a
+pickle that turns out to be refused:
 
     recipe = read_recipe(pickle)            # FormatError: let torch.load decide
     storages = [... for spec in recipe.storages]
@@ -12,14 +12,14 @@ that turns out to be refused:
     parameters = [... for spec in recipe.parameters]
     result = recipe.assemble(tensors, parameters)
 
-Invariant: what is returned is what ``torch.load`` returns for the same bytes, with and without
-``weights_only``, in types, order, and which objects are the same object. Whatever one of the two
-refuses, warns about or treats differently is refused here (``torch/_weights_only_unpickler.py``,
-``torch/_utils.py`` and ``_load`` of ``torch/serialization.py``, read at 2.13), and so is any memo
+Invariant: the result is what ``torch.load`` returns for the same bytes, with and without
+``weights_only``: in types, order, and which objects are the same object. What one of them refuses,
+warns about or treats differently is refused here (``torch/_weights_only_unpickler.py``,
+``torch/_utils.py`` and ``_load`` of ``torch/serialization.py``, read at 2.13). So is any memo
 numbering but the consecutive one that every CPython pickler writes.
 
-Opcodes go through a table of actions. Of a state dict nearly all bytes are the same thirty opcodes
-again for each tensor, so such runs are recognised whole (:mod:`trims_shim.formats.torch_runs`).
+A table maps opcodes to actions. Nearly all bytes of a state dict are the same thirty opcodes again
+for each tensor, so such runs are recognised whole (:mod:`trims_shim.formats.torch_runs`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = ["ParameterSpec", "Recipe", "StorageSpec", "TensorSpec", "read_recipe"
 
 
 class Recipe:
-    """What to build, in this order, and :meth:`assemble` to put it together, once."""
+    """The objects to build, in this order; :meth:`assemble` puts them together, once."""
 
     __slots__ = ("_reader", "parameters", "storages", "tensors")
 
@@ -80,8 +80,8 @@ class Recipe:
 def read_recipe(data: bytes) -> Recipe:
     """The recipe in a pickle (the whole of ``data.pkl``).
 
-    Raises CorruptFile where it is no pickle, UnsupportedFormat where only torch can tell what it
-    means. Time and memory are linear in its length.
+    Raises CorruptFile if it is no pickle, UnsupportedFormat if only torch can tell what it means.
+    Time and memory are linear in its length.
     """
     reader = _Reader(data)
     try:
@@ -150,8 +150,8 @@ def _is_data(item: object) -> bool:
 class _Reader:
     """The state of one reading: a stack machine as in ``pickle.Unpickler``.
 
-    Containers are made as they come; where a tensor belongs they hold None, and ``_slots`` says
-    which tensor (``_tuple_slots`` which tuple around one) goes there. ``_waiting``, ``_shared`` and
+    Containers are made as they are read. Where a tensor belongs they hold None, and ``_slots`` says
+    which tensor goes there (``_tuple_slots`` which tuple around one). ``_waiting``, ``_shared`` and
     ``_hooks`` hold ids of objects that the slots and the memo keep alive.
     """
 
@@ -208,13 +208,13 @@ class _Reader:
                 actions[opcode](self)
             self._finish()
         finally:
-            # It refers to this reader, which will hold the tensors: without this the cycle would
-            # keep a model, its mapping and its lease until the garbage collector comes by; the
-            # pickle alone where it is refused, which may be large, too.
+            # It refers to this reader, which will hold the tensors. Such a cycle would keep a
+            # model, its mapping and its lease until the garbage collector runs; if the pickle is
+            # refused, it would keep the pickle, which may be large, too.
             del self._runs
 
     def assemble(self, values: Sequence[Any]) -> Any:
-        """The result, with ``values`` (parameters last and reversed: theirs are negative)."""
+        """The result. ``values``: tensors, then parameters reversed: their indices are negative."""
         for container, key, index in self._slots:
             container[key] = values[index]
         for node in self._tuples:
@@ -224,7 +224,7 @@ class _Reader:
         return _resolved(self._root, values)
 
     def share_storage(self, kind: Global, key: Any, location: Any, elements: Any) -> int:
-        """Index of the storage with this key; the same again only if it is described the same."""
+        """Index of the storage of this key, anew if it is empty; it must be described the same."""
         if type(key) is not str or type(location) is not str or type(elements) is not int:
             raise UnsupportedFormat(f"storage {reprlib.repr((key, location, elements))}: not plain")
         element = STORAGE_TYPES[kind.name]
@@ -433,7 +433,7 @@ class _Reader:
             raise UnsupportedFormat(f"pickle sets the state of {_described(target)}")
         if not all(type(key) is str for key in state):
             raise UnsupportedFormat("pickle sets an attribute whose name is not a string")
-        # The state is copied at this moment; a None that waits for its tensor would stay.
+        # The state is copied now: a None that waits for its tensor would stay.
         if id(state) in self._waiting:
             raise UnsupportedFormat("pickle sets a tensor as an attribute")
         target.__dict__.update(state)
@@ -503,7 +503,7 @@ class _Reader:
         self.parameters.append(ParameterSpec(tensor.index, requires_grad))
 
     def _take_hooks(self, hooks: Any) -> None:
-        """Keep the dict, so that :meth:`_finish` can see whether somebody filled it later."""
+        """Keep the dict, so that :meth:`_finish` can see whether it was filled later."""
         if type(hooks) is not OrderedDict or id(hooks) in self._shared:
             raise UnsupportedFormat(f"pickle has {_described(hooks)} as backward hooks")
         self._hooks[id(hooks)] = hooks
@@ -575,7 +575,7 @@ def _parts(item: Any) -> list[Any]:
 
 
 def _check_key(key: Any) -> None:
-    # Tuples of few constants only: hashing walks a tuple each time, and recurses on the C stack.
+    # Only tuples of few constants: hashing walks a tuple each time, and recurses on the C stack.
     parts = key if type(key) is tuple else (key,)
     if len(parts) > _MAX_KEY_PARTS or not {type(part) for part in parts} <= _KEY_TYPES:
         raise UnsupportedFormat(f"pickle has {_described(key)} as a key")

@@ -1,10 +1,10 @@
 """Runs of state dict entries inside a pickle, read whole instead of opcode by opcode.
 
 A shortcut for :mod:`trims_shim.formats.torch_recipe` and nothing else: a pattern describes the
-opcodes of ``name: tensor`` as ``torch.save`` writes them (one float32 entry is 43 opcodes), and the
-effect of a match on stack and memo is exactly that of its opcodes. Whatever is unusual ends the run
-before the entry, so that the opcodes themselves decide what it is. Measured: 400 entries take 6 ms
-by opcodes, a quarter of that as a run.
+opcodes of ``name: tensor`` as ``torch.save`` writes them (32 for a matrix), and the effect of a
+match on stack and memo is exactly that of its opcodes. An unusual entry ends the run before it, and
+its opcodes decide what it is. Measured: 400 entries take 6 ms by opcodes, a quarter of that as a
+run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["HIDDEN", "METADATA_RUN", "Global", "Node", "TensorRuns", "ValueNode"
 
 
 class Node:
-    """Something on the stack that stands for what is not plain data."""
+    """A stack item that stands for something other than plain data."""
 
     __slots__ = ()
 
@@ -48,7 +48,7 @@ class ValueNode(Node):
 
 
 HIDDEN: Final = Node()
-"""In the memo for what a run did not make, because only a hostile pickle asks for it again."""
+"""In the memo for an object that a run did not make: only a hostile pickle asks for it again."""
 
 _NAME = rb"X(.)\0\0\0([ -~]{0,255})"
 _GET = rb"(h.|j....)"
@@ -92,13 +92,13 @@ _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
 def consecutive(pattern: re.Pattern[bytes], data: bytes, start: int) -> Iterator[re.Match[bytes]]:
-    """Matches that begin at ``start`` and each where the one before ends."""
-    # Pattern.scanner is not documented, but what re.Scanner of the library itself is made of.
+    """Matches from ``start`` on, each of which begins where the one before ends."""
+    # Pattern.scanner is not documented, but re.Scanner of the standard library is made of it.
     return iter(cast(Any, pattern).scanner(data, start).match, None)
 
 
 class TensorRuns:
-    """The runs of one pickle: what was looked up for one entry serves the ones like it."""
+    """The runs of one pickle: lookups for one entry serve later entries like it."""
 
     __slots__ = ("_contexts", "_data", "_function", "_hooks", "_memo", "_share", "_views")
 
@@ -176,7 +176,7 @@ class TensorRuns:
         return end
 
     def _look_up(self, identity: tuple[bytes, ...]) -> _Context | tuple[()]:
-        """What five memo references mean, or () where an entry of ours has something else there."""
+        """What five memo references mean, or () if they are not those of an entry we know."""
         memo = self._memo
         indices = [int.from_bytes(reference[1:], "little") for reference in identity]
         if max(indices) >= len(memo):
@@ -193,7 +193,7 @@ class TensorRuns:
 
 
 def _read_view(shape: tuple[bytes, ...]) -> _View | tuple[()]:
-    """(elements, offset, size, stride) from their opcodes; () where they need a closer look."""
+    """(elements, offset, size, stride) from their opcodes; () if they need a closer look."""
     (elements,), (offset,), size, stride = [_integers(part) for part in shape]
     if not 0 <= elements <= _MAX_ELEMENTS:
         return ()
@@ -222,6 +222,6 @@ def _integers(opcodes: bytes) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _long_numbers(block: int) -> bytes:
-    """The arguments of consecutive LONG_BINPUTs, and those with which the next block begins."""
+    """The arguments of the LONG_BINPUTs in a block, and of the first ones in the next block."""
     first = block * _BLOCK
     return struct.pack(f"<{_BLOCK + _MEMO_MARGIN}I", *range(first, first + _BLOCK + _MEMO_MARGIN))

@@ -1,7 +1,7 @@
 """Where the records of a ``torch.save`` zip archive lie, read from the mapped file.
 
 Owns the container only: the pickle inside is read by :mod:`trims_shim.formats.torch_recipe`. Pure:
-the buffer is read in place, nothing is kept of it.
+the buffer is read in place, and nothing of it is kept.
 
 The archive is the subset of PKWARE's APPNOTE.TXT 6.3.10 that PyTorch's writer (miniz) and Python's
 ``zipfile`` produce with stored entries. Sections are cited at the readers. Invariants of an archive
@@ -65,7 +65,7 @@ class TorchArchive:
     """The records of one archive.
 
     ``records`` is keyed as ``PyTorchFileReader`` names them, without the folder that all are in,
-    and ordered by offset. ``byteorder`` is ``"little"``, ``"big"``; empty where nothing says it.
+    and ordered by offset. ``byteorder`` is ``"little"``, ``"big"``; empty if nothing says it.
     """
 
     records: Mapping[str, Span]
@@ -163,8 +163,8 @@ def _read_records(
 ) -> tuple[list[bytes], list[Span]]:
     """Full names and data spans, in file order; data must end at or before ``limit``.
 
-    One loop over both headers of each record, because a load waits for it: what is not as PyTorch
-    writes it leaves the loop for a function that is slow and precise.
+    One loop over both headers of each record, because a load waits for it. A record that is not as
+    PyTorch writes it leaves the loop for a function that is slow and precise.
     """
     names: list[bytes] = []
     spans: list[Span] = []
@@ -222,7 +222,7 @@ def _local_reader(name_bytes: int) -> Callable[[memoryview, int], tuple[Any, ...
 def _widen(
     name: bytes, extra: bytes, size: int, stored: int, header: int, disk: int
 ) -> tuple[int, int, int, int]:
-    """The values that the zip64 extra field holds in place of all-ones ones (4.5.3)."""
+    """The zip64 extra field's values in place of those that are all ones (4.5.3)."""
     field = _zip64_field(name, extra)
     values = [size, stored, header]
     position = 0
@@ -310,7 +310,7 @@ def _refuse_local(name: bytes, flags: int, local: tuple[Any, ...]) -> NoReturn:
 
 
 def _relative_names(names: list[bytes]) -> list[str]:
-    """The names inside the folder of all. At once: one decode, one split."""
+    """The names inside the common folder. All at once: one decode, one split."""
     prefix = names[0].partition(b"/")[0]
     start = prefix + b"/"
     for name in names:
@@ -357,7 +357,7 @@ def _read_byteorder(view: memoryview, records: Mapping[str, Span]) -> str:
 
 
 def _read_note(view: memoryview, records: Mapping[str, Span], name: str) -> bytes | None:
-    """A record of a few bytes, or None where there is none."""
+    """A record of a few bytes, or None if there is none."""
     span = records.get(name)
     if span is None:
         return None
