@@ -2,19 +2,19 @@
 
 Behind ``TRIMS_ORT_CUDA=1`` (docs/gpu.md). A prepared model of such a recipe has a directory of the
 initializers that its sessions take from outside (:mod:`trims_shim.formats.onnx_directory`).
-:func:`creating` opens its weights at the device tier and adds each of these to the options as a
-value over the arena: ``add_initializer`` uses a value where it lies if that is the device that
-onnxruntime planned it on. All others, and all of them if the device tier has no room, onnxruntime
-reads from the prepared file, into private memory.
+:func:`creating` opens its weights at the device tier and adds each listed initializer to the
+options as a value over the arena. ``add_initializer`` uses a value in place if it lies on the
+device that onnxruntime planned it on. All others, and all of them if the device tier has no room,
+onnxruntime reads from the prepared file, into private memory.
 
     session -> value -> DLPack's deleter -> _Hold -> DeviceArena -> ... (client/device_arenas.py)
 
-The arena is mapped read-only; a session does not write to constants, and what a kernel packs is a
-copy of its own. Nothing is unmapped by onnxruntime's threads: the deleter drops a reference.
+The arena is mapped read-only: a session does not write to constants, and what a kernel packs is a
+copy of its own. onnxruntime's threads unmap nothing: the deleter drops a reference.
 
-Hazards: ``add_initializer`` keeps a bare pointer to the value, so values live until the session is
-there, and options that were given any must not be used again. A GPU build of onnxruntime whose CUDA
-does not work makes a CPU session without an error; that one is not the prepared model's session.
+Hazards: ``add_initializer`` keeps a bare pointer to the value, so values live until the session
+exists, and options that were given values must not be used again. A GPU build of onnxruntime whose
+CUDA does not work makes a CPU session without an error; that is not the prepared model's session.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _skip = Skips("device_off")
 
 
 class Runtime:
-    """What a test on an emulated device has to do otherwise, in :data:`runtime`."""
+    """The parts of :data:`runtime` that a test on an emulated device replaces."""
 
     provider = PROVIDER
     device_type = dlpack.DeviceType.CUDA
 
     def device_id(self, index: int) -> DeviceId:
-        """What the driver calls a device of this process. Raises DriverFailure."""
+        """The driver's id of a device of this process. Raises DriverFailure."""
         ensure_imported("trims_shim.client.device_arenas")
         from trims_shim.client import device_arenas
 
@@ -91,8 +91,8 @@ def is_served(names: tuple[str, ...]) -> bool:
 def describe(options: Mapping[str, Any]) -> dict[str, str]:
     """The CUDA provider's options as a recipe has them, the same in every process.
 
-    The device is named by its id instead of its number, what belongs to the process alone is left
-    out. Raises NotServed where there is no such device; onnxruntime then says so itself.
+    The device is named by its id instead of its number, and options of the process alone are left
+    out. Raises NotServed if there is no such device; onnxruntime then says so itself.
     """
     kept = {str(key): str(value) for key, value in options.items() if key not in _OF_PROCESS}
     number = kept.get(_DEVICE_OPTION, "0")
@@ -108,9 +108,9 @@ def creating(
 ) -> Iterator[None]:
     """Around the creation of ``session`` from the prepared model at the path ``model``.
 
-    ``options`` are the ones it is created with, for this one time; ``providers`` the recipe's. Does
-    nothing where these are not of the CUDA provider. Raises NotServed after the block when the
-    session is not on the device, whatever the reason: it is not the one that was asked for.
+    ``options`` are those of this one creation; ``providers`` the recipe's. Does nothing if these
+    are not of the CUDA provider. Raises NotServed after the block if the session is not on the
+    device, whatever the reason: it is not the one that was asked for.
     """
     if providers[0][0] != runtime.provider:
         yield
@@ -119,7 +119,7 @@ def creating(
     try:
         yield
     finally:
-        # Here, and not with this frame, which a traceback may keep.
+        # Cleared here, because a traceback may keep this frame.
         values.clear()
     names = list(session.get_providers())
     if runtime.provider not in names:
@@ -139,7 +139,7 @@ class _Hold:
 
 
 def _lend(options: Any, model: str, device: DeviceId) -> tuple[list[Any], list[weakref.ref[_Hold]]]:
-    """Values over device memory for ``options``, which has pointers to them, and their holds."""
+    """Values over device memory for ``options``, which points to them, and their holds."""
     weights = os.path.join(os.path.dirname(model), PREPARED_WEIGHTS)
     values: list[Any] = []
     holds: list[weakref.ref[_Hold]] = []
@@ -166,7 +166,7 @@ def _open(weights: str, device: DeviceId) -> DeviceArena:
 
 
 def _value(record: Record, arena: DeviceArena, hold: _Hold) -> Any:
-    """An onnxruntime value over a record. Raises NotServed for one that is not on the device."""
+    """An onnxruntime value over a record. Raises NotServed if that is not on the device."""
     import onnxruntime
     from onnxruntime.capi import _pybind_state
 

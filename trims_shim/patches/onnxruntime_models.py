@@ -1,8 +1,7 @@
 """The model that a session is made of: an open file, or bytes.
 
-Owns which models are worth a question to the daemon, the descriptors that go with it, and the
-digest of bytes. A path is opened once, and only where that can have no effect of its own: not a
-pipe, not a device.
+Owns which models are worth a question to the daemon, their descriptors, and the digest of bytes. A
+path is opened once, and only if that can have no effect of its own: not a pipe, not a device.
 """
 
 from __future__ import annotations
@@ -57,15 +56,15 @@ class Model:
 
 
 def least_bytes(config: Config) -> int:
-    """Smaller models are left alone: creating them takes hardly longer than asking for them."""
+    """The least size worth a question: creating a smaller session takes hardly longer."""
     return _LEAST_FACTOR * int(config.min_bytes)
 
 
 def model_of(session: Any) -> Model:
-    """What an InferenceSession is about to load. Raises NotServed where that is not for the cache.
+    """What an InferenceSession is about to load. Raises NotServed if that is not for the cache.
 
-    Files are looked at by name only; :func:`opened` decides about their content and size, and
-    :func:`check_size` about the size of bytes.
+    Files are looked at by name and type only; :func:`opened` decides about their content and size,
+    and :func:`check_size` about the size of bytes.
     """
     path, data = session._model_path, session._model_bytes
     if not path:
@@ -77,7 +76,7 @@ def model_of(session: Any) -> Model:
     try:
         path.encode()
         status = os.stat(path)
-    # No file, no UTF-8, a null byte: onnxruntime has its own words for each.
+    # No file, no UTF-8, a null byte: onnxruntime has its own error for each.
     except (OSError, ValueError) as error:
         raise NotServed("not_a_file", str(error)) from None
     if not stat.S_ISREG(status.st_mode):
@@ -94,10 +93,10 @@ def _bytes_of(data: Any) -> bytes:
 
 
 def absolute(path: str) -> str:
-    """The path as another process can use it: the same file, and the same one beside it.
+    """The path as another process can use it: of the same file, with the same files beside it.
 
-    ``..`` is left to the kernel, for which it is not always the directory that is written before
-    it: that may be a symbolic link. Raises NotServed for what no message can carry.
+    ``..`` is left to the kernel: after a symbolic link it is not the directory that is written
+    before it. Raises NotServed for a path that no message can carry.
     """
     is_plain = os.pardir not in path.split(os.sep)
     try:
@@ -110,7 +109,7 @@ def absolute(path: str) -> str:
 
 @contextlib.contextmanager
 def opened(path: str, *, min_bytes: int) -> Iterator[int]:
-    """A descriptor of a model file that is large enough, with the files its weights are in.
+    """A descriptor of a model file that, with the files its weights are in, is large enough.
 
     Closed after the block. Raises NotServed.
     """
@@ -162,14 +161,14 @@ def check_size(data: bytes, *, min_bytes: int) -> None:
 def digest_of(data: bytes) -> str:
     """The digest, computed by several threads for large models; they end with the call.
 
-    blake3.AUTO would leave a pool of threads behind, without which a forked child hangs.
+    blake3.AUTO would leave a pool of threads behind, and a forked child, which lacks them, hangs.
     """
     ensure_imported("blake3")
     from blake3 import blake3
 
     threads = min(_THREADS_LIMIT, os.cpu_count() or 1) if len(data) > _THREADS_WORTH_BYTES else 1
     if threads > 1 and not can_start(threads):
-        threads = 1  # it would panic, which is no Exception
+        threads = 1  # blake3 would panic, which is no Exception
     digest: str = blake3(data, max_threads=threads).hexdigest()
     return digest
 

@@ -1,8 +1,8 @@
-"""onnxruntime.SessionOptions: the calls that set what cannot be read back are recorded.
+"""onnxruntime.SessionOptions: calls that set what cannot be read back are recorded.
 
 Methods of the compiled class are wrapped in place; the class object stays. What is recorded, and
-why, is said in :mod:`.onnxruntime_records`. Methods that this file does not know yet are wrapped as
-those that cannot be replayed, so that objects on which they were called are not served.
+why, is in :mod:`.onnxruntime_records`. Methods that this file does not know yet are wrapped as ones
+that cannot be replayed, so that objects on which they were called are not served.
 
 One literal point for each method, because `trims info` reads them without importing onnxruntime.
 """

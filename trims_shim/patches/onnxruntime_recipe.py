@@ -1,9 +1,9 @@
 """From a session's arguments to its recipe: all that decides what onnxruntime makes of a model.
 
-Two sessions of equal recipes on one model can share a prepared model; so everything that changes
-the graph, the kernels or the packed weights is in it, and what only changes how a session runs
-(threads, memory arenas, logging, profiling) is not. What is neither known to be the one nor the
-other is refused: :class:`NotServed` with the reason, and the original makes the session.
+Two sessions of equal recipes on one model can share a prepared model. So the recipe has everything
+that changes the graph, the kernels or the packed weights, and nothing that only changes how a
+session runs (threads, memory arenas, logging, profiling). Anything not known to be one or the other
+is refused: :class:`NotServed` with the reason, and the original makes the session.
 
 Reads arguments and options only; calls nothing that warns, prints or changes them.
 """
@@ -41,7 +41,7 @@ __all__ = [
 _CPU = "CPUExecutionProvider"
 _CUDA = "CUDAExecutionProvider"
 _HARMLESS = frozenset({_CPU, "AzureExecutionProvider"})
-"""Azure's provider is in the list of every CPU build and takes no node of an ordinary model."""
+"""Azure's provider is in the list of every CPU build, and takes no node of an ordinary model."""
 
 NO_PREPACKING = "session.disable_prepacking"
 _OF_THE_RUN = frozenset(
@@ -60,7 +60,7 @@ _OF_THE_RUN = frozenset(
         "session.use_env_allocators",
     }
 )
-"""Config entries that decide how a session works, not what it is."""
+"""Config entries that decide how a session works, not what it computes."""
 _OF_THE_MODEL = frozenset(
     {
         "mlas.disable_kleidiai",
@@ -95,10 +95,10 @@ _OF_THE_MODEL = frozenset(
 )
 """Config entries that are part of the recipe."""
 _NAMESPACES = ("ep.", "memory.", "mlas.", "optimization.", "session.")
-"""Of onnxruntime's own config entries; others are read by custom operators only."""
+"""Prefixes of onnxruntime's own config entries; only custom operators read others."""
 
 
-# Now, while onnxruntime is being imported: what is on the disk later may be another one.
+# Now, while onnxruntime is being imported: later, another one may be on the disk.
 installation()
 
 
@@ -145,7 +145,7 @@ class Settings:
 def read_settings(
     options: Any, providers: Any, provider_options: Any, disabled_optimizers: Any
 ) -> Settings:
-    """Of the arguments as onnxruntime gets them. Raises NotServed."""
+    """Read the arguments as onnxruntime gets them. Raises NotServed."""
     record = Record() if options is None else _record(options)
     return Settings(
         options,
@@ -172,7 +172,7 @@ def _record(options: Any) -> Record:
 
 
 def _normalized(providers: Any, provider_options: Any) -> list[tuple[str, dict[str, str]]]:
-    """As onnxruntime normalises them; without its warnings, and refusing what it refuses."""
+    """Normalise as onnxruntime does, without its warnings; raise NotServed where it refuses."""
     available: list[str] = binding.get_available_providers()
     found = _pairs(providers, provider_options) if providers is not None else []
     if not found:
@@ -183,7 +183,7 @@ def _normalized(providers: Any, provider_options: Any) -> list[tuple[str, dict[s
     strangers = pairs.keys() - set(binding.get_all_providers())
     if strangers:
         raise NotServed("provider", f"there is no {', '.join(sorted(strangers))}")
-    # The others that this build does not have are warned about and passed over.
+    # onnxruntime warns about others that this build does not have, and passes them over.
     return [(name, options) for name, options in pairs.items() if name in available]
 
 
@@ -203,7 +203,7 @@ def _pairs(providers: Any, provider_options: Any) -> list[tuple[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    """As onnxruntime turns options into text; only where that cannot run code of the program."""
+    """Turn an option into text as onnxruntime does; only if that runs no code of the program."""
     if type(value) not in (str, int, float, bool):
         raise NotServed("arguments", f"a provider option is a {type(value).__name__}")
     return str(value)
@@ -232,7 +232,7 @@ def _optimizers(disabled: Any) -> tuple[str, ...]:
     if disabled is None:
         return ()
     if type(disabled) not in (set, frozenset, list, tuple):
-        # An iterator would be used up by looking at it.
+        # Looking at an iterator would use it up.
         raise NotServed("arguments", f"disabled_optimizers are a {type(disabled).__name__}")
     if not all(type(each) is str for each in disabled):
         raise NotServed("arguments", "disabled_optimizers are not all names")
@@ -243,10 +243,9 @@ def _optimizers(disabled: Any) -> tuple[str, ...]:
 
 
 def recipe_of(settings: Settings, *, prepack: str) -> SessionRecipe:
-    """Raises NotServed for a config entry that is not known to be harmless.
+    """The recipe. Raises NotServed for a config entry that is not known to be harmless.
 
-    ``prepack`` is the setting of this name; a program that says itself whether weights are packed
-    is listened to.
+    ``prepack`` is the setting of this name; a program's own entry about packing comes first.
     """
     entries = _entries(settings.record.entries)
     asked = entries.pop(NO_PREPACKING, None)
@@ -272,7 +271,7 @@ def recipe_of(settings: Settings, *, prepack: str) -> SessionRecipe:
 
 
 def default_recipe(*, prepack: str) -> SessionRecipe:
-    """Of a session on the CPU without any option."""
+    """The recipe of a session on the CPU without any option."""
     settings = Settings(None, Record(), ((_CPU,),), ())
     return recipe_of(settings, prepack=prepack)
 

@@ -1,13 +1,13 @@
 """What is known of ``onnxruntime.SessionOptions`` objects, which can be read back only in part.
 
 Config entries and free dimensions are write-only; initializers, custom operators and providers
-leave no trace at all. So the calls that set them are recorded, per object and since its creation.
-An object without a record (made before the shim was imported, or by onnxruntime itself) may hold
-anything and is not served; nor is one whose class has a method that nobody watches.
+leave no trace at all. So the calls that set them are recorded for each object, from its creation
+on. An object without a record (made before the shim was imported, or by onnxruntime itself) may
+hold anything and is not served. Nor is one whose class has a method that is not watched.
 
-Recording changes no behaviour: the original method runs first, what it raises passes, and it goes
-on whether or not patches are active, because an object may be made while they are off and used
-later. Undoing and applying the patches again forgets all records: calls in between went unseen.
+Recording changes no behaviour: the original method runs first, and what it raises passes. Recording
+goes on while patches are inactive, because an object may be made then and used later. Undoing and
+applying the patches again forgets all records, because calls in between went unseen.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Record:
     """The recorded calls on one object.
 
     ``dimensions`` are overrides of free dimensions by (``name`` or ``denotation``, dimension).
-    ``other`` is the method that was called and cannot be replayed, empty if none was.
+    ``other`` is a called method that cannot be replayed, empty if there was none.
     """
 
     entries: dict[str, str] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Record:
     other: str = ""
 
     def copy(self) -> Record:
-        """Another one that is equal."""
+        """An equal copy."""
         return Record(dict(self.entries), dict(self.dimensions), self.other)
 
 
@@ -91,7 +91,7 @@ def record_of(options: Any) -> Record | None:
 
 
 def adopt(options: Any, record: Record) -> None:
-    """Make this the record of an object of which everything is known."""
+    """Set the record of an object of which everything is known."""
     key, all_of_them = id(options), _records
 
     # May be called when the interpreter ends and globals are gone.
@@ -102,7 +102,7 @@ def adopt(options: Any, record: Record) -> None:
 
 
 def forget_all() -> None:
-    """Calls may go unseen from here on, or have gone unseen."""
+    """Forget all: calls may go unseen from here on, or have gone unseen."""
     _records.clear()
 
 
@@ -137,7 +137,7 @@ def recording_dimension(kind: str) -> Callable[[Callable[..., Any]], Callable[..
         def note(options: Any, record: Record, dimension: Any, value: Any) -> None:
             if type(dimension) is not str:
                 raise TypeError("bytes or a subclass of str")
-            # Of two for one dimension onnxruntime takes the first.
+            # Of two overrides of one dimension onnxruntime takes the first.
             record.dimensions.setdefault((kind, dimension), operator.index(value))
 
         return _recording(original, note)
@@ -174,7 +174,7 @@ def _recording(original: Callable[..., Any], note: Callable[..., None]) -> Calla
                 note(self)
             elif record is not None:
                 note(self, record, *args, **kwargs)
-        # Border: whatever the call was, onnxruntime took it; here it is only not understood.
+        # Border: onnxruntime took the call, whatever it was; here it is only not understood.
         except Exception:
             if record is not None:
                 record.other = method.__name__
@@ -190,7 +190,7 @@ def _recording(original: Callable[..., Any], note: Callable[..., None]) -> Calla
 def is_watched() -> bool:
     """Whether every method that could change an options object is recorded at this moment.
 
-    False for a newer onnxruntime with methods nobody wrapped, and where another tool has replaced
+    False for a newer onnxruntime with methods that nobody wrapped, and if another tool has replaced
     one of ours.
     """
     return all(hasattr(vars(SessionOptions)[name], _MARK) for name in changing_methods())
@@ -208,7 +208,7 @@ def changing_methods() -> list[str]:
 
 
 def unknown_settings(options: Any) -> list[str]:
-    """Properties of a newer onnxruntime that are not as in a fresh object."""
+    """Properties of a newer onnxruntime that differ from those of a fresh object."""
     unknown = [name for name in _properties() if name not in _KNOWN_PROPERTIES]
     if not unknown:
         return []
@@ -217,7 +217,7 @@ def unknown_settings(options: Any) -> list[str]:
 
 
 def setting(options: Any, name: str) -> Any:
-    """A property as onnxruntime sees it; a subclass may have another of that name."""
+    """A property as onnxruntime sees it; a subclass may have another one of that name."""
     return vars(SessionOptions)[name].__get__(options)
 
 
@@ -236,7 +236,7 @@ def _properties() -> tuple[str, ...]:
 def clone(
     options: Any | None, record: Record, *, level: Any = None, entries: dict[str, str] | None = None
 ) -> Any:
-    """A new SessionOptions that is set like ``options`` (None: the defaults), recorded as well.
+    """A new SessionOptions set like ``options`` (None: the defaults), with its own record.
 
     ``level`` replaces the optimisation level, ``entries`` are config entries to add.
     """

@@ -1,8 +1,8 @@
-"""onnxruntime.set_seed: from then on, sessions of this process are left to onnxruntime.
+"""onnxruntime.set_seed: once it is called, sessions of this process are left to onnxruntime.
 
 A random node without a seed of its own starts from the process's seed plus its number in the graph,
-and nodes of a prepared model have other numbers. As long as nobody has set a seed it is the time.
-Then only two sessions of one process can be told apart, where one is of the prepared model: with
+and nodes of a prepared model have other numbers. Until somebody sets a seed, it is the time. Then
+only two sessions of one process, one of them of the prepared model, can be told apart: with
 onnxruntime alone they draw the same numbers.
 """
 

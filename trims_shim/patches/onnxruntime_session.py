@@ -1,19 +1,19 @@
-"""onnxruntime.InferenceSession: made from the machine's prepared model where there is one.
+"""onnxruntime.InferenceSession: made from the machine's prepared model if there is one.
 
 The seam is the method that makes the compiled session, ``_create_inference_session``: construction,
-its retry on the CPU, ``set_providers`` and the fallback of ``run`` all end there, and so do
-subclasses and programs that imported the class by name. The class object itself is never replaced.
+its retry on the CPU, ``set_providers`` and the fallback of ``run`` all end there. So do subclasses
+and programs that imported the class by name. The class object itself is never replaced.
 
     hit       the original, on a clone of the user's options (no optimisation: that has been done)
               and the path of the prepared model; then the session's attributes read as before
     no hit    the original, untouched; the daemon has the model prepared meanwhile, for the next one
 
-Whatever goes wrong on a hit, the attributes are put back and the original makes the session as if
-nothing had been tried; so errors are the original's. Nothing here raises ValueError or RuntimeError
-into onnxruntime, which would take it for a failing provider and say so on the terminal.
+If anything goes wrong on a hit, the attributes are put back and the original makes the session as
+if nothing had been tried, so errors are the original's. Nothing here raises ValueError or
+RuntimeError into onnxruntime, which would take it for a failing provider and print that.
 
-The lease of a prepared model lives as long as the compiled session: others may hold that one (an
-IOBinding, metadata), and ``set_providers`` replaces it.
+The lease of a prepared model lives as long as the compiled session: other objects may hold that one
+(an IOBinding, metadata), and ``set_providers`` replaces it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ __all__ = ["POINTS"]
 
 _CPU = "CPUExecutionProvider"
 _GRAPH_BYTES = 16 << 20
-"""What a session of a few hundred nodes allocates for itself. Besides, one weight at a time is
-packed: of what is prepared at most half, since that has the weights and what was packed of them."""
+"""What a session of a few hundred nodes allocates for itself. In addition, one weight at a time is
+packed: at most half of the prepared model, which has the weights and their packed forms."""
 _ATTRIBUTES = ("_model_path", "_model_bytes", "_sess_options", "_read_config_from_model", "_sess")
-"""Of a session, which the original reads or sets and this file has to."""
+"""Attributes of a session that the original reads or sets, and that this file depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class _Plan:
 
     @property
     def extra_entries(self) -> dict[str, str]:
-        """Config entries that the setting asks for, and the program leaves open."""
+        """Config entries that the setting asks for, and that the program leaves open."""
         is_open = NO_PREPACKING not in self.settings.record.entries
         return {NO_PREPACKING: "1"} if is_open and self.recipe.prepack == "off" else {}
 
 
 def _create(session: Any, original: Callable[[], Any], arguments: tuple[Any, Any, Any]) -> None:
-    """In place of ``original``, which makes the compiled session of ``session``."""
+    """Make the compiled session of ``session``, in place of ``original``."""
     plan = _plan(session, arguments)
     if plan is None:
         original()
@@ -93,24 +93,24 @@ def _create(session: Any, original: Callable[[], Any], arguments: tuple[Any, Any
         # Border: nothing has changed; whatever it was, the original makes the session.
         except Exception as error:
             failure = error
-            # Of the session that was not finished, so that its memory is free for the other one.
+            # The frames hold the unfinished session; its memory is to be free for the other one.
             traceback.clear_frames(error.__traceback__)
         else:
             return
     try:
         _create_plainly(session, original, plan)
         if failure is not None:
-            # Not before: what the original fails of as well is not ours to speak of.
+            # Only now: if the original fails as well, the failure is not ours to report.
             with _Border(plan.model.name, reason="prepared_failed"):
                 raise failure
     finally:
-        failure = None  # Its traceback has this frame.
+        failure = None  # Its traceback refers to this frame.
     if offer is not None:
         offer()
 
 
 def _plan(session: Any, arguments: tuple[Any, Any, Any]) -> _Plan | None:
-    """What to ask for; None (counted) where the original has to do it."""
+    """What to ask for; None (counted) if the original has to make the session."""
     with _Border("a session"):
         config = cache().config
         model = models.model_of(session)
@@ -138,15 +138,15 @@ def _ask(plan: _Plan, path: str) -> PreparedModel | None:
 def _ask_for_bytes(
     plan: _Plan, data: bytes
 ) -> tuple[PreparedModel | None, Callable[[], None] | None]:
-    """Bytes are asked for by digest; what to do once the session is there, if they are unknown.
+    """Ask for bytes by digest; if they are unknown, return what to do once the session exists.
 
-    They are copied for the daemon only then, so that the first session waits for nothing.
+    Only then are they copied for the daemon, so that the first session waits for nothing.
     """
     digest = ""
     with _Border(plan.model.name):
         shared = cache()
         models.check_size(data, min_bytes=models.least_bytes(shared.config))
-        # Nobody hashes a gigabyte for a daemon that is not there.
+        # Before the digest: a gigabyte is not hashed for a daemon that is not there.
         shared.welcome(may_start=shared.config.autostart)
         digest = models.digest_of(data)
         try:
@@ -160,7 +160,7 @@ def _ask_for_bytes(
 
 
 def _offer(plan: _Plan, data: bytes, digest: str) -> None:
-    """Have these bytes prepared for the next session. Its own is there: nothing may fail now."""
+    """Have these bytes prepared for the next session. Ours exists already: nothing may fail."""
     try:
         with models.offered(data) as descriptor:
             open_prepared(plan.recipe, descriptor=descriptor, digest=digest).release()
@@ -180,7 +180,7 @@ def _offer(plan: _Plan, data: bytes, digest: str) -> None:
 def _create_prepared(
     session: Any, original: Callable[[], Any], plan: _Plan, prepared: PreparedModel
 ) -> None:
-    """From the prepared model. Raises whatever goes wrong; nothing has changed then."""
+    """Make it from the prepared model. Raises whatever goes wrong; then nothing has changed."""
     settings = plan.settings
     with _releasing_on_error(prepared):
         options = records.clone(
@@ -199,13 +199,13 @@ def _create_prepared(
         session._sess_options = shown
         weakref.finalize(session._sess, prepared.release).atexit = False
     diagnostics.count("served", "onnxruntime")
-    # What is shared on a device is counted where it is opened, and is not mapped here.
+    # What is shared on a device is counted when it is opened, and is not mapped here.
     if _is_on_host(plan.recipe):
         diagnostics.count("bytes_shared", amount=prepared.size_bytes)
 
 
 def _create_plainly(session: Any, original: Callable[[], Any], plan: _Plan) -> None:
-    """By the original; with the entries that a hit would have, so that both give equal results."""
+    """Make it by the original, with the entries of a hit, so that both give equal results."""
     settings = plan.settings
     options = shown = None
     with _Border(plan.model.name):
@@ -214,7 +214,7 @@ def _create_plainly(session: Any, original: Callable[[], Any], plan: _Plan) -> N
             options = records.clone(settings.options, settings.record, entries=plan.extra_entries)
     if options is None:
         original()
-        # As onnxruntime hands it out it has no record, and the next session may be given it.
+        # onnxruntime hands it out without a record, and the next session may be given it.
         with contextlib.suppress(TypeError):
             records.adopt(session._sess_options, settings.record.copy())
         return
@@ -227,9 +227,9 @@ def _create_plainly(session: Any, original: Callable[[], Any], plan: _Plan) -> N
 def _with_attributes(
     session: Any, path: str | None, data: bytes | None, options: Any
 ) -> Iterator[None]:
-    """Let the original find another model and other options; the model's are put back in any case.
+    """Let the original find another model and other options; the model is put back in any case.
 
-    The options only on failure: the original replaces them by those of the compiled session.
+    The options are only on failure: the original replaces them by the compiled session's.
     """
     before = session._model_path, session._model_bytes
     options_before = session._sess_options
@@ -268,7 +268,7 @@ def _releasing_on_error(prepared: PreparedModel) -> Iterator[None]:
 
 
 class _Border:
-    """Counts what goes wrong in its block, under its own name or ``reason``, and swallows it."""
+    """Counts an error in its block, under its own reason or ``reason``, and swallows it."""
 
     def __init__(self, what: str, *, reason: str = "internal_error") -> None:
         self._what = what
@@ -338,7 +338,7 @@ def _probe() -> str | None:
         "disabled_optimizers",
     ):
         return "InferenceSession._create_inference_session has other arguments"
-    # From 1.32 on what has been made is kept by a method of its own.
+    # From 1.32 on a method of its own keeps the compiled session.
     bind = getattr(vars(collection.InferenceSession).get("_bind_session"), "__code__", None)
     names = {*code.co_names, *(bind.co_names if "_bind_session" in code.co_names and bind else ())}
     missing = set(_ATTRIBUTES) - names

@@ -1,4 +1,4 @@
-"""Have an ONNX model prepared before anybody needs it: for sessions on the CPU without options.
+"""Has an ONNX model prepared before it is needed, for sessions on the CPU without options.
 
 The recipe is that of ``onnxruntime.InferenceSession(path)`` in this interpreter; sessions with
 options that change the graph are prepared when they are first made. Nothing is patched here, and no
@@ -25,14 +25,14 @@ __all__ = ["prepare"]
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.5
 _PATIENCE_S = 60.0
-"""Beyond ``prepare_timeout``: for models that others wait for."""
+"""Beyond ``prepare_timeout``: for other models whose turn is first."""
 
 
 def prepare(path: str, *, waiting: Callable[[], None] | None = None) -> PreparedModel:
     """The prepared model of a file of any size; its lease is the caller's. Blocks until it is done.
 
     ``waiting`` is called at least twice a second meanwhile, and not if it is prepared already.
-    Starts the daemon when none runs. Raises OSError for the file, NotServed where it cannot be
+    Starts the daemon when none runs. Raises OSError for the file, NotServed if it cannot be
     prepared, other TrimsError when the cache cannot take it.
     """
     config = cache().config
