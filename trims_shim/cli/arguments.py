@@ -1,4 +1,4 @@
-"""How every command of ``trims`` is described to argparse, and options that several of them have.
+"""How every command of ``trims`` is described to argparse, and options that several share.
 
 Imports nothing heavy.
 """
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Known ones are all: of a command, too, whose parser knows best what was meant."""
+        """Refuse unknown arguments here: a command's own parser knows best what was meant."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             meant = _meant(unknown[0].partition("=")[0], self._option_string_actions)
@@ -89,7 +89,7 @@ def add_item(
     read_shape: Callable[[str], Any] = counts,
     device: str = "",
 ) -> None:
-    """What a batch is made of; the arguments are additions to the help."""
+    """Options for the items of a batch; the keyword arguments are additions to the help."""
     source = profile.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--item",
@@ -111,7 +111,7 @@ def add_item(
 
 
 def add_sizes(profile: argparse.ArgumentParser, *, largest: int, repeats: int) -> None:
-    """Which batch sizes are measured, and how often; with these defaults."""
+    """Options for the batch sizes to measure, and how often; with these defaults."""
     sizes = profile.add_mutually_exclusive_group()
     sizes.add_argument(
         "--sizes",
@@ -135,14 +135,14 @@ def add_sizes(profile: argparse.ArgumentParser, *, largest: int, repeats: int) -
 
 
 def add_output(profile: argparse.ArgumentParser, *, use: str) -> None:
-    """Where what was measured is saved, and what for."""
+    """An option for the file of measurements, and its use."""
     profile.add_argument(
         "-o", "--output", type=output, metavar="FILE", help=f"save there, for `{use}`"
     )
 
 
 def add_picture(plot: argparse.ArgumentParser) -> None:
-    """Where a picture is drawn."""
+    """An option for the picture's file."""
     plot.add_argument(
         "-o", "--output", type=output, metavar="FILE", help="a .png, .svg or .pdf file"
     )

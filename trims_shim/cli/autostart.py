@@ -63,7 +63,7 @@ def autostart(arguments: argparse.Namespace) -> Exit:
 
 
 def _install(directory: str, path: str) -> str:
-    """Why it cannot be installed, or nothing."""
+    """Why it cannot be installed; empty if it was."""
     temporary = f"{path}.{os.getpid()}"
     try:
         with open(temporary, "w", encoding="ascii") as file:

@@ -20,7 +20,7 @@ _NS_PER_S = 1_000_000_000
 
 
 def simulate(arguments: argparse.Namespace) -> Exit:
-    """A row for each policy: violations first, as everything that was not answered in time."""
+    """Print a row for each policy, first its violations: all requests not answered in time."""
     setup = Setup.of(arguments)
     makers = policies(arguments.policy, setup.profile)
     stream = stream_of(arguments, setup)

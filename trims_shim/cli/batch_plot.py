@@ -1,7 +1,7 @@
 """``trims batch plot``: a profile, latencies, or violations over the load, as a picture.
 
 Drawn with matplotlib, which is no dependency of this package. ``--json`` prints what would be
-drawn, and needs none.
+drawn, and does not need it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _profile(arguments: argparse.Namespace) -> Drawing:
 
 
 def _latency(arguments: argparse.Namespace) -> Drawing:
-    """Over all requests: a line ends below 1 where some were not answered."""
+    """Over all requests: a line ends below 1 if some were not answered."""
     setup = Setup.of(arguments)
     makers = policies(arguments.policy, setup.profile)
     stream = stream_of(arguments, setup)

@@ -35,7 +35,7 @@ _DEFAULT_MAX_BATCH_SIZE = 32
 def profile(arguments: argparse.Namespace) -> Exit:
     """Measure each size, print the table, and save it if asked to."""
     import_from_here()
-    # One loop for all batches: what a function keeps may belong to it.
+    # One loop for all batches: objects that a function keeps may belong to it.
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         target = _target(arguments, loop)
         sizes = sorted(set(arguments.sizes or sizes_to_measure(target.max_batch_size)))
@@ -72,11 +72,11 @@ class _Target:
     collate: Collate
     max_batch_size: int
     arguments: Sequence[Any]
-    """Of one item."""
+    """Of one item: a value for each argument."""
     loop: asyncio.AbstractEventLoop
 
     def run(self, size: int) -> None:
-        """A batch of copies of the item. Raises BadBatch unless it has as many results."""
+        """Run a batch of copies of the item. Raises BadBatch unless it has as many results."""
         is_single = len(self.arguments) == 1
         items = [self.arguments[0] if is_single else tuple(self.arguments)] * size
         batch = self.collate.join(items)
@@ -101,7 +101,7 @@ def _target(arguments: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> _
 
 
 def _finished(results: Any, loop: asyncio.AbstractEventLoop) -> Iterator[Any]:
-    """What the function returned; of a generator, each of its steps."""
+    """What the function returned; if that is a generator, each of its steps."""
     if inspect.isasyncgen(results):
         yield from loop.run_until_complete(_gathered(results))
     elif inspect.isgenerator(results):
@@ -122,7 +122,7 @@ async def _gathered(steps: AsyncIterator[Any]) -> list[Any]:
 def _measure(
     target: _Target, sizes: Sequence[int], *, repeats: int, is_quiet: bool
 ) -> dict[int, int]:
-    """Nanoseconds by size; a size is told on stderr when it has run for the second time."""
+    """Nanoseconds by size; a size is reported on stderr after its second run."""
     runs: Counter[int] = Counter()
 
     def run(size: int) -> None:

@@ -39,7 +39,7 @@ _DEFAULT_SLO_MS = 100.0
 _DEFAULT_MAX_BATCH_SIZE = 32
 _DEFAULT_REQUESTS = 20_000
 _GIVEN = ("profile", "max_batch_size")
-"""What every rule is made with; the rest are its options."""
+"""Arguments of every rule; the rest are its options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Setup:
     profile: LatencyProfile
     devices: int
     jitter_ns: float
-    """Mean of the exponential by which timers are late and batches take longer."""
+    """Mean of the exponential distribution by which timers are late and batches take longer."""
     spread: float
     """Standard deviation of the logarithm of how long a batch takes."""
     seed: int
@@ -66,7 +66,7 @@ class Setup:
         )
 
     def run(self, make_rule: RuleMaker, requests: Sequence[Request]) -> Outcome:
-        """What becomes of ``requests``, sorted by arrival."""
+        """Simulate ``requests``, sorted by arrival."""
         profile, random = self.profile, Random(self.seed)
         policy = Batching(
             lambda key: make_rule(profile, max_batch_size=profile.max_batch_size),
@@ -84,9 +84,9 @@ class Setup:
         return simulate(policy, requests, service_ns=service_ns, lateness_ns=late_ns)
 
     def capacity_qps(self, slo_ns: int) -> float:
-        """The most that all devices answer, in batches that take no longer than ``slo_ns``.
+        """The highest rate that all devices answer, in batches of no longer than ``slo_ns``.
 
-        Raises ConfigError where not even a single request is answered in that time.
+        Raises ConfigError if not even a single request is answered in that time.
         """
         largest = self.profile.largest_within(slo_ns, self.profile.max_batch_size)
         if not largest:
@@ -98,7 +98,7 @@ class Setup:
 
 
 def _profile_of(arguments: argparse.Namespace) -> LatencyProfile:
-    """That of a file, or a line; up to ``--max-batch-size``."""
+    """The profile of a file, or of a line; up to ``--max-batch-size``."""
     limit = arguments.max_batch_size
     if limit is not None and limit > LARGEST_SIZE:
         raise ConfigError(f"--max-batch-size {limit} is more than {LARGEST_SIZE}")
@@ -122,7 +122,7 @@ def _profile_of(arguments: argparse.Namespace) -> LatencyProfile:
 
 
 def policies(words: Sequence[str] | None, profile: LatencyProfile) -> dict[str, RuleMaker]:
-    """All, or by how they were written: ``auto``, ``window:wait_ms=5``. Raises ConfigError."""
+    """All policies, or those written: ``auto``, ``window:wait_ms=5``. Raises ConfigError."""
     return {word: _policy(word, profile) for word in words or POLICIES}
 
 
@@ -161,18 +161,18 @@ def _option(text: str, word: str) -> tuple[str, float | int | str]:
 
 
 def slo_ns_of(arguments: argparse.Namespace) -> int:
-    """The objective of made-up arrivals."""
+    """The SLO of made-up arrivals."""
     return round((arguments.slo_ms or _DEFAULT_SLO_MS) * _NS_PER_MS)
 
 
 def rate_of(arguments: argparse.Namespace, setup: Setup) -> float:
-    """Of made-up arrivals, in requests per second."""
+    """The rate of made-up arrivals, in requests per second."""
     rate: float | None = arguments.rate
     return rate or arguments.load * setup.capacity_qps(slo_ns_of(arguments))
 
 
 def made_up(arguments: argparse.Namespace, rate_qps: float) -> list[Request]:
-    """Requests of the process that was asked for."""
+    """Requests of the arrival process that was asked for."""
     times_ns = _times_ns(arguments, rate_qps)
     count = arguments.requests or _DEFAULT_REQUESTS
     found = list(requests(times_ns, slo_ms=arguments.slo_ms or _DEFAULT_SLO_MS, count=count))
@@ -194,7 +194,7 @@ def _times_ns(arguments: argparse.Namespace, rate_qps: float) -> Iterator[int]:
 
 
 def trace(arguments: argparse.Namespace) -> list[Request]:
-    """Those of the files, merged. Raises ConfigError for what is no trace."""
+    """The requests of the files, merged. Raises ConfigError for a file that is no trace."""
     found = list(merged(*(_read(path, arguments.slo_ms) for path in arguments.trace)))
     if not found:
         raise ConfigError(f"{', '.join(arguments.trace)}: there is no request in it")

@@ -1,7 +1,7 @@
 """``trims completion``: a bash script that completes commands and options of ``trims``.
 
-Made from the parser, so it has what ``trims --help`` has; the script itself starts no Python. What
-it does not know (files, values of options, what comes after ``run``) is bash's own to complete.
+Made from the parser, so it has what ``trims --help`` has; the script itself starts no Python. bash
+completes what the script does not know (files, values of options, what comes after ``run``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ complete -o default -F _trims trims
 def completion(arguments: argparse.Namespace) -> Exit:
     """Print the script."""
     words = _words(make_parser(), "")
-    # A command of a command before the command itself: the first case that fits counts.
+    # The first case that fits counts, so a command of a command comes before the command itself.
     cases = [
         f'        "{path} "*) words="{words[path]}" ;;' for path in sorted(words, reverse=True)
     ]
@@ -40,7 +40,7 @@ def completion(arguments: argparse.Namespace) -> Exit:
 
 
 def _words(parser: argparse.ArgumentParser, path: str) -> dict[str, str]:
-    """What may follow, by the commands before it: ``{"": "status top ...", "batch": ...}``."""
+    """What may follow each sequence of commands: ``{"": "status top ...", "batch": ...}``."""
     found: dict[str, str] = {}
     words: list[str] = []
     for action in parser._actions:

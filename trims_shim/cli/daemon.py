@@ -91,7 +91,7 @@ def _endpoint() -> Endpoint:
 
 
 def _pid(endpoint: Endpoint) -> int | None:
-    """The daemon's pid, by the word of the kernel; None if none answers, 0 in another namespace."""
+    """The daemon's pid, from the kernel; None if none answers, 0 in another namespace."""
     with handover.new_socket() as probe:
         probe.setblocking(False)  # one that hangs may have no room for another connection
         try:
@@ -103,7 +103,7 @@ def _pid(endpoint: Endpoint) -> int | None:
 
 @contextlib.contextmanager
 def _watch(pid: int | None) -> Iterator[Callable[[], bool]]:
-    """Tells whether the process has ended; of one that cannot be seen it says so at once."""
+    """Yield a function: has the process ended? True at once if it cannot be seen."""
     try:
         descriptor = os.pidfd_open(pid) if pid else -1
     except OSError:
@@ -118,7 +118,7 @@ def _watch(pid: int | None) -> Iterator[Callable[[], bool]]:
 
 
 def _ask(connection: Connection) -> admin.GetStatusReply | None:
-    """Its last statistics; None from a daemon of another protocol, which understands only this."""
+    """Ask it to stop; return its last status, None from another protocol, which only drains."""
     if connection.welcome.protocol != messages.PROTOCOL_VERSION or not connection.welcome.token:
         connection.drain()
         return None

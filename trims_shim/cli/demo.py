@@ -34,7 +34,7 @@ _MEGA = 1e6
 _ANSWER_DEADLINE_S = 180.0
 _STOP_DEADLINE_S = 15.0
 _SOCKET_DIR_LIMIT_BYTES = 70
-"""As long as a directory may be, for sockets in one below it: the kernel allows 107 with names."""
+"""Longest directory for another one with sockets in it: the kernel allows 107, with names."""
 _SERVED_FRACTION = 0.9
 """Share of the checkpoint's bytes that must be shared for a process to count as served."""
 _AREA = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ ([0-9a-f]+:[0-9a-f]+) (\d+)\s*(.*)$")
@@ -171,7 +171,7 @@ class _Place:
 
 
 def demo(arguments: argparse.Namespace) -> Exit:
-    """Run it; OK only if all results are equal and the cache served later processes.
+    """Run the demonstration; OK only if all results are equal and later processes were served.
 
     Prints a table, or one JSON object. Blocks for some ten seconds and starts child processes;
     needs torch, and as much disk as the model has.
@@ -262,7 +262,7 @@ def _measure(place: _Place, processes: int, note: Callable[[str], None]) -> list
         for number in range(1, processes + 1):
             note(f"process {number} of {processes} with trims")
             alive.append(stack.enter_context(_program(place, f"#{number}", True)))
-        # All at once: libraries that several processes map are then nobody's private memory.
+        # All at once: libraries that several processes map are then no private memory.
         return _observe(alive, place)
 
 
@@ -283,7 +283,7 @@ def _train(place: _Place) -> None:
 
 @contextlib.contextmanager
 def _program(place: _Place, label: str, with_shim: bool) -> Iterator[_Run]:
-    """The program in a fresh process, which has answered and stays alive inside the block."""
+    """The program in a fresh process that has answered, and stays alive inside the block."""
     launcher = [sys.executable, "-m", "trims_shim", "run"] if with_shim else [sys.executable]
     complaints = place.directory / f"{label}.err"
     with complaints.open("w") as errors:
@@ -342,7 +342,7 @@ def _tail(text: str) -> str:
 
 
 def _observe(runs: Sequence[_Run], place: _Place) -> list[_Run]:
-    """Add memory figures while all ``runs`` are alive: then what they share is shared."""
+    """Add memory figures while all ``runs`` are alive, so that shared memory counts as shared."""
     size = place.checkpoint.stat().st_size
     observed = []
     for run in runs:

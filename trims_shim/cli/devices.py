@@ -20,9 +20,9 @@ _INDEX = re.compile(r"(?:cuda(?::(\d+))?|(\d+))", re.ASCII)
 
 
 def device_named(word: str, known: Iterable[DeviceId]) -> DeviceId:
-    """The device that is meant by ``cuda:1`` or ``1`` (CUDA's numbers in this shell), or by an id.
+    """The device meant by ``cuda:1`` or ``1`` (CUDA's numbers in this shell), or by an id.
 
-    Of the ids in ``known`` a beginning is enough. Raises UnknownDevice, DriverFailure.
+    A unique beginning of an id in ``known`` is enough. Raises UnknownDevice, DriverFailure.
     """
     found = _INDEX.fullmatch(word)
     if found is not None:
@@ -54,7 +54,7 @@ def short(tier: str) -> str:
 
 
 def device_lines(reply: GetStatusReply) -> list[str]:
-    """Two lines for each device tier, and what has moved between tiers."""
+    """Two lines for each device tier, and one for the moves between tiers."""
     if not reply.devices:
         return []
     lines = [line for device in reply.devices for line in _lines(device, reply)]
@@ -87,7 +87,7 @@ def _lines(device: DeviceStatus, reply: GetStatusReply) -> tuple[str, str]:
 
 
 def account(memory: DeviceStatus | MemoryStatus) -> str:
-    """A bar of a tier's budget, and what those of its characters stand for that there are."""
+    """A bar of a tier's budget, and what the characters in it stand for."""
     lingering = max(0, memory.lingering_bytes)
     parts = (
         (memory.resident_bytes, "#"),
@@ -105,7 +105,7 @@ def account(memory: DeviceStatus | MemoryStatus) -> str:
 
 
 def image_count(reply: GetStatusReply) -> str:
-    """``3 images``, and where they are when that is not the host alone."""
+    """``3 images``, and where they are if there are devices."""
     count = counted(len({image.digest for image in reply.images}), "image")
     tiers = [HOST_TIER, *(device.device for device in reply.devices)]
     if len(tiers) == 1:

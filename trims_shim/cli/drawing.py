@@ -58,7 +58,7 @@ def show(make: Callable[[], Drawing], arguments: argparse.Namespace) -> Exit:
 
 
 def _check_output(path: str | None) -> None:
-    """Raises ConfigError if ``path`` cannot be drawn; to be called before the work, not after."""
+    """Raise ConfigError if ``path`` cannot be drawn; to be called before the work, not after."""
     if not path or os.path.splitext(path)[1].lower() not in _SUFFIXES:
         raise ConfigError(f"--output has to name a file that ends in {', '.join(_SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -69,7 +69,7 @@ def _check_output(path: str | None) -> None:
 
 
 def _draw(drawing: Drawing, path: str) -> None:
-    """Write it to ``path``, as what its suffix says."""
+    """Write it to ``path``, in the format of its suffix."""
     # Not pyplot, which looks for a display and keeps figures.
     from matplotlib.figure import Figure
 

@@ -35,9 +35,9 @@ from trims_shim.wire import admin
 __all__ = ["evict", "pin", "unpin", "verify", "warm"]
 
 MODEL_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-"""Files taken from a directory; a file that is named itself may be called anything."""
+"""Files taken from a directory; a file that is named itself may have any name."""
 ONNX_SUFFIX = ".onnx"
-"""Taken as well where there is an onnxruntime to prepare them with."""
+"""Also taken if there is an onnxruntime to prepare them with."""
 
 
 # --- warm -----------------------------------------------------------------------------------------
@@ -55,10 +55,10 @@ class _Warmed:
     tier: str = HOST_TIER
     error: str = ""
     note: str = ""
-    """Why it may be of no use there."""
+    """Why the image may be of no use."""
 
     def said(self) -> str:
-        """The error, to stand behind the path."""
+        """The error, to be shown after the path."""
         return self.error.removeprefix(f"{self.path}: ")
 
 
@@ -88,7 +88,7 @@ def warm(arguments: argparse.Namespace) -> Exit:
 
 
 def _files(word: str) -> Iterator[str]:
-    """The model files that a word of the command line means; a missing one is kept, to be named."""
+    """The model files that a word of the command line means; a missing one, so that it fails."""
     matches = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
     suffixes: tuple[str, ...] = MODEL_SUFFIXES
     if importlib.util.find_spec("onnxruntime") is not None:
@@ -133,7 +133,7 @@ def _warm(path: str, tier: str, *, is_pinned: bool, progress: Progress) -> _Warm
                 note=_note_of(handle),
             )
     except (ConfigError, DaemonUnavailable, DriverFailure, UnknownDevice):
-        raise  # True of every file.
+        raise  # Every other file would fail likewise.
     except TrimsError as error:
         return _Warmed(path, tier=tier, error=str(error))
     except OSError as error:
@@ -154,7 +154,7 @@ def _note_of(handle: Handle | DeviceHandle) -> str:
 
 
 def _prepare(path: str, device: str | None, *, is_pinned: bool, progress: Progress) -> _Warmed:
-    """An ONNX model; the size that is shown is that of the file that was named."""
+    """Prepare an ONNX model; the size that is shown is that of the named file."""
     start = time.monotonic()
     before = _prepared()
     key = api.warm(
@@ -221,7 +221,7 @@ def evict(arguments: argparse.Namespace) -> Exit:
 
 
 def _evict(name: str, tier: str) -> tuple[admin.EvictImageReply, admin.EvictPreparedReply]:
-    """What a name means may be either, or both; prepared models are at no tier."""
+    """A name may mean an image, a prepared model, or both; prepared models are at no tier."""
     images, prepared = (
         admin.EvictImageReply((), 0),
         admin.EvictPreparedReply((), 0),
@@ -255,7 +255,7 @@ def verify(arguments: argparse.Namespace) -> Exit:
             checked.append(cache().request(admin.VerifyImageRequest(image, tier)))
         except UnknownImage:
             if not arguments.all:
-                raise  # Under --all it was evicted meanwhile.
+                raise  # Under --all, it was evicted meanwhile, which is no error.
     damaged = [reply for reply in checked if reply.computed != reply.digest]
     if arguments.json:
         print_json([dataclasses.asdict(r) | {"is_sound": r not in damaged} for r in checked])
@@ -279,20 +279,20 @@ def _verdict(digest: str, check: admin.TierCheck, where: str) -> str:
 
 
 def _tier_of(arguments: argparse.Namespace) -> str:
-    """The tier that ``--device`` or ``--tier`` means; empty where neither is given."""
+    """The tier that ``--device`` or ``--tier`` means; empty if neither is given."""
     if arguments.device is not None:
         return device_named(arguments.device, _devices())
-    # An empty word is no tier either: it may be a variable that was not set.
+    # An empty word is refused, too: it may be a variable that was not set.
     return "" if arguments.tier is None else tier_named(arguments.tier, _devices())
 
 
 def _name_of(text: str) -> str:
-    """As the daemon knows it: paths are absolute there, digests stay what they are."""
+    """An image's name at the daemon: paths become absolute, digests stay what they are."""
     return os.path.abspath(text) if os.sep in text or os.path.exists(text) else text
 
 
 def _devices() -> Iterator[str]:
-    """Ids of the running daemon's devices; asked only when somebody looks."""
+    """Ids of the running daemon's devices, which is asked only when needed."""
     try:
         yield from (device.device for device in ask().devices)
     except DaemonUnavailable:

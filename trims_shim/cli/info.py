@@ -41,7 +41,7 @@ def _sections(found: Description) -> list[str]:
 
 
 def _patches(found: Description) -> str:
-    """The points by what became of them: most are in the same state for the same reason."""
+    """The points grouped by state: most are in the same state for the same reason."""
     groups: dict[str, list[PatchStatus]] = {}
     for each in found.patches:
         state = f"{each.state}: {each.reason}" if each.reason else each.state

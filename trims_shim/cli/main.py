@@ -44,7 +44,7 @@ example:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status (see :class:`~trims_shim.cli.exits.Exit`)."""
+    """Run a command; return its exit status (:class:`~trims_shim.cli.exits.Exit`)."""
     words = list(sys.argv[1:] if argv is None else argv)
     _replace_closed_streams()
     _print_every_name()
@@ -90,7 +90,7 @@ def _run(words: list[str]) -> int:
 
 
 def _complain(error: BaseException, code: Exit) -> Exit:
-    # Of a setting that cannot be used the import of this package has told already.
+    # The import of this package has reported a setting that cannot be used already.
     if str(error) != _activate.config_problem:
         print(f"trims: {_text(error)}", file=sys.stderr)
     return code
@@ -103,25 +103,25 @@ def _text(error: BaseException) -> str:
 
 
 def _replace_closed_streams() -> None:
-    """Streams that are closed (``>&-``) are None, which not all that is called expects."""
+    """Replace streams that are closed (``>&-``): they are None, which not all code expects."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _print_every_name() -> None:
-    """Files are called what the encoding of stdout may not have; stderr escapes that by itself."""
+    """Escape names of files that stdout's encoding lacks; stderr does so by itself."""
     stdout = sys.stdout
     if not isinstance(stdout, io.TextIOWrapper):
         return
-    # Under LC_ALL=C this is how bytes come through that are no text, and nothing more.
+    # Under LC_ALL=C, surrogateescape lets bytes through that are no text, but no other characters.
     is_ascii = stdout.errors == "surrogateescape" and stdout.encoding.lower() != "utf-8"
     if stdout.errors == "strict" or is_ascii:
         stdout.reconfigure(errors="backslashreplace")
 
 
 def _end_of_pipe() -> Exit:
-    """The reader of our output (``| head``) has left: not an error; nothing more can be written."""
+    """The reader of our output (``| head``) has left, which is no error; no more is written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return Exit.OK
 
@@ -130,7 +130,7 @@ def _end_of_pipe() -> Exit:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands but what comes after ``run``."""
+    """The parser of all commands, except for what comes after ``run``."""
     codes = "\n".join(f"  {code.value:3}  {code.meaning}" for code in Exit)
     parser: argparse.ArgumentParser = Parser(
         prog="trims",

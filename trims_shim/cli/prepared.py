@@ -13,13 +13,13 @@ _SHOWN = 20
 
 
 def counts(counters: dict[str, int]) -> dict[str, int]:
-    """What became of requests for prepared models, and of preparations."""
+    """How requests for prepared models, and preparations, have ended."""
     names = ("hit", "unknown", "preparing", "refused", "made", "failed", "dropped", "damaged")
     return {name: counters.get(f"prepared_{name}", 0) for name in names}
 
 
 def prepared_lines(reply: GetStatusReply) -> list[str]:
-    """Lines above the tables; none where another user's daemon does not tell."""
+    """Lines above the tables; none if another user's daemon does not tell."""
     storage = reply.storage
     if storage is None:
         return []
@@ -39,7 +39,7 @@ def prepared_lines(reply: GetStatusReply) -> list[str]:
 
 
 def prepared_table(reply: GetStatusReply) -> str:
-    """The first of them, as many as are in the reply or fit a screen."""
+    """The first prepared models, as many as are in the reply or fit a screen."""
     rows = [row_of(each, reply.now_ns) for each in reply.prepared[:_SHOWN]]
     text = table(TITLES, rows, right=_RIGHT)
     more = len(reply.prepared) - _SHOWN
@@ -47,7 +47,7 @@ def prepared_table(reply: GetStatusReply) -> str:
 
 
 def row_of(each: PreparedStatus, now_ns: int) -> tuple[str, ...]:
-    """Its cells, in the order of :data:`TITLES`."""
+    """The cells of a row, in the order of :data:`TITLES`."""
     is_ready = each.state == "ready"
     return (
         each.key[:12] or "?",

@@ -1,7 +1,7 @@
 """Progress of ``trims warm``: a bar on a terminal (with rich), lines elsewhere, or nothing.
 
-The client learns how far a load is only at its end, so a bar counts whole files in bytes; the rate
-is that of the files that were loaded. Goes to stderr, so that stdout stays data.
+The command learns of a load only at its end, so a bar counts whole files, in bytes; the rate is
+that of the files that were loaded. Goes to stderr, so that stdout stays data.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Progress:
             self._bar.update(self._task, description=self._path[-48:])
 
     def wait(self, reason: str) -> None:
-        """It takes a while, and is not done by this process; called again and again meanwhile."""
+        """Another process is still at the file; called again and again meanwhile."""
         if self._bar is not None:
             seconds = time.monotonic() - self._start
             text = f"{self._path[-32:]}, {reason}, {seconds:.0f} s"
@@ -61,7 +61,7 @@ class Progress:
         self._is_waiting = True
 
     def end(self, outcome: str, *, error: str, note: str) -> None:
-        """It is there, or it failed; a note is shown beside what became of it."""
+        """A file is there, or has failed; a note is shown beside the outcome."""
         place, size_bytes = self._place(), self._sizes[self._number]
         self._number += 1
         if self._is_quiet:
@@ -82,7 +82,7 @@ class Progress:
 
 
 def _say(text: str) -> None:
-    """Loads go on where nobody reads it any more (``2>&1 | head``), or it cannot be written."""
+    """Print a line. Loads go on if nobody reads it (``2>&1 | head``), or it cannot be written."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:

@@ -47,7 +47,7 @@ def resolve(words: Sequence[str]) -> list[str]:
 
 
 def _is_plain(path: str) -> bool:
-    """A directory, or a file nobody can execute: nothing but Python can run it."""
+    """Whether it is a directory, or a file nobody can execute: only Python can run it."""
     return os.path.isdir(path) or (os.path.isfile(path) and not os.access(path, os.X_OK))
 
 

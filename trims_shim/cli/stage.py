@@ -38,13 +38,13 @@ __all__ = ["profile"]
 
 _NS_PER_S = 1_000_000_000
 _SHARE_OF_TRIES = 0.4
-"""Of the time: the rest is for measuring the model as it was cut."""
+"""Of the time limit; the rest is for measuring the model as it was cut."""
 _BUSY = 0.2
-"""Of a machine that does nothing else, it is some per cent."""
+"""Unsteadiness of a busy machine; without other work it is some per cent."""
 _SIZES_TO_TRY = 3
 _REPEATS_OF_TRIES = 10
 _SOME = 0.3
-"""Of a width: below, the second lane is hardly ever used (docs/decisions/0011)."""
+"""Below this width the second lane is hardly ever used (docs/decisions/0011)."""
 
 
 def profile(arguments: argparse.Namespace) -> Exit:
@@ -74,7 +74,7 @@ def profile(arguments: argparse.Namespace) -> Exit:
 def _cut(
     target: StageTarget, sizes: Sequence[int], arguments: argparse.Namespace, end_ns: int
 ) -> tuple[StagedModel, list[StagesTry]]:
-    """The model in stages; tried out if neither it nor the user says in how many."""
+    """The model in stages; numbers of stages are tried if neither it nor the user gives one."""
     if target.model is not None:
         if arguments.stages:
             raise ConfigError(
@@ -164,7 +164,7 @@ def _width(
     arguments: argparse.Namespace,
     end_ns: int,
 ) -> float:
-    """With the longest items."""
+    """The width, measured with the longest items."""
     return measure_width(
         model,
         target.make_batch(target.lengths[-1]),
@@ -192,7 +192,7 @@ def _name(stage: Any) -> str:
 
 
 class _Teller:
-    """Tells on stderr how far it is, unless it is to be quiet."""
+    """Reports progress on stderr, unless it is to be quiet."""
 
     def __init__(self, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
@@ -211,7 +211,7 @@ class _Teller:
     def runs(
         self, run: Callable[[int], None], length: int | None, sizes: Sequence[int]
     ) -> Callable[[int], None]:
-        """``run``; a size is told when it has run for the second time."""
+        """``run``, but a size is reported after its second run."""
         runs: Counter[int] = Counter()
         items = "" if length is None else f" items of {length}"
 
@@ -224,7 +224,7 @@ class _Teller:
         return told
 
     def steadiness(self, unsteadiness: float) -> None:
-        """Of what was measured."""
+        """Warn of times that vary as on a busy machine."""
         if unsteadiness > _BUSY:
             self._print(
                 f"the same batch takes {unsteadiness:.0%} longer than at its best: something else "
@@ -260,7 +260,7 @@ def _table(saved: SavedStages) -> str:
 
 
 def _cells(latencies_ns: Mapping[int, float], sizes: Sequence[int]) -> list[str]:
-    """What was measured; a stage behind an early exit ran with other sizes."""
+    """Measured times; ``-`` for a stage that ran with other sizes, behind an early exit."""
     return [f"{latencies_ns[size] / 1e6:.3f}" if size in latencies_ns else "-" for size in sizes]
 
 

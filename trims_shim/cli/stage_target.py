@@ -20,24 +20,24 @@ __all__ = ["StageTarget"]
 _DEFAULT_MAX_BATCH_SIZE = 64
 """DVABatch (ATC'22), section 7, has batches of up to 64."""
 _EXAMPLE_SIZE = 2
-"""Of the batch that a model is traced with: of one item, sizes could not be told from ones."""
+"""Of the batch that a model is traced with: with one item, sizes could not be told from ones."""
 _TIMED_SIZE = 8
 """Of the batch whose operations are timed, to cut the model into stages of even time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTarget:
-    """A model, with or without stages, and how a batch is made of copies of an item."""
+    """A model, with or without stages, and how copies of an item become a batch."""
 
     model: StagedModel | None
-    """None for one that has to be cut."""
+    """None if the model has to be cut."""
     slice_into: Callable[[int], StagedModel]
     max_batch_size: int
     items: dict[int | None, list[Any]]
-    """A value for each argument, by length, ascending; None for items of one shape."""
+    """A value for each argument, by ascending length; None for items of one shape."""
     collate: Collate
     cut_by: str = ""
-    """The function that does what ``slice_into`` does; of a model that has to be cut."""
+    """The public function that cuts like ``slice_into``; empty if the model has stages."""
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> StageTarget:
@@ -65,11 +65,11 @@ class StageTarget:
 
     @property
     def lengths(self) -> list[int | None]:
-        """Of the items, ascending."""
+        """The lengths of the items, ascending."""
         return list(self.items)
 
     def make_batch(self, length: int | None) -> Callable[[int], Sequence[Any]]:
-        """What makes a batch of a size, one value for each argument of the model."""
+        """A function that makes a batch of a size, one value for each argument of the model."""
         values = self.items[length]
         is_single = len(values) == 1
 
@@ -82,13 +82,13 @@ class StageTarget:
     def slicer(self, model: Any) -> tuple[Callable[[int], StagedModel], str]:
         """What cuts a torch module, or the .onnx file of this path, and how users call it.
 
-        A module is traced, and cut between its blocks where that is not possible. Raises
-        StagingError where neither is, then or when it is called.
+        A module is traced; if that is not possible, it is cut between its blocks. Raises
+        StagingError if neither is, here or when the result is called.
         """
         if isinstance(model, str):
             from trims_shim.batching.staged.slicing.onnx_slicing import TracedOnnx
 
-            # Not by way of the daemon, which this command must not start.
+            # Without the daemon, which this command must not start.
             example = self._example(self.lengths[-1])
             return TracedOnnx(model, example=example, is_shared=False).even, "slice_onnx"
         try:
@@ -97,7 +97,7 @@ class StageTarget:
             return self._block_slicer(model), "slice_blocks"
 
     def _graph_slicer(self, model: Any) -> Callable[[int], StagedModel]:
-        """Traces and times the model once, for all the numbers of stages that are tried."""
+        """Trace and time the model once, for all the numbers of stages that are tried."""
         from trims_shim.batching.staged.slicing.examples import check_stages
         from trims_shim.batching.staged.slicing.tracing import TracedModel
 
@@ -126,7 +126,7 @@ class StageTarget:
         return slice_into
 
     def _example(self, length: int | None) -> Any:
-        """As the model is called: a mapping stands for arguments by name."""
+        """The arguments of the model; a mapping stands for arguments by name."""
         batch = self.make_batch(length)(_EXAMPLE_SIZE)
         return batch[0] if len(batch) == 1 and isinstance(batch[0], Mapping) else tuple(batch)
 
@@ -160,7 +160,7 @@ def _items(arguments: argparse.Namespace) -> dict[int | None, list[Any]]:
 
 
 def _as_array(value: Any) -> Any:
-    """Sessions of onnxruntime take arrays of numpy."""
+    """Return a numpy array, which onnxruntime's sessions take."""
     return value.numpy() if hasattr(value, "numpy") else value
 
 

@@ -73,7 +73,7 @@ def describe(reply: GetStatusReply) -> dict[str, Any]:
 
 
 def loads(counters: dict[str, int]) -> dict[str, Any]:
-    """What became of loads: by the daemon's own counters, and by those that clients reported."""
+    """How loads have ended, by the daemon's own counters and by those that clients reported."""
 
     def reported(event: str) -> dict[str, int]:
         prefix = f"client.{event}:"
@@ -133,7 +133,7 @@ def headline(reply: GetStatusReply) -> list[str]:
 def _by_reason(counts: dict[str, int]) -> str:
     if not counts:
         return "0"
-    # By the word of clients, who may be other users.
+    # Clients choose these names, and may be other users.
     reasons = printable(", ".join(f"{name} {count}" for name, count in counts.items()))
     return f"{sum(counts.values())} ({reasons})"
 

@@ -23,7 +23,7 @@ def import_from_here() -> None:
 
 
 def named(name: str) -> Any:
-    """What ``MODULE:NAME`` names. Raises ConfigError where there is nothing of that name."""
+    """The object that ``MODULE:NAME`` names. Raises ConfigError if there is none."""
     module_name, colon, path = name.partition(":")
     if not colon or not module_name or not path:
         raise ConfigError(f"{name!r} names nothing; write MODULE:NAME, such as app:classify")
@@ -31,7 +31,7 @@ def named(name: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name != module_name.partition(".")[0] and error.name != module_name:
-            raise  # It is there, and imports something that is not.
+            raise  # The module exists, and imports one that does not.
         raise ConfigError(
             f"there is no module {module_name} in {os.getcwd()} or on the path of {sys.executable}"
         ) from None
@@ -44,7 +44,7 @@ def named(name: str) -> Any:
 
 
 def made(found: Any, name: str, *how: Any) -> Any:
-    """What a function makes; anything else as it is. Raises ConfigError for other arguments."""
+    """Call ``found`` if it is a function. Raises ConfigError unless it takes ``how``."""
     if not callable(found):
         return found
     try:
@@ -63,8 +63,7 @@ def made(found: Any, name: str, *how: Any) -> Any:
 def items_of(arguments: argparse.Namespace, *, length: int | None = None) -> list[Any]:
     """One item: a value for each argument of the function, from ``--item`` or ``--shape``.
 
-    ``length`` is what a function that makes an item is called with, and what stands for a None in
-    a shape.
+    ``length`` is the argument of a function that makes an item, and replaces a None in a shape.
     """
     if arguments.item:
         how = () if length is None else (length,)
@@ -74,7 +73,7 @@ def items_of(arguments: argparse.Namespace, *, length: int | None = None) -> lis
 
 
 def random_tensor(shape: Sequence[Any], dtype_name: str, device: str) -> Any:
-    """A tensor of torch, the same each time.
+    """A torch tensor, the same each time.
 
     Raises ConfigError without torch, for an unknown data type, or a device that is not there.
     """
@@ -100,7 +99,7 @@ def random_tensor(shape: Sequence[Any], dtype_name: str, device: str) -> Any:
 
 @contextlib.contextmanager
 def on_device(device: str) -> Iterator[None]:
-    """Raises ConfigError for what is raised where there is no such device."""
+    """Raise ConfigError for errors that torch raises if there is no such device."""
     try:
         yield
     except (ValueError, RuntimeError, AssertionError) as error:

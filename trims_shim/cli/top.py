@@ -1,7 +1,7 @@
 """``trims top``: the cache, live. Drawn with rich (extra ``cli``); starts nothing.
 
-Asking counts neither as use of an image nor of the daemon: one that is watched becomes idle all the
-same, and ends.
+Asking counts neither as use of an image nor of the daemon: a daemon that is only watched becomes
+idle, and exits.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _draw(now: GetStatusReply, before: GetStatusReply | None) -> Group:
     for title in ("digest", "size", "tier", "leases", "hits", "used"):
         side: Literal["left", "right"] = "left" if title in ("digest", "tier") else "right"
         table.add_column(title, justify=side, no_wrap=True)
-    # The only column that is made narrower where there is no room.
+    # The only column that is narrowed if there is no room.
     table.add_column("names")
     for image in now.images:
         names = Text(printable(", ".join(image.names)), overflow="ellipsis", no_wrap=True)
@@ -119,7 +119,7 @@ def _draw_prepared(now: GetStatusReply) -> Table:
 
 
 def _rates(now: GetStatusReply, before: GetStatusReply | None) -> str:
-    """Per second since the last picture."""
+    """Rates per second since the last picture."""
     if before is None or now.pid != before.pid or now.now_ns <= before.now_ns:
         return ""
     seconds = (now.now_ns - before.now_ns) / 1e9

@@ -1,4 +1,4 @@
-"""Values on the command line, each as what argparse calls with its text; imports nothing heavy."""
+"""Values on the command line, as types for argparse; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def line(text: str) -> tuple[float, float]:
 
 
 def output(text: str) -> str:
-    """A file that can be written, known before what takes minutes begins."""
+    """A file that can be written; checked before minutes of work begin."""
     directory = os.path.dirname(text) or "."
     if not os.path.isdir(directory):
         raise argparse.ArgumentTypeError(f"{text!r}: there is no such directory")
