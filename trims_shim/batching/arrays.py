@@ -1,9 +1,8 @@
-"""What batching does with arrays, for each library that has them: stack, pad, take apart.
+"""Stack, pad and split arrays, for each array library.
 
-Neither torch nor numpy is imported here before an item or a result of theirs has come. Batches are
-always copies: a function that writes into its batch must not write into a caller's tensor, and not
-only when that caller happened to be alone. Rows of results are views of the batch, see
-:func:`_is_copied`.
+torch and numpy are imported only when one of their arrays has come as an item or a result. A batch
+is always a copy, also of a single item: a function that writes into its batch must not write into a
+caller's tensor. Rows of results are views of the batch, with exceptions: see :func:`_is_copied`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 __all__ = ["ArrayLibrary", "library_of", "torch_in_this_thread"]
 
 _SMALL_ROW_BYTES = 64 << 10
-"""Copied in some microseconds, less than it takes to hand a result over."""
+"""Copying this much takes some microseconds, less than handing a result over."""
 _HELD_BYTES = 1 << 20
 _HELD_TIMES = 4
 
@@ -28,8 +27,8 @@ class ArrayLibrary(ABC):
     def signature(self, array: Any) -> Hashable:
         """What must be equal for arrays to share a batch, besides their shapes.
 
-        None for those that cannot be stacked without losing something (sparse, nested and quantized
-        tensors, masked arrays).
+        None for arrays that cannot be stacked without loss (sparse, nested and quantized tensors,
+        masked arrays).
         """
 
     @abstractmethod
@@ -73,7 +72,7 @@ def _library_of_type(kind: Any) -> ArrayLibrary | None:
     if "torch.Tensor" in names:
         return _Torch()
     if "numpy.ndarray" in names or "numpy.generic" in names:
-        # Sub-classes of ndarray (masked arrays, matrices, units) mean what stacking would lose.
+        # Sub-classes of ndarray (masked arrays, matrices, units) have meaning that stacking loses.
         own = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
         is_plain = "numpy.generic" in names or own in ("numpy.ndarray", "numpy.memmap")
         return _Numpy() if is_plain else _NumpyOfOthers()
@@ -81,10 +80,10 @@ def _library_of_type(kind: Any) -> ArrayLibrary | None:
 
 
 def _is_copied(row_bytes: int, batch_bytes: int, held_bytes: int) -> bool:
-    """Whether a row is worth a copy, because a view of it would keep too much alive.
+    """Whether to copy a row, because a view of it would keep too much memory alive.
 
-    So it is for a small row of a batch of more than a mebibyte, and for any row of a batch that is
-    a small part of what it was taken from (the last token's logits of all tokens' logits).
+    Where the batch's memory is above a mebibyte, this holds for small rows, and for all rows of a
+    batch that uses less than a quarter of it (the last token's logits of all tokens' logits).
     """
     if held_bytes <= _HELD_BYTES:
         return False
@@ -156,13 +155,13 @@ class _Torch(ArrayLibrary):
             parts = list(batch.unbind(0))
         else:
             parts = [batch[row] for row in range(batch.size(0))]
-        # To autograd each is a tensor of its own: as views of one, a caller's that becomes part of
-        # a graph would take the others' with it, and those of `unbind` refuse to.
+        # Detached, each part is a tensor of its own to autograd. As views of one tensor, a part
+        # that joins a caller's graph would draw the others in, and views of `unbind` refuse to.
         parts = [part.detach() for part in parts]
         if batch.layout is not torch.strided or batch.is_nested:
             return parts
         if len(parts) > 1 and batch.stride(0) == 0:
-            return [part.clone() for part in parts]  # expanded: all of them are the same memory
+            return [part.clone() for part in parts]  # expanded: all rows share the same memory
         held_bytes = batch.untyped_storage().nbytes()
         if held_bytes <= _HELD_BYTES:
             return parts
@@ -171,11 +170,11 @@ class _Torch(ArrayLibrary):
 
 
 def torch_in_this_thread() -> Any:
-    """torch, with its number of threads as it was set.
+    """Return torch, after making ``set_num_threads`` hold in this thread.
 
-    The number belongs to each thread (OpenMP's is), and torch hands ``set_num_threads`` on to a new
-    one only when an operation of its own looks for it, which a product of matrices does not. In a
-    worker, batches would take all processors, and several times as long on a busy machine.
+    OpenMP keeps a number of threads for each thread. torch applies ``set_num_threads`` to a new
+    thread only when one of its own operations reads the number, which a matrix product does not.
+    In a worker, batches would use all processors, and take several times as long on a busy machine.
     """
     import torch
 
@@ -184,7 +183,7 @@ def torch_in_this_thread() -> Any:
 
 
 def _without_graph(tensor: Any) -> Any:
-    """A batch belongs to several callers: none of them can go back through it."""
+    """Detach a tensor: a batch belongs to several callers, so none can run backward through it."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -196,7 +195,7 @@ def _check_fits(value: float, dtype: Any, limits_of: Any) -> None:
 
 class _Numpy(ArrayLibrary):
     def signature(self, array: Any) -> Hashable:
-        # Strings of other lengths are widened when they are stacked.
+        # Stacking widens strings of different lengths.
         dtype: Hashable = array.dtype
         return array.dtype.kind if array.dtype.kind in "SU" else dtype
 
@@ -204,7 +203,7 @@ class _Numpy(ArrayLibrary):
         import numpy
 
         batch = numpy.stack(arrays)
-        # Foreign byte orders are lost on the way.
+        # Stacking loses a foreign byte order.
         return batch if batch.dtype.kind in "SU" else batch.astype(arrays[0].dtype, copy=False)
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:
@@ -234,7 +233,7 @@ class _Numpy(ArrayLibrary):
 
     def parts(self, batch: Any, sizes: Sequence[int] | None) -> list[Any]:
         if sizes is None:
-            parts = list(batch)  # of one axis: scalars and objects, which hold nothing
+            parts = list(batch)  # of one axis: scalars and objects, which keep nothing alive
         else:
             parts = [batch[start:end] for start, end in _bounds(sizes)]
         held_bytes = _root(batch).nbytes
@@ -250,7 +249,7 @@ class _NumpyOfOthers(_Numpy):
 
 
 def _root(array: Any) -> Any:
-    """The array whose memory it is."""
+    """The array that owns the memory of ``array``."""
     import numpy
 
     while isinstance(array.base, numpy.ndarray):

@@ -1,7 +1,8 @@
 """The length to which the items of a key are padded, and which keys may share a batch.
 
-Requests of equal key share a batch. Those whose keys differ in nothing but the length of a bucket
-may too, padded to the longest of them, if the collate allows it (:class:`OpenBucket`): a *family*.
+Requests of equal key share a batch. Keys that differ only in the length of their bucket form a
+*family* if the collate allows it (:class:`OpenBucket`). Requests of one family may share a batch,
+too, padded to the longest.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ class Bucket(int):
 
 
 class OpenBucket(Bucket):
-    """A bucket whose items may also be padded further: what they are padded with is masked."""
+    """A bucket whose items may be padded further, because the padding is masked."""
 
     __slots__ = ()
 
 
 class Family(NamedTuple):
-    """Where a key stands among those that may share a batch with it."""
+    """The keys that may share a batch with a key, and its length among theirs."""
 
     rest: Hashable
-    """Equal for all of them."""
+    """Equal for all keys of the family."""
     length: int
-    """Items of the longest stay as they are; all others are padded to it."""
+    """In a batch, items of shorter keys are padded to the longest."""
 
 
 def bucket_in(key: Hashable) -> int | None:
-    """The longest in a key, wherever it is; None where nothing is padded to buckets."""
+    """The longest bucket anywhere in a key; None if it has none."""
     return max(_buckets_in(key), default=None)
 
 
 def family_of(key: Hashable) -> Family | None:
-    """None for a key that shares a batch with no other one.
+    """The family of a key; None if no other key may share its batch.
 
-    Also with several buckets: of two such keys, each may be the longer one in one of them.
+    None also for a key with several buckets: of two such keys, each may be longer in one bucket.
     """
     buckets = list(_buckets_in(key))
     if len(buckets) != 1 or not isinstance(buckets[0], OpenBucket):

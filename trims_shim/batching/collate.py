@@ -1,12 +1,12 @@
-"""Items to a batch, and results back to items.
+"""Join items to a batch, and split its results into answers.
 
 A :class:`Collate` says which items may share a batch (:meth:`Collate.key`), makes the batch
-(:meth:`Collate.join`) and takes the results apart (:meth:`Collate.split`). It keeps no state, so
-any thread may use it. What functions may return is in :mod:`trims_shim.batching.splitting`, padding
-in :mod:`trims_shim.batching.padding`.
+(:meth:`Collate.join`) and splits the results (:meth:`Collate.split`). It keeps no state, so any
+thread may use it. :mod:`trims_shim.batching.splitting` says what functions may return;
+:mod:`trims_shim.batching.padding` pads.
 
-A batch holds copies of arrays, and the very objects of everything else. Until an item is answered
-its caller must not change it.
+A batch holds copies of arrays, and everything else itself. A caller must not change its item until
+it is answered.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Collate(Protocol):
         """
 
     def join(self, items: Sequence[Any]) -> Any:
-        """What the function is called with, from at least one item, all of equal key."""
+        """The batch for the function, of one or more items whose keys may share a batch."""
 
     def split(self, results: Any, items: Sequence[Any]) -> Sequence[Any]:
         """One result for each item, in their order; ``items`` are those of ``join``.
 
-        Raises BadBatch for anything else than one result for each.
+        Raises BadBatch if there is not one result for each.
         """
 
 
@@ -66,8 +66,8 @@ def collate_of(
     does not name).
 
     With ``batch_sizes`` the function sees batches of these sizes only: the last item is repeated up
-    to the next of them, and the results of repetitions are thrown away. With ``by_length`` keys
-    tell similar lengths from others (:meth:`~trims_shim.batching.padding.Pad.with_classes`).
+    to the next size, and the results of repetitions are dropped. With ``by_length`` keys hold the
+    class of the item's length (:meth:`~trims_shim.batching.padding.Pad.with_classes`).
 
     Raises ValueError, naming the choices, for another name; TypeError for another type.
     """
@@ -108,8 +108,8 @@ def columns(
 ) -> Collate:
     """The collate of items that are tuples of ``number`` arguments, each collated by itself.
 
-    A sequence of specs must be as long; any other one is every argument's. The rest is as in
-    :func:`collate_of`.
+    A sequence must have ``number`` specs; any other spec is used for every argument. The rest is as
+    in :func:`collate_of`.
     """
     collate = _collate_of(spec)
     if isinstance(collate, Concatenate):
@@ -133,7 +133,7 @@ def answers(
     function: str = "the batch function",
     padded: int | None = None,
 ) -> list[Any]:
-    """What ``collate`` makes of ``results``, checked: one for each item.
+    """Split ``results`` with ``collate``, and check that there is one for each item.
 
     ``padded`` is the :func:`~trims_shim.batching.collates.padded_length` of the batch, where
     ``items`` are not all that were joined. Raises BadBatch, naming ``function``, the number found

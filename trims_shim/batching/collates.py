@@ -1,4 +1,4 @@
-"""The collates that have names, and those made of others."""
+"""The collates that have names, and those made of other collates."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class Stacking(Listing):
 class Concatenate(Listing):
     """``"concatenate"``: each item is a batch itself, of any size along its first axis.
 
-    As BentoML's and Triton's clients send them. The function gets one array ``[sum of sizes, ...]``
-    (of lists, one list), and each caller as many rows as were his. Arrays in a structure have equal
-    sizes.
+    BentoML's and Triton's clients send such items. The function gets one array
+    ``[sum of sizes, ...]`` (of lists, one list); each caller gets as many rows as its item had.
+    Arrays in a structure have equal sizes.
     """
 
     def key(self, item: Any) -> Hashable:
@@ -115,7 +115,7 @@ class Concatenate(Listing):
 class _OfParts(ABC):
     """A collate for each part of an item.
 
-    Results are taken apart by the first part's that does it in a way of its own (padding).
+    The collate that splits the results is that of the first part with its own way to (padding).
     """
 
     def __init__(self, collates: Mapping[Any, Collate]) -> None:
@@ -125,16 +125,16 @@ class _OfParts(ABC):
         )
 
     def with_classes(self) -> Collate:
-        """The same, with classes of lengths where one part is padded.
+        """The same, with classes of lengths if exactly one part would have them.
 
-        Of keys with two lengths, neither is the longer one.
+        Keys with two lengths have no order: each may be longer in one of them.
         """
         changed = {name: with_classes(each) for name, each in self._collates.items()}
         return self._with(changed) if sum(map(_has_length, changed.values())) == 1 else self
 
     @property
     def has_length(self) -> bool:
-        """Whether there is one in its keys."""
+        """Whether its keys hold a length."""
         return any(map(_has_length, self._collates.values()))
 
     @abstractmethod
@@ -147,15 +147,15 @@ class _OfParts(ABC):
 
     @abstractmethod
     def _with(self, collates: Mapping[Any, Collate]) -> Collate:
-        """The same of others."""
+        """The same, made of these collates."""
 
     @property
     def splits_in_its_way(self) -> bool:
-        """Whether one of them does."""
+        """Whether the collate of a part has its own way to split."""
         return self._splitting is not None
 
     def split(self, results: Any, items: Sequence[Any], padded: int | None = None) -> Sequence[Any]:
-        """See :class:`Collate`; ``padded`` as the collate takes it that has padded."""
+        """See :class:`Collate`; ``padded`` goes to the collate that splits."""
         name = self._splitting
         if name is None:
             return split(results, len(items))
@@ -163,7 +163,7 @@ class _OfParts(ABC):
         return self._collates[name].split(results, [item[name] for item in items], *more)
 
     def padded_length(self, items: Sequence[Any]) -> int | None:
-        """Of the part by which results are taken apart; see :func:`padded_length`."""
+        """The :func:`padded_length` of the part whose collate splits the results."""
         name = self._splitting
         if name is None:
             return None
@@ -209,9 +209,7 @@ class Fields(_OfParts):
         return self._collates.get(name, self._default)
 
     def key(self, item: Any) -> Hashable:
-        """See :class:`Collate`. Raises TypeError for no mapping, ValueError for a field that is not
-        there.
-        """
+        """See :class:`Collate`. Raises TypeError for no mapping, ValueError for a missing field."""
         if not isinstance(item, Mapping):
             raise TypeError(f"the item is of type {type(item).__name__}, not a mapping of fields")
         missing = [name for name in self._collates if name not in item]
@@ -236,7 +234,7 @@ class Filling(Listing):
         self._sizes = tuple(sorted(batch_sizes))
 
     def _filled(self, items: Sequence[Any]) -> list[Any]:
-        # Not zeros: a model must be able to bear it, and it has just borne the original.
+        # Not zeros, which a model may refuse: it accepts the original, so also the repetition.
         missing = padded_size(len(items), self._sizes) - len(items)
         return [*items, *[items[-1]] * missing]
 
@@ -251,7 +249,7 @@ class Filling(Listing):
 
 
 def _splits_in_its_way(collate: Any) -> bool:
-    """Those of users do."""
+    """Whether ``collate`` has its own way to split; a user's collate counts as one."""
     if type(collate) in (Listing, Stacking):
         return False
     found: bool = getattr(collate, "splits_in_its_way", True)
@@ -270,16 +268,16 @@ def _has_length(collate: Any) -> bool:
 
 
 def padded_length(collate: Any, items: Sequence[Any]) -> int | None:
-    """To which length ``collate`` pads a batch of ``items``, if taking it apart depends on that.
+    """The length to which ``collate`` pads a batch of ``items``, if splitting depends on it.
 
-    None of most, and of those of users.
+    None for most collates, and for those of users.
     """
     found = getattr(collate, "padded_length", None)
     return None if found is None else found(items)
 
 
 def padded_size(count: int, batch_sizes: Sequence[int] | None) -> int:
-    """With how many items a batch of ``count`` runs. Raises ValueError above the largest size."""
+    """The size at which a batch of ``count`` runs. Raises ValueError above the largest size."""
     if batch_sizes is None:
         return count
     fitting = [size for size in batch_sizes if size >= count]

@@ -1,8 +1,8 @@
 """Items of different lengths in one batch: padded to the longest, or to buckets, with a mask.
 
-The key of an item holds its bucket, or the class of its length where there are no buckets, so that
-short items pay for long ones only where that is quicker for all of them than one batch after the
-other. With buckets the model sees only so many shapes (compiled models, captured graphs).
+The key of an item holds its bucket, or without buckets the class of its length. So a policy can let
+short items share a batch with long ones only where that is quicker for all of them than one batch
+after the other. With buckets the model sees few shapes (compiled models, captured graphs).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SHORT = 8
 
 
 class Padded(NamedTuple):
-    """What a function gets for items that are no mappings."""
+    """The batch that a function gets of items that are no mappings."""
 
     values: Any
-    """``[batch, longest, ...]``, or the items' structure of such."""
+    """``[batch, longest, ...]``, or the items' structure of such arrays."""
     mask: Any
     """``[batch, longest]``, boolean: true where a value is the item's own."""
     lengths: list[int]
@@ -41,27 +41,28 @@ class Padded(NamedTuple):
 class Pad:
     """Pads arrays (torch, numpy) or lists of numbers along ``axis`` of an item.
 
-    Items are arrays, lists, or mappings, tuples and dataclasses of them; all that is padded of one
-    item has one length. Of mappings the function gets a mapping with the mask as a further field
-    ``mask`` (int64, as tokenizers make it; a field of that name that items bring is padded with 0
-    instead), of anything else a :class:`Padded`; with ``mask=None``, the padded values alone.
+    Items are arrays, lists, or mappings, tuples and dataclasses of them; all padded parts of one
+    item have one length. For mappings the function gets a mapping with the mask as a further field
+    ``mask`` (int64, as tokenizers make it); if items bring a field of that name, it is padded with
+    0 instead. For other items the function gets a :class:`Padded`. With ``mask=None`` it gets the
+    padded values alone.
 
-    ``value`` is the value to pad with, or one for each field that is not to be padded with 0
-    (``{"input_ids": tokenizer.pad_token_id}``). ``fields`` names what is padded, for all arrays
-    with that axis and all lists; the rest is stacked.
+    ``value`` is the value to pad with, or a mapping of it by field; other fields are padded with 0
+    (``{"input_ids": tokenizer.pad_token_id}``). ``fields`` names what is padded; by default all
+    arrays that have the axis, and all lists. The rest is stacked.
 
-    Batches are padded to their longest item, rounded up to a multiple of ``multiple``. By the
-    default policies items of similar length share a batch, and others join them where more of them
-    are in time then, or all who wait are answered sooner. All lengths share one batch under other
-    policies, and with ``mask=None``, because then a model cannot tell items from their padding.
+    Batches are padded to their longest item, rounded up to a multiple of ``multiple``. Under the
+    default policies items of similar length share a batch. Others join them if more requests are in
+    time then, or all waiting ones are answered sooner. Under other policies all lengths share one
+    batch. So they do with ``mask=None``, because then a model cannot tell items from padding.
 
     ``buckets`` are the lengths to pad to; an item longer than the largest is refused with a
-    ValueError. Items of one bucket share a batch. By the default policies others join them, as
-    above; never with ``mixes=False`` or ``mask=None``. With ``multiple``, buckets only say who
-    shares a batch, so that fewer values are computed, in more shapes.
+    ValueError. Items of one bucket share a batch. Under the default policies others join them, as
+    above; never with ``mixes=False`` or ``mask=None``. With ``multiple``, buckets only say which
+    items share a batch; fewer values are computed then, in more shapes.
 
     With ``unpad``, results are cut to their item's length along ``axis``: all of them, or the
-    fields or positions it names. They must have the padded length there, else it is a BadBatch.
+    fields or positions that it names. It is a BadBatch if they do not have the padded length there.
     """
 
     value: float | Mapping[Any, float] = 0
@@ -98,10 +99,7 @@ class Pad:
             object.__setattr__(self, "buckets", tuple(sorted(self.buckets)))
 
     def with_classes(self) -> Pad:
-        """The same for a policy by which lengths share a batch where it pays.
-
-        That needs to be told the lengths.
-        """
+        """The same with lengths in its keys, for policies that mix lengths where it pays."""
         if type(self) is not Pad or self.buckets or self.mask is None or not self.mixes:
             return self
         found = replace(self)
@@ -110,7 +108,7 @@ class Pad:
 
     @property
     def has_length(self) -> bool:
-        """Whether there is one in its keys."""
+        """Whether its keys hold a length."""
         return self._has_classes or self.buckets is not None
 
     # --- Collate ----------------------------------------------------------------------------------
@@ -152,7 +150,7 @@ class Pad:
     def split(self, results: Any, items: Sequence[Any], padded: int | None = None) -> Sequence[Any]:
         """See :class:`~trims_shim.batching.collate.Collate`.
 
-        ``padded`` is the length they were padded to, where more than these were joined.
+        ``padded`` is the length to which they were padded, where more than these were joined.
         """
         found = split(results, len(items))
         if not self.splits_in_its_way:
@@ -169,7 +167,7 @@ class Pad:
         return self.unpad is not False
 
     def padded_length(self, items: Sequence[Any]) -> int | None:
-        """To which length a batch of ``items`` is padded; None where :meth:`split` does not ask."""
+        """The length to which a batch of ``items`` is padded; None if :meth:`split` ignores it."""
         if not self.splits_in_its_way:
             return None
         return self._target([self._length(item) for item in items])
@@ -296,16 +294,17 @@ _REST = Stacking()
 
 
 def _is_marker(result: Any) -> bool:
-    """Whether it stands for no result: an item's error, or the end of its answer."""
+    """Whether it is an item's error, or the end of its answer, in place of a result."""
     if isinstance(result, type):
         return issubclass(result, BaseException)
     return isinstance(result, BaseException)
 
 
 def _class_of(length: int) -> int:
-    """The longest of those that are similar: 8, 12, 16, 24, 32, 48, ...
+    """The largest length of the class of ``length``: 8, 12, 16, 24, 32, 48, ...
 
-    Of finer classes more has to be learned, of coarser ones more is padded (docs/decisions/0014).
+    With finer classes more has to be learned, with coarser ones more is padded
+    (docs/decisions/0014).
     """
     power = 1 << (length - 1).bit_length()
     return max(_SHORT, 3 * power // 4 if length <= 3 * power // 4 else power)

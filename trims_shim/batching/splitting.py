@@ -1,4 +1,4 @@
-"""Take what a batch function returned apart, one result for each item.
+"""Split what a batch function returned into one result for each item.
 
 The kind of the return value decides, never its length, so that what works for a batch of one works
 for every batch:
@@ -42,8 +42,8 @@ def split(
 ) -> list[Any]:
     """The results of ``count`` items, in their order.
 
-    With ``sizes``, each item stands for so many rows (of arrays) or elements (of sequences) and
-    gets a slice of them. ``where`` is the path to a part of several outputs. Raises BadBatch.
+    ``sizes``: how many rows (of arrays) or elements (of sequences) each item gets, as a slice.
+    ``where`` is the path to a part of several outputs. Raises BadBatch.
     """
     if results is None:
         return [None] * count

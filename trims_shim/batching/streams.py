@@ -1,8 +1,8 @@
 """Batch functions that answer in pieces: generators of lists, one piece for each item in each list.
 
 In a list, ``StopIteration`` or ``StopAsyncIteration`` (class or instance) ends the stream of the
-item at its place, an exception fails it. Callers that do not stream get the list of all their
-pieces. When nobody listens any more the generator is closed.
+item at its place; another exception fails it. Callers that do not stream get the list of all their
+pieces. The generator is closed when no caller waits for more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StreamReply:
 
     def __init__(self) -> None:
         self.is_abandoned = False
-        # Its put may be called by a finalizer in the middle of a get, unlike that of queue.Queue.
+        # A finalizer may call its put in the middle of a get; that of queue.Queue would deadlock.
         self._pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def begin(self) -> bool:
@@ -56,7 +56,7 @@ class StreamReply:
         try:
             raise piece.error
         finally:
-            del piece  # else the error would keep itself, by this frame in its traceback
+            del piece  # else the error would keep itself alive, by this frame in its traceback
 
     def _put(self, piece: Any) -> None:
         self._pieces.put(piece)
@@ -71,7 +71,7 @@ class Streaming:
         self._results: list[Any] = [None] * len(entries)
         self._open = set(range(len(entries)))
         self.has_begun = False
-        """Whether anybody was given a piece, so that nothing can be tried again."""
+        """Whether a list was handed out, so that the function must not run again."""
 
     def take(self, results: Sequence[Any]) -> bool:
         """Hand out one list; False if nobody waits for more."""
@@ -107,7 +107,7 @@ class Streaming:
         self._open.discard(index)
         entry = self._entries[index]
         self._results[index] = END if entry.is_streamed else self._pieces[index]
-        # Again at the end of the batch, which does no harm.
+        # It is answered again at the end of the batch, which does no harm.
         entry.reply.answer(self._results[index])
 
     def _fail(self, index: int, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Mappings, tuples and dataclasses: taking them apart, and making one of other parts."""
+"""Take mappings, tuples and dataclasses apart, and rebuild them of other parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parts_of(item: Any) -> Mapping[Any, Any] | None:
 
 
 def part_of(item: Any, name: Any) -> Any:
-    """One part of what :func:`parts_of` takes apart."""
+    """One part of an item, by its name in :func:`parts_of`."""
     if isinstance(item, Mapping | tuple):
         return item[name]
     return getattr(item, name)
@@ -45,7 +45,7 @@ def with_parts(like: Any, parts: dict[Any, Any]) -> Any:
 
 
 def rebuilt_tuple(like: tuple[Any, ...], values: Iterable[Any]) -> Any:
-    """``values`` as a tuple of the type of ``like``; a plain one where that cannot be."""
+    """``values`` as a tuple of the type of ``like``; a plain tuple where that cannot be made."""
     kind: Any = type(like)
     if kind is tuple:
         return tuple(values)
@@ -63,7 +63,7 @@ def rebuilt_mapping(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     kind: Any = type(like)
     if kind is dict:
         return values
-    # Outputs of transformers' models are both.
+    # Outputs of transformers' models are mappings and dataclasses.
     by_name = dataclasses.is_dataclass(like)
     try:
         return kind(**values) if by_name else kind(values)
@@ -72,13 +72,13 @@ def rebuilt_mapping(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 
 def rebuilt_dataclass(like: Any, values: dict[str, Any]) -> Any:
-    """One like ``like`` with these values of its fields.
+    """A dataclass like ``like`` with these values of its fields.
 
     ``__init__`` does not run: it may compute fields, or refuse a batch where it expects an item.
     """
     kind: Any = type(like)
     rebuilt = kind.__new__(kind)
-    # What is not a field, unless it was computed from them; those with __slots__ have none.
+    # Attributes that are no fields, unless computed from them; with __slots__ there are none.
     others = getattr(like, "__dict__", {})
     for name in others.keys() - values.keys():
         if not isinstance(getattr(kind, name, None), functools.cached_property):
