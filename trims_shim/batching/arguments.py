@@ -1,4 +1,4 @@
-"""What users write as options of a batcher: checked, and turned into what is used inside."""
+"""Check the options that users give a batcher, and convert them to internal values."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ __all__ = [
 
 _NS_PER_MS = 1_000_000
 _LONGEST_NS = NEVER_NS // 4
-"""73 years: there is no deadline beyond, and a time may be added to it."""
+"""73 years. A longer limit means no deadline. A time added to this one stays below NEVER_NS."""
 _MOST = 1 << 20
-"""Each size of a batch has its latency in a profile, each place in a queue its token."""
+"""Bounds memory: a profile has a latency for each batch size, a queue a token for each place."""
 
 
 def objective_ns(slo_ms: float) -> int:
@@ -64,13 +64,13 @@ def span_ns(name: str, limit_ms: float) -> int:
 
 
 def patience_s(name: str, limit_s: float) -> float:
-    """As long as threads can wait, at most."""
+    """Return the checked timeout, at most the longest for which threads can wait."""
     found: float = number(name, limit_s)
     return min(found, threading.TIMEOUT_MAX)
 
 
 def whole(name: str, value: Any) -> int:
-    """How many there may be of something."""
+    """Return the checked count: a whole number from 1 to ``_MOST``."""
     try:
         found = operator.index(value)
     except TypeError:
@@ -83,7 +83,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def sizes(name: str, values: Any) -> list[int]:
-    """How many there may be, one of several."""
+    """Return a list of checked counts; see :func:`whole`."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise TypeError(f"{name} is {values!r}; it has to be a list of whole numbers")
     found = [whole(name, each) for each in values]
@@ -93,7 +93,7 @@ def sizes(name: str, values: Any) -> list[int]:
 
 
 def devices_of(value: Any) -> int | list[str]:
-    """How many devices, or their names."""
+    """Return the number of devices, or their names."""
     if isinstance(value, str):
         raise TypeError(f"devices is {value!r}; it has to be a number or a list of names")
     if not isinstance(value, Sequence):
@@ -103,7 +103,7 @@ def devices_of(value: Any) -> int | list[str]:
 
 
 def number(name: str, value: Any) -> Any:
-    """A priority or a weight: what can be compared with those of others, so that it harms none."""
+    """Return a checked priority or weight: one that cannot be compared would fail others."""
     if type(value) is int:
         return value
     if isinstance(value, float):
@@ -117,7 +117,7 @@ def number(name: str, value: Any) -> Any:
 
 
 def check_name(name: object) -> None:
-    """Of a batcher."""
+    """Check the name of a batcher."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name is {name!r}; it has to be text")
 
@@ -136,7 +136,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def takes_self(function: Callable[..., Any], first: object) -> bool:
-    """Whether it is written as a method is, and ``first`` may be whose it is."""
+    """Whether ``function`` is a method that may take ``first`` as its ``self`` or ``cls``."""
     if not inspect.isfunction(function):
         return False
     name = function.__code__.co_varnames[:1]
@@ -144,9 +144,10 @@ def takes_self(function: Callable[..., Any], first: object) -> bool:
 
 
 def lasting_name(function: Callable[..., Any]) -> str | None:
-    """Under which the next process finds what this one has learned; None where there is none.
+    """The name under which the next process finds what this one learned; None if there is none.
 
-    Closures, and objects of one class, share a name whatever they do; scripts share ``__main__``.
+    Closures, lambdas and callable objects have none: different ones share a name. Functions of a
+    script are named by its path, because all scripts share the name ``__main__``.
     """
     if not inspect.isfunction(function) or "<" in function.__qualname__:
         return None

@@ -1,7 +1,7 @@
 """The batcher: one item in, one answer out, batches behind it.
 
 ``Batcher(function, slo_ms=...)`` and the decorator :func:`batched` make the same thing. It may be
-used from any thread and any event loop, and after a fork, where the child's works anew.
+used from any thread and any event loop. In a forked child it starts anew.
 """
 
 from __future__ import annotations
@@ -85,50 +85,51 @@ class Batcher(Generic[Item, Result, Piece]):
     batcher for each instance.
 
     ``model``: the same in stages, a :class:`~trims_shim.batching.staged.StagedModel`, so that
-    requests can enter and leave a batch on its way. The stages run instead of ``function``, which
-    answers if one fails. The first batch of each key runs both ways; if the results differ by more
-    than rounding, the function answers alone. A StagedModel may also be given as ``function``
-    itself. For a method, ``model`` is the name of the instance's attribute (dotted, if need be), or
-    a function of the instance, which is called once for each. ``buffer_pairs`` and ``max_active``
-    are for models in stages: how many batches there may be at each border, and how many requests
-    on their way.
+    requests can enter and leave a batch between stages. The stages run instead of ``function``,
+    which answers if one fails. The first batch of each key runs both ways; if the results differ by
+    more than rounding, from then on only the function answers. A StagedModel may also be given as
+    ``function`` itself. For a method, ``model`` is the name of an attribute of the instance (may be
+    dotted), or a function of the instance, called once for each. ``buffer_pairs`` and
+    ``max_active`` are for models in stages: the most batches at each border between stages, and the
+    most requests in the stages.
 
     ``max_batch_size``: 32, or the largest of ``batch_sizes``.
-    ``slo_ms``: by when an answer is wanted, from the call on; None for no limit.
-    ``policy``: a name of :data:`trims_shim.batching.policies.POLICIES`, or what makes a rule; for
-    models in stages also of :data:`trims_shim.batching.staged.policies.STAGED_POLICIES`. By default
-    ``"auto"``, and with stages ``"dvabatch"``.
+    ``slo_ms``: the time from the call in which an answer is wanted; None for no limit.
+    ``policy``: a name in :data:`trims_shim.batching.policies.POLICIES`, or a function that makes a
+    rule; for models in stages also a name in
+    :data:`trims_shim.batching.staged.policies.STAGED_POLICIES`. By default ``"auto"``, and with
+    stages ``"dvabatch"``.
     ``profile``: how long batches take, or a file with it. If not given, it is learned and kept for
     the next process. Each batch refreshes it in both cases.
     ``collate``: how items become batches, see :func:`~trims_shim.batching.collate.collate_of`;
     ``batch_sizes``: the only sizes the function sees; smaller batches are filled up.
-    ``queue_size``: how many may wait. Beyond that callers wait for room, or with
+    ``queue_size``: how many requests may wait. Beyond that callers wait for room, or with
     ``when_full="reject"`` get :class:`~trims_shim.errors.QueueFull`.
     ``when_late``: what becomes of requests that the policy gives up: dropped with
     :class:`~trims_shim.errors.RequestDropped`, or served when nothing else is left.
     ``isolate_failures``: halve a failing batch until each failing item is alone.
-    ``weight``: of an item; ``max_batch_weight``: the most that the items of a batch may weigh
-    together.
+    ``weight``: a function that returns an item's weight; ``max_batch_weight``: the most that the
+    items of a batch may weigh together.
     ``devices``: how many batches run at once, 1 by default. For a model in stages: how many of its
     stages run at once, each with one batch, or names of devices (``["cuda:0", "cuda:0"]`` are two
     streams). The default is then 1 on a CPU, and 2 if its parameters are on a GPU; policies of
-    models in stages use that second one only where it was measured to gain.
+    models in stages use the second one only where it was measured to gain.
     ``caller_runs``: a thread that waits for its answer may run the batch itself, which saves a
-    change of threads. False for functions that care in which thread they run (thread-local state;
+    thread switch. False for functions that depend on the thread that runs them (thread-local state;
     OpenMP, which keeps a pool of threads for each thread that computes).
-    ``name``: in messages and metrics, and by which the next process finds the profile; by
-    default the function's.
+    ``name``: used in messages and metrics, and to find the profile in the next process; by default
+    the function's name.
     ``clock_ns``: as ``time.monotonic_ns``; for tests.
     """
 
     _model: StagedModel | None = None
     _model_of: Callable[[Any], StagedModel] | None = None
-    """Of a method: that of an instance."""
+    """For a method: finds the model of an instance."""
     __wrapped__: Callable[..., Any]
     _is_of_class = False
-    """It is a class method."""
+    """Whether it is a class method."""
     _classes: tuple[type, ...] = ()
-    """Whose method it is."""
+    """The classes whose method it is."""
 
     if not TYPE_CHECKING:
         # Not Generic's: type variables have defaults from Python 3.13 on only.
@@ -245,7 +246,7 @@ class Batcher(Generic[Item, Result, Piece]):
         self._kind = kind
         self._engines: InstanceEngines = Beside() if model is None else Inside(shown_name)
 
-        # Without self, so that a batcher is gone with its last reference, not when it is collected.
+        # Without self: a cycle would keep a batcher after its last reference, until collected.
         def make_engine(kind: EngineKind, takes_owner: bool) -> Engine:
             learning = kind.learning(
                 kind.maker,
@@ -291,7 +292,7 @@ class Batcher(Generic[Item, Result, Piece]):
         """The answer for one item; blocks. Raises what the function raised for it, RequestDropped,
         QueueFull or BatcherClosed; RuntimeError where blocking would stop the loop that has to run.
 
-        ``deadline_ms`` from now, instead of ``slo_ms``; higher ``priority`` goes first.
+        ``deadline_ms``, from now, replaces ``slo_ms``; higher ``priority`` goes first.
         """
         self, args = self._bound(args)
         engine = self._engine
@@ -315,8 +316,8 @@ class Batcher(Generic[Item, Result, Piece]):
     ) -> BatchFuture[Result]:
         """The answer as a :class:`concurrent.futures.Future`, which may be cancelled.
 
-        Blocks only while the queue is full. Raises QueueFull and BatcherClosed; the rest is the
-        future's.
+        Blocks only while the queue is full. Raises QueueFull and BatcherClosed; the future has all
+        other errors.
         """
         self, args = self._bound(args)
         engine = self._engine
@@ -333,7 +334,7 @@ class Batcher(Generic[Item, Result, Piece]):
         deadline_ms: float | None = None,
         priority: int = 0,
     ) -> Result:
-        """The answer for one item; awaits. As calling it, but for event loops."""
+        """The answer for one item, awaited: as calling the batcher, but for event loops."""
         self, args = self._bound(args)
         answer: Result = await _aio().call(self._engine, self._maker(args, deadline_ms, priority))
         return answer
@@ -348,9 +349,9 @@ class Batcher(Generic[Item, Result, Piece]):
     ) -> Generator[Piece, None, None]:
         """The pieces of the answer for one item as they come; blocks between them.
 
-        For batch functions that are generators: each list they yield has a piece for every item;
-        and for models whose last stage is a Loop. Of others the whole answer is the only piece.
-        Closing the iterator gives the rest up.
+        For batch functions that are generators (each list that they yield has a piece for every
+        item), and for models whose last stage is a Loop. With others the whole answer is the only
+        piece. Closing the iterator gives the rest up.
         """
         self, args = self._bound(args)
         engine = self._engine
@@ -359,7 +360,7 @@ class Batcher(Generic[Item, Result, Piece]):
         request = self._request(args, reply, deadline_ms, priority)
         dispatch.check_may_wait()
         pieces = _pieces(reply, dispatch, request)
-        next(pieces)  # so that closing or forgetting it ends it, also before the first piece
+        next(pieces)  # so that closing or dropping it ends it, also before the first piece
         dispatch.submit_and_wait_for_room(request)
         return pieces
 
@@ -403,8 +404,8 @@ class Batcher(Generic[Item, Result, Piece]):
     ) -> Iterator[Any]:
         """The answers for all items, in their order; like ``map``, but batched.
 
-        Takes as many items ahead as the queue has room for. An item's error is raised at its place,
-        and ends the iteration; with ``return_exceptions`` it stands there instead of an answer.
+        Takes up to ``queue_size`` items ahead. An item's error is raised at its place and ends the
+        iteration; with ``return_exceptions`` the error is yielded instead of an answer.
         """
         futures: deque[BatchFuture] = deque()
         ahead = self._engine.options.queue_size
@@ -423,7 +424,7 @@ class Batcher(Generic[Item, Result, Piece]):
     def _placed(
         self, args: tuple[Any, ...], deadline_ms: float | None, priority: int
     ) -> BatchFuture:
-        """As :meth:`submit`; an item that is refused has its error at its place."""
+        """As :meth:`submit`, but an item that is refused gets a future with its error."""
         try:
             return self.submit(*args, deadline_ms=deadline_ms, priority=priority)
         except BatcherClosed:
@@ -446,7 +447,7 @@ class Batcher(Generic[Item, Result, Piece]):
 
     @property
     def model(self) -> StagedModel | None:
-        """The model in stages; None for a function without, and for a method of no instance."""
+        """The model in stages; None for a function without one, and for a method of no instance."""
         return self._model
 
     @property
@@ -461,13 +462,13 @@ class Batcher(Generic[Item, Result, Piece]):
 
     @property
     def slo_ms(self) -> float | None:
-        """By when an answer is wanted; None for no limit."""
+        """The time in which an answer is wanted; None for no limit."""
         slo_ns = self._engine.slo_ns
         return None if slo_ns == NEVER_NS else slo_ns / _NS_PER_MS
 
     @property
     def profile(self) -> LatencyProfile:
-        """How long batches take, as far as it is known; of the first key that came."""
+        """How long batches of the first key take, as far as it is known."""
         return self._engine.options.learning.first_profile()
 
     def stats(self) -> BatcherStats:
@@ -475,7 +476,7 @@ class Batcher(Generic[Item, Result, Piece]):
         return self._engine.stats()
 
     def stage_stats(self) -> StagedStats:
-        """What it did to batches between stages. Raises TypeError where there are none."""
+        """What it did to batches between stages. Raises TypeError if it has no stages."""
         engine: Any = self._engine
         if self._model is None:
             raise TypeError(
@@ -494,17 +495,17 @@ class Batcher(Generic[Item, Result, Piece]):
             self._engine.resize(whole("max_batch_size", max_batch_size))
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Wait until all that was requested until now is answered. Raises TimeoutError.
+        """Wait until all requests made until now are answered. Raises TimeoutError.
 
-        Meanwhile the policy waits for no further requests. Others may still be made.
+        Meanwhile the policy does not wait for further requests, but they may be made.
         """
         self._engine.wait(None if timeout_s is None else patience_s("timeout_s", timeout_s))
 
     def close(self, *, cancel: bool = False, timeout_s: float | None = None) -> None:
-        """Take no more requests, and wait until those that are there are answered.
+        """Take no more requests, and wait until all open ones are answered.
 
-        With ``cancel`` those whose batch has not begun fail with BatcherClosed. Raises TimeoutError
-        and is closed nevertheless.
+        With ``cancel``, requests whose batch has not begun fail with BatcherClosed. Raises
+        TimeoutError; it is closed nevertheless.
         """
         limit_s = None if timeout_s is None else patience_s("timeout_s", timeout_s)
         self._engine.shut_down(cancel=cancel, timeout_s=limit_s)
@@ -532,13 +533,13 @@ class Batcher(Generic[Item, Result, Piece]):
         await self.aclose(cancel=exc_info[0] is not None)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        # As methods are: another process has its own of the same instance, or of the same name.
+        # As methods are pickled: by instance and name, or by name; another process has its own.
         if self._owner is not None:
             return getattr, (self._owner, self._function.__name__)
         return str(self.__dict__.get("__qualname__", self.name))
 
     def __eq__(self, other: object) -> bool:
-        # As methods are: each access makes one anew.
+        # As methods are compared: each access makes a new one.
         return isinstance(other, Batcher) and self._engine is other._engine
 
     def __hash__(self) -> int:
@@ -553,11 +554,12 @@ class Batcher(Generic[Item, Result, Piece]):
         repeats: int = 3,
         limit_s: float = 2.0,
     ) -> LatencyProfile:
-        """Measure how long batches take, with copies of one item, and start from that profile.
+        """Measure how long batches of copies of one item take, and start from that profile.
 
-        Runs the function in this thread, for about ``limit_s`` at most, beside batches that may be
-        running: call it before the first request. Kept for the next process unless a profile was
-        given. Raises what the function raises.
+        Runs the function in this thread (an asynchronous one on the batcher's own loop), for about
+        ``limit_s`` at most, beside batches that may be running: call it before the first request.
+        The profile is kept for the next process unless one was given. Raises what the function
+        raises.
         """
         self, args = self._bound(args)
         return self._engine.warm(
@@ -574,21 +576,21 @@ class Batcher(Generic[Item, Result, Piece]):
 
     @property
     def _is_unbound(self) -> bool:
-        """Whether it is a method of no instance, which serves nobody."""
+        """Whether it is a method of no instance, which answers no requests."""
         return self._owner is None and bool(self._classes)
 
     def _bound(self, args: Any) -> tuple[Self, Any]:
-        """Called with the instance first, as ``Class.method(instance, item)`` and what wraps a
-        batched method do: the instance's own, and the item."""
+        """The batcher to use, and the item: the instance's batcher where the instance comes first,
+        as in ``Class.method(instance, item)`` and in calls by a wrapper of a batched method."""
         if self._owner is not None or len(args) < 2:
             return self, args
-        # A wrapped method, or one assigned to its class later, is told by its first parameter.
+        # A method that is wrapped, or assigned to its class later, is known by its first parameter.
         if isinstance(args[0], self._classes) or takes_self(self._function, args[0]):
             return self.__get__(args[0]), args[1:]
         return self, args
 
     def __get__(self, instance: object, owner: type | None = None) -> Self:
-        """Of a class: the batcher of this instance, which is gone when the instance is."""
+        """The batcher of this instance, which is gone when the instance is."""
         if self._is_of_class:
             instance = type(instance) if owner is None else owner
         if instance is None or not inspect.isfunction(self._function):
@@ -611,19 +613,19 @@ class Batcher(Generic[Item, Result, Piece]):
         return view
 
     def _engine_of(self, instance: object) -> Engine:
-        """A new one."""
+        """Make the engine of an instance."""
         kind = self._kind
         if self._model_of is not None:
             try:
                 model = self._model_of(instance)
-            # Python would take it for this method that is missing, and ask __getattr__.
+            # Python would think that this method is missing, and ask __getattr__.
             except AttributeError as error:
                 raise TypeError(
                     f"{self.name}: model= finds none in this {type(instance).__name__}: {error}"
                 ) from error
             kind = self._kind_of(model)
         engine = self._make_engine(kind, True)
-        # As they are now, if the class's were changed by update().
+        # The current values: update() may have changed those of the class.
         engine.slo_ns = self._engine.slo_ns
         engine.resize(self.max_batch_size)
         return engine
@@ -646,7 +648,7 @@ class Batcher(Generic[Item, Result, Piece]):
             raise TypeError(f"{self.name}() needs an item")
         priority = number("priority", priority)
         key = engine.function.key(args)
-        hash(key)  # raises here, not in the policy, which would fail everybody's requests
+        hash(key)  # raises here, not in the policy, where all requests would fail
         weight = 1 if self._weight is None else number("weight", self._weight(*args))
         entry = Entry(args, reply, deadline_ns, self._owner)
         return Request(0, now_ns, deadline_ns, priority, key, weight, entry)
@@ -687,7 +689,7 @@ def _plain_kind(
     devices: int | Sequence[str] | None,
     max_active: int | None,
 ) -> EngineKind:
-    """Of a function without stages."""
+    """The kind of engine for a function without stages."""
     count = 1 if devices is None else devices_of(devices)
     if isinstance(count, list) or max_active is not None:
         raise TypeError(
@@ -704,7 +706,7 @@ def _plain_kind(
 
 @functools.cache
 def _staged() -> ModuleType:
-    """What only models in stages need."""
+    """The module that only models in stages need."""
     from trims_shim.batching.staged import front
 
     return front
@@ -712,7 +714,7 @@ def _staged() -> ModuleType:
 
 @functools.cache
 def _aio() -> ModuleType:
-    """What needs asyncio, which takes 50 ms to import."""
+    """The module that needs asyncio, which takes 50 ms to import."""
     from trims_shim.batching import aio
 
     return aio

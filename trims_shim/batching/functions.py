@@ -1,11 +1,11 @@
 """A batch function and what surrounds each call of it: joining, splitting, isolating failures.
 
-No threads, no event loop, no clock: those who run batches call :meth:`BatchFunction.run` or await
-:meth:`BatchFunction.arun`, and neither raises an Exception; failures are in the list of results.
+No threads, no event loop, no clock: dispatches call :meth:`BatchFunction.run` or await
+:meth:`BatchFunction.arun`. Neither raises an Exception; failures are in the list of results.
 
-When a batch of several items fails, it is halved until each failing item is alone, so that it does
-not fail its neighbours. That runs the function again, at most ``2 n - 1`` times for ``n`` items.
-A generator that has yielded is not run again.
+A batch of several items that fails is halved until each failing item is alone, so that it does not
+fail its neighbours. For ``n`` items the function runs at most ``2 n - 1`` times. A generator that
+has yielded is not run again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["BatchFunction", "item_of", "without_partial"]
 class BatchFunction:
     """``function`` is called with one batch for each argument of its callers.
 
-    ``takes_owner``: it is a function of a class and gets the instance first. ``by_length``: keys
-    tell lengths apart, as :func:`~trims_shim.batching.collate.collate_of` has it.
+    ``takes_owner``: it is a function of a class and gets the instance first. ``by_length``: see
+    :func:`~trims_shim.batching.collate.collate_of`.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class BatchFunction:
         self._takes_owner = takes_owner
 
     def key(self, arguments: tuple[Any, ...]) -> Hashable:
-        """Which requests may share a batch. Raises what the collate raises for this item."""
+        """Requests of equal key may share a batch. Raises what the collate raises for this item."""
         number = len(arguments)
         if number == 1:
             return self.collate.key(arguments[0])
         return number, self.collate_for(number).key(arguments)
 
     def run(self, entries: Sequence[Entry]) -> list[Any]:
-        """One result for each, or a :class:`~trims_shim.batching.replies.Failure`."""
+        """A result for each entry, or a :class:`~trims_shim.batching.replies.Failure`."""
         streaming = Streaming(entries) if self.is_generator else None
         try:
             if streaming is not None:
@@ -79,7 +79,7 @@ class BatchFunction:
         return self.run(entries[:middle]) + self.run(entries[middle:])
 
     async def arun(self, entries: Sequence[Entry]) -> list[Any]:
-        """As :meth:`run`, for functions that are awaited."""
+        """As :meth:`run`, for asynchronous functions."""
         streaming = Streaming(entries) if self.is_async_generator else None
         try:
             if streaming is not None:
@@ -109,7 +109,7 @@ class BatchFunction:
         return streaming.end(None)
 
     def joined(self, entries: Sequence[Entry]) -> tuple[Collate, list[Any], list[Any]]:
-        """Their collate, their items, and the batch for each argument of the function."""
+        """The entries' collate, their items, and the batch for each argument of the function."""
         first = entries[0]
         collate = self.collate_of(first)
         batch = [first.owner] if self._takes_owner else []
@@ -125,7 +125,7 @@ class BatchFunction:
         return self.collate_for(len(entry.arguments))
 
     def collate_for(self, number: int) -> Collate:
-        """The collate of items of so many arguments."""
+        """The collate of items of ``number`` arguments."""
         collate = self._columns.get(number)
         if collate is None:
             collate = self._columns[number] = self._columns_of(number)
@@ -152,17 +152,17 @@ def _failed(entries: Sequence[Entry], error: Exception, streaming: Streaming | N
 
 
 def without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a ``functools.partial`` calls in the end; another function as it is."""
+    """The function that a ``functools.partial`` calls in the end; any other function itself."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What tells whether it is asynchronous: a function, or the ``__call__`` of an object."""
+    """What tells whether it is asynchronous: the function itself, or an object's ``__call__``."""
     function = without_partial(function)
     if isinstance(function, staticmethod):
         function = function.__func__
     if inspect.isroutine(function) or inspect.isclass(function):
         return function
-    return getattr(function, "__call__", function)  # noqa: B004  (it is looked at, not called)
+    return getattr(function, "__call__", function)  # noqa: B004  (it is inspected, not called)

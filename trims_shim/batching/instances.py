@@ -1,7 +1,8 @@
 """The engines of methods: one for each instance, gone with it.
 
-Beside the instances where nothing of the engine refers to one; inside them where it may, as a model
-whose stages are methods of its instance does: from outside, that would keep both for good.
+An engine that does not refer to its instance is kept beside it (:class:`Beside`). One that may is
+kept inside (:class:`Inside`), as that of a model whose stages are methods of the instance: a
+reference from outside to such an engine would keep both alive for good.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ __all__ = ["Beside", "Inside", "InstanceEngines"]
 
 
 class InstanceEngines(Protocol):
-    """Of one batcher. Methods may be called from any thread."""
+    """The engines of one batcher. Methods may be called from any thread."""
 
     def find(self, instance: object) -> Engine | None:
-        """That of the instance; None if it has none yet."""
+        """The engine of the instance; None if it has none yet."""
 
     def keep(self, instance: object, engine: Engine) -> Engine:
-        """Of several threads that come first, one keeps his; returns what was kept."""
+        """Keep ``engine`` unless another thread was first; return the one that is kept."""
 
 
 class Beside:
-    """By what instances are, as they need not be hashable. Raises TypeError for instances that
-    cannot be referred to weakly, and says what to do."""
+    """Engines by the instance's identity, as it need not be hashable. Raises TypeError for an
+    instance without weak references, and says what to do."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[weakref.ref[object], Engine]] = {}
@@ -54,7 +55,7 @@ class Beside:
 
 
 class Inside:
-    """In their ``__dict__``, under a name of the batcher; beside those that have none."""
+    """Engines in the instance's ``__dict__``, by the batcher's name; beside it if it has none."""
 
     def __init__(self, name: str) -> None:
         self._name = f"batcher of {name}"
@@ -74,14 +75,14 @@ class Inside:
         if attributes is None:
             return self._beside.keep(instance, engine)
         if self.find(instance) is None:
-            attributes.pop(self._name, None)  # of whom it is a copy
+            attributes.pop(self._name, None)  # that of the instance of which this one is a copy
         kept: _Kept = attributes.setdefault(self._name, _Kept(instance, engine))
         assert kept.engine is not None
         return kept.engine
 
 
 class _Kept:
-    """A copy of the instance, or its pickle, has nothing of it."""
+    """An engine in its instance. A copy of the instance, or its pickle, gets an empty one."""
 
     __slots__ = ("engine", "owner")
 

@@ -1,7 +1,7 @@
 """A batch on its way through a device: begun, run, delivered, reported.
 
-A job belongs to one thread or task at a time. When a caller that runs one is interrupted, a worker
-goes on with it where it was.
+A job belongs to one thread or task at a time. If the caller that runs it is interrupted, a worker
+continues it where it stopped.
 """
 
 from __future__ import annotations
@@ -39,69 +39,69 @@ class Job:
         self.device = device
         self.requests = requests
         self.era = era
-        """Of the policy that made it; a later one knows nothing of its device."""
+        """That of the policy that made it; a later policy does not know that its device is busy."""
         self.runner: object = None
         """The seat or the task that runs it; None until it has one."""
         self.live: list[Request] | None = None
-        """Those that were not given up before it began; None until then."""
+        """The requests that were not given up before it began; None until then."""
         self.results: list[Any] | None = None
-        """Of ``live``; None until it has run."""
+        """One for each of ``live``; None until it has run."""
         self.delivered = 0
         self.chosen_ns = 0
-        """When the policy said so."""
+        """When the policy decided to run it."""
         self.started_ns = self.ended_ns = 0
-        """When its thread or task began, and was done."""
+        """When its thread or task began, and ended."""
 
     @property
     def key(self) -> Hashable:
-        """That of those that are padded least."""
+        """The key of the requests that are padded least."""
         return self.requests[0].key
 
     @property
     def is_typical(self) -> bool:
-        """Whether its duration says something about others of its size, and key."""
+        """Whether its duration is evidence for other batches of its size and key."""
         live = self.live
         return live is not None and live != [] and not self.failed and live[0].key == self.key
 
     @property
     def failed(self) -> int:
-        """How many of ``live``."""
+        """How many of ``live`` failed."""
         return sum([isinstance(each, FAILURES) for each in self.results or ()])
 
     def begin(self, now_ns: int) -> list[Entry]:
-        """The entries to run. Again, when another thread goes on with it: the same."""
+        """Return the entries to run; the same ones when another thread continues the job."""
         if self.live is None:
             self.started_ns = now_ns
             self.live = [each for each in self.requests if each.payload.reply.begin()]
         return [request.payload for request in self.live]
 
     def leave_out(self, reply: object) -> None:
-        """One caller was interrupted; the others still wait."""
+        """Leave out the request of an interrupted caller, unless the job has run."""
         if self.live is not None and self.results is None:
             self.live = [each for each in self.live if each.payload.reply is not reply]
 
     def end(self, now_ns: int, results: list[Any]) -> None:
-        """It has run."""
+        """Note that it has run."""
         self.ended_ns = now_ns
         self.results = results
 
     def end_with(self, now_ns: int, error: BaseException) -> None:
-        """It could not be run."""
+        """Note that it could not be run: all its requests fail."""
         self.end(now_ns, [Failure(error)] * len(self.live or ()))
 
     def deliver(self) -> None:
-        """Hand the results out; goes on where it was interrupted."""
+        """Hand the results out, from where an interrupt stopped it."""
         live, results = self.live, self.results
         assert live is not None
         assert results is not None
         while self.delivered < len(live):
             index = self.delivered
             deliver(live[index].payload.reply, results[index])
-            # Counted afterwards: to hand a result out twice is harmless, not to do it is not.
+            # Counted afterwards: a result that is handed out twice is harmless, a lost one is not.
             self.delivered = index + 1
 
     def let_go(self) -> None:
-        """It was counted, and is of no use any more; see :meth:`Entry.let_go`."""
+        """Drop the results, once it was counted; see :meth:`Entry.let_go`."""
         for result in self.results or ():
             if type(result) is Failure:
                 result.let_go()
@@ -110,7 +110,10 @@ class Job:
             request.payload.let_go()
 
     def deliver_surely(self) -> None:
-        """As :meth:`deliver`, past what callbacks raise; for threads that nobody would miss."""
+        """As :meth:`deliver`, but continues after what callbacks raise.
+
+        For workers and tasks: nobody would notice if one of them died.
+        """
         while True:
             try:
                 self.deliver()

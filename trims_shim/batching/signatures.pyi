@@ -1,11 +1,11 @@
 """Batch functions as type checkers see them: which items callers give, and which answers they get.
 
-A function of ``list[A]`` is called with single ``A``; where it returns a list of ``B``, or a tensor
-or an array, each caller gets an element, or a row. All else is Any: a batch does not say what its
-items are (a tensor may be of numbers, items that were padded have other lengths), nor a tuple or a
-mapping what each of them gets.
+A function of ``list[A]`` is called with a single ``A``. If it returns a list of ``B``, a tensor or
+an array, each caller gets an element or a row. All else is Any: the type of a batch does not say
+what its items are (a tensor may be made of numbers, padded items have other lengths), and that of a
+tuple or a mapping not what each caller gets.
 
-Nothing of this exists where a program runs: Python 3.10 has no defaults of type variables.
+Nothing of this exists at run time: Python 3.10 has no defaults of type variables.
 """
 
 import os
@@ -24,9 +24,9 @@ from trims_shim.batching.staged.model import StagedModel
 Item = TypeVar("Item", contravariant=True, default=Any)
 Result = TypeVar("Result", covariant=True, default=Any)
 Piece = TypeVar("Piece", covariant=True, default=Any)
-"""Of an answer that is streamed; stages may stream where their function does not."""
+"""A part of a streamed answer. It defaults to Any: stages may stream if their function does not."""
 Answer = TypeVar("Answer", default=Any)
-"""Of a future, which can be set, too."""
+"""The result of a future. Invariant: a future can be set, too."""
 
 _A = TypeVar("_A", default=Any)
 _B = TypeVar("_B", default=Any)
@@ -35,8 +35,7 @@ _Row = TypeVar("_Row", covariant=True)
 class Rows(Protocol[_Row]):
     """One result for each item: a list, a tensor or an array.
 
-    No tuple, to which nothing can be assigned, and no mapping, to which nothing can be added: they
-    are several outputs.
+    Tuples (no assignment) and mappings (no addition) do not match: they are several outputs.
     """
 
     def __getitem__(self, index: int, /) -> _Row: ...
@@ -45,13 +44,14 @@ class Rows(Protocol[_Row]):
 
 Answers: TypeAlias = Rows[_B] | Awaitable[Rows[_B]]
 Pieces: TypeAlias = Iterator[list[_B]] | AsyncIterator[list[_B]]
-"""Of generators; a function that returns an iterator of lists has lists as answers, too."""
+"""The results of generators. A plain function that returns an iterator of lists answers with lists,
+too."""
 _AnyFunction: TypeAlias = Callable[..., Any] | classmethod[Any, ..., Any]
 
 class BatchedMethod(Batcher[Any, Result, Piece], Generic[Item, Result, Piece]):
-    """A function of two arguments, whose first may be ``self``: called by an instance, of one."""
+    """A function of two arguments, whose first may be ``self``: an instance's takes only one."""
 
-    @overload  # type: ignore[override]  # that of an instance takes an item less
+    @overload  # type: ignore[override]  # that of an instance takes one item less
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
     @overload
     def __get__(
@@ -59,7 +59,7 @@ class BatchedMethod(Batcher[Any, Result, Piece], Generic[Item, Result, Piece]):
     ) -> Batcher[Item, Result, Piece]: ...
 
 class _MostOptions(TypedDict, total=False):
-    """Those of a :class:`~trims_shim.batching.Batcher`, but for ``collate``."""
+    """The options of a :class:`~trims_shim.batching.Batcher` without ``collate``."""
 
     model: StagedModel | str | Callable[[Any], StagedModel] | None
     slo_ms: float | None
@@ -81,17 +81,17 @@ class _MostOptions(TypedDict, total=False):
     clock_ns: Callable[[], int]
 
 class ListOptions(_MostOptions, total=False):
-    """Where what a list has are items."""
+    """Options with which the elements of a list are the items."""
 
     collate: Literal["auto", "list", "stack"] | Pad
 
 class AllOptions(_MostOptions, total=False):
-    """Where ``collate`` may have its own idea of items and answers."""
+    """Options whose ``collate`` may decide what items and answers are."""
 
     collate: CollateSpec
 
 class Decorator(Protocol):
-    """What :func:`batched` is, and what it returns for options."""
+    """The type of :func:`batched`, and of what it returns if it gets options."""
 
     @overload
     def __call__(self, function: Callable[[list[_A]], Answers[_B]], /) -> Batcher[_A, _B]: ...
