@@ -1,10 +1,10 @@
-"""Exit points: where a batch that runs can be given up for a better one.
+"""Exit points: where a running batch can be given up for a better one.
 
-Between the stages of a model there is one; inside a stage that is a loop, or many calls,
-:func:`exit_point` makes more. They cost a look at a flag. A batch is never stopped anywhere else.
+There is one between any two stages of a model. Inside a stage that is a loop, or makes many calls,
+:func:`exit_point` adds more. Each costs a look at a flag. A batch is never stopped anywhere else.
 
-An exit point is left by an exception that is no ``Exception``, so that ``except Exception`` in a
-model does not swallow it; ``finally`` and context managers work as ever.
+A batch is stopped by an exception that is no ``Exception``, so that ``except Exception`` in a model
+does not swallow it; ``finally`` and context managers work as ever.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _here = threading.local()
 
 
 class GivenUp(BaseException):
-    """This batch is no longer wanted; nobody but the executor catches it."""
+    """This batch is no longer wanted. Only the executor catches it."""
 
 
 class ExitPoints:
-    """Those of one batch on its way; in one thread, as a context manager.
+    """The exit points of one running batch: a context manager of the thread that runs it.
 
-    ``is_unwanted`` is asked at each of them. ``marks_ns`` says when they were passed, which is how
-    the executor learns where they are.
+    ``is_unwanted`` is asked at each exit point. ``marks_ns`` has the times at which they were
+    passed, from which the executor learns where they are.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ExitPoints:
         self._outer: ExitPoints | None = None
 
     def check(self) -> None:
-        """Pass one; raises GivenUp."""
+        """Pass one. Raises GivenUp if the batch is not wanted."""
         self._lane.stage_done()
         self.marks_ns.append(self._clock_ns())
         if self._is_unwanted():
@@ -57,7 +57,7 @@ class ExitPoints:
 
 
 def exit_point() -> None:
-    """Here a batch of :class:`~trims_shim.batching.flex.FlexBatcher` may be given up.
+    """Let a batch of :class:`~trims_shim.batching.flex.FlexBatcher` be given up here.
 
     Models call it in the thread that runs their stage, between pieces of work whose results are not
     needed if the batch runs again. Anywhere else it does nothing.

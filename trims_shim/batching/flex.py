@@ -1,9 +1,9 @@
 """Several models on the same devices, with preemption: Shepherd's Flex for real models.
 
 A :class:`FlexBatcher` is a :class:`~trims_shim.batching.batcher.Batcher` of models by name. Each
-model is a list of stages, and a batch of it can be given up between two of them for a batch that
-answers many more requests. What runs when is decided by
-:class:`trims_shim.batching.policies.flex.Flex`, the object that the simulator runs too.
+model is a list of stages. Between two stages its batch can be given up for a batch that answers
+many more requests. :class:`trims_shim.batching.policies.flex.Flex`, the object that the simulator
+runs, too, decides what runs when.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NS_PER_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class PreemptionStats:
-    """What giving batches up has cost. ``stop``: from the wish to preempt to the free device."""
+    """What giving batches up has cost. ``stop``: from the decision to preempt to a free device."""
 
     preemptions: int
     wasted_s: float
@@ -66,21 +66,20 @@ class FlexBatcher(Batcher[str, Any]):
         boxes = batcher.map("detect", images)
 
     ``models``: by name, an ``nn.Sequential`` or a list of callables. The first is called with the
-    batch, ``[batch, ...]``, each other one with the result before it; the last returns one result
-    for each item. When a batch was given up, its stages are called again from the first, so they
-    must change nothing but what they return. Inside of stages
+    batch, ``[batch, ...]``, each other one with the previous one's result; the last returns one
+    result for each item. After a batch was given up, its stages are called again from the first, so
+    they must change nothing but what they return. Inside of stages
     :func:`~trims_shim.batching.exit_points.exit_point` makes more exit points.
 
-    ``slo_ms``: by when an answer is wanted; a number for all, or one for each model by name;
-    ``update(slo_ms=...)`` sets one for all.
+    ``slo_ms``: the time in which an answer is wanted; a number for all, or one for each model by
+    name; ``update(slo_ms=...)`` sets one for all.
     ``devices``: how many batches run at once, or the names of the devices, ``"cuda:0"`` or
     ``"cpu"``. A model that has a copy of its stages on each of several devices is given as a
-    mapping of them by the device's name.
-    ``preemption_factor``: how many times as large another batch has to be (lambda in the paper);
-    None never preempts. ``margin_ms`` is kept free before each deadline.
-    ``profiles``: how long batches take, for some models by name. If not given, they are learned,
-    and kept for the next process under the batcher's ``name`` if it has one. All else as for
-    Batcher.
+    mapping of device names to stages.
+    ``preemption_factor``: how many times as large a batch has to be to preempt another (lambda in
+    the paper); None never preempts. ``margin_ms`` is kept free before each deadline.
+    ``profiles``: how long batches take, for some models by name. The others are learned, and kept
+    for the next process under the batcher's ``name`` if it has one. All else as for Batcher.
 
     Raises ValueError for models without stages, TypeError for stages that are not callable.
     """
@@ -158,7 +157,7 @@ class FlexBatcher(Batcher[str, Any]):
             clock_ns=clock_ns,
         )
 
-        # It has what a dispatch uses of a BatchFunction, and nothing to subclass it for.
+        # It has what a dispatch uses of a BatchFunction; subclassing would add nothing.
         self._engine = Engine(
             functions,  # type: ignore[arg-type]
             options,
@@ -167,14 +166,14 @@ class FlexBatcher(Batcher[str, Any]):
         )
 
     def map(self, *iterables: Iterable[Any], **options: Any) -> Iterator[Any]:
-        """As of a Batcher; first comes the name of a model for all items, or one for each."""
+        """As for a Batcher. The first argument is a model's name, or an iterable of names."""
         if iterables and isinstance(iterables[0], str):
-            # It is iterable, too: by its letters.
+            # Text is iterable, too: by its letters.
             iterables = (itertools.repeat(iterables[0]), *iterables[1:])
         return super().map(*iterables, **options)
 
     def preemption_stats(self) -> PreemptionStats:
-        """How often batches were given up, and what it cost; beside :meth:`stats`."""
+        """How often batches were given up, and what it cost; :meth:`stats` has all else."""
         dispatch = next(iter(self._engine.dispatches()), None)
         if not isinstance(dispatch, FlexDispatch):  # before the first request
             return PreemptionStats(0, 0.0, 0.0, 0.0)

@@ -1,8 +1,8 @@
 """Models in stages: several batch functions behind one batcher, with exit points between stages.
 
-The part of :class:`~trims_shim.batching.functions.BatchFunction` that a dispatch knows, for models
-by name. Items are joined before the first stage and results split after the last; what goes from
-stage to stage is the stages' business.
+Implements what a dispatch uses of :class:`~trims_shim.batching.functions.BatchFunction`, for models
+by name. Items are joined before the first stage and results split after the last. What one stage
+hands to the next is their own business.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["StagedFunctions", "Stages", "stages_of"]
 
 Stage = Callable[..., Any]
 Stages = Sequence[Stage] | Stage | Mapping[str, "Sequence[Stage] | Stage"]
-"""Callables in their order, of which the first gets the batch and each other one the result before
-it; an ``nn.Sequential`` is its children; one callable is one stage. Where each device has a copy of
-its own: these by the device's name."""
+"""Callables in their order: the first gets the batch, each other one the previous one's result. An
+``nn.Sequential`` stands for its children; one callable is one stage. If each device has a copy of
+its own: a mapping of device names to stages."""
 
 
 def stages_of(model: Stages, device: str) -> list[Stage]:
-    """The stages of a model on a device. Raises TypeError for what has none."""
+    """The stages of a model on a device. Raises ValueError for none, TypeError for a bad one."""
     if isinstance(model, Mapping):
         if device not in model:
             raise ValueError(f"a model has no stages for {device}; it has {', '.join(model)}")
@@ -85,8 +85,8 @@ def _run_all(stages: Sequence[Stage], *batch: Any) -> Any:
 class StagedFunctions:
     """Models by name; the ``owner`` of an entry is the name of its model.
 
-    ``devices`` are the names of the devices, and ``lanes`` the ways to them, by the number that the
-    policy knows them by.
+    ``devices`` are the names of the devices, ``lanes`` the ways to them, both indexed by the
+    policy's number of the device.
     """
 
     is_async = is_generator = False
@@ -120,11 +120,11 @@ class StagedFunctions:
 
     @property
     def collate(self) -> Collate:
-        """Of all models."""
+        """The collate of all models."""
         return next(iter(self._models.values())).any_function.collate
 
     def number_of_stages(self, model: str) -> int:
-        """Of a model, on its first device."""
+        """How many stages a model has on the first device."""
         return len(self._models[model].stages[self.devices[0]])
 
     def key(self, model: Any, arguments: tuple[Any, ...]) -> Hashable:
@@ -137,7 +137,7 @@ class StagedFunctions:
         return model, found.any_function.key(arguments)
 
     def run(self, entries: Sequence[Entry]) -> list[Any]:
-        """One result or failure for each, without exit points, on the first device."""
+        """One result or failure for each entry, run on the first device without exit points."""
         function = self._model_of(entries).functions[self.devices[0]]
         lane = self.lanes[0]
         with lane.enter():
@@ -148,7 +148,7 @@ class StagedFunctions:
     def run_staged(
         self, entries: Sequence[Entry], device: int, points: ExitPoints
     ) -> list[Any] | None:
-        """One result or failure for each; None where the batch was given up."""
+        """One result or failure for each entry; None if the batch was given up."""
         model, name = self._model_of(entries), self.devices[device]
         function, lane = model.functions[name], self.lanes[device]
         try:
@@ -164,7 +164,7 @@ class StagedFunctions:
             pass_on(error)  # a time limit of the thread is no fault of an item
             if len(entries) == 1 or not model.isolates or isinstance(error, BadBatch):
                 return [Failure(error)] * len(entries)
-        # Halves are not given up: those who get an answer have waited for two batches by then.
+        # Halves are not given up: when they end, their callers have waited for two batches.
         middle = len(entries) // 2
         with lane.enter():
             results = function.run(entries[:middle]) + function.run(entries[middle:])

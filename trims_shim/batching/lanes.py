@@ -7,7 +7,7 @@ end of a stage it waits for the one before. The device never idles between stage
 is given up keeps it for at most two of them.
 
 A lane waits for the default stream before a batch, and marks results as used on it: items come from
-there and answers go there. Who uses another stream has to make it wait, as ever in torch.
+there and answers go there. Code that uses another stream has to make it wait, as ever in torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CudaLane:
 
     def stage_done(self) -> None:
         """See :class:`Lane`."""
-        # Blocking: the wait sleeps, and leaves the processor to those who queue requests.
+        # Blocking: the wait sleeps, and leaves the processor to threads that queue requests.
         event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)
         before, self._last = self._last, event
@@ -85,8 +85,8 @@ class CudaLane:
     def finish(self, results: Any = None) -> None:
         """See :class:`Lane`.
 
-        Memory of the lane's stream is given out again as soon as it is freed, whatever another
-        stream still does with it; so the allocator is told of the one that will.
+        torch gives memory of the lane's stream out again as soon as it is freed, even if another
+        stream still reads it. So the allocator is told that the default stream uses the results.
         """
         self._last = None
         self._stream.synchronize()
@@ -95,7 +95,7 @@ class CudaLane:
 
 
 def _tensors(results: Any) -> Iterator[Any]:
-    """Those on a GPU, in what a model may return."""
+    """The tensors on a GPU in the results of a model."""
     if getattr(results, "is_cuda", False):
         yield results
     elif isinstance(results, Mapping):
@@ -110,8 +110,8 @@ def _tensors(results: Any) -> Iterator[Any]:
 
 
 def lane_of(device: str) -> Lane:
-    """For ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. Raises ValueError for others, and what torch
-    raises where there is no such GPU."""
+    """The lane of ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. Raises ValueError for other names, and
+    what torch raises where there is no such GPU."""
     kind = device.partition(":")[0]
     if kind == "cpu":
         return CpuLane()
