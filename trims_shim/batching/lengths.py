@@ -1,10 +1,10 @@
-"""What a batch takes by its padded values: learned from all lengths, for those that say little yet.
+"""How long a batch takes by its number of padded values, learned from batches of all lengths.
 
-Each length is learned by itself, since no one law holds for all models. But sizes times lengths
-are many, most of them run rarely, and what a size takes that has not run has to be guessed. Then it
-is read from the curve of its family: what ``n`` items that are padded to ``l`` take, by ``n l``
-alone, which is about so on processors and GPUs alike. By how much a length differs from that, its
-own batches tell (:class:`~trims_shim.batching.profiling.LearnedProfile`).
+Each length has a profile of its own, because no one law holds for all models. But sizes times
+lengths are many, and most of them run rarely. The latency of a size that has not run is read from
+the curve of its family: ``n`` items that are padded to ``l`` take a time that depends on ``n l``
+alone, which is about right on processors and GPUs alike. How much a length differs from the curve
+is learned from its own batches (:class:`~trims_shim.batching.profiling.LearnedProfile`).
 """
 
 from __future__ import annotations
@@ -20,43 +20,44 @@ from trims_shim.batching.profile import between
 __all__ = ["LengthCurve"]
 
 _KEPT = 16
-"""Durations of each number of values."""
+"""Durations that are kept of each number of values."""
 _REMEMBERED = 512
-"""For so many batches of any length a number of values is remembered after it last ran."""
+"""A number of values is forgotten after so many batches of any length without it."""
 _REFRESH = 16
 _WORTH_NS = 500_000
-"""So many batches are between two versions, and they have run so long for each size of each profile
-that rests on it, which takes some microseconds to make; at first half as many as there were."""
+"""A new version is made after ``_REFRESH`` batches, if they ran for ``_WORTH_NS`` for each size of
+each profile that rests on the curve, which takes some microseconds to make. It is also made after
+half as many batches as there were at the last version, which is sooner at first."""
 _ENOUGH = 4
-"""Where the most are so many times the fewest, it is known how much more cost."""
+"""The slope of the curve is known if the largest number of values is so many times the least."""
 _FAR = 1024
-"""So many times the most that have run is more than will."""
+"""The curve is continued to so many times the largest number of values, more than any batch has."""
 _PLAUSIBLE = 2.0
-"""So many times what fewer values took for each: a batch that takes longer has compiled or
-allocated something, if it is the first of its shape."""
+"""The first batch of a shape is left out if it took more than so many times as long for each value
+as one of fewer values: it has compiled or allocated something."""
 
 
 class LengthCurve:
     """Durations in, expectations out. Not safe for threads without a lock.
 
-    Unlike a profile it is told of the first batch of each size, too, as most are the first. Nothing
-    is expected to take longer than something larger has taken.
+    Unlike a profile it learns from the first batch of each size, too, as most batches are the
+    first. No number of values is expected to take longer than a larger one has taken.
     """
 
     def __init__(self, keys: Sized = ((),), *, max_batch_size: int = 64) -> None:
-        """``keys``: as many profiles rest on it, of so many sizes."""
+        """``keys``: of the profiles that rest on the curve, each of ``max_batch_size`` sizes."""
         self._keys = keys
         self._max_batch_size = max_batch_size
         self.version = 0
-        """Another one when there is more than little news; 0 while nothing is known."""
+        """Increases when the curve is made anew; 0 while nothing is known."""
         self._durations: dict[int, deque[tuple[int, int, int]]] = {}
-        """By values; each with the number of its batch, and its size."""
+        """By number of values: (number of the batch, its size, its duration)."""
         self._count = self._ran_ns = 0
         self._made_after = 0
         self._expected_ns: Callable[[float], float] = between({})
 
     def tell(self, size: int, length: int, duration_ns: int) -> None:
-        """A batch of ``size`` items, padded to ``length``, has taken so long."""
+        """Learn from a batch of ``size`` items, padded to ``length``."""
         values = size * length
         self._count += 1
         self._ran_ns += duration_ns
@@ -70,7 +71,7 @@ class LengthCurve:
             self._make()
 
     def expected_ns(self, values: int) -> float:
-        """What a batch of so many values is expected to take. Only where ``version`` is not 0."""
+        """The expected latency of a batch of so many values. Only valid if ``version`` is not 0."""
         return self._expected_ns(values)
 
     def _make(self) -> None:
@@ -93,7 +94,7 @@ class LengthCurve:
 
 
 def _continued(known_ns: Mapping[int, float]) -> Mapping[int, float]:
-    """The same, and beyond the largest on the line on which it is, if it is known."""
+    """The same, continued beyond the largest in a straight line if the slope is known."""
     if not known_ns or _ENOUGH * min(known_ns) > max(known_ns):
         return known_ns
     last = max(known_ns)

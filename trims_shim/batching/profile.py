@@ -1,9 +1,9 @@
 """How long a batch takes: what every deadline decision rests on.
 
 A profile is a table of latencies by batch size, made from a line ``l(b) = alpha * b + beta``
-(Nexus, SOSP'19, Eq. 1), from measured sizes, or learned while batches run. Pure: measuring is the
-executor's, learning :mod:`trims_shim.batching.profiling`'s, saving and loading
-:mod:`trims_shim.batching.profile_store`'s.
+(Nexus, SOSP'19, Eq. 1), from measured sizes, or learned while batches run. Pure: executors measure,
+:mod:`trims_shim.batching.profiling` learns, :mod:`trims_shim.batching.profile_store` saves and
+loads.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["LatencyProfile", "between", "slow_sizes", "without_noise"]
 
 _NS_PER_MS = 1_000_000
 _REAL_DIP = 0.9
-"""A batch that takes less than this share of a smaller one does so for a reason: libraries choose
-other kernels for it. Measured sizes vary by less (docs/decisions/0009)."""
+"""A batch that takes less than this share of a smaller one's time really is quicker: libraries
+choose other kernels for it. Measurements vary by less (docs/decisions/0009)."""
 _GUESS_NS = 1_000
-"""Of a batch nothing is known about: it is tried."""
+"""The guess while no size is known: so short that batches are tried."""
 
 
 class LatencyProfile:
@@ -28,13 +28,13 @@ class LatencyProfile:
 
     A larger size may take less than a smaller one, as some products of matrices do: a perceptron on
     a processor took 13 ms for 3 rows, and 10 for 4. But no size takes less than one item alone,
-    because that decides what is hopeless: where one does, one item is said to take as little.
+    because that latency decides which requests are hopeless: it is lowered to the least of all.
     """
 
     __slots__ = ("_alone_ns", "_least", "_table", "max_batch_size")
 
     def __init__(self, latencies_ns: Iterable[float]) -> None:
-        """Of sizes 1, 2, 3, ... Raises ValueError for none, or for one that is not positive."""
+        """Of sizes 1, 2, 3, ... Raises ValueError for none, or for one not above 0 and finite."""
         table = [0]
         for latency_ns in latencies_ns:
             if not 0 < latency_ns < math.inf:
@@ -47,7 +47,7 @@ class LatencyProfile:
         self._alone_ns = table[1]
         table[1] = min(table[1:])
         self._table = table
-        # By size, the least that it or any larger one takes.
+        # By size, the least latency of it and all larger sizes.
         self._least = [*accumulate(reversed(table), min)][::-1]
         self.max_batch_size = len(table) - 1
         """The largest size it knows."""
@@ -78,23 +78,23 @@ class LatencyProfile:
         return cls(without_noise(found))
 
     def latency_ns(self, size: int) -> int:
-        """Of a batch of ``size``, from 1 to ``max_batch_size``."""
+        """The latency of a batch of ``size``, from 1 to ``max_batch_size``."""
         return self._table[size]
 
     def taken_ns(self, size: int) -> int:
-        """The same as it was told, also of one item that takes longer than others."""
+        """The latency as it was given; that of one item is not lowered to the least of all."""
         return self._alone_ns if size == 1 else self._table[size]
 
     def or_one_more_ns(self, size: int) -> int:
-        """What a batch of ``size`` needs that waits for one more, whether that comes or not."""
+        """The longest that a batch of ``size`` takes with, or without, one more request."""
         return max(self.latency_ns(size), self.latency_ns(size + 1))
 
     def beyond_ns(self, size: int) -> int:
-        """The least that any size beyond this one takes, which is not the largest it knows."""
+        """The least latency of all sizes above ``size``, which is below ``max_batch_size``."""
         return self._least[size + 1]
 
     def best_rate(self, max_batch_size: int | None = None) -> float:
-        """Items in a nanosecond, in batches of the size up to this one that answers most."""
+        """The highest throughput of all sizes up to ``max_batch_size``, in items per nanosecond."""
         largest = self.max_batch_size if max_batch_size is None else max_batch_size
         return max([size / self.latency_ns(size) for size in range(1, largest + 1)])
 
@@ -102,12 +102,12 @@ class LatencyProfile:
         """The largest size up to ``limit`` that takes at most ``budget_ns``; 0 if none does."""
         table = self._table
         size = bisect_right(self._least, budget_ns, 1, min(limit + 1, len(table))) - 1
-        while size and table[size] > budget_ns:  # one beyond the limit does not
+        while size and table[size] > budget_ns:  # the least may be of a size beyond the limit
             size -= 1
         return size
 
     def check_knows(self, max_batch_size: int) -> None:
-        """Raises ValueError for a size of batches that is none, or beyond its own."""
+        """Raise ValueError unless ``max_batch_size`` is one of the sizes that it knows."""
         if not 1 <= max_batch_size <= self.max_batch_size:
             raise ValueError(
                 f"max_batch_size is {max_batch_size}, and the profile knows sizes from 1 to "
@@ -128,7 +128,7 @@ class LatencyProfile:
         alpha = max(0.0, products / (count * (count * count - 1) / 12))
         if alpha * mean_size <= mean_ns:
             return alpha, mean_ns - alpha * mean_size
-        # The best one below would start below 0; of those that start at 0 it is another one.
+        # The best line would start below 0; of those that start at 0 another one is best.
         products = sum(size * each for size, each in enumerate(table, 1))
         return products / (count * (count + 1) * (2 * count + 1) / 6), 0.0
 
@@ -150,7 +150,7 @@ class LatencyProfile:
 
 
 def slow_sizes(latencies_ns: Mapping[int, float]) -> list[int]:
-    """Of measured sizes, those that take clearly longer than a larger one."""
+    """The measured sizes that take clearly longer than a larger one."""
     found: list[int] = []
     least_ns = math.inf
     for size in sorted(latencies_ns, reverse=True):
@@ -161,10 +161,10 @@ def slow_sizes(latencies_ns: Mapping[int, float]) -> list[int]:
 
 
 def without_noise(latencies_ns: Iterable[float]) -> list[float]:
-    """Measured ones of sizes 1, 2, 3, ..., of which larger ones take no less.
+    """Smooth measured latencies of sizes 1, 2, 3, ...: larger sizes take no less.
 
-    Where they do by measurement, but not much, all of these take what they take on average
-    (isotonic regression, by pooling neighbours: Ayer et al., 1955). A dip that is deep is real.
+    Neighbours that were measured the other way round get their mean (isotonic regression, by
+    pooling: Ayer et al., 1955). A dip that is deep is real, and stays.
     """
     found: list[float] = []
     rising: list[float] = []
@@ -179,13 +179,14 @@ def without_noise(latencies_ns: Iterable[float]) -> list[float]:
 
 
 def between(known_ns: Mapping[int, float]) -> Callable[[float], float]:
-    """What to think of a batch of any size, where some are known.
+    """Return a function that guesses the latency of any size from the known ones.
 
-    Between them, on the way from one to the other. Of what is larger, that twice as many take as
-    long, and more than that their share of it; a wrong guess costs some late batches, and a timid
-    one would be for ever, as the second item of a batch may cost more than all others (a product of
-    matrices instead of one with a vector). Of what is smaller, that half is fixed: a policy that
-    waits for the last moment is lost where one item less saves nothing.
+    Between two known sizes it is linear. Above the largest, up to twice its size is guessed to take
+    as long, and more in proportion. A guess that is too low costs some late batches. One that is
+    too high would stay for ever, as the size would never run, and it easily is: the second item of
+    a batch may cost more than all others (a product of matrices instead of one with a vector).
+    Below the smallest, half of its latency is taken as fixed: a policy that waits for the last
+    moment is lost if one item less saves nothing.
     """
     sizes = sorted(known_ns)
 

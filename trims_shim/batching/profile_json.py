@@ -1,7 +1,7 @@
 """The JSON in which profiles are kept: one reader and one writer for all kinds of them.
 
-A file is made whole beside its place and then renamed, so a reader sees the old one or the new one.
-What is read may be anything: every way in which it is not what it should be is a FormatError.
+A file is written under another name and then renamed, so a reader sees the old one or the new one.
+Content is not trusted: whatever is wrong with it is a FormatError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LARGEST_SIZE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class JsonFormat:
-    """One kind of file, by what its ``format`` says; ``command`` makes one."""
+    """One kind of file: ``name`` is its ``format``; messages use ``noun``; ``command`` makes it."""
 
     name: str
     noun: str
@@ -37,7 +37,7 @@ class JsonFormat:
         _replace(os.fspath(path), json.dumps(whole, indent=1) + "\n")
 
     def read(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Its fields, of which nothing is known. Raises OSError and FormatError."""
+        """The fields of the file, unchecked. Raises OSError and FormatError."""
         name = os.fspath(path)
         with open(name, "rb") as file:
             content = file.read(_LIMIT_BYTES + 1)
@@ -48,7 +48,7 @@ class JsonFormat:
             raise TruncatedFile(f"{name} is empty, not a {self.noun}; `{self.command}` makes one")
         try:
             fields = json.loads(content)
-        # RecursionError: brackets without end.
+        # RecursionError: very deep nesting.
         except (ValueError, RecursionError) as error:
             raise CorruptFile(f"{name} is not a {self.noun}: {error}") from error
         if not isinstance(fields, dict) or fields.get("format") != self.name:
@@ -101,7 +101,7 @@ def _size(name: str, text: str) -> int:
 
 
 def _latency(name: str, value: object) -> float:
-    # A bool is an int, too. The limit is a century; not-a-number is not below it.
+    # A bool is an int, too. The limit is more than a century; not-a-number is not below it.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 62:
         raise CorruptFile(f"{name} has a latency of {str(value)[:40]} ns")
     return float(value)

@@ -1,8 +1,8 @@
 """Latency profiles as files: those that a user names, and those that batchers keep for themselves.
 
-A file is the JSON of :mod:`trims_shim.batching.profile_json`. Reading a file the user named raises;
-the store's own files are a convenience, so a broken one is ignored, with one warning for each, and
-written anew.
+A file is the JSON of :mod:`trims_shim.batching.profile_json`. Reading a bad file that a user named
+raises. The store's own files are a convenience: a broken one is ignored, with one warning for each,
+and written anew.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _logger = logging.getLogger(__name__)
 
 _FORMAT = JsonFormat("trims latency profile", "latency profile", 1, "trims batch profile")
 _OURS = re.compile(r".*-[0-9a-f]{16}\.json|\.profile-.*", re.DOTALL)
-"""Profiles, and what was left on the way to one."""
+"""Profiles, and temporary files that a writer left behind."""
 _LIMIT_FILES = 1000
-"""Inputs of very many shapes make as many keys, and keys may hold what differs in each process."""
+"""Inputs of very many shapes make as many keys, and keys may hold values that differ by process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class SavedProfile:
     """The content of a profile's file.
 
     ``latencies_ns`` by batch size; ``pads`` as in
-    :meth:`~trims_shim.batching.profile.LatencyProfile.measured`. The texts are for readers, and
-    for the store: whose profile it is, of which inputs, on which machine.
+    :meth:`~trims_shim.batching.profile.LatencyProfile.measured`. The texts tell readers and the
+    store of which batcher, inputs and machine the profile is.
     """
 
     latencies_ns: Mapping[int, float]
@@ -100,8 +100,8 @@ def load_saved(path: str | os.PathLike[str]) -> SavedProfile:
 class ProfileStore:
     """A directory of profiles by batcher's name and input's key, for any number of processes.
 
-    It is a convenience: nothing raises for what is or is not there. Profiles of other machines
-    (home directories are shared) are not found, and the oldest of too many files are deleted.
+    It is a convenience: missing and bad files raise nothing. Profiles of other machines (home
+    directories are shared) are not found. If there are too many files, the oldest are deleted.
     """
 
     def __init__(self, directory: str) -> None:
@@ -123,11 +123,11 @@ class ProfileStore:
         return os.path.join(self.directory, f"{readable.lstrip('.')}-{digest}.json")
 
     def load(self, name: str, key: Hashable = None) -> SavedProfile | None:
-        """What was saved of this batcher and key on this machine; None if there is nothing good."""
+        """The profile of this batcher and key on this machine; None if there is no good one."""
         path = self.path(name, key)
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
-                raise CorruptFile(f"{path} is no plain file")  # a pipe would be waited for
+                raise CorruptFile(f"{path} is no plain file")  # reading a pipe would block
             saved = load_saved(path)
         except FileNotFoundError:
             return None
@@ -138,10 +138,11 @@ class ProfileStore:
         return saved if is_it else None
 
     def save(self, name: str, key: Hashable, saved: SavedProfile) -> bool:
-        """Keep it, in place of what was there; False, with a warning, where that fails."""
+        """Write or replace the profile; False, with a warning, where that fails."""
         whole = replace(saved, name=name, key=key_text(key), machine=machine_text())
         try:
-            # Prepared models are not kept where others may write, and makedirs would let them.
+            # Prepared models are not kept where others may write. makedirs gives its mode to the
+            # last directory only, so the one above is made by itself.
             os.makedirs(os.path.dirname(self.directory), mode=0o700, exist_ok=True)
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
             save_profile(self.path(name, key), whole)
@@ -152,13 +153,13 @@ class ProfileStore:
         return True
 
     def _prune(self) -> None:
-        # The directory may have been somebody's before: what is not ours stays.
+        # The directory may hold files of others, which stay.
         with os.scandir(self.directory) as entries:
             ours = [entry for entry in entries if _OURS.fullmatch(entry.name)]
             files = [entry for entry in ours if entry.is_file(follow_symlinks=False)]
         if len(files) <= _LIMIT_FILES:
             return
-        with contextlib.suppress(FileNotFoundError):  # another process does the same
+        with contextlib.suppress(FileNotFoundError):  # another process deletes them, too
             for entry in sorted(files, key=lambda each: each.stat().st_mtime_ns)[:-_LIMIT_FILES]:
                 os.unlink(entry.path)
 
@@ -181,7 +182,7 @@ def key_text(key: Hashable) -> str:
 
 @functools.cache
 def machine_text() -> str:
-    """What makes one machine as quick as another: processor, and how many of them we may use."""
+    """What decides a machine's speed: its processor, and how many of them this process may use."""
     model = ""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         model = next((line.partition(":")[2].strip() for line in file if "model name" in line), "")
