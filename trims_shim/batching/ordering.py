@@ -32,7 +32,7 @@ class DeadlineQueue(list[Request]):
     __slots__ = ()
 
     def add(self, request: Request) -> None:
-        """Put it in its place."""
+        """Insert ``request`` in order."""
         if self:
             last = self[-1]
             if (
@@ -45,11 +45,11 @@ class DeadlineQueue(list[Request]):
         self.append(request)
 
     def add_all(self, others: Sequence[Request]) -> None:
-        """Put others, which are in the same order, in their places."""
+        """Insert ``others``, which are sorted likewise, in order."""
         self[:] = self.merged(others)
 
     def merged(self, others: Sequence[Request]) -> list[Request]:
-        """Those here and others, which are in the same order; this queue stays as it is."""
+        """This queue and ``others``, which are sorted likewise, as one list; changes neither."""
         both = [*others, *self]
         if others and self and _order(others[-1]) > _order(self[0]):
             both.sort(key=_order)
@@ -105,14 +105,14 @@ class DeadlineQueue(list[Request]):
         return min(request.deadline_ns for request in self[:count])
 
     def peers(self, index: int) -> int:
-        """The index after the last that has the priority of the one at ``index``."""
+        """The index after the last request that has the priority of the one at ``index``."""
         priority = self[index].priority
         if self[-1].priority == priority:
             return len(self)
         return bisect_right(self, -priority, index, key=_descending_priority)
 
     def within_weight(self, count: int, max_weight: int, start: int = 0) -> int:
-        """How many of ``count`` from ``start`` on weigh no more than this together; at least 1."""
+        """How many of ``count`` from ``start`` on weigh no more than ``max_weight``; at least 1."""
         weight = 0
         for index, request in enumerate(self[start : start + count]):
             weight += request.weight

@@ -9,8 +9,8 @@ The contract of a driver: it reports every event once, in the order of time; it 
 out in their order before it reports the next event; it sends :data:`TIMER` at
 ``next_deadline_ns()`` or later, and may send it at any other time. The contract of a policy: a
 :class:`Run` names a free device and between one and ``max_batch_size`` queued requests of one
-key, or of one family with a longest one first; every request ends in exactly one Run, Drop or
-Cancelled, but one that was preempted is queued again.
+key, or of one family with a request of the longest key first; every request ends in exactly one
+Run, Drop or Cancelled, but one that was preempted is queued again.
 
 Times are nanoseconds of a clock that only the driver knows.
 """
@@ -47,8 +47,8 @@ NEVER_NS = (1 << 63) - 1
 # --- events ---------------------------------------------------------------------------------------
 
 
-# This, and what is said once for each batch, is made by the million in a simulation: not frozen,
-# which costs up to 1 us each.
+# A simulation makes millions of these, and of the events and actions of each batch: they are not
+# frozen, which costs up to 1 us each.
 @dataclass(slots=True, eq=False)
 class Request:
     """One item to be answered. As an event: it has arrived.
@@ -65,13 +65,13 @@ class Request:
     priority: int = 0
     key: Hashable = None
     weight: int = 1
-    """What it takes of a batch that is limited by more than its size: tokens, pixels."""
+    """What it adds to a batch that is limited by more than its size: tokens, pixels."""
     payload: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Nobody waits for this request any more; nothing if it is not in the queue."""
+    """Nobody waits for this request any more. Has no effect if it is not in the queue."""
 
     request: Request
 
@@ -83,10 +83,10 @@ class Finished:
     device: int
     batch: Sequence[Request]
     started_ns: int
-    """When the policy said so, and before: to hand a batch over to its thread, and answers to event
-    loops, is part of what it takes."""
+    """When the policy chose the batch, or earlier by the time in which event loops deliver answers:
+    handing over the batch and its answers is part of the service time."""
     is_typical: bool = True
-    """False where the time says nothing about others: the batch failed, or was the first one."""
+    """False if its time says nothing about other batches: it failed, or was the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Signal(enum.Enum):
     TIMER = "timer"
     """The time of ``next_deadline_ns()`` has come."""
     FLUSH = "flush"
-    """No more are coming: wait for none, answer what is queued. Holds until the next request."""
+    """No more requests come: wait for none, run those queued. Holds until the next request."""
 
 
 TIMER = Signal.TIMER
@@ -120,9 +120,9 @@ class DropReason(enum.Enum):
     """Why a request is not answered."""
 
     HOPELESS = "hopeless"
-    """Not even alone, and started at once, it would be answered in time."""
+    """It would be late even if it ran alone and at once."""
     SHED = "shed"
-    """It would have made the others of its batch late, or fewer."""
+    """It would have made other requests of its batch late, or the batch smaller."""
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Stop the batch of this device at its next exit point; Finished if that comes first."""
+    """Stop the batch of this device at its next exit point, unless it ends before (Finished)."""
 
     device: int
 
@@ -152,7 +152,7 @@ Action = Run | Drop | Preempt
 
 
 class Policy(Protocol):
-    """When which requests run together, and which are not answered at all."""
+    """Decides which requests run together and when, and which are not answered at all."""
 
     def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
         """What to do now; times never go back."""

@@ -1,4 +1,4 @@
-"""What a batching policy for one queue has to decide, and nothing else.
+"""The decisions of a batching policy for one queue, and nothing else.
 
 A :class:`Rule` looks at its queue when a device is free and says how many requests go now. The
 state machine around it (:class:`trims_shim.batching.single.Batching`) keeps devices, keys and
@@ -29,21 +29,21 @@ class Rule(ABC):
     ``self.profile`` afresh at each decision: it may be replaced while batches run.
 
     ``margin_ms`` is kept free before each deadline: a policy that looks at deadlines decides as if
-    every batch took so much longer than its profile says.
+    every batch took that much longer than its profile says.
     """
 
     has_rivals = False
-    """Whether requests of other keys are waiting for a device; kept up by the state machine."""
+    """Whether requests of other keys are waiting for a device; set by the state machine."""
     max_weight: int | None = None
     """The most that the requests of a batch may weigh together; set by the state machine."""
     stretches: Sequence[float] = (1.0,)
-    """What batches take, as multiples of their profile: equally likely, ascending."""
+    """Durations of batches as multiples of their profile: equally likely, ascending."""
     devices = 1
     """How many batches, or stages, run at once; set by the state machine."""
     key: Hashable = None
-    """Of its requests; set by the state machine."""
+    """The key of its requests; set by the state machine."""
     family: Family | None = None
-    """Of that key; set likewise."""
+    """The family of that key; set by the state machine."""
 
     def __init__(
         self, profile: LatencyProfile, *, max_batch_size: int, margin_ms: float = 0.0
@@ -54,36 +54,36 @@ class Rule(ABC):
         self.margin_ns = duration_ns("margin_ms", margin_ms)
         self.queue = DeadlineQueue()
         self.wake_ns: int | None = None
-        """When to be asked again although nothing happened; set by ``choose`` where it waits."""
+        """When to ask again if nothing happens before; set by ``choose`` where it waits."""
         self.drops: list[Drop] = []
-        """Given up, and not taken yet."""
+        """Requests that were given up, until :meth:`take_drops`."""
 
     @property
     def length(self) -> int:
-        """To what items of its key are padded; 0 where the key has no family."""
+        """The length of its key in its family; 0 if the key has no family."""
         return 0 if self.family is None else self.family.length
 
     @abstractmethod
     def choose(self, now_ns: int) -> int:
         """How many of the queue's first requests to run now: 0 to wait, at most :meth:`room`.
 
-        Called when a device is free and the queue is not empty. May take requests that are given
-        up out of the queue with :meth:`drop`, down to an empty queue, and then returns 0. Where it
-        waits for anything but another event, it sets ``wake_ns``, which is later than ``now_ns``.
+        Called when a device is free and the queue is not empty. May take requests out of the queue
+        and give them up (:meth:`drop`); returns 0 if none are left. Where it waits for a time, and
+        not only for another event, it sets ``wake_ns`` to one later than ``now_ns``.
         """
 
     def companions(
         self, now_ns: int, size: int, others: Collection[Rule]
     ) -> Sequence[tuple[Rule, int]]:
-        """Who else goes with the first ``size``, which run now: rules of its family, each with how
-        many of its queue's first requests.
+        """Requests of other keys that join the first ``size``, which run now.
 
-        ``others`` are all that have requests waiting. Together they are no more, and weigh no more,
-        than a batch may. By default nobody: a batch is of one key.
+        Returns rules of its family, each with how many of its queue's first requests join.
+        ``others`` are all other rules with requests waiting. The whole batch is no larger, and
+        weighs no more, than a batch may. By default none join: a batch is of one key.
         """
         return ()
 
-    # Most rules need to know none of these, so they are not abstract.
+    # Most rules need none of these, so they are not abstract.
 
     def on_arrival(self, now_ns: int, request: Request) -> None:  # noqa: B027
         """A request has joined the queue."""
@@ -92,7 +92,7 @@ class Rule(ABC):
         """A batch of this rule has been answered."""
 
     def on_wake(self, lateness_ns: int) -> None:  # noqa: B027
-        """The timer came so much later than ``wake_ns``, 0 or more."""
+        """The timer came ``lateness_ns``, 0 or more, after ``wake_ns``."""
 
     def room(self) -> int:
         """How many of the queue's first requests one batch can hold."""
@@ -112,17 +112,17 @@ class Rule(ABC):
         return sum(request.weight for request in self.queue) >= self.max_weight
 
     def drop(self, requests: Sequence[Request], reason: DropReason) -> None:
-        """Give requests up that are no longer in the queue."""
+        """Give up requests that were taken out of the queue."""
         if requests:
             self.drops.append(Drop(requests, reason))
 
     def drop_hopeless(self, now_ns: int) -> None:
-        """Give up what would be late even alone."""
+        """Give up requests that would be late even if they ran alone now."""
         soonest_ns = now_ns + self.margin_ns + self.profile.latency_ns(1)
         self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)
 
     def take_drops(self) -> list[Drop]:
-        """What was given up since the last call."""
+        """Return the drops since the last call."""
         drops, self.drops = self.drops, []
         return drops
 
@@ -134,8 +134,8 @@ class RuleMaker(Protocol):
 
 
 def duration_ns(option: str, duration_ms: float) -> int:
-    """An option of a policy, given in milliseconds. Raises TypeError for what is no number,
-    ValueError for a negative or an infinite one.
+    """Convert a policy's option from milliseconds. Raises TypeError for no number, ValueError for a
+    negative or an infinite one.
     """
     try:
         is_duration = 0 <= duration_ms < math.inf

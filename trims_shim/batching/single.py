@@ -1,9 +1,9 @@
 """The state machine of a batcher: devices of one kind, one queue for each key.
 
-Late binding: a batch is formed only when a device is free. What goes into it is decided by the
-key's :class:`~trims_shim.batching.rules.Rule`; between keys, the one whose first request has the
-higher priority, then the earlier deadline, then the longer wait, is asked first. It may take
-requests of other keys of its family along; the first of a batch are those that are padded least.
+Late binding: a batch is formed only when a device is free. The key's
+:class:`~trims_shim.batching.rules.Rule` decides what goes into it. Of several keys, the one whose
+first request has the higher priority, then the earlier deadline, then the longer wait, is asked
+first. Its batch may take in requests of other keys of its family; those padded least come first.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from trims_shim.batching.rules import Rule
 
 __all__ = ["Batching", "urgency"]
 
-# What a rule has learned is worth keeping while its key may come again. Where keys never repeat
-# (inputs of any length, not bucketed), it must not add up: about 15 KiB each.
+# What a rule has learned is worth keeping, as its key may come again. Rules of keys that never
+# repeat (inputs of any length, not bucketed) must not add up: about 15 KiB each.
 _MOST_IDLE_RULES = 1024
 
 
@@ -130,7 +130,7 @@ class Batching:
     # --- actions ----------------------------------------------------------------------------------
 
     def _decide(self, now_ns: int) -> Sequence[Action]:
-        """What to do, with a device free: ask the rules until none is or all of them wait."""
+        """Ask the rules until no device is free, or all rules wait."""
         if not self._waiting:
             return ()
         actions: list[Action] = []
@@ -156,7 +156,7 @@ class Batching:
             asking = [each for each in asking[not may_start_more :] if each[1].queue]
 
     def _starts(self, key: Hashable, rule: Rule, now_ns: int, actions: list[Action]) -> bool:
-        """Ask a rule; whether it has started a batch and may start another one."""
+        """Ask a rule; True if it has started a batch and may start another one."""
         size = self._ask(rule, now_ns, actions)
         if size:
             device = self._free.pop()
@@ -169,10 +169,10 @@ class Batching:
     def _take(
         self, rule: Rule, size: int, now_ns: int, *, is_last: bool, most: int | None = None
     ) -> list[Request]:
-        """The first ``size`` of its queue, which may be empty then, and who goes with them.
+        """Take a batch: the first ``size`` of the rule's queue, and its companions.
 
-        Nobody does unless this ``is_last``, the device of those that were free, nor if they were
-        more than ``most`` together.
+        Companions join only if the device is the last free one (``is_last``), and only if the whole
+        batch is at most ``most``. The rule's queue may be empty afterwards.
         """
         if not is_last or len(self._waiting) == 1 or rule.family is None:
             return rule.queue.take(size)
@@ -188,7 +188,7 @@ class Batching:
         return batch
 
     def _set_wake(self) -> None:
-        """The earliest of those that wait; it is None until here."""
+        """Set the time to wake, None so far, to the earliest of all waiting rules."""
         for rule in self._waiting.values():
             wake_ns = rule.wake_ns
             if wake_ns is not None and (self._wake_ns is None or wake_ns < self._wake_ns):
@@ -207,6 +207,6 @@ class Batching:
 
 
 def urgency(waiting: tuple[Hashable, Rule]) -> tuple[int, int, int]:
-    """Sorts keys with their rules: the one whose first request is first goes first."""
+    """Sort keys and their rules by the order of their first requests."""
     first = waiting[1].queue[0]
     return -first.priority, first.deadline_ns, first.number

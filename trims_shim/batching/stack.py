@@ -1,7 +1,7 @@
-"""How much of its stack a thread has left, before it does what concerns others.
+"""Check how much of its stack a thread has left, before it works for other callers.
 
-A turn that runs into the limit of recursion half-way would take everybody's requests along, and
-whoever ran into it has no stack left for putting things right. So it is looked at beforehand.
+If a dispatch's turn hit the recursion limit half-way, everybody's requests would fail, and the
+thread would have no stack left to put things right. So the stack is checked beforehand.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import sys
 __all__ = ["has_stack"]
 
 _TURN_CALLS = 64
-"""Within each other, of a turn. The longest of this package is a third of it; the rest is for
-rules and callbacks of users."""
+"""Nested calls for which a turn needs stack. The deepest of this package are a third of it; the
+rest is for rules and callbacks of users."""
 
 
 def has_stack() -> bool:
-    """Whether the stack of this thread is hardly used, so that a batch may run on it, too.
+    """Whether at most a quarter of this thread's stack is used, so that a batch may run on it, too.
 
-    Raises RecursionError where not even a turn would come to its end.
+    Raises RecursionError if not even a turn has room.
     """
     try:
-        # Takes a hundredth of trying out. Calls through C count up to three times (Python 3.11).
+        # Takes a hundredth of descending. Calls through C count up to three times (Python 3.11).
         sys._getframe(sys.getrecursionlimit() // 4)
     except ValueError:
         return True
