@@ -1,7 +1,7 @@
 """Batchers' statistics for Prometheus, where prometheus_client is installed (extra ``metrics``).
 
-Numbers are taken from :meth:`Batcher.stats` when they are asked for; nothing is counted twice, and
-serving pays nothing. A batcher that is gone is no longer reported; this keeps none alive.
+Numbers are read from :meth:`Batcher.stats` when the registry is scraped, so serving pays nothing.
+A batcher that is gone is no longer reported; reporting keeps none alive.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Exported(_Source, Protocol):
 
 
 def export(batcher: _Exported, registry: Any = None) -> None:
-    """Report ``batcher`` in ``registry``, prometheus_client's default one if None; once for each.
+    """Report ``batcher`` in ``registry``, prometheus_client's default one if None; once in each.
 
-    The label ``batcher`` is its name; further ones of one name are called ``name-2`` and so on.
-    Raises ImportError where prometheus_client is not installed, TypeError for what is no batcher,
-    and for a method of no instance.
+    The label ``batcher`` is its name; further batchers of that name are ``name-2`` and so on.
+    Raises ImportError if prometheus_client is not installed, TypeError if it is no batcher, or a
+    method of no instance.
     """
     if not (hasattr(batcher, "stats") and hasattr(batcher, "name")):
         raise TypeError(f"{batcher!r} is no batcher; give what batched() or Batcher() returned")
@@ -58,7 +58,7 @@ def export(batcher: _Exported, registry: Any = None) -> None:
         if collector is None:
             collector = _collectors[registry] = _Collector()
         collector.add(batcher)
-    # Outside of our lock: a registry asks what it registers for its metrics.
+    # Outside of our lock: a registry calls the collector that it registers.
     if is_new:
         registry.register(collector)
 
@@ -83,12 +83,12 @@ class _Collector:
         self._names: Counter[str] = Counter()
 
     def add(self, batcher: _Exported) -> None:
-        # A method's batcher is made at each access; what is behind it stays as long as its owner.
+        # Each access to a method makes a new batcher; its engine lives as long as the instance.
         source: _Source = getattr(batcher, "_engine", batcher)
         if any(reference() is source for reference in self._sources.values()):
             return
         label = self._next_label(batcher.name)
-        while label in self._sources:  # of one that is called so
+        while label in self._sources:  # of a batcher that has this very name
             label = self._next_label(batcher.name)
         self._sources[label] = weakref.ref(source)
 
@@ -98,7 +98,7 @@ class _Collector:
         return name if number == 1 else f"{name}-{number}"
 
     def describe(self) -> Iterator[Any]:
-        """Without samples: registering must not ask anybody."""
+        """The metrics without samples: registering must not read any batcher."""
         return iter(_families({}) + stage_families(_PREFIX, {}))
 
     def collect(self) -> Iterator[Any]:
@@ -108,7 +108,7 @@ class _Collector:
         for label, reference in list(self._sources.items()):
             source = reference()
             if source is None:
-                self._sources.pop(label, None)  # maybe by two who ask at once
+                self._sources.pop(label, None)  # None: two threads may collect at once
             else:
                 stats[label] = source.stats()
                 if hasattr(source, "stage_stats"):
@@ -190,7 +190,7 @@ def _busy(stats: Mapping[str, BatcherStats]) -> Any:
 
 
 def _quantiles(quantity: str, text: str, stats: Mapping[str, BatcherStats]) -> Any:
-    """Gauges: of the last requests, which cannot be added up over time or batchers."""
+    """Gauges: quantiles of the last requests cannot be added up over time or batchers."""
     from prometheus_client.core import GaugeMetricFamily
 
     family = GaugeMetricFamily(

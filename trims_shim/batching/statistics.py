@@ -32,7 +32,7 @@ _WINDOWS = ("_waits_ns", "_latencies_ns", "_lateness_ns")
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of the last requests, in milliseconds; zeros where there are none."""
+    """Percentiles of the last requests, in milliseconds; zeros where there are none."""
 
     p50_ms: float = 0.0
     p90_ms: float = 0.0
@@ -43,10 +43,11 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class BatcherStats:
-    """A snapshot. ``submitted`` is the sum of what became of them, ``queued`` and ``running``."""
+    """A snapshot. ``submitted`` is the sum of ``answered``, ``dropped``, ``failed``, ``cancelled``,
+    ``queued`` and ``running``."""
 
     submitted: int
-    """Requests taken, now or at last answered one way or another; those rejected are not."""
+    """Requests taken; those rejected are not counted."""
     answered: int
     """With a result, in time or late."""
     late: int
@@ -70,7 +71,7 @@ class BatcherStats:
     wake_lateness: Percentiles
     """By how much the batcher's timers came too late."""
     busy_share: float
-    """Part of the time since the first request in which a device was running, 0 to 1."""
+    """Share of the devices' time since the first request in which batches ran, 0 to 1."""
     wait_total_s: float
     latency_total_s: float
     busy_total_s: float
@@ -78,7 +79,7 @@ class BatcherStats:
 
     @property
     def batches(self) -> int:
-        """How many were run."""
+        """How many batches were run."""
         return sum(self.batch_sizes.values())
 
     @property
@@ -115,49 +116,49 @@ class Record:
         self._busy_ns = 0
 
     def add_request(self, arrival_ns: int) -> None:
-        """A request has come."""
+        """Count a request."""
         self.submitted += 1
         if self.first_ns is None:
             self.first_ns = arrival_ns
 
     def add_rejection(self, now_ns: int) -> None:
-        """A request was refused."""
+        """Count a request that was refused."""
         self.rejected += 1
 
     def add_drop(self, drop: Drop) -> None:
-        """Requests were given up by the policy."""
+        """Count requests that the policy gave up."""
         self.dropped[drop.reason.value] += len(drop.requests)
 
     def add_wake(self, lateness_ns: int) -> None:
-        """A timer came so much too late."""
+        """Count a timer that came too late."""
         self._lateness_ns.append(lateness_ns)
 
     def add_batch(self, arrivals_ns: Sequence[int], started_ns: int, ended_ns: int) -> None:
-        """A batch has run; ``arrivals_ns`` are those of the requests that were in it."""
+        """Count a batch that has run, of requests with these arrivals."""
         self.add_start(arrivals_ns, started_ns)
         if arrivals_ns:
             self.batch_sizes[len(arrivals_ns)] += 1
         self.add_stage(started_ns, ended_ns)
 
     def add_start(self, arrivals_ns: Sequence[int], started_ns: int) -> None:
-        """Requests wait no more."""
+        """Count the waits of requests whose batch has started."""
         for arrival_ns in arrivals_ns:
             self._waits_ns.append(started_ns - arrival_ns)
             self._wait_total_ns += started_ns - arrival_ns
 
     def add_stage(self, started_ns: int, ended_ns: int) -> None:
-        """A device was busy."""
+        """Count the time in which a device was busy."""
         self._busy_ns += ended_ns - started_ns
 
     def add_answer(self, arrival_ns: int, deadline_ns: int, now_ns: int) -> None:
-        """A request was answered with a result."""
+        """Count a request that was answered with a result."""
         self.answered += 1
         self.late += now_ns > deadline_ns
         self._latencies_ns.append(now_ns - arrival_ns)
         self._latency_total_ns += now_ns - arrival_ns
 
     def merge(self, other: Record) -> None:
-        """Add another's."""
+        """Add the counters of another record."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in _WINDOWS:
