@@ -25,7 +25,7 @@ _NS_PER_S = 1_000_000_000
 
 
 def uniform(rate_qps: float) -> Iterator[int]:
-    """One after another at equal distances; the first after one distance."""
+    """Arrivals with equal gaps; the first after one gap."""
     gap_ns = _NS_PER_S / _positive(rate_qps)
     return (round(number * gap_ns) for number in count(1))
 
@@ -52,9 +52,9 @@ def bursty(
 ) -> Iterator[int]:
     """A Poisson process that is modulated by two states (MMPP), with ``rate_qps`` on average.
 
-    For ``share`` of the time, in bursts of ``burst_s`` on average, there are ``peak`` times as
-    many; in the rest so many fewer. Raises ValueError where the bursts alone would be more than
-    all of them.
+    For ``share`` of the time, in bursts of ``burst_s`` on average, the rate is ``peak`` times as
+    high; in the rest it is lower, so that the average holds. Raises ValueError if the bursts alone
+    would exceed it.
     """
     if not (0 < share < 1 and 0 < share * peak <= 1):
         raise ValueError(f"bursts with {peak} x the rate for {share} of the time: more than all")
@@ -72,7 +72,7 @@ def requests(
     key: Hashable = None,
     priority: int = 0,
 ) -> Iterator[Request]:
-    """Requests at ascending ``times_ns``, numbered from 0; their deadline ``slo_ms`` after it.
+    """Requests at ascending ``times_ns``, numbered from 0, each with a deadline ``slo_ms`` later.
 
     Ends after ``count`` requests or at ``duration_s``, whichever comes first; with neither, with
     ``times_ns``. ``slo_ms=None``: without a deadline.
@@ -101,7 +101,7 @@ def _renewals(gaps_s: Iterable[float]) -> Iterator[int]:
 def _modulated(
     states: tuple[tuple[float, float], tuple[float, float]], share: float, random: Random
 ) -> Iterator[int]:
-    """Of two states, (rate, mean length in s); ``share`` is the chance to begin in the first."""
+    """``states`` are (rate, mean length in s); ``share`` is the chance to begin in the first."""
     end_s = 0.0
     state = int(random.random() >= share)
     while True:

@@ -1,9 +1,9 @@
 """Several devices behind a router, each with a policy of its own: as serving clusters are built.
 
 A :class:`Cluster` is a :class:`~trims_shim.batching.protocol.Policy` made of others, so it runs in
-the same loop: a request is given to one node when it arrives and stays there. Where devices are of
-one kind and share a queue (late binding), a single policy with several devices does better; this
-is for devices that differ, and for measuring what early binding costs.
+the same loop. A request is given to one node when it arrives, and stays there. For devices of one
+kind, a single policy with several devices and a shared queue (late binding) does better. This is
+for devices that differ, and for measuring what early binding costs.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Node:
     """One device with its policy, and what a router may know about it."""
 
     policy: Policy
-    """For one device; knows it as number 0."""
+    """For one device, which it knows as number 0."""
     keys: Iterable[Hashable] = (None,)
-    """Of the requests that it can answer."""
+    """The keys of the requests that it can answer."""
     cost_ns: float = 1.0
-    """Of one request when the device is kept busy; its throughput is 1 / cost."""
+    """Time for one request when the device is kept busy; its throughput is 1 / cost."""
     weight: float = 1.0
     """Its share of the requests, for :func:`weighted`."""
     open: int = field(default=0, init=False)
-    """Requests that it has and has not answered."""
+    """Requests that it was given, and has neither answered nor dropped."""
     wake_ns: int | None = field(default=None, init=False)
-    """When its policy wants to be asked."""
+    """When its policy wants TIMER; None for never."""
 
 
 Route = Callable[[Request, Sequence[Node]], int]
@@ -56,7 +56,7 @@ Route = Callable[[Request, Sequence[Node]], int]
 
 
 def weighted(random: Random) -> Route:
-    """Any node, with chances as their weights: the shares that a placement planned, or equal."""
+    """Route at random by the nodes' weights: the shares that a placement planned, or equal ones."""
 
     def route(request: Request, nodes: Sequence[Node]) -> int:
         return random.choices(range(len(nodes)), [node.weight for node in nodes])[0]
@@ -65,7 +65,7 @@ def weighted(random: Random) -> Route:
 
 
 def least_loaded(request: Request, nodes: Sequence[Node]) -> int:
-    """The node that would have answered it first if it kept busy; the first of equal ones."""
+    """The node that, kept busy, would answer the request first; the first of equal ones."""
     loads = [(node.open + 1) * node.cost_ns for node in nodes]
     return loads.index(min(loads))
 
@@ -84,7 +84,7 @@ class Cluster:
             key: [self.nodes[index] for index in hosts] for key, hosts in self._hosts.items()
         }
         self._wakes: list[tuple[int, int]] = []
-        """A heap of (time, node); an entry whose time is not the node's any more is void."""
+        """A heap of (time, node); an entry is void if its time is no longer the node's."""
 
     def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
         """As :class:`~trims_shim.batching.protocol.Policy` has it; nothing can be cancelled."""
@@ -104,7 +104,7 @@ class Cluster:
         raise ValueError("a cluster cancels nothing")
 
     def next_deadline_ns(self) -> int | None:
-        """The earliest of its nodes'."""
+        """The earliest of its nodes' deadlines."""
         wakes, nodes = self._wakes, self.nodes
         while wakes and nodes[wakes[0][1]].wake_ns != wakes[0][0]:
             heapq.heappop(wakes)
@@ -119,7 +119,7 @@ class Cluster:
         return self._hosts[request.key][chosen]
 
     def _due(self, now_ns: int) -> list[int]:
-        """Nodes whose time has come."""
+        """The nodes whose time has come."""
         due: list[int] = []
         while (wake_ns := self.next_deadline_ns()) is not None and wake_ns <= now_ns:
             _, index = heapq.heappop(self._wakes)

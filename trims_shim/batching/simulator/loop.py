@@ -33,7 +33,8 @@ __all__ = ["Execution", "Outcome", "check_progress", "leave", "simulate"]
 ServiceTime = Callable[[int, Sequence[Request]], int]
 """(device, batch) -> nanoseconds."""
 NextExit = Callable[[int, Sequence[Request], int], int]
-"""(device, batch, nanoseconds since its start) -> the same of the next exit point, or later."""
+"""(device, batch, nanoseconds since its start) -> nanoseconds from its start to the next exit
+point, or later."""
 
 
 # As Request: made by the million, so not frozen.
@@ -56,9 +57,9 @@ class Outcome:
     executions: list[Execution] = field(default_factory=list)
     """In the order of their ends."""
     dropped: list[tuple[Request, int]] = field(default_factory=list)
-    """With the time."""
+    """With the time of the drop."""
     unanswered: list[Request] = field(default_factory=list)
-    """Still queued when nothing was left that could happen."""
+    """Still queued when no event was left."""
     requests: int = 0
     """How many arrived."""
     start_ns: int = 0
@@ -83,7 +84,7 @@ class Outcome:
 
     @property
     def busy_ns(self) -> int:
-        """Summed over devices, with what was spent on batches that were given up."""
+        """Summed over devices, including the time of batches that were given up."""
         return sum([each.ended_ns - each.started_ns for each in self.executions])
 
 
@@ -97,14 +98,14 @@ def simulate(
 ) -> Outcome:
     """Drive ``policy`` with ``requests``, sorted by arrival, until all are settled.
 
-    ``service_ns`` says how long a batch really takes; ``lateness_ns`` how much too late a timer
-    comes. ``next_exit_ns`` says where a batch can be given up, with what giving it up costs; a
+    ``service_ns`` returns how long a batch really takes, ``lateness_ns`` how much too late a timer
+    comes. ``next_exit_ns`` returns when a batch can be given up, including the cost of that; a
     policy that preempts needs it. After the last arrival the policy gets FLUSH only when nothing
-    else would happen. Raises ValueError where the policy breaks its contract, or an arrival comes
+    else would happen. Raises ValueError if the policy breaks its contract, or an arrival comes
     before its predecessor.
 
-    The garbage collector of cycles is off meanwhile, in all threads: nothing here makes any, and it
-    would look again and again at all that is kept, which takes a third of the time.
+    The garbage collector of cycles is off meanwhile, in all threads: nothing here makes cycles, and
+    its repeated scans of all that is kept would take a third of the time.
     """
     run = _Simulation(service_ns, next_exit_ns)
     is_collecting = gc.isenabled()
@@ -175,7 +176,7 @@ def _run(
 
 
 def check_progress(policy: Policy, now_ns: int) -> None:
-    """After a timer that led to nothing. Raises ValueError where the next one would be now."""
+    """Raise ValueError if the policy, after a timer that led to nothing, wants the next one now."""
     deadline_ns = policy.next_deadline_ns()
     if deadline_ns is not None and deadline_ns <= now_ns:
         raise ValueError(f"the policy did nothing at {now_ns} ns, and wants to be asked again then")
@@ -197,7 +198,7 @@ class _Simulation:
     def __init__(self, service_ns: ServiceTime, next_exit_ns: NextExit | None) -> None:
         self.outcome = Outcome()
         self.ends: list[tuple[int, int, Execution]] = []
-        """A heap of (time, number, execution); one whose time is not its end any more is void."""
+        """A heap of (time, number, execution); void if its time is no longer the end of it."""
         self._running: dict[int, Execution] = {}
         self.queued: set[Request] = set()
         self._service_ns = service_ns
@@ -256,7 +257,7 @@ class _Simulation:
 
 
 def leave(queued: set[Request], requests: Sequence[Request]) -> None:
-    """They are queued no more. Raises ValueError for those that were not, and for doubles."""
+    """Remove requests from the queue. Raises ValueError for one that is not there, or twice."""
     try:
         for request in requests:
             queued.remove(request)

@@ -32,15 +32,15 @@ class Report:
     mean_batch: float
     """Items in an answered batch; 0 where there was none."""
     busy_share: float
-    """Of the devices' time."""
+    """Share of the devices' time in which batches ran."""
     wasted_share: float
-    """Of the devices' time, on batches that were given up at an exit point."""
+    """Share of the devices' time spent on batches that were given up at an exit point."""
     preemptions: int
     p50_ms: float
-    """Of the latency of what was answered, also late; 0 where nothing was."""
+    """Of the latencies of all answers, also late ones; 0 if there were none."""
     p99_ms: float
     accuracy: float | None = None
-    """Mean over the answers that were in time; None where there were none or nobody said."""
+    """Mean over the answers in time; None if there were none, or without ``accuracy_of``."""
 
     @classmethod
     def of(
@@ -50,9 +50,9 @@ class Report:
         devices: int = 1,
         accuracy_of: Callable[[int], float] | None = None,
     ) -> Report:
-        """Of a finished simulation; ``accuracy_of`` a device's answers.
+        """The report of a finished simulation; ``accuracy_of`` returns that of a device's answers.
 
-        Raises ValueError where a request is not accounted for.
+        Raises ValueError if a request is not accounted for.
         """
         latencies, on_time, score = _answers(outcome, accuracy_of)
         answered = len(latencies)
@@ -89,7 +89,7 @@ class Report:
 
     @property
     def violation_ratio(self) -> float:
-        """Of all requests."""
+        """The share of violations in all requests."""
         return _ratio(self.violations, self.requests)
 
     @property

@@ -6,7 +6,7 @@ everywhere in the artefact, and ignored) and its objective in milliseconds::
     0.731
     12.44,1,300
 
-Pure: whoever calls opens the file.
+Pure: the caller opens the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read_trace(
 
     ``slo_ms`` replaces the trace's own objectives; a request with neither has no deadline.
     ``speed`` 2 means twice as many in the same time. Empty lines and those that begin with ``#``
-    are passed over. Raises ValueError, with the number of the line, for what is no request or is
+    are skipped. Raises ValueError, with the number of the line, for a line that is no request or is
     earlier than the one before.
     """
     if not speed > 0:
