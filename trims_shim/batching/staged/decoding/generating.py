@@ -1,14 +1,14 @@
 """Generation token by token as a staged model: prefill, and a loop of decoder steps.
 
-Callers give prompts, and get the tokens that follow, the likeliest or drawn (:mod:`.sampling`).
-Whoever comes joins between two steps, after his prompt was read by the stages before (the prefill);
-whoever has his last token leaves. So a short answer does not wait for a long one, and a newcomer
-waits for a step instead of for all others' answers.
+Callers give prompts, and get the tokens that follow, the likeliest or drawn (:mod:`.sampling`). A
+request joins the loop between two steps, after the stages before it have read its prompt (the
+prefill), and leaves with its last token. So a short answer does not wait for a long one, and a new
+request waits for one step instead of for all other answers.
 
-A model is here a :class:`Decoder`: transformers' causal language models are made one by
-:class:`.transformers_decoder.TransformersDecoder`, and a decoder of your own is written as one.
-Rows end at the same column, prompts are padded in front (:mod:`.key_values`). Nested tensors would
-save that padding, but few attention kernels take them together with a cache.
+A model is here a :class:`Decoder`: :class:`.transformers_decoder.TransformersDecoder` makes one of
+transformers' causal language models; write your own decoder as one. Rows end at the same column,
+prompts are padded in front (:mod:`.key_values`). Nested tensors would save that padding, but few
+attention kernels take them together with a cache.
 
 Source of the scheduling: iteration-level scheduling of Orca (OSDI'22), here with meta-operations of
 DVABatch (ATC'22).
@@ -47,18 +47,18 @@ class Decoder(Protocol):
     """A causal language model, as :func:`generation` calls it."""
 
     def __call__(self, tokens: Any, positions: Any, mask: Any, cache: GrowingCache) -> Any:
-        """The scores of what follows the last of ``tokens``, ``[batch, vocabulary]``.
+        """The scores of the token after the last of ``tokens``, ``[batch, vocabulary]``.
 
         ``tokens`` and their ``positions`` are ``[batch, tokens]`` int64. ``mask`` is ``[batch, past
         + tokens]`` boolean, false for padding, which no token may attend to; nor may a token attend
-        to later ones. What padding itself gets does not matter. Each layer gives its new keys and
+        to later ones. The results at padding do not matter. Each layer gives its new keys and
         values to ``cache.update(keys, values, layer)`` and attends to what that returns.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Between two stages of the prefill."""
+    """The activation between two stages of the prefill."""
 
     tokens: Any
     """``[batch, columns]``, padded in front."""
@@ -72,12 +72,12 @@ class _Prompts:
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """Between two steps."""
+    """The activation between two steps."""
 
     tokens: Any
     """``[batch]``: chosen last, and not read yet."""
     lengths: Any
-    """``[batch]``: how many were read."""
+    """``[batch]``: how many tokens were read."""
     budgets: Any
     """``[batch]``: how many more may be generated."""
     is_new: Any
@@ -106,24 +106,25 @@ def generation(
     ``()`` for none. ``pad_token_id`` is any token; it is never attended to.
 
     An item is a prompt: a tensor ``[tokens]``, a list of tokens, or a mapping of ``input_ids`` and,
-    if wanted, ``attention_mask``, and ``max_new_tokens`` of this prompt, if fewer. They are
-    collated as a list (``collate="list"``), or padded in any way (``collate=Pad(...)``). The answer
-    is a tensor of the new tokens, on the model's device; callers that stream get tensors of the
-    first two tokens, and then of one each.
+    if wanted, ``attention_mask`` and a smaller ``max_new_tokens``. Prompts are collated as a list
+    (``collate="list"``), or padded in any way (``collate=Pad(...)``). The answer is a tensor of the
+    new tokens, on the model's device; callers that stream get one tensor of the first two tokens,
+    and then one of each further token.
 
-    Tokens are the likeliest ones, or with a ``temperature`` above 0 drawn, of the ``top_k``
-    likeliest (0: all) and of those likeliest that have ``top_p`` of the probability together. A
-    mapping may have these of its own, and a ``seed``: then its answer is what ``torch.manual_seed``
-    with it and ``model.generate(do_sample=True, ...)`` give, whoever is in the batch.
+    Tokens are the likeliest ones. With a ``temperature`` above 0 they are drawn from the ``top_k``
+    likeliest (0: all), and of these from the likeliest that together have ``top_p`` of the
+    probability. A mapping may have its own values of these, and a ``seed``. With a seed its answer
+    is that of ``torch.manual_seed(seed)`` and ``model.generate(do_sample=True, ...)``, whatever
+    else is in the batch.
 
     With several ``prefill_stages`` prompts are read in so many parts, and prompts that come a bit
-    later may meet them in between. Others take their steps meanwhile where there is a device for
-    it (``devices=2``); with one device prompts go first.
+    later may join them between two parts. With a second device (``devices=2``) other requests take
+    their steps meanwhile; with one device prompts go first.
 
-    Raises TypeError for tokens that are no numbers, ValueError for numbers below 1 and sampling
-    that cannot be, and StagingError for models that cannot be run so: encoder-decoders, those
-    without a cache of keys and values, modules in training mode, and with several
-    ``prefill_stages`` those whose tokens attend to later ones.
+    Raises TypeError for tokens that are no numbers, ValueError for counts below 1 and impossible
+    sampling, and StagingError for models that cannot be run so: encoder-decoders, those without a
+    cache of keys and values, modules in training mode, and with several ``prefill_stages`` those
+    whose tokens attend to later ones.
     """
     whole("max_new_tokens", max_new_tokens)
     whole("prefill_stages", prefill_stages)
@@ -164,7 +165,7 @@ def _decoder_of(model: Any) -> tuple[Decoder, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Generator:
-    """The stages."""
+    """Makes the stages, and is what they share."""
 
     decoder: Decoder
     ends: tuple[int, ...]
@@ -178,7 +179,7 @@ class _Generator:
         return [functools.partial(self._begin, read=reading[0]), *reading[1:]]
 
     def _begin(self, batch: Any, *, read: Stage) -> Any:
-        """The first stage: a batch as it was collated."""
+        """The first stage: takes a batch as it was collated."""
         prompts = prompts_of(
             batch,
             max_new_tokens=self.max_new_tokens,
@@ -197,7 +198,7 @@ class _Generator:
         return read(_Prompts(*prompts, NOTHING_SEEN))
 
     def _read(self, prompts: _Prompts, *, part: int, parts: int) -> Any:
-        """One part of the columns; after the last, the first token."""
+        """Read one part of the columns; after the last part choose the first token."""
         torch = torch_in_this_thread()
         columns = prompts.tokens.shape[1]
         start, end = columns * part // parts, columns * (part + 1) // parts
@@ -231,7 +232,7 @@ class _Generator:
         return EarlyExit(finished, results, _take(state, going) if going else None)
 
     def step(self, state: _Decoding) -> Stepped:
-        """One more token for each row, or what the decoder raises for it alone."""
+        """One more token for each row, or the error that the decoder raises for it alone."""
         import torch
 
         found = _apart(functools.partial(self._next, state), list(range(len(state.chances))))
@@ -246,16 +247,16 @@ class _Generator:
             after = _Decoding(tokens, state.lengths + 1, budgets, is_old, state.chances, past)
             # One copy to the host for both.
             finished, is_new = torch.stack([is_last, state.is_new]).tolist()
-        two = torch.stack([state.tokens, tokens], 1)  # outside: callers may write to theirs
+        two = torch.stack([state.tokens, tokens], 1)  # no inference mode: callers may write to them
         pieces = [both if first else both[1:] for both, first in zip(two, is_new, strict=True)]
         for row, error in failed.items():
             pieces[row], finished[row] = error, True
         return Stepped(after, pieces, finished)
 
     def _next(self, state: _Decoding, rows: list[int]) -> tuple[Any, KeyValues]:
-        """The scores of what follows in these rows, and the keys and values until there.
+        """The scores of the next token of these rows, and their keys and values so far.
 
-        With fewer than all of them the last one is repeated: some decoders take one size of batch.
+        If these are not all rows, the last one is repeated: some decoders take one batch size only.
         """
         torch = torch_in_this_thread()
         state = _take(state, rows + rows[-1:] * (len(state.chances) - len(rows)))
@@ -279,14 +280,14 @@ class _Generator:
 
 
 _Found = tuple[list[int], Any]
-"""Rows, and what was returned for them, or raised for a single one."""
+"""Rows, and what the decoder returned for them, or raised for a single one."""
 
 
 def _apart(run: Callable[[list[int]], Any], rows: list[int]) -> list[_Found]:
-    """Of all rows at once; where that fails, of halves, until a row that fails is alone.
+    """Run all rows at once; where that fails, halves, until a row that fails is alone.
 
-    As one that has come to the end of the model's positions. Else all of its batch would begin
-    anew, and those who have heard some of their tokens could not.
+    A row fails, for example, at the end of the model's positions. Otherwise its whole batch would
+    begin anew, which requests that have streamed some of their tokens cannot.
     """
     try:
         return [(rows, run(rows))]
@@ -299,7 +300,7 @@ def _apart(run: Callable[[list[int]], Any], rows: list[int]) -> list[_Found]:
 
 
 def _together(found: Sequence[_Found], before: KeyValues) -> tuple[Any, KeyValues]:
-    """Scores, and keys and values, of all rows; of those that failed the ones of before."""
+    """The scores, and keys and values, of all rows; failed rows keep their old keys and values."""
     import torch
 
     (some, _), *_ = (each for _, each in found if not isinstance(each, Exception))

@@ -1,7 +1,7 @@
 """The keys and values of the tokens that a decoder has seen: rows that come, go and grow.
 
 Rows have different lengths. They end at the same column, so that one more token is one more column
-for all of them, and what is before a row's first token is padding, which its mask leaves out. When
+for all of them. The columns before a row's first token are padding, which its mask leaves out. When
 rows are joined, shorter ones are padded in front; when the longest leaves, so does the padding that
 only it needed.
 
@@ -20,14 +20,14 @@ from trims_shim.batching.staged.activations import Shared
 __all__ = ["NOTHING_SEEN", "GrowingCache", "KeyValues", "gather"]
 
 _ROOM = 64
-"""Columns. The cache is copied once for so many tokens; half of it is unused memory on average."""
+"""Spare columns. The cache is copied once in so many tokens; on average half of them are unused."""
 
 _Pair = tuple[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class KeyValues:
-    """Of a batch. What is in the columns in use does not change any more."""
+    """The keys and values of a batch. The columns in use do not change any more."""
 
     layers: Mapping[int, _Pair]
     """Keys and values of each layer, ``[batch, heads, capacity, width]``."""
@@ -45,13 +45,13 @@ NOTHING_SEEN = KeyValues({}, Shared(0))
 
 
 class GrowingCache:
-    """What a decoder gets for one call: the past, to which it adds the keys and values of today.
+    """The cache of one call of a decoder: the past, to which it adds new keys and values.
 
     ``update`` is called as that of transformers' caches.
     """
 
     def __init__(self, past: KeyValues, *, padding: Any = None) -> None:
-        """``padding``: ``[batch, tokens]``, which of today's tokens are."""
+        """``padding``: ``[batch, tokens]``, which of the new tokens are padding."""
         self.past = past
         self._padding = None if padding is None else padding[:, None, :, None]
         self._layers = dict(past.layers)
@@ -59,15 +59,15 @@ class GrowingCache:
         self._updated: set[int] = set()
 
     def update(self, keys: Any, values: Any, layer: int) -> tuple[Any, Any]:
-        """Add ``[batch, heads, tokens, width]`` of one layer; returns all of it, to be read only.
+        """Add ``[batch, heads, tokens, width]`` of one layer; to be called once for each layer.
 
-        ``[batch, heads, past + tokens, width]``. To be called once for each layer.
+        Returns all of the layer, ``[batch, heads, past + tokens, width]``, to be read only.
         """
         start, end = self.past.length, self.past.length + int(keys.shape[-2])
         buffers = self._layers.get(layer, (None, None))
         pair = _appended(buffers[0], keys, start, end), _appended(buffers[1], values, start, end)
         if self._padding is not None:
-            # What attends to nothing may have become NaN, and that times a weight of 0 is NaN.
+            # Padding attends to nothing and may have become NaN; NaN times a weight of 0 is NaN.
             for buffer in pair:
                 buffer[..., start:end, :].masked_fill_(self._padding, 0)
         self._layers[layer] = pair
@@ -95,10 +95,10 @@ def _appended(buffer: Any, new: Any, start: int, end: int) -> Any:
 
 
 def gather(parts: Sequence[tuple[KeyValues, Any]], length: int) -> KeyValues:
-    """A batch of rows of others, that ends at the column ``length``.
+    """Make a batch, which ends at the column ``length``, of rows of others. Always a copy.
 
-    Each part is a cache and the rows to take of it, a tensor of their numbers, or None for all. No
-    row of them is longer than ``length``. Always a copy.
+    Each part is a cache and a tensor of the numbers of the rows to take, or None for all. No such
+    row is longer than ``length``.
     """
 
     def gathered(layer: int, which: int) -> Any:
@@ -112,7 +112,7 @@ def gather(parts: Sequence[tuple[KeyValues, Any]], length: int) -> KeyValues:
 def _gathered(parts: Sequence[tuple[Any, int, Any]], length: int) -> Any:
     first = parts[0][0]
     counts = [len(buffer) if rows is None else len(rows) for buffer, _, rows in parts]
-    # Zeros, as padding is multiplied by a weight of 0, and so must not be infinite.
+    # Zeros: padding is multiplied by a weight of 0, so it must not be infinite.
     shape = (sum(counts), *first.shape[1:-2], length + _ROOM, first.shape[-1])
     gathered = first.new_zeros(shape)
     start = 0

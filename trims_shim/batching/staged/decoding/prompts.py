@@ -1,4 +1,4 @@
-"""The batches of prompts that a generating model is given, in one form: padded in front."""
+"""Bring the batches of prompts for a generating model into one form: padded in front."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WISHES = ("temperature", "top_k", "top_p", "seed")
 
 
 class PromptBatch(NamedTuple):
-    """``[batch, columns]``, as many columns as the longest has tokens."""
+    """``tokens`` are ``[batch, columns]``, as many columns as the longest prompt has tokens."""
 
     tokens: Any
     lengths: Any
@@ -23,7 +23,7 @@ class PromptBatch(NamedTuple):
     budgets: Any
     """``[batch]``: how many tokens may be generated."""
     chances: list[Chance | None]
-    """Of each: how its tokens are drawn; None for the likeliest."""
+    """How the tokens of each are drawn; None for the likeliest."""
 
 
 def prompts_of(
@@ -34,11 +34,11 @@ def prompts_of(
     device: Any,
     sampling: Sampling = GREEDY,
 ) -> PromptBatch:
-    """What a collate has made of prompts: a list of them, or padded, a mapping, or a tensor.
+    """Convert collated prompts: a list of them, a :class:`Padded`, a mapping, or a tensor.
 
-    ``sampling`` is of those that do not ask for another one. Raises ValueError for a prompt without
-    tokens, of more axes than one, or that asks for none, and for sampling that cannot be; TypeError
-    for tokens that are no whole numbers.
+    ``sampling`` is for prompts that do not ask for their own. Raises ValueError for a prompt that
+    has no tokens, has more than one axis, or asks for no new tokens, and for impossible sampling;
+    TypeError for tokens that are no whole numbers.
     """
     import torch
 
@@ -70,7 +70,7 @@ def _listed(batch: list[Any], pad_token_id: int, device: Any) -> tuple[Any, Any,
         padded[row, columns - len(tokens) :] = tokens
     if all(asked is None for _, asked in rows):
         return padded, lengths, None
-    # Those that do not ask get as many as there may be.
+    # Prompts that do not ask get as many as there may be.
     most = torch.iinfo(torch.int64).max
     asked = [most if asked is None else asked for _, asked in rows]
     return padded, lengths, torch.tensor(asked, device=device)
@@ -103,7 +103,7 @@ def _padded(batch: Any, device: Any) -> tuple[Any, Any, Any]:
 
 
 def _wishes(prompt: Any) -> dict[str, Any]:
-    """What it says of sampling, as numbers."""
+    """What a prompt says of sampling, as numbers."""
     if not isinstance(prompt, Mapping):
         return {}
     return {name: _number(prompt[name]) for name in _WISHES if prompt.get(name) is not None}
@@ -119,7 +119,7 @@ def _wishes_of_rows(batch: Any, count: int) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """Of an array without axes, too."""
+    """A plain number, also of an array without axes."""
     return value.item() if hasattr(value, "item") else value
 
 
@@ -150,6 +150,6 @@ def _tokens(values: Any, device: Any, *, axes: int) -> Any:
             f"a prompt is a row of token ids, and here is a tensor {list(found.shape)}; of what a "
             "tokenizer returns as [1, tokens], give the row"
         )
-    if found.is_floating_point() and found.numel():  # nothing at all is of no type
+    if found.is_floating_point() and found.numel():  # an empty list becomes floating-point
         raise TypeError(f"token ids are whole numbers, and here are some of {found.dtype}")
     return found.to(torch.int64)

@@ -2,8 +2,8 @@
 
 Scores are processed as by transformers' ``TemperatureLogitsWarper``, ``TopKLogitsWarper`` and
 ``TopPLogitsWarper``, in their order, and drawn from with ``torch.multinomial``. Each row has random
-numbers of its own, so what it draws does not depend on who shares its step: with a seed, it is what
-``torch.manual_seed(seed)`` and ``model.generate(do_sample=True)`` draw for it alone.
+numbers of its own, so what it draws does not depend on the other rows of its step: with a seed, it
+is what ``torch.manual_seed(seed)`` and ``model.generate(do_sample=True)`` draw for it alone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _FIELDS = ("temperature", "top_k", "top_p")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Raises ValueError for what cannot be."""
+    """How tokens are drawn. Raises ValueError for impossible values."""
 
     temperature: float = 0.0
-    """Scores are divided by it; 0: the likeliest token, always."""
+    """Scores are divided by it; 0: always the likeliest token."""
     top_k: int = 0
-    """Of so many of the likeliest; 0: of all."""
+    """A token is drawn from so many of the likeliest; 0: from all."""
     top_p: float = 1.0
-    """Of the likeliest that are so likely together; 1: of all."""
+    """It is drawn from the likeliest that together have this probability; 1: from all."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -42,7 +42,7 @@ GREEDY = Sampling()
 
 
 class Chance:
-    """Of one row: how it draws, and from which random numbers. Changes with each draw."""
+    """How one row draws, and from which random numbers. Changes with each draw."""
 
     __slots__ = ("generator", "sampling")
 
@@ -52,7 +52,7 @@ class Chance:
 
 
 def chance_of(asked: Mapping[str, Any], default: Sampling, device: Any) -> Chance | None:
-    """Of a prompt that asks for this; None for one that takes the likeliest.
+    """The chance of a prompt that asks for this; None for one that takes the likeliest tokens.
 
     ``asked`` has any of ``temperature``, ``top_k``, ``top_p`` and ``seed``, as numbers. Without a
     seed, one is drawn from torch's own generator. Raises ValueError.

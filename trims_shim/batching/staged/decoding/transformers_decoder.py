@@ -15,13 +15,13 @@ __all__ = ["TransformersDecoder", "refuse_training"]
 _logger = logging.getLogger(__name__)
 
 _CACHE_NAMES = ("cache", "past_key_values")
-"""What models call it from transformers 5.24 on, and before."""
+"""The name of the models' parameter from transformers 5.24 on, and before."""
 _ATTENTION = frozenset(["full_attention", "sliding_attention", "chunked_attention"])
 """Types of layers that need no more than keys and values of all tokens."""
 _RELATIVE = frozenset(["bloom", "mpt"])
 """Types of models that take no positions, and need none: they look at distances only."""
 _WINDOW_OF_CACHE = frozenset(["moshi"])
-"""Types of models that leave tokens out by what their own cache forgets, and not by a mask."""
+"""Types of models that leave old tokens out because their own cache forgets them, not by a mask."""
 _OTHER_SCORES = (
     "repetition_penalty",
     "no_repeat_ngram_size",
@@ -37,15 +37,16 @@ _OTHER_SCORES = (
     "guidance_scale",
     "num_beams",
 )
-"""What a generation config may have that makes other tokens the likeliest ones."""
+"""Settings of a generation config that make other tokens the likeliest ones."""
 
 
 class TransformersDecoder:
     """A :class:`.generating.Decoder` of a causal language model.
 
-    Raises StagingError for encoder-decoders, models that keep something else than keys and values
-    of all tokens (state-space and other recurrent ones), models that number tokens by their columns
-    (Bart's and others that are decoders of a pair), and models in training mode.
+    Raises StagingError for encoder-decoders, models without a cache, models that keep something
+    else than keys and values of all tokens (state-space and other recurrent ones), models that
+    number tokens by their columns (Bart's and others that are decoders of a pair), and models in
+    training mode.
     """
 
     def __init__(self, model: Any) -> None:
@@ -82,12 +83,12 @@ class TransformersDecoder:
 
     @property
     def device(self) -> Any:
-        """Where tokens have to be."""
+        """The device on which tokens have to be."""
         return self._model.device
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Those of the generation config."""
+        """The ends of an answer in the generation config."""
         ends = self._model.generation_config.eos_token_id
         if ends is None:
             return ()
@@ -108,18 +109,18 @@ class TransformersDecoder:
 
 
 def _longest(config: Any) -> int | None:
-    """The length beyond which answers would not be those of the model for a row alone.
+    """The length beyond which a row's answer would not be the model's for that row alone.
 
-    Where rotary embeddings change, to what suits the longest of a batch, in place, as a buffer of
-    the model (transformers.modeling_rope_utils.dynamic_rope_update): the answer for a row would
-    depend on who else is in its batch, or runs at the same time. Or where the model's own cache
-    begins to forget.
+    Beyond it, some rotary embeddings change to suit the longest row of a batch, in place, as a
+    buffer of the model (transformers.modeling_rope_utils.dynamic_rope_update). A row's answer would
+    depend on the other rows of its batch, and on batches that run at the same time. Or the model's
+    own cache begins to forget. None if there is no such length.
     """
     if config.model_type in _WINDOW_OF_CACHE:
         window: int = config.sliding_window
         return window
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    # One for all layers, or one for each type of them.
+    # One set of parameters for all layers, or one for each type of layer.
     kinds = [each for each in given.values() if isinstance(each, dict)] or [given]
     limits: list[int] = []
     for each in kinds:
@@ -145,17 +146,17 @@ def _warn_of_other_scores(name: str, config: Any) -> None:
 
 
 def _is_causal(model: Any) -> bool:
-    """False for an encoder as BertLMHeadModel's, if nobody has said ``is_decoder=True`` of it."""
+    """False for an encoder, such as BertLMHeadModel's without ``is_decoder=True``."""
 
     def said(name: str) -> set[Any]:
         return {getattr(each, name) for each in model.modules() if hasattr(each, name)}
 
-    # The encoders of other inputs, such as images, are none of the tokens'.
+    # Encoders of other inputs, such as images, do not read the tokens.
     return True in said("is_causal") or said("is_decoder") != {False}
 
 
 def refuse_training(model: Any) -> None:
-    """Raises StagingError: dropout would make answers depend on chance."""
+    """Raise StagingError in training mode: dropout would make answers depend on chance."""
     if getattr(model, "training", False):
         raise StagingError(f"{type(model).__name__} is in training mode; call its eval() first")
 
@@ -165,7 +166,7 @@ def _cache_class() -> Any:
     from transformers.cache_utils import Cache, DynamicLayer
 
     class Forwarding(Cache):
-        """Keeps every token; models with sliding windows leave out the rest by the mask."""
+        """Keeps every token; models with sliding windows leave old ones out by a mask."""
 
         def __init__(self, cache: GrowingCache) -> None:
             super().__init__(layer_class_to_replicate=DynamicLayer)
