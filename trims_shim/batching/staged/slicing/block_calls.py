@@ -1,12 +1,12 @@
 """What a model does around its blocks, found by running it with stand-ins for them.
 
-A *shell* is a copy of the modules on the way from the model to its blocks, with stand-ins for
-those; everything else in it, weights above all, is the model's own. Its ``forward`` is run
+A *shell* is a copy of the modules on the way from the model to its blocks, with stand-ins for the
+blocks. Everything else in it, above all the weights, is the model's own. Its ``forward`` is run
 
-- as the *prelude*, until the last block is called. Each stand-in notes what its block is called
-  with, and returns an alias of what it got; by that alias the next one knows the output of the one
-  before among its arguments;
-- as the *postlude*, where the last stand-in returns what the last block has really returned.
+- as the *prelude*, until the last block is called. Each stand-in notes its block's arguments, and
+  returns an alias of the hidden state among them. By that alias the next stand-in finds the output
+  of the block before among its own arguments;
+- as the *postlude*, in which the last stand-in returns the real output of the last block.
 
 The model is never changed. Threads may run shells at the same time.
 """
@@ -26,10 +26,10 @@ _here = threading.local()
 
 
 class BlockCalls:
-    """With what each block is called, but for the tensors: the same for all batches of one kind.
+    """The arguments of each block, except for the tensors: the same for all batches of one kind.
 
-    Each leaf of the arguments is the hidden state, one of the prelude's tensors, by its number, or
-    a constant. Two are equal if all of that is.
+    Each leaf of the arguments is the hidden state, one of the prelude's tensors (by its number), or
+    a constant. Two of these objects are equal if all leaves and their structures are.
     """
 
     __slots__ = ("_calls",)
@@ -40,7 +40,7 @@ class BlockCalls:
     def arguments(
         self, block: int, hidden: Any, tensors: Sequence[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Those of a block, positional and by keyword."""
+        """The arguments of a block, positional and by keyword."""
         import torch.utils._pytree as pytree
 
         shape, slots = self._calls[block]
@@ -61,7 +61,7 @@ _HIDDEN, _TENSOR, _CONSTANT = "hidden", "tensor", "constant"
 
 
 class Prelude:
-    """What a prelude came to: the first block's hidden state, other tensors, and the calls."""
+    """The result of a prelude: the first block's hidden state, other tensors, and the calls."""
 
     __slots__ = ("calls", "hidden", "tensors")
 
@@ -93,7 +93,7 @@ class Shell:
             name: _stand_in(block, number)
             for number, (name, block) in enumerate(inner._modules.items())
         }
-        # What stands behind the hidden state in what a block returns; None if nothing stands there.
+        # What follows the hidden state in the tuple that a block returns; None for a lone tensor.
         self._behind: tuple[Any, ...] | None = None
         first = self._prelude(example, 1)
         args, kwargs = first.calls.arguments(0, first.hidden, first.tensors)
@@ -147,11 +147,11 @@ class Shell:
 
 
 class _Reached(BaseException):
-    """The last block is called; no ``except Exception`` of a model is to see it."""
+    """The last block is called. No ``except Exception`` of a model must catch this."""
 
 
 class _Noting:
-    """Stand-ins of a prelude."""
+    """What stand-ins do in a prelude."""
 
     def __init__(self, blocks: int, name: str, output: Callable[[Any], Any]) -> None:
         self._blocks = blocks
@@ -160,9 +160,9 @@ class _Noting:
         self._calls: list[tuple[Any, tuple[tuple[str, Any], ...]]] = []
         self._tensors: list[Any] = []
         self._aliases: list[Any] = []
-        """Of the hidden state, one for each block; the last is what its block gets."""
+        """Of the hidden state, one for each block; the next block has to get the last."""
         self._version: int | None = None
-        """Of the last alias, when it was returned."""
+        """The version of the last alias when it was returned."""
 
     @property
     def count(self) -> int:
@@ -219,12 +219,12 @@ class _Noting:
         )
 
     def prelude(self) -> Prelude:
-        """After the last block was called."""
+        """The result, after the last block was called."""
         return Prelude(self._aliases[0], self._tensors, BlockCalls(self._calls))
 
 
 class _Handing:
-    """Stand-ins of a postlude."""
+    """What stand-ins do in a postlude."""
 
     def __init__(self, blocks: int, hidden: Any, output: Callable[[Any], Any]) -> None:
         self._last = blocks - 1
@@ -242,7 +242,7 @@ class _Handing:
 
 
 def _stand_in(block: Any, number: int) -> Any:
-    """Looks like the block, but for being called."""
+    """Make an object that looks like the block, but calls the visitor of this thread."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _here.visitor.visit(number, args, kwargs)
@@ -259,7 +259,7 @@ def _stand_in(block: Any, number: int) -> Any:
 
 
 def _copied(module: Any) -> Any:
-    """A copy of the module alone: with the same weights, and modules that can be exchanged."""
+    """A copy of the module alone: with the same weights, and sub-modules that can be exchanged."""
     copied = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)
     copied._modules = dict(module._modules)
@@ -267,7 +267,7 @@ def _copied(module: Any) -> Any:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Objects are, also those whose parts torch knows (caches)."""
+    """Objects are leaves, also those that torch can take apart (caches)."""
     return not isinstance(value, tuple | list | dict)
 
 
@@ -281,7 +281,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _version_of(tensor: Any) -> int | None:
-    """Counts what was written to it; None where that is not counted."""
+    """How often a tensor was written to; None where that is not counted."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -1,10 +1,10 @@
 """Models that are a row of blocks, cut between them: encoders, decoders, sequential bodies.
 
-Nothing is traced: the model's own code runs, so lengths may vary and its kernels are those it
-chooses. The first stage begins with what the model does before its blocks (the prelude), the last
-one ends with what it does after them (the postlude); how these are found is in :mod:`.block_calls`.
-The prelude (embeddings, masks) runs twice, which has to be cheap;
-:func:`.graph_slicing.slice_model` is for models where it is not.
+Nothing is traced: the model's own code runs, so lengths may vary, and it chooses its kernels. The
+first stage begins with what the model does before its blocks (the prelude), the last one ends with
+what it does after them (the postlude); :mod:`.block_calls` finds these. The prelude (embeddings,
+masks) runs twice, which has to be cheap; :func:`.graph_slicing.slice_model` is for models where it
+is not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STAGES = 4
 _REPEATS = 5
 _KINDS = 64
 _SHARE = 0.2
-"""Of the time: about what stages gain where they gain little."""
+"""The largest share of time before the blocks without a warning: stages may gain no more."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,16 +47,17 @@ def slice_blocks(
 ) -> StagedModel:
     """A ``torch.nn.Module`` as a :class:`StagedModel` that computes the same, bit for bit.
 
-    ``example`` as of :func:`.graph_slicing.slice_model`, of a typical size.
+    ``example`` as for :func:`.graph_slicing.slice_model`, of a typical size.
     ``n_stages``: how many stages of even time; None for four, or one for each block if they are
     fewer. ``blocks``: the name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds them, such
-    as ``"encoder.layer"``; None for the one with the most weights. ``compiler``: what makes each
-    block faster, such as ``torch.compile``; the model is equalled only as far as it equals it.
+    as ``"encoder.layer"``; None for the one with the most weights. ``compiler``: compiles each
+    block, such as ``torch.compile``; results are then the model's only as far as those of compiled
+    blocks are.
 
     Nothing is copied: the blocks are the model's own, and their hooks run. Raises StagingError for
-    a model in train mode, that has no blocks, or does not call each of them once, with what the one
-    before has returned; ValueError for less than one stage, or more than there are blocks and ends.
-    Blocks: the model runs some times.
+    a model that is in train mode, has no blocks, or does not call each block once, with what the
+    one before has returned; ValueError for less than one stage, or more than the blocks, the
+    prelude and the postlude make. Blocks the caller while the model runs some times.
     """
     check_evaluates(model)
     path = (
@@ -83,7 +84,7 @@ def _body(model: Any, path: Sequence[str], run: Example) -> _Body:
         return _Body(Shell(model, path, run), run)
     except StagingError:
         raise
-    # The model's own code, where it gets from a stand-in what no block would give.
+    # Raised by the model's own code, where it gets from a stand-in what no block would return.
     except Exception as error:
         raise StagingError(
             f"{type(model).__name__} does not run with stand-ins for its blocks "
@@ -118,7 +119,7 @@ class _Body:
         return len(self.blocks) + 1
 
     def begin(self, batch: Sequence[Any]) -> tuple[Any, ...]:
-        """The prelude: what goes from stage to stage."""
+        """Run the prelude; returns what goes from stage to stage."""
         run = self._example.like(batch)
         self._check_constants(run)
         prelude = self.shell.prelude(run)
@@ -131,9 +132,9 @@ class _Body:
         return leaves, prelude.hidden, tensors, Shared(kind.of_contents(tensors))
 
     def _check_constants(self, run: Example) -> None:
-        """Raises TypeError for those of which it was not checked what the model does with them.
+        """Raise TypeError for others than the example's: what the model does then is not checked.
 
-        Such as one that says that it is to return the hidden states between its blocks as well.
+        Such as one by which it returns the hidden states between its blocks as well.
         """
         leaves, expected = run.leaves(), self._example.leaves()
         if len(leaves) == len(expected):
@@ -149,7 +150,7 @@ class _Body:
         )
 
     def through(self, state: tuple[Any, ...], begin: int, end: int) -> tuple[Any, ...]:
-        """Some blocks."""
+        """Run the blocks from ``begin`` to before ``end``."""
         leaves, hidden, tensors, kind = state
         plain = _without_shared(tensors)
         for number in range(begin, end):
@@ -158,16 +159,16 @@ class _Body:
         return leaves, hidden, tensors, kind
 
     def end(self, state: tuple[Any, ...]) -> Any:
-        """The postlude: the model's output."""
+        """Run the postlude; returns the model's output."""
         leaves, hidden, *_ = state
         return self.shell.postlude(self._example.of_leaves(_without_shared(leaves)), hidden)
 
     def _kind(self, prelude: Prelude, run: Example) -> _Kind:
-        """That of batches which were called alike."""
+        """The kind of batches that call the blocks as this one does."""
         for kind in self._kinds:
             if kind.calls == prelude.calls and len(kind.is_batched) == len(prelude.tensors):
                 return kind
-        # With all of its rows and one more, what depends on the contents stays as it is.
+        # With all of its rows and one more, values that depend on the contents stay as they are.
         larger = self.shell.prelude(run.with_rows(run.rows + 1))
         if larger.calls != prelude.calls:
             raise StagingError(
@@ -182,14 +183,14 @@ class _Body:
                 for one, other in zip(prelude.tensors, larger.tensors, strict=True)
             ),
         )
-        # Numbers that depend on a length make as many kinds as there are lengths.
+        # Constants that depend on a length make as many kinds as there are lengths.
         self._kinds = [*self._kinds[1 - _KINDS :], kind]
         return kind
 
     def _check_axes(self, prelude: Prelude, larger: Prelude, rows: int) -> None:
-        """Raises StagingError for what has the batch as another axis than the first."""
+        """Raise StagingError for a tensor that has the batch as another axis than the first."""
         pairs = [(prelude.hidden, larger.hidden)]
-        # Of the others some have no batch at all.
+        # Other tensors may have no batch axis at all.
         pairs += [
             (one, other)
             for one, other in zip(prelude.tensors, larger.tensors, strict=True)
@@ -219,7 +220,7 @@ class _Body:
         return [min(each[1:]) for each in taken_ns]
 
     def run(self, value: Any, step: int) -> Any:
-        """One step; the first is given the batch."""
+        """Run one step; the first gets the batch."""
         if not step:
             return self.begin(value)
         return self.end(value) if step == self.last else self.through(value, step - 1, step)
@@ -228,7 +229,8 @@ class _Body:
 class _Kind:
     """How batches call the blocks, and which of the prelude's tensors have the batch as an axis.
 
-    Those of one kind, the same object, may be joined: what has no batch axis is equal in them, too.
+    Batches of one kind (the same object) may be joined: their tensors without a batch axis are
+    equal, too.
     """
 
     __slots__ = ("_seen", "calls", "is_batched")
@@ -237,10 +239,11 @@ class _Kind:
         self.calls = calls
         self.is_batched = is_batched
         self._seen: dict[tuple[Any, ...], tuple[tuple[Any, ...], _Kind]] = {}
-        """By shapes, what had no batch axis first, and the kind of all that have the same."""
+        """By shapes: the first tensors without a batch axis, and the kind of all batches with
+        equal ones."""
 
     def of_contents(self, tensors: Sequence[Any]) -> _Kind:
-        """Of a batch that was called like this. Threads may ask at the same time."""
+        """The kind of a batch with these tensors. Threads may ask at the same time."""
         import torch
 
         values = tuple(each.value for each in tensors if isinstance(each, Shared))
@@ -260,14 +263,14 @@ class _Kind:
 
 
 class BlockStage:
-    """Some of a model's steps: the prelude, blocks, the postlude. ``end`` is not among them."""
+    """A model's steps from ``begin`` to before ``end``: the prelude, blocks, the postlude."""
 
     def __init__(self, body: _Body, begin: int, end: int) -> None:
         self._body = body
         self._begin, self._end = begin, end
 
     def __call__(self, *batch: Any) -> Any:
-        """The batch for the first stage, else what the stage before returned."""
+        """Takes the batch if it is the first stage, else what the stage before returned."""
         torch = torch_in_this_thread()
         body = self._body
         with torch.no_grad():
@@ -300,7 +303,7 @@ def _without_shared(values: Sequence[Any]) -> list[Any]:
 
 
 def _path_to_blocks(model: Any) -> list[str]:
-    """To the container with the most weights, outermost first."""
+    """The names of attributes that lead to the container with the most weights."""
     found = max(
         _containers(model),
         key=lambda found: sum(each.numel() for each in found[1].parameters()),
@@ -315,7 +318,7 @@ def _path_to_blocks(model: Any) -> list[str]:
 
 
 def _containers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Those that are in no other one, by name."""
+    """The containers that are in no other one, with their names."""
     import torch
 
     outer: list[str] = []

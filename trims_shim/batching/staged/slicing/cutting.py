@@ -14,7 +14,7 @@ from dataclasses import dataclass
 __all__ = ["Cut", "even_cuts"]
 
 _SLACK = 0.05
-"""How much longer than possible the longest stage may be to let fewer bytes cross a border."""
+"""How much longer than necessary the longest stage may be so that fewer bytes cross borders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +23,19 @@ class Cut:
 
     position: int
     crossing_bytes: int = 0
-    """What goes from stage to stage there."""
+    """How much goes from stage to stage there."""
 
 
 def even_cuts(times_ns: Sequence[int], cuts: Sequence[Cut], stages: int) -> list[int]:
     """Positions, ascending, that make the longest of ``stages`` stages as short as possible.
 
-    Of those that do nearly so, the ones with the fewest bytes crossing; of those, the most even.
-    ``cuts`` ascend. Raises ValueError where there are too few.
+    Of positions that are nearly as good, those with the fewest bytes crossing; of those, the most
+    even. ``cuts`` ascend. Raises ValueError if there are too few.
     """
     if stages < 1 or len(cuts) < stages - 1:
         raise ValueError(f"{len(cuts)} cuts make {len(cuts) + 1} stages at most, not {stages}")
     until = [0, *itertools.accumulate(times_ns)]
-    # Where each stage may end, as the time until there; the last is the end of the model.
+    # The time until each cut.
     ends = [until[cut.position] for cut in cuts]
     longest = int(_shortest_longest(ends, until[-1], stages) * (1 + _SLACK))
     return [cuts[index].position for index in _cheapest(cuts, ends, until[-1], stages, longest)]
@@ -54,7 +54,7 @@ def _shortest_longest(ends: Sequence[int], whole: int, stages: int) -> int:
 
 
 def _stages_needed(ends: Sequence[int], whole: int, longest: int) -> float:
-    """How many stages of at most ``longest``; infinity where none would do."""
+    """How many stages of at most ``longest`` are needed; infinity if no number is enough."""
     begin, count, next_cut = 0, 1, 0
     while whole - begin > longest:
         last = bisect.bisect_right(ends, begin + longest, next_cut) - 1
@@ -70,7 +70,7 @@ def _cheapest(
     """Indices of cuts, by dynamic programming over how many there are and which is the last."""
     best: dict[int, _Way] = {-1: (0, 0, ())}
     for stage in range(1, stages):
-        # As many cuts have to remain for the stages that follow.
+        # Enough cuts have to remain for the stages that follow.
         indices = range(stage - 1, len(cuts) - (stages - 1 - stage))
         ways = {index: _way_to(index, ends[index], best, ends, longest) for index in indices}
         best = {
@@ -90,7 +90,7 @@ _Way = tuple[int, int, tuple[int, ...]]
 def _way_to(
     index: int, end: int, best: Mapping[int, _Way], ends: Sequence[int], longest: int
 ) -> _Way | None:
-    """The best way to have a stage end here that begins at one of ``best``."""
+    """The best way to a stage that ends here and begins at one of ``best``."""
     found: _Way | None = None
     for before in range(index - 1, -2, -1):
         taken_ns = end - (ends[before] if before >= 0 else 0)

@@ -16,14 +16,14 @@ from trims_shim.errors import StagingError
 __all__ = ["Example", "are_identical", "check_stages", "first_line", "has_same_rows"]
 
 _NEAR = 0.1
-"""Of the largest magnitude."""
+"""By this share of the largest magnitude results may differ."""
 
 
 class Example:
     """See the module docstring. Raises StagingError for tensors that disagree, or none at all."""
 
     def __init__(self, example: Any) -> None:
-        # It has one of the two, as it has a tensor.
+        # One of the two is not empty, as there is a tensor.
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         if isinstance(example, Mapping):
@@ -39,17 +39,18 @@ class Example:
         (self.rows,) = sizes
 
     def leaves(self) -> list[Any]:
-        """Everything in it that is no structure, in the order of torch's trees."""
+        """Everything in it that is no structure, in the order of torch's pytrees."""
         import torch.utils._pytree as pytree
 
         leaves: list[Any] = pytree.tree_leaves((self.args, self.kwargs))
         return leaves
 
     def arguments(self, batch: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model's arguments for what the first stage is called with.
+        """The model's arguments, from those of the first stage.
 
-        That is one mapping, if the example is one. Raises TypeError for anything else then, for a
-        name that is missing, and for a value of another name, which the model would not get.
+        If the example is a mapping, the first stage gets one mapping. Then raises TypeError for
+        anything else, for a missing name, and for a value of another name, which the model would
+        not get.
         """
         if not self.kwargs:
             return tuple(batch), {}
@@ -72,12 +73,12 @@ class Example:
         return (), {name: mapping[name] for name in self.kwargs}
 
     def like(self, batch: Sequence[Any]) -> Example:
-        """What the first stage is called with, as an example of the same kind."""
+        """The arguments of the first stage as an example of the same kind."""
         args, kwargs = self.arguments(batch)
         return Example(kwargs or args)
 
     def of_leaves(self, leaves: Sequence[Any]) -> Example:
-        """As :meth:`like`, of what :meth:`leaves` gave."""
+        """As :meth:`like`, from what :meth:`leaves` returned."""
         import torch.utils._pytree as pytree
 
         shape = pytree.tree_structure((self.args, self.kwargs))
@@ -89,7 +90,7 @@ class Example:
         return self.of_rows(range(rows))
 
     def of_rows(self, rows: Sequence[int]) -> Example:
-        """A batch of these of its rows, which begin anew behind the last. Copies."""
+        """A batch of these of its rows; numbers beyond the last row start anew. Copies."""
         import torch
         import torch.utils._pytree as pytree
 
@@ -102,7 +103,7 @@ class Example:
         return Example(kwargs or args)
 
     def batch(self) -> tuple[Any, ...]:
-        """What the first stage is called with."""
+        """The arguments of the first stage."""
         return (self.kwargs,) if self.kwargs else self.args
 
     def synchronize(self) -> None:
@@ -113,14 +114,14 @@ class Example:
             torch.cuda.synchronize()
 
     def call(self, model: Callable[..., Any]) -> Any:
-        """The model's output, without a graph."""
+        """The model's output, without a graph of gradients."""
         import torch
 
         with torch.no_grad():
             return model(*self.args, **self.kwargs)
 
     def check_runs(self, model: Callable[..., Any]) -> None:
-        """Raises StagingError where the model itself refuses it."""
+        """Raise StagingError if the model itself does not run with it."""
         try:
             self.call(model)
         except Exception as error:
@@ -131,7 +132,7 @@ class Example:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in short."""
+    """The first line of what an error says, or its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__
 
@@ -139,10 +140,10 @@ def first_line(error: Exception) -> str:
 def check_stages(
     stages: Sequence[Callable[..., Any]], model: Callable[..., Any], example: Example
 ) -> None:
-    """Raises StagingError if they compute something else than it, or rows meddle with each other.
+    """Raise StagingError if the stages do not compute what the model does, or rows affect others.
 
-    Alone, with some sizes of batch, the results are the model's bit for bit. Those of two batches
-    that are joined at every border are only near them, as kernels sum in other orders.
+    For single batches of some sizes, results have to be the model's bit for bit. For two batches
+    that are joined at every border they only have to be near, as kernels sum in other orders.
     """
     import torch
 
@@ -159,9 +160,9 @@ def check_stages(
                 "does something else where it is traced, or keeps something from call to call; cut "
                 "it in the other way (slice_model, slice_blocks), or write its stages as functions"
             )
-    # The smaller one first: with it, the places of the others are those of other rows.
+    # The smaller one first: it moves the rows of the other to other places.
     runs = example.with_rows(1), example
-    # Batches that cannot be joined are not, when it comes to it.
+    # Batches that cannot be joined here are not joined in service, either.
     with contextlib.suppress(NotJoinable), torch.no_grad():
         for run, result in zip(runs, _joined(stages, *runs), strict=True):
             if not _are_near(result, run.call(model)):
@@ -186,7 +187,7 @@ def _joined(stages: Sequence[Callable[..., Any]], one: Example, other: Example) 
 
 
 def _rows(output: Any, rows: range, count: int) -> Any:
-    """These of the ``count`` rows of what a model returns."""
+    """These ``rows`` of the ``count`` rows in a model's output."""
     import torch.utils._pytree as pytree
 
     def of(each: Any) -> Any:
@@ -199,8 +200,8 @@ def _rows(output: Any, rows: range, count: int) -> Any:
 def _are_near(one: Any, other: Any) -> bool:
     """Whether floating-point tensors are near to each other.
 
-    Numbers of other types (the index of the largest) may differ altogether where two are nearly
-    equal, and are not looked at.
+    Other types are not compared: they may differ altogether where two floating-point numbers are
+    nearly equal (the index of the largest).
     """
     import torch
     import torch.utils._pytree as pytree
@@ -214,14 +215,14 @@ def _are_near(one: Any, other: Any) -> bool:
 
 
 def has_same_rows(one: Any, other: Any) -> bool:
-    """Whether two tensors of one shape are equal, but for what floating point may make of it."""
+    """Whether two tensors of one shape are equal, up to errors of floating point."""
     import torch
 
     return _is_near(one, other) if _is_inexact(one) else torch.equal(one, other)
 
 
 def _is_near(one: Any, other: Any) -> bool:
-    """Whether they differ by less than wrong rows would make of them.
+    """Whether two tensors differ by less than wrong rows would.
 
     The bound is far above what half precision loses.
     """

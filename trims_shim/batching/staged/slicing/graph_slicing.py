@@ -1,7 +1,7 @@
 """Any torch model in stages: its graph, cut where the stages take equally long.
 
-Or where the batch size changes from which on a batch gains nothing more. For models whose code
-cannot be traced, or whose lengths vary freely, :mod:`.block_slicing`.
+Or cut where the preferred batch size changes, beyond which larger batches gain nothing. For models
+whose code cannot be traced, or whose lengths vary freely, see :mod:`.block_slicing`.
 Source: DVABatch (ATC'22), section 6.
 """
 
@@ -30,10 +30,10 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64)
 _GRAINS = 16
 """Pieces of even time whose preferred batch sizes are compared: single operations are too noisy."""
 _LEAST_SHARE = 0.03
-"""Of the whole time: half of what a piece has on the average."""
+"""Share of the whole time that a piece needs to count: half of the average piece's."""
 _CHANGE = 4
-"""Times as large or as small: sizes that were measured are twice as large as the one before, and by
-one of them two measurements of the same operations differ."""
+"""A preferred size changes if it is so many times as large or as small. Each measured size is twice
+the one before, and two measurements of the same operations differ by one of these steps."""
 _MOST_STAGES = 8
 """More gain nothing, and each costs a change of batches (DVABatch found 20 to be too many)."""
 _REPEATS = 4
@@ -53,20 +53,21 @@ def slice_model(
     """A ``torch.nn.Module`` as a :class:`StagedModel` that computes the same, bit for bit.
 
     ``example``: what the model is called with for a batch: a tensor ``[batch, ...]``, a tuple of
-    arguments, or a mapping of keyword arguments (the first stage gets one mapping then). A batch of
-    a typical size, as times are measured with it. ``n_stages``: how many stages of even time;
+    arguments, or a mapping of keyword arguments (the first stage gets one mapping then). It should
+    be of a typical size, as times are measured with it. ``n_stages``: how many stages of even time;
     None: cut where the preferred batch size of operations changes much (into eight at most), or
     into four where it does not.
     ``profile``: times of operations that were measured before (:func:`operator_times`).
     ``varying``: axes besides the first that may have other sizes than in the example, as ``(1,)``
-    for lengths. ``compiler``: what makes each stage faster, for example
-    ``functools.partial(torch.compile, dynamic=True)``; stages of even time are cut once more by
-    what they take then, and equal the model only as far as what it makes does.
+    for lengths. ``compiler``: compiles each stage, for example
+    ``functools.partial(torch.compile, dynamic=True)``. With ``n_stages``, the model is then cut
+    once more by the times of compiled stages. Results are the model's only as far as those of
+    compiled stages are.
 
     Nothing is copied: the stages have the model's own parameters and buffers. Raises StagingError
-    for a model in train mode, that depends on chance, changes its buffers, branches on data, has a
-    batch size built in, or has fewer places to be cut at; ValueError for less than one stage.
-    Blocks: tracing takes seconds, and the model runs some times.
+    for a model that is in train mode, depends on chance, changes its buffers, branches on data, has
+    a batch size built in, or has too few places to be cut at; ValueError for less than one stage.
+    Blocks the caller: tracing takes seconds, and the model runs some times.
     """
     if n_stages is not None:
         n_stages = whole("n_stages", n_stages)
@@ -110,9 +111,9 @@ def _compiled(stages: list[GraphStage], compiler: Compiler) -> list[GraphStage]:
 def _recut(
     traced: TracedModel, positions: Sequence[int], times_ns: Sequence[int], compiler: Compiler
 ) -> list[int]:
-    """As many cuts, even by what the stages between ``positions`` take when they are compiled.
+    """As many cuts, even by the times of the compiled stages between ``positions``.
 
-    Within a stage its operations keep their shares: what became of each cannot be seen.
+    Within a stage, operations keep their shares of its time: a compiled stage does not show them.
     """
     taken_ns = _stage_times(_compiled(traced.stages(positions), compiler), traced.example)
     borders = [0, *positions, len(times_ns)]
@@ -144,7 +145,7 @@ def _where_preferred_changes(traced: TracedModel, profile: OperatorTimes) -> lis
     before: int | None = None
     for begin, end in itertools.pairwise([0, *grains, len(times)]):
         if sum(times[begin:end]) < _LEAST_SHARE * sum(times):
-            continue  # too short to have been measured, or to matter
+            continue  # too short to be measured well, or to matter
         preferred = preferred_size(_profile_of(profile, begin, end))
         change = max(preferred, before or preferred) / min(preferred, before or preferred)
         if before is None or change >= _CHANGE:
@@ -156,6 +157,6 @@ def _where_preferred_changes(traced: TracedModel, profile: OperatorTimes) -> lis
 
 
 def _profile_of(times: OperatorTimes, begin: int, end: int) -> LatencyProfile:
-    """Of some operations."""
+    """The profile of the operations from ``begin`` to before ``end``."""
     sums = {size: max(1, sum(each[begin:end])) for size, each in times.items()}
     return LatencyProfile.measured(sums, pads=False)

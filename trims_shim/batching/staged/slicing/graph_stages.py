@@ -1,4 +1,4 @@
-"""A traced graph in stages: what may cross the border between two, and the stages themselves.
+"""A traced graph in stages: what may cross the border between two of them, and the stages.
 
 Operations stand in the order of the trace, which is topological. At a border a value crosses that
 is made before it and used after it:
@@ -13,7 +13,7 @@ view      another way to look at a tensor that may cross: that one does, and the
 A border that anything else would cross is not legal. Nor is one where two names of one memory
 cross, and an operation behind it writes there: joined with others, they would be two memories.
 
-Which is which is found by running the graph with two sizes of batch and comparing. Weights do not
+Running the graph with two sizes of batch, and comparing, tells which is which. Weights do not
 cross: each stage has those it uses, and they are the model's own tensors.
 """
 
@@ -37,8 +37,8 @@ __all__ = ["GraphStage", "StagedGraph", "viewed_by", "written_by"]
 _FACTORIES = ("new_", "full_like", "ones_like", "zeros_like", "empty_like")
 """Operations that take a tensor for its kind and shape alone."""
 _SMALL, _LARGE = (0, 1), (1, 0, 1)
-"""The rows of the two batches that are compared. Not one: what has one row anyway looks batched
-then. In another order: what depends on the place of a row in its batch does so in both."""
+"""The rows of the two batches that are compared. Not one: a tensor that always has one row would
+look batched. In another order, so that values that depend on the place of a row show."""
 
 _NO_MEMORY = 0
 
@@ -46,8 +46,8 @@ _NO_MEMORY = 0
 class StagedGraph:
     """The graph of an exported program's module, with the example that it was traced with.
 
-    ``leaves`` makes the flat list of the graph's inputs of a batch, ``unflatten`` the model's
-    output of the flat list of its outputs.
+    ``leaves`` makes the flat list of the graph's inputs from a batch, ``unflatten`` the model's
+    output from the flat list of the graph's outputs.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StagedGraph:
         self._crossing = self._find_crossing()
 
     def _values(self, run: Example) -> dict[Node, Any]:
-        """Of every node. All are kept alive, so that equal memory means the same memory."""
+        """The value of every node. All are kept alive, so equal addresses mean the same memory."""
         import torch
         from torch.fx import Interpreter
 
@@ -118,7 +118,7 @@ class StagedGraph:
         ]
 
     def _find_data(self) -> set[Node]:
-        """What depends on the contents of the inputs, not only on their shapes."""
+        """The nodes that depend on the contents of the inputs, not only on their shapes."""
         found: set[Node] = set(self.inputs)
         for node in self.operations:
             name = str(node.target).removeprefix("aten.")
@@ -129,7 +129,7 @@ class StagedGraph:
         return found
 
     def _find_crossing(self) -> list[set[Node] | None]:
-        """For each position what crosses there, or None where that is not legal."""
+        """For each position the nodes that cross there, or None if it is not legal."""
         end = len(self.operations)
         crossing: list[set[Node] | None] = [set() for _ in range(end)]
         for node in [*self.inputs, *self.operations]:
@@ -291,7 +291,7 @@ class GraphStage:
         self._gives = gives
 
     def __call__(self, *batch: Any) -> Any:
-        """The batch for the first stage, else what the stage before returned."""
+        """Takes the batch if it is the first stage, else what the stage before returned."""
         torch = torch_in_this_thread()
         if self._takes is not None:
             inputs = self._takes(*batch)
@@ -325,7 +325,7 @@ def _memory(value: Any) -> int:
 
 
 def _is_dense(tensor: Any) -> bool:
-    """Joined with others its strides stay as they are."""
+    """Whether its strides stay as they are when it is joined with others."""
     import torch
 
     if tensor.layout is not torch.strided:
@@ -344,7 +344,7 @@ def _is_view(node: Node) -> bool:
 
 
 def viewed_by(node: Node) -> Node:
-    """The node whose tensor it is another way to look at; itself if it is none."""
+    """The node whose tensor ``node`` is a view of; ``node`` itself if it is no view."""
     while _is_view(node) or node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return node

@@ -14,7 +14,7 @@ from trims_shim.errors import StagingError
 __all__ = ["OnnxGraph", "onnx_package"]
 
 _OF_SHAPE = frozenset(["Shape", "Size"])
-"""Operators that look at no content."""
+"""Operators that look at shapes only."""
 _GRAPH, _GRAPHS = 5, 10
 """AttributeProto.AttributeType"""
 
@@ -46,7 +46,7 @@ class OnnxGraph:
         self.inputs = [each.name for each in graph.input if each.name not in self._initializers]
         self.outputs = [each.name for each in graph.output]
         for number, node in enumerate(self.nodes):
-            node.name = f"{number}:{node.name}"  # one of its own, for the profile
+            node.name = f"{number}:{node.name}"  # unique, for the profile
         self._declared = {each.name: each for each in (*graph.input, *graph.output)}
         self._rest = onnx.ModelProto()
         """All but the graph's content."""
@@ -69,11 +69,11 @@ class OnnxGraph:
                 self._of_content.update(made)
 
     def depends_on_content(self, name: str) -> bool:
-        """Whether what is in the inputs decides what a value is, and not their shapes alone."""
+        """Whether a value depends on the contents of the inputs, not only on their shapes."""
         return name in self._of_content
 
     def crossing(self, position: int) -> list[str]:
-        """What was made, or given, before the node at ``position``, and is used there or later."""
+        """The values made, or given, before the node at ``position`` and used there or later."""
         return [
             name
             for name, made in self._made.items()
@@ -81,12 +81,12 @@ class OnnxGraph:
         ]
 
     def needed(self, start: int, end: int, given: Sequence[str]) -> list[str]:
-        """Of the values that are given, those that the nodes from ``start`` to ``end`` use."""
+        """The ``given`` values that the nodes from ``start`` to before ``end`` use."""
         used = {name for node in self.nodes[start:end] for name in _used_by(node)}
         return [name for name in given if name in used]
 
     def with_outputs(self, names: Collection[str]) -> bytes:
-        """The whole, which returns these values as well."""
+        """The whole model, which returns these values as well."""
         outputs = [*self.outputs, *(name for name in names if name not in self.outputs)]
         return self.piece(0, len(self.nodes), dict.fromkeys(self.inputs), outputs)
 
@@ -95,8 +95,8 @@ class OnnxGraph:
     ) -> bytes:
         """A model of the nodes from ``start`` to before ``end``.
 
-        ``inputs`` are arrays by name, of whose types those of the piece are. Inputs of the whole
-        need none.
+        ``inputs`` are arrays by name, with the types of the piece's inputs. Inputs of the whole
+        model need none.
         """
         model = self._onnx.ModelProto()
         model.CopyFrom(self._rest)
@@ -121,7 +121,7 @@ class OnnxGraph:
 
 
 def _sorted(nodes: Sequence[Any]) -> list[Any]:
-    """Each after those that it needs: onnxruntime runs files that do not list them so."""
+    """The nodes, each after those that it needs: onnxruntime runs files in any order, too."""
     makers = {name: number for number, node in enumerate(nodes) for name in node.output if name}
     needs = [[makers[name] for name in _used_by(node) if name in makers] for node in nodes]
     order: dict[int, None] = {}
@@ -136,7 +136,7 @@ def _sorted(nodes: Sequence[Any]) -> list[Any]:
 
 
 def _used_by(node: Any) -> Iterator[str]:
-    """Values of the graph that a node needs; also those that only its own sub-graphs do."""
+    """Values of the graph that a node needs; also those that only its sub-graphs need."""
     yield from filter(None, node.input)
     for attribute in node.attribute:
         for graph in (

@@ -1,8 +1,8 @@
-"""Where an ONNX graph may be cut, found out by running it: with batches of two sizes, and a clock.
+"""Find where an ONNX graph may be cut, by running it with batches of two sizes, and a clock.
 
-What crosses a border has to have the batch as its first axis, so that rows of several batches can
-be joined there. Or it may be the same for all batches of equal shapes: then the two runs agree on
-it to the bit, and nothing in the graph makes it depend on what is in the inputs.
+A value that crosses a border has to have the batch as its first axis, so that rows of several
+batches can be joined there. Or it has to be the same for all batches of equal shapes: the two runs
+agree on it to the bit, and it does not depend on the contents of the inputs.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from trims_shim.errors import StagingError
 __all__ = ["Observed", "is_equal", "legal_cuts", "named", "observe", "times_ns"]
 
 _ROWS = (0, 1), (1, 0, 1)
-"""Of the batches that are told apart: in another order, too, as what depends on the place of a row
-in its batch is no part of the row."""
+"""The rows of the two batches that are compared. In another order, so that values that depend on
+the place of a row show."""
 _NEAR = 0.1
-"""Of the largest magnitude; less than wrong rows make, and more than other sizes of batches do."""
+"""Share of the largest magnitude: less than the error of wrong rows, and more than that of another
+size of batch."""
 _INEXACT = "fc"
 """Kinds of numpy's types."""
 _RUNS = 5
 """For times; the fastest counts."""
 _MOST_CROSSING = 64
-"""Values; where more cross is no border."""
+"""The most values that may cross at a border."""
 
 Feeds = Mapping[str, Any]
 MakeSession = Callable[..., Any]
-"""Of a model's bytes; with ``profile``, the beginning of the profile's path."""
+"""(the bytes of a model) -> a session; ``profile=`` is the beginning of its profile's path."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Inputs and all other values by name, in a batch of each size."""
+    """Inputs, outputs and all crossing values by name, in a batch of each size."""
 
     values: Sequence[Feeds]
     feeds: Feeds
-    """As they were given, to take times with."""
+    """The inputs to take times with: the example, if one was given."""
 
     def has_rows(self, name: str) -> bool:
         """Whether its first axis is the batch, by its size."""
@@ -54,7 +55,7 @@ class Observed:
         return all(each[name].shape[:1] == (len(rows),) for rows, each in pairs)
 
     def is_batched(self, name: str) -> bool:
-        """Whether it is, and what is in a row depends on that row alone."""
+        """Whether its first axis is the batch, and each row depends on that row alone."""
         small, large = (each[name] for each in self.values)
         return (
             self.has_rows(name)
@@ -63,19 +64,19 @@ class Observed:
         )
 
     def is_same(self, name: str) -> bool:
-        """Whether it is equal in both."""
+        """Whether it is equal in both batches."""
         return is_equal(*(each[name] for each in self.values))
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two arrays are, to the bit."""
+    """Whether two arrays are equal to the bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return bool((one == other).all() if one.dtype == object else one.tobytes() == other.tobytes())
 
 
 def _has_same_rows(one: Any, other: Any) -> bool:
-    """Whether two arrays of one shape are equal, but for what floating point may make of it."""
+    """Whether two arrays of one shape are equal, up to errors of floating point."""
     import numpy
 
     if one.dtype.kind not in _INEXACT:
@@ -88,7 +89,7 @@ def _has_same_rows(one: Any, other: Any) -> bool:
 
 
 def named(batch: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a first stage as arrays by name. Raises ValueError for others."""
+    """The arguments of a stage as arrays by name. Raises ValueError for other names or numbers."""
     if len(batch) == 1 and isinstance(batch[0], Mapping):
         if set(batch[0]) != set(names):
             raise ValueError(f"the model takes {', '.join(names)}, not {', '.join(batch[0])}")
@@ -108,7 +109,7 @@ def _array(value: Any) -> Any:
 
 
 def observe(graph: OnnxGraph, make_session: MakeSession, example: Any) -> Observed:
-    """Run the whole, and look at everything that crosses anywhere.
+    """Run the whole model, and look at all values that cross any border.
 
     ``example``: a batch, or None to make inputs up. Raises StagingError.
     """
@@ -142,7 +143,7 @@ def _check_outputs(graph: OnnxGraph, observed: Observed) -> None:
                 f"the batch is not the first axis of output {name}, so that rows cannot be told "
                 "apart; export the model with outputs [batch, ...]"
             )
-        # Others (the index of the largest) may differ altogether where two are nearly equal.
+        # Other types (the index of the largest) may differ altogether where two are nearly equal.
         if observed.values[0][name].dtype.kind in _INEXACT and not observed.is_batched(name):
             raise StagingError(
                 f"output {name} of a row depends on the others in the batch, or on chance; the "
@@ -163,7 +164,7 @@ def _run(session: Any, feeds: Feeds) -> dict[str, Any]:
 
 
 def _repeated(feeds: Feeds) -> list[dict[str, Any]]:
-    """The rows of a batch, as often as needed."""
+    """Batches of both sizes, of the rows of one, repeated as needed."""
     import numpy
 
     return [
@@ -214,7 +215,7 @@ def times_ns(graph: OnnxGraph, make_session: MakeSession, feeds: Feeds) -> list[
 
 
 def legal_cuts(graph: OnnxGraph, observed: Observed) -> list[Cut]:
-    """Before which nodes the graph may be cut."""
+    """The positions of the nodes before which the graph may be cut."""
     cuts = []
     for position in range(1, len(graph.nodes)):
         names = _crossing(graph, position)

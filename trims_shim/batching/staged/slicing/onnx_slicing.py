@@ -1,12 +1,12 @@
 """ONNX models cut into stages: sessions of sub-graphs, whose weights are those of one file.
 
-What is cut is what onnxruntime makes of the model: its own optimised graph with the weights beside
-it, already packed. So the kernels of the stages are those of the whole, and so are the bits of
-their results; and no stage has weights of its own, all map the same file. It is the machine's
-prepared model where the cache can have one (:mod:`trims_shim.patches.onnxruntime_warm`), shared
-with every other process; else one in a temporary directory, that goes with the stages.
+The graph that is cut is the one that onnxruntime has optimised, with the weights beside it, already
+packed. So stages run the kernels of the whole model, and their results are bitwise its own. No
+stage has weights of its own: all map the same file. It is the machine's prepared model where the
+cache can have one (:mod:`trims_shim.patches.onnxruntime_warm`), shared with every other process;
+else one in a temporary directory, which is deleted with the stages.
 
-The CPU's provider only, and the options that sessions have by default.
+Only the CPU's provider, and the options that sessions have by default.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trims_shim.specs import PREPARED_MODEL
 __all__ = ["TracedOnnx", "slice_onnx"]
 
 _FATAL_ONLY = 4
-"""What onnxruntime prints of; errors are raised all the same."""
+"""The severity from which onnxruntime prints; errors are raised all the same."""
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -56,22 +56,22 @@ def slice_onnx(
     intra_op_num_threads: int = 0,
     is_shared: bool = True,
 ) -> StagedModel:
-    """An ONNX model as so many stages of even measured time; fewer where it has fewer borders.
+    """An ONNX model as ``n_stages`` stages of even measured time; fewer if it has fewer borders.
 
     ``example``: a batch, as the first stage gets it: arrays by the names of inputs, or one array,
     or a tuple of them in the order of inputs. Its rows are repeated to make batches of two sizes.
-    Without, inputs are made up from the types and shapes that the model declares.
+    Without one, inputs are made up from the types and shapes that the model declares.
     ``intra_op_num_threads`` as of onnxruntime's options; each stage has threads of its own, which
-    sleep while others work. ``is_shared``: with the machine's prepared model, for which the daemon
-    is started where none runs and that is allowed; else with a copy in a temporary directory.
+    sleep while others work. ``is_shared``: use the machine's prepared model; for it the daemon is
+    started if none runs and that is allowed. Else use a copy in a temporary directory.
 
     The last stage returns an array, or arrays by name if the model has several outputs. Results are
     bitwise those of the whole model for the same batch. Stages may be called from any thread.
 
     Blocks while the model is prepared, and runs it some times. Needs onnxruntime 1.21 and the
     package ``onnx``, which the extra ``onnx`` brings. Raises OSError for the file, ValueError for
-    less than one stage or another example, and StagingError for a model that onnxruntime does not
-    optimise or run, or whose batches have a fixed size.
+    less than one stage or an example of other inputs, and StagingError for a model that onnxruntime
+    does not optimise or run, or whose batches have a fixed size.
     """
     n_stages = whole("n_stages", n_stages)
     traced = TracedOnnx(
@@ -105,14 +105,14 @@ class TracedOnnx:
             self.times_ns = times_ns(self._graph, self._make_session, self._observed.feeds)
 
     def even(self, n_stages: int) -> StagedModel:
-        """As many stages of even measured time, or as there can be."""
+        """``n_stages`` stages of even measured time, or as many as there can be."""
         count = min(n_stages, len(self.cuts) + 1)
         return self.cut(even_cuts(self.times_ns, self.cuts, count))
 
     def cut(self, positions: Sequence[int]) -> StagedModel:
-        """Stages that begin at these of :attr:`cuts`, and at the beginning.
+        """Cut at ``positions``, which are of :attr:`cuts`.
 
-        Raises StagingError where their results are not those of the whole.
+        Raises StagingError if the results of the stages are not those of the whole model.
         """
         with heap.given_back():
             stages = _stages(
@@ -139,7 +139,7 @@ class _Source:
 
 
 class _Owner:
-    """Of files; they are given up when it is gone, with the last stage."""
+    """Owns files, which are given up when it is gone, with the last stage."""
 
     def __init__(self, give_up: Callable[[], None]) -> None:
         self.finalizer = weakref.finalize(self, give_up)
@@ -182,7 +182,7 @@ def _session(content: bytes, *, folder: str, threads: int, profile: str = "") ->
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL_ONLY
     options.intra_op_num_threads = threads
-    # That has been done.
+    # The graph is optimised already.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry(_FOLDER, folder)
     if cache().config.ort_prepack == "off":
@@ -200,15 +200,15 @@ def _session(content: bytes, *, folder: str, threads: int, profile: str = "") ->
 
 @dataclass(frozen=True)
 class _Stage:
-    """A session as a stage; from stage to stage go arrays by name."""
+    """A session as a stage; arrays go from stage to stage by name."""
 
     session: Any
     given: Sequence[str]
-    """What the stage gets; of them the session needs only some."""
+    """What the stage gets; the session needs only some of it."""
     needed: Sequence[str]
     made: Sequence[str]
     wanted: Sequence[str]
-    """What it returns: what was made, and what later stages need of what was given."""
+    """What it returns: the values made, and those given that later stages need."""
     shared: frozenset[str]
     is_last: bool
     source: _Source = field(repr=False)
@@ -253,7 +253,7 @@ def _stages(
 
 
 def _check(stages: Sequence[_Stage], graph: OnnxGraph, observed: Observed) -> None:
-    """The pieces together are the whole, to the bit; or nobody gets them."""
+    """Raise StagingError unless the stages together return what the whole does, to the bit."""
     import numpy
 
     for expected in observed.values:

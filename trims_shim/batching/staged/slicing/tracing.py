@@ -2,9 +2,9 @@
 
 The trace is ``torch.export``'s before any decomposition: the very operations that the model calls,
 in their order, with its own parameters and buffers. So stages compute what the model computes, bit
-for bit. The size of the batch is free in it; other axes are as in the example, unless they are
-said to vary. Inputs of another structure, type or shape raise TypeError: not all that is built into
-a trace has a guard of torch's. A model that is moved to another device has to be traced there.
+for bit. The size of the batch is free in it; other axes are as in the example, unless ``varying``
+names them. Inputs of another structure, type or shape raise TypeError, as torch does not guard all
+that is built into a trace. A model that is moved to another device has to be traced there.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Compiler = Callable[[Any], Callable[..., Any]]
 """For example ``functools.partial(torch.compile, dynamic=True)``."""
 
 _LEAST_ROWS = 2
-"""An axis of one is not left free by torch.export."""
+"""torch.export does not leave an axis of size one free."""
 
 
 class TracedModel:
     """A model, traced with an example of its batch (:mod:`.examples`).
 
     ``varying``: the axes of tensors that may be of any size, besides the first. It keeps the model
-    and the example. Raises StagingError for what cannot be traced, has a size of batch built in,
-    depends on chance, or changes itself.
+    and the example. Raises StagingError for a model that cannot be traced, has a batch size built
+    in, depends on chance, or changes itself.
     """
 
     def __init__(self, model: Any, example: Any, *, varying: Collection[int] = ()) -> None:
@@ -65,7 +65,7 @@ class TracedModel:
                 leaves=leaves,
                 unflatten=_Unflatten(program.call_spec.out_spec),
             )
-        # Any operation's, where a real tensor is laid out otherwise than that of the trace.
+        # Of any operation, where a real tensor has another layout than that of the trace.
         except Exception as error:
             raise StagingError(
                 f"the trace of {self.name} does not run: {first_line(error)}; cut it at its blocks "
@@ -74,7 +74,7 @@ class TracedModel:
 
     @property
     def operations(self) -> list[str]:
-        """Their names, in their order."""
+        """The names of operations, in their order."""
         return [str(node.target) for node in self._graph.operations]
 
     def cuts(self) -> list[Cut]:
@@ -114,7 +114,7 @@ class TracedModel:
 
 
 def check_evaluates(model: Any) -> None:
-    """Raises StagingError for a model, or a part of it, in train mode."""
+    """Raise StagingError for no module, a compiled one, and one with a part in train mode."""
     modules = getattr(model, "named_modules", None)
     if modules is None:
         raise StagingError(f"{model!r} is no torch.nn.Module; give StagedModel a list of functions")
@@ -133,7 +133,7 @@ def check_evaluates(model: Any) -> None:
 
 
 class _Leaves:
-    """The flat list of the inputs of a batch. ``free``: the axes of any size."""
+    """Makes the flat list of a batch's inputs. ``free``: the axes that may have any size."""
 
     def __init__(self, example: Example, shape: Any, *, free: Collection[int]) -> None:
         self._example = example
@@ -142,7 +142,7 @@ class _Leaves:
         self._constants = [self._constant(each) for each in example.leaves()]
 
     def __call__(self, *batch: Any) -> Sequence[Any]:
-        """Raises TypeError for what the trace is not of."""
+        """Raises TypeError for inputs unlike those of the trace."""
         import torch.utils._pytree as pytree
 
         arguments = self._example.arguments(batch)
@@ -156,7 +156,7 @@ class _Leaves:
         return leaves
 
     def _constant(self, leaf: Any) -> tuple[Any, ...]:
-        """What is built into a trace: of a tensor its type and sizes, anything else as it is."""
+        """What a trace has built in: of a tensor type, device and sizes; anything else itself."""
         import torch
 
         if not isinstance(leaf, torch.Tensor):
@@ -176,7 +176,7 @@ class _Leaves:
 
 
 class _Tensor:
-    """In messages."""
+    """A tensor in messages."""
 
     def __init__(self, dtype: Any, device: Any, sizes: Sequence[int | None]) -> None:
         axes = ("any" if size is None else str(size) for size in sizes[1:])
@@ -213,14 +213,14 @@ def _exported(model: Any, example: Example, varying: Collection[int]) -> Any:
         return {**free, 0: Dim.DYNAMIC} if leaf.dim() else {}
 
     shapes = pytree.tree_map(axes, (example.args, example.kwargs))
-    # First, so that what it makes when it is called and keeps is of real tensors.
+    # First, so that tensors which the model makes in a call, and keeps, are real ones.
     example.check_runs(model)
     try:
         with torch.no_grad(), _without_warnings(), _unchanged(model):
             return torch.export.export(
                 model, example.args, example.kwargs, dynamic_shapes=_by_name(model, *shapes)
             )
-    # What torch.export raises has no common class.
+    # The errors of torch.export have no common class.
     except Exception as error:
         raise StagingError(
             f"{type(model).__name__} cannot be traced: {first_line(error)}. Its batch size must "
@@ -230,9 +230,9 @@ def _exported(model: Any, example: Example, varying: Collection[int]) -> Any:
 
 
 def _check_varying(program: Any, varying: Collection[int], name: str) -> None:
-    """Raises StagingError for an axis that is to vary, and is of one size in the trace.
+    """Raise StagingError for an axis that is to vary, and has a fixed size in the trace.
 
-    Of several inputs one may have another kind of axis there, of another size.
+    With several inputs, one may have another kind of axis there, of another size.
     """
     from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
@@ -277,7 +277,7 @@ def _by_name(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """torch's own about itself, which nobody who slices a model can do anything about."""
+    """Silence torch's warnings about itself, about which a user can do nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -285,7 +285,7 @@ def _without_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged(model: Any) -> Iterator[None]:
-    """What is assigned to the model meanwhile goes: tensors of a trace have no content."""
+    """Undo what is assigned to the model meanwhile: tensors of a trace have no content."""
     places = [
         place
         for module in model.modules()
@@ -306,7 +306,7 @@ def _unchanged(model: Any) -> Iterator[None]:
 
 
 def _check_operation(node: Node, module: GraphModule, name: str) -> None:
-    """Raises StagingError for one that depends on chance, or writes to what the model keeps."""
+    """Raise StagingError for one that depends on chance, or writes to the model's own tensors."""
     if _is_random(node):
         raise StagingError(
             f"{name} cannot be cut into stages: {node.target} depends on chance{_place(node)}"
