@@ -1,14 +1,15 @@
-"""Between callers, a policy and those who run batches; the same for threads and event loops.
+"""Between callers, a policy and runners of batches; the same for threads and event loops.
 
-Events (requests, cancellations, finished jobs) go into an inbox. Whoever puts one in tries to take
-the lock; who has it empties the inbox, asks the policy and hands jobs out, and looks again after
-giving the lock back. So nobody ever waits for the lock to report an event, not an event loop, not a
-finalizer that the collector runs in the middle of it, and no event stays in the inbox. The clock is
-read when an event is taken out: the policy sees time that never goes back.
+Events (requests, cancellations, finished jobs) go into an inbox. A thread that puts one in tries to
+take the lock. With the lock it takes a *turn*: it empties the inbox, asks the policy and hands jobs
+out. After giving the lock back it looks into the inbox again. So no thread waits for the lock to
+report an event, not even an event loop or a finalizer that runs in the middle of a turn, and no
+event stays in the inbox. The clock is read when an event is taken out: the policy sees time that
+never goes back.
 
-What users write (callbacks of futures, batch functions, collates) is called without the lock. How a
-job is run and how the time of ``next_deadline_ns`` is kept is the sub-classes'. Nothing is decided
-here: which requests run when, and which are dropped, is the policy's.
+Users' code (callbacks of futures, batch functions, collates) is called without the lock.
+Sub-classes run jobs, and keep the time of ``next_deadline_ns``. Nothing is decided here: the policy
+says which requests run when, and which are dropped.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Dispatch(ABC):
         self._set_up()
 
     def _set_up(self) -> None:
-        # Of a kind that knows its owner: who is interrupted while holding it can give it back, and
-        # a finalizer in the middle of it can see that it is busy.
+        # Of a kind that knows its owner: a thread that is interrupted while holding it can give it
+        # back, and a finalizer in the middle of a turn can see that its thread holds it.
         self._lock = threading.RLock()
         self._is_busy = False
         self._inbox: deque[Any] = deque()
@@ -77,20 +78,20 @@ class Dispatch(ABC):
         self._now_ns = 0
         self._waiting: dict[int, Request] = {}
         self._overflow: list[Request] = []
-        """Behind a full queue: by priority, then in the order of arrival."""
+        """Requests behind a full queue: by priority, then in the order of arrival."""
         # A token for each free place: taken without the lock, given back with it.
         self._room: deque[None] = deque([None] * self.options.queue_size)
         self._late: deque[Request] = deque()
         self._jobs: set[Job] = set()
         self._held: deque[Job] = deque()
-        """Of a new policy, which does not know that the old one's jobs still run."""
+        """Jobs of a new policy, which does not know that the old one's jobs still run."""
         self._watches: list[_Watch] = []
         self._is_shut = self.is_closed
-        """As ``is_closed``, but in its place among the events."""
+        """As ``is_closed``, but set in the order of events."""
         self.record = Record(devices=self.options.devices)
         self._outside: list[Callable[[], None]] = []
         self._me: Seat | None = None
-        """Of the thread that has the lock: it can take a job, or keep the time, for nothing."""
+        """Of the thread that has the lock: it takes a job, or keeps the time, without a wake-up."""
 
     # --- for callers ------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class Dispatch(ABC):
         if self.is_closed:
             raise self._closed()
         if not has_stack() and me is not None:
-            me.is_away = True  # what a batch raises on a stack that is full is its neighbours', too
+            me.is_away = True  # a batch that fails on a full stack would fail its neighbours, too
         try:
             self._take_room(request)
             self.post(request, me)
@@ -141,20 +142,20 @@ class Dispatch(ABC):
             raise
 
     def cancel(self, request: Request) -> None:
-        """Nobody waits for it any more. Never blocks."""
+        """Give a request up, for which nobody waits any more. Never blocks."""
         has_stack()
         self.post(Cancelled(request))
 
     def post(self, event: Any, me: Seat | None = None) -> None:
         """Report an event, or something to call with the time. Never blocks.
 
-        ``me`` is the calling thread, where it can be given a job.
+        ``me`` is the seat of the calling thread, if it can be given a job.
         """
         self._inbox.append(event)
         self.settle(me)
 
     def settle(self, me: Seat | None = None) -> None:
-        """Empty the inbox, unless somebody else is at it; they look again."""
+        """Empty the inbox, unless another thread does, which then looks again."""
         if self._lock._is_owned():  # type: ignore[attr-defined]
             return  # a finalizer or a handler, in the middle of this thread's own turn
         outside: deque[Callable[[], None]] = deque()
@@ -184,20 +185,20 @@ class Dispatch(ABC):
             _call_all(outside)
 
     def recover(self) -> None:
-        """After an interrupt of this thread, which may have come between any two steps of it."""
+        """Restore order after an interrupt of this thread, which may come between any two steps."""
         while self._lock._is_owned():  # type: ignore[attr-defined]
             self._is_busy = False
             self._lock.release()
         self.post(self._count_room)
 
     def _count_room(self, now_ns: int) -> None:
-        """A place may have been lost, between its taking and the queue."""
+        """Restore places that an interrupt lost between their taking and the queue."""
         while len(self._room) + len(self._waiting) < self.options.queue_size:
             self._room.append(None)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """The lock, for what is no event; blocks. To be followed by :meth:`settle`."""
+        """Hold the lock, for something that is no event; blocks. Call :meth:`settle` afterwards."""
         with self._lock:
             self._is_busy = True
             try:
@@ -215,7 +216,7 @@ class Dispatch(ABC):
 
     @abstractmethod
     def _launch(self, job: Job) -> None:
-        """Give it to somebody who runs it, and say so. Under the lock."""
+        """Give a job to a runner, and note it in ``job.runner``. Under the lock."""
 
     @abstractmethod
     def _keep_time(self, wake_ns: int | None) -> None:
@@ -234,7 +235,7 @@ class Dispatch(ABC):
                 self._take(inbox[0])
             except BaseException as error:
                 if is_interrupt(error):
-                    # The event stays: somebody else goes on with it.
+                    # The event stays: another thread goes on with it.
                     self._start_over(None)
                     self._rescue()
                     raise
@@ -282,10 +283,10 @@ class Dispatch(ABC):
     def _queue(self, now_ns: int, request: Request) -> None:
         self._tell(now_ns, request)
         if self._watches or self._is_shut:
-            self._tell(now_ns, FLUSH)  # which has ended with the request
+            self._tell(now_ns, FLUSH)  # the request has ended the last one
 
     def _catch_up(self, now_ns: int) -> None:
-        """Queue again what is late and served, and what had no room until now."""
+        """Queue late requests that are served nevertheless, and those that had no room so far."""
         while self._late:
             self._queue(now_ns, self._late.popleft())
         while self._overflow and self._room:
@@ -306,8 +307,8 @@ class Dispatch(ABC):
         self._launch_held()
         if job.era == self._era:
             is_typical = self.options.learning.ran(self._policy, job)
-            # To its callers a batch ends when they have the answers. These are on their way yet;
-            # the last ones were as long.
+            # To its callers a batch ends when they have the answers. These are still on their way;
+            # they are taken to need as long as the last ones.
             started_ns = job.chosen_ns - self.options.learning.take_delivery_ns()
             self._tell(now_ns, Finished(job.device, job.requests, started_ns, is_typical))
         job.let_go()
@@ -325,7 +326,7 @@ class Dispatch(ABC):
             self.record.cancelled += 1
 
     def _place_behind(self, request: Request) -> int | None:
-        """Where it waits behind the full queue, which may be long; None where it does not."""
+        """Its index among requests behind the full queue, which may be many; None if not there."""
         place = bisect_left(self._overflow, _precedence(request), key=_precedence)
         found = self._overflow[place : place + 1]
         return place if found and found[0] is request else None
@@ -355,7 +356,7 @@ class Dispatch(ABC):
             self._launch(job)
 
     def _launch_held(self) -> None:
-        """As many as there are devices for."""
+        """Launch as many held jobs as there are devices for."""
         held = self._held
         while held and len(self._jobs) - len(held) < self.options.devices:
             if held[0].runner is None:  # else it was launched, and then came an interrupt
@@ -381,14 +382,14 @@ class Dispatch(ABC):
                 request.priority = _LATE_PRIORITY
                 self._late.append(request)
             return
-        # First what cannot be done again: an interrupt leaves them in the queue, and no harm.
+        # Before they leave: an interrupt finds them in the queue, and failing twice does no harm.
         for request in drop.requests:
             self._lose(request, _dropped(self.function.name, drop.reason))
         self._leave(drop.requests)
         self.record.add_drop(drop)
 
     def _leave(self, requests: Sequence[Request]) -> None:
-        """They are in the queue no more."""
+        """Take requests out of the queue."""
         for request in requests:
             self._room.append(None)
             del self._waiting[request.number]
@@ -404,7 +405,7 @@ class Dispatch(ABC):
         self._settled([request])
 
     def _ask_if_due(self, now_ns: int) -> None:
-        """A timer has come: maybe that of ``next_deadline_ns``, which may have changed since."""
+        """Send TIMER if it is due: ``next_deadline_ns`` may have changed since a timer was set."""
         due_ns = self._policy.next_deadline_ns()
         if due_ns is not None and due_ns <= now_ns:
             self.record.add_wake(now_ns - due_ns)
@@ -427,10 +428,10 @@ class Dispatch(ABC):
                 record.add_answer(request.arrival_ns, request.payload.deadline_ns, job.ended_ns)
 
     def _start_over(self, error: BaseException | None) -> None:
-        """The policy has failed, or was interrupted: a new one, which knows nothing of devices.
+        """Replace a policy that has failed, or was interrupted, by one that knows of no device.
 
-        A policy that raises would raise again: its requests fail with the error. One that was
-        interrupted (None), as by KeyboardInterrupt, gets its requests back.
+        A policy that raises would raise again: its requests fail with ``error``. After an interrupt
+        (None), as by KeyboardInterrupt, the new one gets them.
         """
         self._era += 1
         self._policy = self.options.learning.make_policy()
@@ -441,13 +442,13 @@ class Dispatch(ABC):
             _logger.error("the batching policy of %s failed", self.function.name, exc_info=error)
             self._fail(waiting, error)
             self._leave(waiting)
-            self._inbox.append(nothing)  # those behind the full queue get their places
+            self._inbox.append(nothing)  # requests behind the full queue get their places
             return
         for request in waiting:
             self._tell(self._now_ns, request)
 
     def _tidy_up(self) -> None:
-        """A job was handed out and its requests left the queue, or neither."""
+        """After an interrupt: a job is handed out and its requests leave the queue, or neither."""
         for job in list(self._jobs):
             if self._is_begun(job):
                 self._leave([each for each in job.requests if each.number in self._waiting])
@@ -460,7 +461,7 @@ class Dispatch(ABC):
     # --- watching, closing, forgetting ------------------------------------------------------------
 
     def watch(self, on_done: Callable[[], None]) -> None:
-        """Call it, once, when every request that was made until now is settled."""
+        """Call ``on_done`` once, when all requests made until now are settled."""
 
         def begin(now_ns: int) -> None:
             numbers = {request.number for request in self._open_requests()}
@@ -512,7 +513,7 @@ class Dispatch(ABC):
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are requests, or may be: events that nobody has looked at."""
+        """Whether there are requests, or events that may be some."""
         return bool(self._inbox or self.queued or self.running)
 
     @property
@@ -531,7 +532,7 @@ class Dispatch(ABC):
         return self.record.snapshot(queued=self.queued, running=self.running, now_ns=now_ns)
 
     def forget(self) -> None:
-        """In a forked child: the parent's requests are the parent's. Takes no lock."""
+        """In a forked child: start anew; futures of the parent's requests fail. Takes no lock."""
         unseen = [event for event in self._inbox if type(event) is Request]
         for request in [*self._open_requests(), *unseen]:
             reply = request.payload.reply
@@ -545,14 +546,14 @@ class Dispatch(ABC):
         return [*self._waiting.values(), *self._overflow, *running]
 
     def _end_all(self) -> None:
-        """Under the lock: nobody runs batches any more, so all requests fail, also later ones."""
+        """Under the lock: no batch runs any more, so all requests fail, also later ones."""
         self._is_shut = True
         self._fail(self._open_requests(), self._closed())
         for each in (self._waiting, self._overflow, self._late, self._jobs, self._held):
             each.clear()
         self._era += 1
         self._policy = self.options.learning.make_policy()
-        self._inbox.append(nothing)  # those who wait for what has failed are told
+        self._inbox.append(nothing)  # its turn tells the callers of what has failed
 
     def _closed(self) -> BatchingError:
         return BatcherClosed(f"{self.function.name} takes no more requests: it was closed")
@@ -583,9 +584,9 @@ def _dropped(name: str, reason: DropReason) -> RequestDropped:
 
 
 def _call_all(calls: deque[Callable[[], None]]) -> None:
-    """All of them, whatever they raise; then raise the first that was no Exception.
+    """Call all, whatever they raise; then raise the first interrupt.
 
-    An interrupt may make it call one twice; those it has not come to are in ``calls``.
+    A call that is interrupted is made once more. Those not made yet stay in ``calls``.
     """
     interrupt: BaseException | None = None
     tried: Callable[[], None] | None = None

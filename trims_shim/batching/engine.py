@@ -3,8 +3,8 @@
 A synchronous function has one dispatch, for threads. An asynchronous one has a dispatch for each
 event loop that calls it, and one on a loop of its own for callers that have none.
 
-Fork: the child's batchers work anew; the parent's requests fail there at once. Exit: what is queued
-is answered first, for at most :data:`EXIT_S`; then it fails, so nothing keeps the interpreter.
+Fork: the child's batchers start anew; the parent's requests fail there at once. Exit: queued
+requests are answered for at most :data:`EXIT_S`; then they fail, so nothing keeps the interpreter.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Engine:
         slo_ns: int,
         make_threads: Callable[[], ThreadDispatch] | None = None,
     ) -> None:
-        """``make_threads``: the dispatch of a synchronous function, where it is a special one."""
+        """``make_threads`` makes the dispatch of a synchronous function, if not the usual one."""
         self.slo_ns = slo_ns
         self._make_threads = make_threads or (lambda: ThreadDispatch(function, options))
         self.function = function
@@ -70,20 +70,20 @@ class Engine:
         _engines.add(self)
 
     def _forget(self) -> None:
-        # Re-entrant, and what is made under it is looked for again before it is kept: the collector
-        # may run a finalizer that calls the batcher in the middle of making it.
+        # Re-entrant: while a dispatch is made under it, the collector may run a finalizer that
+        # calls the batcher. So what is made is kept only if there is still no other one.
         self._lock = threading.RLock()
         self._threads: ThreadDispatch | None = None
         self._loops: dict[int, LoopDispatch] = {}
         self._own: LoopDispatch | None = None
         self._mailboxes: dict[int, Mailbox] = {}
         self._past = Record(devices=self.options.devices)
-        """Of loops that are gone."""
+        """The counters of loops that are gone."""
 
     # --- dispatches -------------------------------------------------------------------------------
 
     def threads(self) -> ThreadDispatch:
-        """Of a synchronous function."""
+        """The dispatch of a synchronous function."""
         if self._threads is None:
             with self._lock:
                 self._check_open()
@@ -93,7 +93,7 @@ class Engine:
         return self._threads
 
     def of_loop(self, loop: asyncio.AbstractEventLoop) -> LoopDispatch:
-        """Of an asynchronous function, for callers on this loop."""
+        """The dispatch of an asynchronous function for callers on this loop."""
         dispatch = self._loops.get(id(loop))
         if dispatch is not None and dispatch.loop is loop:
             return dispatch
@@ -112,7 +112,7 @@ class Engine:
                 del self._loops[number]
 
     def own_loop(self) -> LoopDispatch:
-        """Of an asynchronous function, for callers without a loop."""
+        """The dispatch of an asynchronous function for callers without a loop."""
         own = self._own
         if own is not None and not own.is_lost:
             return own
@@ -134,21 +134,21 @@ class Engine:
         return own
 
     def mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
-        """Through which answers of threads come to this loop. On the loop."""
+        """The mailbox by which answers of threads come to this loop. To be called on the loop."""
         mailbox = self._mailboxes.get(id(loop))
         if mailbox is not None and mailbox.loop is loop:
             return mailbox
         from trims_shim.batching.aio import Mailbox
 
         with self._lock:
-            # A loop that stands may have been forgotten; letters on their way have their mailbox.
+            # A loop that stands may have been forgotten. Letters on their way keep their mailbox.
             self._mailboxes = {
                 number: each for number, each in self._mailboxes.items() if each.loop.is_running()
             }
             return self._mailboxes.setdefault(id(loop), Mailbox(loop, self.options))
 
     def dispatches(self) -> list[Dispatch]:
-        """All that there are."""
+        """All dispatches that there are."""
         found: list[Dispatch] = list(self._loops.values())
         if self._own is not None:
             found.append(self._own)
@@ -163,7 +163,7 @@ class Engine:
         if self._threads is not None:
             return self._threads.stats()
         total = Record(devices=self.options.devices)
-        with self._lock:  # else one that becomes a past one meanwhile would count twice, or not
+        with self._lock:  # else one that ends meanwhile would count twice, or not at all
             dispatches = self.dispatches()
             for record in (self._past, *(dispatch.record for dispatch in dispatches)):
                 total.merge(record)
@@ -172,7 +172,7 @@ class Engine:
         return total.snapshot(queued=queued, running=running, now_ns=self.options.clock_ns())
 
     def watch(self, on_done: Callable[[], None]) -> None:
-        """Call it once when all that was requested until now is settled, from some thread."""
+        """Call ``on_done`` once, from some thread, when all requests until now are settled."""
         watched = [dispatch for dispatch in self.dispatches() if dispatch.is_alive()]
         left = _Countdown(len(watched) + 1, on_done)
         for dispatch in watched:
@@ -180,13 +180,13 @@ class Engine:
         left.count()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Block until all that was requested until now is settled. Raises TimeoutError."""
+        """Block until all requests made until now are settled. Raises TimeoutError."""
         for dispatch in self.dispatches():
             if dispatch.is_busy:
                 dispatch.check_may_wait()
         self.check_may_end()
-        # No Event: who is interrupted while he waits for one may keep its lock, and then whoever
-        # would set it waits for ever.
+        # No Event: a thread that is interrupted while it waits for one may keep its lock, and then
+        # the thread that sets it waits for ever.
         done = Seat()
         self.watch(done.wake)
         if not done.sleep(-1.0 if timeout_s is None else max(0.0, timeout_s)):
@@ -195,7 +195,7 @@ class Engine:
             )
 
     def check_may_end(self) -> None:
-        """Raises RuntimeError in the middle of a batch."""
+        """Raise RuntimeError in the middle of a batch."""
         if any(dispatch.is_running_here() for dispatch in self.dispatches()):
             raise RuntimeError(f"{self.function.name}: a batch cannot wait for its own end")
 
@@ -220,7 +220,7 @@ class Engine:
         self.options.learning.save()
 
     def finish(self, timeout_s: float) -> None:
-        """The interpreter ends."""
+        """Shut down at the end of the interpreter. What is queued after ``timeout_s`` fails."""
         try:
             self.shut_down(cancel=False, timeout_s=timeout_s)
         except (TimeoutError, RuntimeError):
@@ -228,7 +228,7 @@ class Engine:
             self.rest()
 
     def resize(self, max_batch_size: int) -> None:
-        """Make batches of another size. Raises ValueError."""
+        """Set the largest size of later batches. Raises ValueError."""
         learning = self.options.learning
         learning.check_size(max_batch_size)
         learning.max_batch_size = max_batch_size
@@ -266,7 +266,7 @@ class Engine:
         return self.own_loop().run_now(entries)
 
     def forget(self) -> None:
-        """In a forked child: as it was when it was made."""
+        """In a forked child: return to the state in which it was made."""
         self.options.learning.forget()
         dispatches = self.dispatches()
         # Never finalized: tasks would complain, loops would write to the parent's.

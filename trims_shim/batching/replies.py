@@ -1,10 +1,10 @@
 """Where answers go: to a blocked thread, to a future, to an event loop.
 
-Each request has one reply. ``begin`` is called once, when its batch starts, and says whether
-anybody still waits; after that comes exactly one ``answer`` or ``fail``. A request that never runs
-gets ``fail`` only. None of them raises an Exception, whatever became of the one who waits: a
-cancelled neighbour is no reason to lose an answer. Calls come from any thread, never under a
-batcher's lock.
+Each request has one reply. ``begin`` is called when its batch starts, and says whether its caller
+still waits; after that comes one ``answer`` or ``fail``. A request that never runs gets ``fail``
+only. After an interrupt, or when a batch was given up half-way, calls come again. None of them
+raises an Exception, whatever became of the caller: a cancelled request must not cost others their
+answers. Calls come from any thread, never under a batcher's lock.
 """
 
 from __future__ import annotations
@@ -96,15 +96,15 @@ class Entry:
         self.arguments = arguments
         self.reply = reply
         self.deadline_ns = deadline_ns
-        """The caller's; that of the request is none where a late one is served all the same."""
+        """The caller's; a late request that is served nevertheless has no other deadline."""
         self.owner = owner
         """The instance whose method is batched, alive until it has answered."""
         self.has_room = True
-        """Whether it has a place in the queue; else it waits for one."""
+        """Whether it has a place in the queue, or else waits for one."""
         self.is_admitted = False
         """Whether the policy was told about it."""
         self.gate: threading.Lock | None = None
-        """Released when it gets its place, or is lost; for those who wait for that."""
+        """Released when it gets its place, or is lost; its caller may wait for that."""
         self.padded: int | None = None
         """The length to which it was padded, where the collate has to know afterwards."""
         self.pieces: list[Any] | None = None
@@ -116,20 +116,20 @@ class Entry:
         return hasattr(self.reply, "step")
 
     def lose(self, error: BaseException) -> None:
-        """It will not run."""
+        """Fail it; it will not run."""
         self.reply.fail(error)
         self.let_go()
 
     def let_go(self) -> None:
-        """It was answered, and its reply is its caller's alone.
+        """Drop the reply, which is its caller's alone once it was answered.
 
-        An error has in its traceback the frames that had this entry; a reply that kept the error
-        and was reached from there would be kept, with all the frames had, until it is collected.
+        The traceback of an error has the frames that had this entry. If these led to the reply that
+        keeps the error, all that they had would stay until the collector runs.
         """
         self.reply = _NOBODY
 
     def open_gate(self) -> None:
-        """Nobody needs to wait for its place any more."""
+        """Wake a caller that waits for its place."""
         gate = self.gate
         if gate is not None and gate.locked():
             gate.release()
@@ -144,7 +144,7 @@ class Failure:
         self.error = error
 
     def let_go(self) -> None:
-        """It was handed out; see :meth:`Entry.let_go`. Nobody may ask for the error any more."""
+        """Drop the error once it was handed out; see :meth:`Entry.let_go`."""
         with contextlib.suppress(AttributeError):  # one for several items
             del self.error
 
@@ -187,7 +187,7 @@ class Seat:
         """Its thread waits for something else: it gets no job, and keeps no time."""
 
     def sleep(self, timeout_s: float = -1.0) -> bool:
-        """Until woken, or for so long; False if it was not woken."""
+        """Sleep until woken, or for ``timeout_s``; False if it was not woken."""
         return self._gate.acquire(True, timeout_s)
 
     def wake(self) -> None:
@@ -234,7 +234,7 @@ class BlockedCall(Seat):
         try:
             raise self._error
         finally:
-            self._error = None  # it holds this frame, and with it this object
+            self._error = None  # its traceback holds this frame, and with it this object
 
 
 # --- futures --------------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ class BlockedCall(Seat):
 class _Condition(threading.Condition):
     """Entered and left in one step each, as its lock is, not by functions in Python.
 
-    In these a signal handler may raise while the lock is taken, and for good: who would hand the
-    answer over waits for ever, and with him the device.
+    In these a signal handler may raise while the lock is taken, and it is never released: the
+    thread that hands the answer over would wait for ever, and its device, too.
     """
 
     __slots__ = ("__enter__", "__exit__")
@@ -266,7 +266,7 @@ class BatchFuture(Future[Answer]):
         self._request: Request | None = None
 
     def attach(self, dispatch: Dispatch, request: Request) -> None:
-        """Whom to tell when it is cancelled."""
+        """Set the dispatch to tell when it is cancelled."""
         self._dispatch, self._request = dispatch, request
 
     def cancel(self) -> bool:
@@ -334,10 +334,10 @@ class BatchFuture(Future[Answer]):
         try:
             settle(value)
         except InvalidStateError:
-            self._tell()  # cancelled, or set by somebody else, who may have been interrupted
+            self._tell()  # cancelled, or set by another thread, which may have been interrupted
 
     def _tell(self) -> None:
-        """Those who were not told yet that it is there."""
+        """Tell waiters and callbacks that were not told yet that it is done."""
         with self._condition:
             if self._state != "FINISHED":
                 return
@@ -349,7 +349,7 @@ class BatchFuture(Future[Answer]):
         self._invoke_callbacks()
 
     def _invoke_callbacks(self) -> None:
-        # Not as the base class's: who goes on after an interrupt calls those that are left.
+        # Not as the base class's: a thread that goes on after an interrupt calls those left.
         callbacks = self._done_callbacks  # type: ignore[attr-defined]
         while callbacks:
             try:
@@ -373,5 +373,5 @@ class BatchFuture(Future[Answer]):
             dispatch.check_may_wait()
 
     def _let_go(self) -> None:
-        # Neither a batcher nor an item lives as long as somebody keeps an answer.
+        # A caller that keeps an answer must not keep the batcher, or the item.
         self._dispatch = self._request = None

@@ -5,13 +5,13 @@ handed over. Batches without such a caller go to workers, at most one for each d
 they are needed and ended when they were idle for a while. A caller runs no batch but its own.
 
 One seat (a waiting caller or a worker) keeps the time: it sleeps no longer than to the policy's
-next deadline. Nobody polls; without requests everybody sleeps for good, or has ended.
+next deadline. No thread polls; without requests all sleep until they are woken, or have ended.
 
 A thread that has a seat and waits for something else of this batcher, in a callback of a future or
-in a signal handler, is away from it: others do what it would have done.
+in a signal handler, is away from its seat: other threads do its work.
 
-Workers are daemon threads that hold their dispatch weakly while idle: one that nobody uses any more
-ends, and its workers with it.
+Workers are daemon threads that hold their dispatch weakly while idle: a dispatch that is not used
+any more is gone, and its workers end.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class ThreadDispatch(Dispatch):
         self._idle.clear()
         self._keeper: Seat | None = None
         self._runners: dict[int, int] = {}
-        """Threads that run batches, and how deep."""
+        """How many runs of batches are nested, by thread."""
         self._seats: dict[int, Seat] = {}
-        """By thread, where it has one that is not away."""
+        """By thread; without those that are away."""
         self._debt = 0
         """Requests in the queue without a place of their own."""
 
     # --- callers ----------------------------------------------------------------------------------
 
     def call(self, request: Request, reply: BlockedCall) -> Any:
-        """Wait for the answer in this thread, and work for it; raises what became of it."""
+        """Wait for the answer in this thread, which may run its batch. Raises its error."""
         self._leave_seat()
         ident = threading.get_ident()
         self._seats[ident] = reply
@@ -93,7 +93,7 @@ class ThreadDispatch(Dispatch):
         try:
             job = reply.job
             if job is not None:
-                # Its own until its end: whoever is interrupted finds it there.
+                # It stays the seat's until its end: there :meth:`_abandon` finds it.
                 self._execute(job)
         finally:
             self._exit(ident)
@@ -101,13 +101,13 @@ class ThreadDispatch(Dispatch):
             self._report(job, reply)
 
     def _report(self, job: Job, reply: BlockedCall) -> None:
-        """The caller's job has ended; he may get another one, where that was not his answer."""
+        """Report the end of the caller's job. Without an answer the caller may get another job."""
         self.post(job, reply)
         while reply.job is job and not reply.is_done:
             self._wait(reply)
 
     def call_nested(self, entry: Entry) -> Any:
-        """From inside a batch, whose end nobody may wait for: alone, here and now."""
+        """Run a request from inside a batch alone, here and now: it cannot wait for that batch."""
         ident = self._enter()
         try:
             (result,) = self.function.run([entry])
@@ -119,8 +119,8 @@ class ThreadDispatch(Dispatch):
         return reply.take()
 
     def is_running_here(self) -> bool:
-        """See :class:`Dispatch`. Also where a signal handler, or a finalizer, came in the middle of
-        this thread's turn, for whose end nobody may wait either.
+        """See :class:`Dispatch`. Also true in a signal handler, or a finalizer, in the middle of
+        this thread's turn, whose end it must not wait for either.
         """
         return threading.get_ident() in self._runners or self._is_my_turn()
 
@@ -155,7 +155,7 @@ class ThreadDispatch(Dispatch):
             self.post(nothing)  # somebody else keeps the time
 
     def _abandon(self, request: Request, reply: BlockedCall) -> None:
-        """Its caller was interrupted: the requests of others in its batch are a worker's now."""
+        """After an interrupt of its caller: a worker runs the batch, for its other requests."""
         self._runners.pop(threading.get_ident(), None)
         self.recover()
         reply.is_abandoned = reply.is_away = True
@@ -182,7 +182,7 @@ class ThreadDispatch(Dispatch):
     # --- workers ----------------------------------------------------------------------------------
 
     def sit_down(self, worker: Seat) -> None:
-        """It is that of this thread."""
+        """Make ``worker`` the seat of this thread."""
         self._seats[threading.get_ident()] = worker
 
     def work(self, worker: Seat) -> bool:
@@ -252,7 +252,7 @@ class ThreadDispatch(Dispatch):
         super()._end(now_ns, job)
 
     def _free_seat(self, job: Job) -> None:
-        """Its runner may be given another one now."""
+        """Let the runner of a job get another one."""
         seat = job.runner
         if isinstance(seat, Seat) and seat.job is job:
             seat.job = None
@@ -262,7 +262,7 @@ class ThreadDispatch(Dispatch):
     # --- once more; under the lock ----------------------------------------------------------------
 
     def _wait_again(self, request: Request) -> None:
-        """It has left the queue, and was not answered: it is in the queue again."""
+        """Put a request, which had left the queue and was not answered, into the queue again."""
         reply = request.payload.reply
         if isinstance(reply, BatchFuture):
             reply.requeue()
@@ -270,7 +270,7 @@ class ThreadDispatch(Dispatch):
         try:
             self._room.pop()
         except IndexError:
-            self._debt += 1  # it was in the queue before those who have its place now
+            self._debt += 1  # it was in the queue before the request that has its place now
 
     def _leave(self, requests: Sequence[Request]) -> None:
         super()._leave(requests)
@@ -284,7 +284,7 @@ class ThreadDispatch(Dispatch):
         self._give(job, self._seat_for(job))
 
     def _give(self, job: Job, seat: Seat) -> None:
-        # Nothing can come between these two.
+        # No interrupt can come between these two.
         seat.job = job
         job.runner = seat
         if seat is self._keeper:
@@ -311,22 +311,22 @@ class ThreadDispatch(Dispatch):
         return self._idle.pop() if self._idle else self._new_worker()
 
     def _may_be_callers(self, job: Job) -> bool:
-        """Whether a caller may run it in his thread."""
+        """Whether a caller may run it in its own thread."""
         return self.options.caller_runs and not self.function.is_generator
 
     def _new_worker(self) -> Seat:
         worker = Seat()
         claim: list[None] = [None]
-        # First: a callback that comes with it may wait for what it runs.
+        # First: a callback that is called after the same turn may wait for what it runs.
         self._outside.insert(0, lambda: self._start(worker, claim))
         return worker
 
     def _start(self, worker: Seat, claim: list[None]) -> None:
-        """Who takes ``claim`` is its thread, or sees to it that none is needed."""
+        """Start its thread. It takes ``claim``, or this thread does, and then does without it."""
         runners, ident = self._runners, threading.get_ident()
         depth = runners.get(ident, 0)
         try:
-            # Nor may a signal handler wait for one that it keeps from beginning.
+            # A signal handler must not wait for a thread that it keeps from beginning, either.
             runners[ident] = depth + 1
             thread = threading.Thread(
                 target=_begin,
@@ -353,7 +353,7 @@ class ThreadDispatch(Dispatch):
                 del runners[ident]
 
     def _without_thread(self, error: BaseException) -> RuntimeError:
-        """There are too many, or the interpreter ends, or is one that allows no daemons."""
+        """The error if there are too many, the interpreter ends, or it allows no daemon threads."""
         needs_none = self.options.caller_runs and not self.function.is_generator
         instead = "; a plain call, batcher(item), needs none" if needs_none else ""
         found = RuntimeError(f"{self.function.name} needs a thread for batches: {error}{instead}")
@@ -361,7 +361,7 @@ class ThreadDispatch(Dispatch):
         return found
 
     def _replace(self, worker: Seat) -> None:
-        """Its thread does not live: another one does what it should."""
+        """Its thread does not live: let another one do its work."""
         job = self._taken_from(worker)
         if job is not None:
             self._hand_over(job)
@@ -369,7 +369,7 @@ class ThreadDispatch(Dispatch):
             self.post(nothing)  # somebody else keeps the time
 
     def _taken_from(self, worker: Seat) -> Job | None:
-        """Its job; it gets no other one, and keeps no time."""
+        """Take its job away; it gets no other one, and keeps no time."""
         with self._turn():
             job, worker.job = worker.job, None
             if self._keeper is worker:
@@ -413,7 +413,7 @@ class ThreadDispatch(Dispatch):
         seat.wake_ns = wake_ns
         if seat is not self._me:
             seat.wake()
-        self._keeper = seat  # last: an interrupt leaves none that does not know it
+        self._keeper = seat  # last: an interrupt leaves no keeper that does not know it is one
 
     def _seat_for_time(self) -> Seat:
         me = self._me
@@ -441,7 +441,7 @@ class ThreadDispatch(Dispatch):
 
 
 def _is_first(claim: list[None]) -> bool:
-    """Of two threads, for one of them."""
+    """True for one of two threads."""
     try:
         claim.pop()
     except IndexError:
@@ -473,16 +473,16 @@ def _step(dispatch: ThreadDispatch, worker: Seat) -> bool:
         dispatch.settle(worker)
         return dispatch.work(worker)
     except BaseException:
-        # Of somebody's callback. A worker that dies would take later batches with it.
+        # Of a user's callback. A worker that dies would take later batches with it.
         _logger.exception("a callback of a future of %s failed", dispatch.function.name)
         return True
 
 
 def join_workers(timeout_s: float) -> None:
-    """Wait for the workers of closed batchers, and of those that are gone, to end; for so long.
+    """Wait at most ``timeout_s`` for the workers of closed batchers, and of those gone, to end.
 
-    A thread that is still giving a tensor back when the interpreter ends aborts the process: torch
-    wants the interpreter's lock back in a destructor, which the end of a thread must not leave.
+    A thread that still frees a tensor when the interpreter ends aborts the process: torch takes the
+    interpreter's lock again in a destructor, and the end of a thread must not leave one.
     """
     end_s = time.monotonic() + timeout_s
     for thread in list(_started):
@@ -492,8 +492,8 @@ def join_workers(timeout_s: float) -> None:
 def adopt_torch_threads() -> None:
     """Make ``torch.set_num_threads`` hold in this thread, too.
 
-    A thread of its own begins with OpenMP's default number of threads, and keeps it until ATen is
-    asked for the number there (torch 2.13, at::internal::lazy_init_num_threads).
+    A new thread begins with OpenMP's default number of threads, and keeps it until ATen is asked
+    for the number there (torch 2.13, at::internal::lazy_init_num_threads).
     """
     ask = getattr(sys.modules.get("torch"), "get_num_threads", None)
     if ask is not None:
