@@ -45,8 +45,9 @@ __all__ = [
 _running: contextvars.ContextVar[tuple[weakref.ref[Job], ...]] = contextvars.ContextVar(
     "trims_shim_batch", default=()
 )
-"""Also those of other batchers in whose midst this one was begun, and which may wait for it. Weak,
-since whatever a batch leaves behind (tasks, timers, connections) has its context, too."""
+"""The batch that runs here, and batches (of other batchers, too) inside of which it was begun, as
+they may wait for it. Weak: all that a batch leaves behind (tasks, timers, connections) has its
+context, too."""
 
 
 class Mailbox:
@@ -55,7 +56,7 @@ class Mailbox:
     __slots__ = ("_clock_ns", "_is_due", "_learning", "_letters", "_sent_ns", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: Options) -> None:
-        """What ``options.learning`` learns: how long it takes until their callers have them."""
+        """``options.learning`` learns how long it takes until callers have their answers."""
         self.loop = loop
         self._clock_ns = options.clock_ns
         self._learning = options.learning
@@ -64,9 +65,9 @@ class Mailbox:
         self._is_due = False
 
     def send(self, receive: Callable[[Any], None], letter: Any) -> None:
-        """From any thread. A loop that is closed loses its own answers, and nobody else's.
+        """Send from any thread. A closed loop loses its own answers, and no other's.
 
-        An interrupt may make ``receive`` get it twice.
+        After an interrupt ``receive`` may get a letter twice.
         """
         self._letters.append((receive, letter))
         if self._is_due:
@@ -78,12 +79,12 @@ class Mailbox:
         except RuntimeError:
             self._is_due = False
             self._letters.clear()
-        except BaseException:  # of a signal handler: who goes on with the batch sends it again
+        except BaseException:  # of a signal handler: the thread that goes on sends it again
             self._is_due = False
             raise
 
     def _open(self) -> None:
-        # Before the first letter: one that comes later than the last look makes a new call.
+        # Before the first letter: a letter that comes after the last look makes a new call.
         self._is_due = False
         sent_ns = self._sent_ns
         try:
@@ -94,7 +95,7 @@ class Mailbox:
         except BaseException:  # of a signal handler
             self.loop.call_soon(self._open)
             raise
-        # After the callers whom these letters wake.
+        # After the callers that these letters wake.
         self.loop.call_soon(self._measure, sent_ns)
 
     def _measure(self, sent_ns: int) -> None:
@@ -169,7 +170,7 @@ def _set(future: asyncio.Future[Any], result: Any) -> None:
     if type(result) is not Failure:
         future.set_result(result)
     elif isinstance(result.error, StopIteration | asyncio.CancelledError):
-        # A future refuses the one, and with the other its caller would seem to be cancelled.
+        # A future refuses StopIteration; with CancelledError its caller would seem cancelled.
         raised = type(result.error).__name__
         future.set_exception(RuntimeError(f"the batch function raised {raised}"))
     else:
@@ -177,7 +178,7 @@ def _set(future: asyncio.Future[Any], result: Any) -> None:
 
 
 class LoopDispatch(Dispatch):
-    """Of an asynchronous function on one loop. Events are taken on the loop only."""
+    """The dispatch of an asynchronous function on one loop, where alone events are taken."""
 
     def __init__(
         self, function: BatchFunction, options: Options, loop: asyncio.AbstractEventLoop
@@ -210,11 +211,11 @@ class LoopDispatch(Dispatch):
 
     @property
     def is_over(self) -> bool:
-        """Whether its loop is closed, or stands with nothing open, and may have been forgotten."""
+        """Whether its loop is closed, or stands without open requests, so may be forgotten."""
         return self.is_lost or not (self.is_alive() or self.queued or self.running)
 
     def lose(self) -> None:
-        """Its loop is closed, or was stopped for good: what is open fails."""
+        """Fail all open requests: its loop is closed, or was stopped for good."""
         with self._turn():
             self._end_all()
         super().settle()
@@ -234,12 +235,12 @@ class LoopDispatch(Dispatch):
         return self.loop.is_running()
 
     def run_now(self, entries: list[Entry]) -> list[Any]:
-        """Outside of the policy, and wait for it. Not on the loop."""
+        """Run entries without the policy, and wait for the results. Not on the loop."""
         self.check_may_wait()
         return asyncio.run_coroutine_threadsafe(self.function.arun(entries), self.loop).result()
 
     async def call_nested(self, entry: Entry) -> Any:
-        """From inside a batch, whose end nobody may wait for: alone, here and now."""
+        """Run a request from inside a batch alone, here and now: it cannot wait for that batch."""
         (result,) = await self.function.arun([entry])
         future: asyncio.Future[Any] = self.loop.create_future()
         deliver(AwaitedReply(future, None), result)
@@ -280,8 +281,8 @@ class LoopDispatch(Dispatch):
 
     async def _run(self, job: Job) -> None:
         if self._lock._is_owned():  # type: ignore[attr-defined]
-            # By the turn that has made this task: the loop's tasks are eager (Python 3.12). What
-            # users write is called without the lock, and others may join who come at once.
+            # By the turn that has made this task: the loop's tasks are eager (Python 3.12), and
+            # users' code is called without the lock.
             await asyncio.sleep(0)
         outer = [each for each in _running.get() if (of := each()) and of.results is None]
         _running.set((*outer, weakref.ref(job)))
@@ -291,12 +292,12 @@ class LoopDispatch(Dispatch):
             results = await self.function.arun(entries) if entries else []
             job.end(clock_ns(), results)
         except asyncio.CancelledError:
-            # The loop ends, or somebody cancels all its tasks, or the function raised it; its
-            # callers were not cancelled, and are told what it is.
+            # The loop ends, or its tasks were all cancelled, or the function raised it. The callers
+            # were not cancelled, so they get another error.
             job.end_with(clock_ns(), self._cancelled())
             raise
         except BaseException as error:
-            job.end_with(clock_ns(), error)  # its callers raise it, if it should end the loop
+            job.end_with(clock_ns(), error)  # the callers raise it, also to end the loop
         finally:
             job.deliver_surely()
             self.post(job)
@@ -380,7 +381,7 @@ async def stream(engine: Engine, make: Callable[[Reply], Request]) -> AsyncGener
 
 
 async def settled(engine: Engine) -> None:
-    """Await that all that was requested until now is answered."""
+    """Await until all requests made until now are settled."""
     engine.check_may_end()
     loop = _running_loop(engine)
     future: asyncio.Future[Any] = loop.create_future()
@@ -392,8 +393,8 @@ async def settled(engine: Engine) -> None:
 class ThreadLoop:
     """A loop in a thread of its own, for callers that have none. Ends with :meth:`stop`.
 
-    Raises RuntimeError under gevent, whose threads are all one: the loop would run in the midst of
-    those who wait for it, which asyncio refuses.
+    Raises RuntimeError under gevent, whose threads are all one: the loop would run in the middle of
+    the callers that wait for it, which asyncio refuses.
     """
 
     def __init__(self, name: str) -> None:
@@ -405,10 +406,10 @@ class ThreadLoop:
             )
         self.loop = asyncio.new_event_loop()
         self._name = name
-        """Of the function."""
+        """The name of the function."""
 
     def start(self, dispatch: weakref.ref[LoopDispatch]) -> None:
-        """Run it, for this dispatch. Raises RuntimeError where no thread can be had."""
+        """Run the loop, for this dispatch. Raises RuntimeError where no thread can be had."""
         name, arguments = f"batch-{self._name}", (self.loop, dispatch)
         try:
             threading.Thread(target=_run_loop, args=arguments, name=name, daemon=True).start()
@@ -435,6 +436,6 @@ def _run_loop(loop: asyncio.AbstractEventLoop, dispatch_ref: weakref.ref[LoopDis
         loop.run_forever()
     finally:
         loop.close()
-        # Somebody's code stopped it, while requests may be open.
+        # Users' code may have stopped it while requests were open.
         if (dispatch := dispatch_ref()) is not None:
             dispatch.lose()

@@ -1,8 +1,8 @@
 """Batches that can be given up: what Flex's executor does beyond that of a single function.
 
-Carries out :class:`~trims_shim.batching.protocol.Preempt` by a flag at the job, which the thread
-that runs it sees at its next exit point; its requests go back into the queue. And learns, beside
-the latency of batches, where in them the exit points are.
+:class:`~trims_shim.batching.protocol.Preempt` sets a flag at the job. The thread that runs it sees
+the flag at its next exit point, and the requests go back into the queue. Besides the latency of
+batches, the places of their exit points are learned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trims_shim.batching.threads import ThreadDispatch
 __all__ = ["FlexDispatch", "FlexLearning", "StagedJob"]
 
 _NEWEST_WEIGHT = 0.2
-"""Of the last batch in the running mean of where exit points are: about ten batches count."""
+"""Weight of the last batch in the running mean of exit points' places: about ten batches count."""
 _EDGE = 1e-6
 """How far apart exit points are at least, as a share of a batch."""
 _LAST = 4096
@@ -49,11 +49,11 @@ class StagedJob(Job):
         """When its exit points were passed."""
 
     def is_unwanted(self) -> bool:
-        """For its exit points."""
+        """Whether to stop at the next exit point."""
         return self.asked_ns is not None
 
     def give_up(self, now_ns: int) -> None:
-        """It has stopped."""
+        """Note that it has stopped."""
         self.is_given_up = True
         self.ended_ns = now_ns
 
@@ -93,7 +93,7 @@ class FlexLearning(Learning):
         return self._make_flex()
 
     def model(self, key: Hashable) -> PreemptibleModel:
-        """What is known of a key: of a model, and of the shape of its inputs."""
+        """What is known of a key, which is a model and the shape of its inputs."""
         plain = plain_key(key)
         return PreemptibleModel(self.profile(plain), self.max_batch_size, self._exits_of(plain))
 
@@ -142,14 +142,14 @@ class FlexLearning(Learning):
 
 
 def _model_of(key: Hashable) -> str:
-    # (model, signature), of StagedFunctions.key; None before the first request. The very name: what
-    # `str` makes of a member of an enum that is a string, too, is another one.
+    # (model, signature), of StagedFunctions.key; None before the first request. The name as it is:
+    # `str` makes another one of a member of an enum of strings.
     name: str = key[0] if isinstance(key, tuple) else ""
     return name
 
 
 def _ascending(shares: Sequence[float]) -> tuple[float, ...]:
-    """Made to ascend between 0 and 1; those for which there is no room are left out."""
+    """The shares, made to ascend between 0 and 1; those for which there is no room are left out."""
     found: list[float] = []
     low = _EDGE
     for share in shares:
@@ -167,7 +167,7 @@ class FlexDispatch(ThreadDispatch):
 
     def __init__(self, function: StagedFunctions, options: Options) -> None:
         self._staged = function
-        # It has what a dispatch uses of a BatchFunction, and nothing to subclass it for.
+        # It has what a dispatch uses of a BatchFunction; subclassing would add nothing.
         super().__init__(function, options)  # type: ignore[arg-type]
 
     # --- a thread that runs a batch ---------------------------------------------------------------
@@ -248,4 +248,4 @@ class FlexDispatch(ThreadDispatch):
         self.preemptions = 0
         self.wasted_ns = 0
         self.stops_ns: deque[int] = deque(maxlen=_LAST)
-        """From the wish to preempt to the free device."""
+        """From the decision to preempt to the free device."""
