@@ -64,13 +64,13 @@ def span_ns(name: str, limit_ms: float) -> int:
 
 
 def patience_s(name: str, limit_s: float) -> float:
-    """Return the checked timeout, at most the longest for which threads can wait."""
+    """A checked timeout, at most as long as threads can wait."""
     found: float = number(name, limit_s)
     return min(found, threading.TIMEOUT_MAX)
 
 
 def whole(name: str, value: Any) -> int:
-    """Return the checked count: a whole number from 1 to ``_MOST``."""
+    """A checked count, from 1 to ``_MOST``."""
     try:
         found = operator.index(value)
     except TypeError:
@@ -83,7 +83,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def sizes(name: str, values: Any) -> list[int]:
-    """Return a list of checked counts; see :func:`whole`."""
+    """A list of checked counts."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise TypeError(f"{name} is {values!r}; it has to be a list of whole numbers")
     found = [whole(name, each) for each in values]
@@ -93,7 +93,7 @@ def sizes(name: str, values: Any) -> list[int]:
 
 
 def devices_of(value: Any) -> int | list[str]:
-    """Return the number of devices, or their names."""
+    """The number of devices, or their names."""
     if isinstance(value, str):
         raise TypeError(f"devices is {value!r}; it has to be a number or a list of names")
     if not isinstance(value, Sequence):
@@ -103,7 +103,7 @@ def devices_of(value: Any) -> int | list[str]:
 
 
 def number(name: str, value: Any) -> Any:
-    """Return a checked priority or weight: one that cannot be compared would fail others."""
+    """A checked priority or weight: one that cannot be compared would fail others' requests."""
     if type(value) is int:
         return value
     if isinstance(value, float):
@@ -146,8 +146,8 @@ def takes_self(function: Callable[..., Any], first: object) -> bool:
 def lasting_name(function: Callable[..., Any]) -> str | None:
     """The name under which the next process finds what this one learned; None if there is none.
 
-    Closures, lambdas and callable objects have none: different ones share a name. Functions of a
-    script are named by its path, because all scripts share the name ``__main__``.
+    Closures, lambdas and callable objects have none: different ones share a name. A script's
+    functions are named by its path: all scripts are ``__main__``.
     """
     if not inspect.isfunction(function) or "<" in function.__qualname__:
         return None

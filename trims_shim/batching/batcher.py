@@ -87,11 +87,10 @@ class Batcher(Generic[Item, Result, Piece]):
     ``model``: the same in stages, a :class:`~trims_shim.batching.staged.StagedModel`, so that
     requests can enter and leave a batch between stages. The stages run instead of ``function``,
     which answers if one fails. The first batch of each key runs both ways; if the results differ by
-    more than rounding, from then on only the function answers. A StagedModel may also be given as
-    ``function`` itself. For a method, ``model`` is the name of an attribute of the instance (may be
-    dotted), or a function of the instance, called once for each. ``buffer_pairs`` and
-    ``max_active`` are for models in stages: the most batches at each border between stages, and the
-    most requests in the stages.
+    more than rounding, only the function answers from then on. A StagedModel may also be given as
+    ``function`` itself. For a method, ``model`` is the (dotted) name of the instance's attribute,
+    or a function of the instance, called once for each. ``buffer_pairs`` and ``max_active`` are for
+    models in stages: the most batches at each border, and the most requests in the stages.
 
     ``max_batch_size``: 32, or the largest of ``batch_sizes``.
     ``slo_ms``: the time from the call in which an answer is wanted; None for no limit.
@@ -246,7 +245,7 @@ class Batcher(Generic[Item, Result, Piece]):
         self._kind = kind
         self._engines: InstanceEngines = Beside() if model is None else Inside(shown_name)
 
-        # Without self: a cycle would keep a batcher after its last reference, until collected.
+        # Without self: in a cycle a batcher would outlive its last reference.
         def make_engine(kind: EngineKind, takes_owner: bool) -> Engine:
             learning = kind.learning(
                 kind.maker,
@@ -533,7 +532,7 @@ class Batcher(Generic[Item, Result, Piece]):
         await self.aclose(cancel=exc_info[0] is not None)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        # As methods are pickled: by instance and name, or by name; another process has its own.
+        # As of methods: another process has its own of the same instance, or of the same name.
         if self._owner is not None:
             return getattr, (self._owner, self._function.__name__)
         return str(self.__dict__.get("__qualname__", self.name))
@@ -558,8 +557,7 @@ class Batcher(Generic[Item, Result, Piece]):
 
         Runs the function in this thread (an asynchronous one on the batcher's own loop), for about
         ``limit_s`` at most, beside batches that may be running: call it before the first request.
-        The profile is kept for the next process unless one was given. Raises what the function
-        raises.
+        Kept for the next process unless a profile was given. Raises what the function raises.
         """
         self, args = self._bound(args)
         return self._engine.warm(
@@ -580,8 +578,8 @@ class Batcher(Generic[Item, Result, Piece]):
         return self._owner is None and bool(self._classes)
 
     def _bound(self, args: Any) -> tuple[Self, Any]:
-        """The batcher to use, and the item: the instance's batcher where the instance comes first,
-        as in ``Class.method(instance, item)`` and in calls by a wrapper of a batched method."""
+        """The batcher and its arguments. If the instance comes first, as in
+        ``Class.method(instance, item)`` and from wrappers of methods, it is the instance's own."""
         if self._owner is not None or len(args) < 2:
             return self, args
         # A method that is wrapped, or assigned to its class later, is known by its first parameter.

@@ -125,9 +125,9 @@ class _OfParts(ABC):
         )
 
     def with_classes(self) -> Collate:
-        """The same, with classes of lengths if exactly one part would have them.
+        """The same with classes of lengths, if then exactly one part has a length in its keys.
 
-        Keys with two lengths have no order: each may be longer in one of them.
+        Of keys with two lengths, each may be longer in one of them.
         """
         changed = {name: with_classes(each) for name, each in self._collates.items()}
         return self._with(changed) if sum(map(_has_length, changed.values())) == 1 else self

@@ -69,7 +69,7 @@ class Job:
         return sum([isinstance(each, FAILURES) for each in self.results or ()])
 
     def begin(self, now_ns: int) -> list[Entry]:
-        """Return the entries to run; the same ones when another thread continues the job."""
+        """The entries to run; the same ones when another thread continues the job."""
         if self.live is None:
             self.started_ns = now_ns
             self.live = [each for each in self.requests if each.payload.reply.begin()]
@@ -110,10 +110,7 @@ class Job:
             request.payload.let_go()
 
     def deliver_surely(self) -> None:
-        """As :meth:`deliver`, but continues after what callbacks raise.
-
-        For workers and tasks: nobody would notice if one of them died.
-        """
+        """As :meth:`deliver`, past what callbacks raise: the runner must not die of that."""
         while True:
             try:
                 self.deliver()

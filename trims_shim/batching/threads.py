@@ -152,7 +152,7 @@ class ThreadDispatch(Dispatch):
         if job is not None:
             self._hand_over(job)
         else:
-            self.post(nothing)  # somebody else keeps the time
+            self.post(nothing)  # another seat keeps the time
 
     def _abandon(self, request: Request, reply: BlockedCall) -> None:
         """After an interrupt of its caller: a worker runs the batch, for its other requests."""
@@ -366,7 +366,7 @@ class ThreadDispatch(Dispatch):
         if job is not None:
             self._hand_over(job)
         else:
-            self.post(nothing)  # somebody else keeps the time
+            self.post(nothing)  # another seat keeps the time
 
     def _taken_from(self, worker: Seat) -> Job | None:
         """Take its job away; it gets no other one, and keeps no time."""

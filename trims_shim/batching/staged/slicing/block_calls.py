@@ -147,7 +147,7 @@ class Shell:
 
 
 class _Reached(BaseException):
-    """The last block is called. No ``except Exception`` of a model must catch this."""
+    """The last block is called; no ``except Exception`` of a model must catch this."""
 
 
 class _Noting:
@@ -242,7 +242,7 @@ class _Handing:
 
 
 def _stand_in(block: Any, number: int) -> Any:
-    """Make an object that looks like the block, but calls the visitor of this thread."""
+    """An object that looks like the block, but calls this thread's visitor."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _here.visitor.visit(number, args, kwargs)

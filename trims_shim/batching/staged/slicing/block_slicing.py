@@ -31,7 +31,7 @@ _STAGES = 4
 _REPEATS = 5
 _KINDS = 64
 _SHARE = 0.2
-"""The largest share of time before the blocks without a warning: stages may gain no more."""
+"""Of the time before the blocks: a larger share is warned of, as stages may gain no more."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +51,12 @@ def slice_blocks(
     ``n_stages``: how many stages of even time; None for four, or one for each block if they are
     fewer. ``blocks``: the name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds them, such
     as ``"encoder.layer"``; None for the one with the most weights. ``compiler``: compiles each
-    block, such as ``torch.compile``; results are then the model's only as far as those of compiled
-    blocks are.
+    block, such as ``torch.compile``; results are the model's only as far as compiled blocks' are.
 
     Nothing is copied: the blocks are the model's own, and their hooks run. Raises StagingError for
     a model that is in train mode, has no blocks, or does not call each block once, with what the
-    one before has returned; ValueError for less than one stage, or more than the blocks, the
-    prelude and the postlude make. Blocks the caller while the model runs some times.
+    one before has returned; ValueError for less than one stage, or more than blocks, prelude and
+    postlude make. Blocks the caller: the model runs some times.
     """
     check_evaluates(model)
     path = (

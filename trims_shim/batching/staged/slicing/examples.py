@@ -16,7 +16,7 @@ from trims_shim.errors import StagingError
 __all__ = ["Example", "are_identical", "check_stages", "first_line", "has_same_rows"]
 
 _NEAR = 0.1
-"""By this share of the largest magnitude results may differ."""
+"""Results may differ by this share of the largest magnitude."""
 
 
 class Example:

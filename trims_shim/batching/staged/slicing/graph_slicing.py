@@ -60,9 +60,8 @@ def slice_model(
     ``profile``: times of operations that were measured before (:func:`operator_times`).
     ``varying``: axes besides the first that may have other sizes than in the example, as ``(1,)``
     for lengths. ``compiler``: compiles each stage, for example
-    ``functools.partial(torch.compile, dynamic=True)``. With ``n_stages``, the model is then cut
-    once more by the times of compiled stages. Results are the model's only as far as those of
-    compiled stages are.
+    ``functools.partial(torch.compile, dynamic=True)``; with ``n_stages``, the model is then cut
+    again by their times. Results are the model's only as far as the compiled stages' are.
 
     Nothing is copied: the stages have the model's own parameters and buffers. Raises StagingError
     for a model that is in train mode, depends on chance, changes its buffers, branches on data, has
@@ -157,6 +156,6 @@ def _where_preferred_changes(traced: TracedModel, profile: OperatorTimes) -> lis
 
 
 def _profile_of(times: OperatorTimes, begin: int, end: int) -> LatencyProfile:
-    """The profile of the operations from ``begin`` to before ``end``."""
+    """The profile of some operations."""
     sums = {size: max(1, sum(each[begin:end])) for size, each in times.items()}
     return LatencyProfile.measured(sums, pads=False)
