@@ -76,7 +76,7 @@ class ManualDispatch(Dispatch):
         pass
 
     def _launch(self, job: Job) -> None:
-        assert self._is_busy
+        assert self._lock._is_owned()  # type: ignore[attr-defined]
         self.launched.append(job)
         job.runner = self
 
@@ -254,7 +254,7 @@ def test_an_interrupt_under_the_lock_leaves_the_event_to_somebody_else() -> None
     with pytest.raises(KeyboardInterrupt):
         dispatch.make("item")
     assert dispatch.rescues == 1
-    assert not dispatch._is_busy
+    assert not dispatch._lock._is_owned()  # type: ignore[attr-defined]
     dispatch.settle()
     (job,) = dispatch.launched
     future = job.requests[0].payload.reply

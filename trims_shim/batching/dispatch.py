@@ -72,7 +72,6 @@ class Dispatch(ABC):
         # Of a kind that knows its owner: a thread that is interrupted while holding it can give it
         # back, and a finalizer in the middle of a turn can see that its thread holds it.
         self._lock = threading.RLock()
-        self._is_busy = False
         self._inbox: deque[Any] = deque()
         self._policy = self.options.learning.make_policy()
         self._now_ns = 0
@@ -171,14 +170,12 @@ class Dispatch(ABC):
             if not self._lock.acquire(blocking=False):
                 return
             try:
-                self._is_busy = True
                 self._me = me
                 try:
                     self._empty()
                 finally:
                     outside += self._outside
                     self._outside.clear()
-                    self._is_busy = False
                     self._me = None  # it may have its answer by now, which is its caller's
             finally:
                 self._lock.release()
@@ -187,7 +184,6 @@ class Dispatch(ABC):
     def recover(self) -> None:
         """Restore order after an interrupt of this thread, which may come between any two steps."""
         while self._lock._is_owned():  # type: ignore[attr-defined]
-            self._is_busy = False
             self._lock.release()
         self.post(self._count_room)
 
@@ -200,11 +196,7 @@ class Dispatch(ABC):
     def _turn(self) -> Iterator[None]:
         """Hold the lock, for something that is no event; blocks. Call :meth:`settle` afterwards."""
         with self._lock:
-            self._is_busy = True
-            try:
-                yield
-            finally:
-                self._is_busy = False
+            yield
 
     @abstractmethod
     def is_running_here(self) -> bool:
