@@ -1,6 +1,6 @@
-"""Batches that can be entered, stretched and split between the stages of a model (DVABatch).
+"""Batches that requests can join, and that can be split, between a model's stages (DVABatch).
 
-What slices models is imported when it is asked for.
+The slicers and the decoder are imported on first access.
 """
 
 from __future__ import annotations

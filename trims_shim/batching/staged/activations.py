@@ -11,17 +11,17 @@ __all__ = ["EarlyExit", "Shared", "Stepped"]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A part of an activation that has no batch axis, the same for every batch of equal shapes."""
+    """A part of an activation without a batch axis; equal for every batch of equal shapes."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyExit:
-    """Returned by a stage before the last: some rows are finished.
+    """Returned by a stage before the last when some rows are finished.
 
-    ``finished``: for each row of the stage's batch, whether it is. ``results``: one result for each
-    finished row, as the last stage would return them. ``rest``: the activations of the others.
+    ``finished``: a flag for each row of the stage's batch. ``results``: one result for each
+    finished row, as the last stage would return them. ``rest``: the activations of the other rows.
     """
 
     finished: Sequence[bool]
@@ -33,9 +33,9 @@ class EarlyExit:
 class Stepped:
     """Returned by each step of a loop, for all rows of its batch.
 
-    ``state`` is what the next step gets, after rows that are finished were taken out of it.
-    ``pieces``: one for each row, what this step adds to its answer. ``finished``: one for each. An
-    exception in a list of pieces is raised for that row alone, which is finished.
+    ``state``: the input of the next step, once finished rows have been removed from it.
+    ``pieces``: for each row, what this step adds to its answer. ``finished``: a flag for each row.
+    An exception in a list of pieces finishes its row, and is raised for that row alone.
     """
 
     state: Any

@@ -1,9 +1,9 @@
-"""The batch table: batches on their way through the stages of a model, and the parts they are in.
+"""The batch table: the batches that are under way in the stages of a model, and their parts.
 
-A batch is what was put together at one time (``new``) and what joined it later (``stretch``). It is
-in one part, until it is stretched or split; each part is at one stage, where it waits or runs. Who
-is in which part is known by request; what a part has become so far is in its pieces, whose values
-belong to the driver and are never looked at here.
+A batch consists of the requests it was created with (``new``) and those that joined later
+(``stretch``). It has one part until it is stretched or split. Each part is at one stage, where it
+waits or runs. A part's pieces list its requests and hold their activations. The activations belong
+to the driver; this module never looks at them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PartState(enum.Enum):
     """Where a part is, at its stage."""
 
     WAITING = "waiting"
-    """At the border before it, for those of its batch that are behind."""
+    """At the border before the stage, until the parts of its batch that are behind catch up."""
     QUEUED = "queued"
     """In the stage's batch queue."""
     RUNNING = "running"
@@ -30,23 +30,23 @@ class PartState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Rows of one value: of what a stage has returned, or items that have not begun."""
+    """Rows of one value that a stage returned, or requests that have not started."""
 
     requests: list[Request]
     rows: list[int] | None = None
-    """Which row of the value belongs to each request; None where it has no others."""
+    """The row of the value for each request; None if they are all its rows, in order."""
     value: Any = field(default=None, repr=False)
-    """The driver's."""
+    """Belongs to the driver. None before the first stage has run."""
 
     def cut(self, count: int) -> Piece:
-        """The first ``count`` leave, as a piece of the same value."""
+        """Remove the first ``count`` requests; return them as a piece of the same value."""
         rows = self._numbered()
         first = Piece(self.requests[:count], rows[:count], self.value)
         self.requests, self.rows = self.requests[count:], rows[count:]
         return first
 
     def leave_out(self, gone: Collection[Request]) -> None:
-        """Without those; their rows stay in the value until the next stage takes it."""
+        """Remove these requests. Their rows stay in the value until the next stage takes it."""
         kept = [index for index, each in enumerate(self.requests) if each not in gone]
         if len(kept) < len(self.requests):
             rows = self._numbered()
@@ -59,46 +59,46 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Requests of one batch that are at the same stage, and run it together."""
+    """Requests of one batch that are at the same stage and run it together."""
 
     batch: Batch
     stage: int
     pieces: list[Piece]
     order: int = 0
-    """Among the parts of a split batch: earlier ones are to be done earlier."""
+    """Position among the parts of a split batch; the first is to finish first."""
     state: PartState = PartState.WAITING
     started_ns: int = 0
-    """When its stage began, while it runs."""
+    """When its current stage started; valid while it runs."""
     running: Sequence[Request] = ()
-    """Whom its stage runs with. Its pieces are the driver's meanwhile, and not looked at."""
+    """The requests that its stage runs with. Meanwhile ``pieces`` belongs to the driver."""
     gone: list[Request] = field(default_factory=list)
-    """Those of them for whom nobody waits any more."""
+    """The running requests that were cancelled meanwhile."""
 
     @property
     def size(self) -> int:
-        """How many requests."""
+        """The number of requests."""
         if self.state is PartState.RUNNING:
             return len(self.running)
         return sum(len(piece.requests) for piece in self.pieces)
 
     @property
     def requests(self) -> list[Request]:
-        """All of them, in the order in which they are in the batch."""
+        """All requests, in batch order."""
         if self.state is PartState.RUNNING:
             return list(self.running)
         return [request for piece in self.pieces for request in piece.requests]
 
     def at(self, stage: int) -> Part:
-        """The same requests at another stage, for rules to look at."""
+        """Return a copy at another stage, for rules to evaluate."""
         return replace(self, stage=stage)
 
     def absorb(self, other: Part) -> None:
-        """The other has caught up: from now on it is in this one."""
+        """Take over the pieces of a part that has caught up."""
         self.pieces.extend(other.pieces)
         other.pieces = []
 
     def cut(self, count: int) -> Part:
-        """The first ``count`` become a part of their own."""
+        """Remove the first ``count`` requests and return them as a new part."""
         pieces: list[Piece] = []
         while count:
             first = self.pieces[0]
@@ -110,7 +110,7 @@ class Part:
         return Part(self.batch, self.stage, pieces, self.order)
 
     def leave_out(self, gone: Collection[Request]) -> None:
-        """Without those that are finished, or that nobody waits for."""
+        """Remove requests that are finished or cancelled."""
         if not gone:
             return
         for piece in self.pieces:
@@ -123,40 +123,41 @@ class Batch:
     """A row of the batch table."""
 
     number: int
-    """Ascending in the order of their creation."""
+    """Ascends in the order of creation."""
     key: Hashable
     created_ns: int
     pair: int
-    """Which buffer of each stage is its."""
+    """The index of its buffer before each stage."""
     size: int
-    """How many requests have entered."""
+    """The number of requests that have entered."""
     passed: list[int]
-    """The status map: how many of its requests have finished each stage; of a loop, the steps."""
+    """The status map: for each stage, how many requests have finished it; for a loop, each request
+    counts once a step."""
     is_split: bool = False
-    """It can be stretched no more, and its parts do not wait for each other."""
+    """No request can join it any more, and its parts do not wait for each other."""
     is_typical: bool = True
-    """It has taken what one that nobody joined on the way would have taken."""
+    """Its duration is that of a batch that no request joined on the way."""
     is_apart: bool = False
-    """Some of it could not be joined with the others, and runs after them at each stage."""
+    """Its rows could not all be joined: each stage runs once for each group of joinable rows."""
     parts: list[Part] = field(default_factory=list)
 
     def has_part_at(self, stage: int) -> bool:
-        """Whether one of its parts is there."""
+        """Whether one of its parts is at ``stage``."""
         return stage in [part.stage for part in self.parts]
 
     @property
     def live(self) -> int:
-        """How many of its requests are still on their way."""
+        """The number of its requests that are still under way."""
         return sum(part.size for part in self.parts)
 
     @property
     def weight(self) -> int:
-        """What those weigh together."""
+        """The total weight of the requests that are still under way."""
         return sum(request.weight for part in self.parts for request in part.requests)
 
 
 class BatchTable:
-    """The batches on their way, and what is done to them as a whole: new, stretch, split."""
+    """The batches under way, and the operations on whole batches: new, stretch, split."""
 
     __slots__ = ("_batches", "_number", "_stages")
 
@@ -172,11 +173,11 @@ class BatchTable:
         return len(self._batches)
 
     def is_newest(self, batch: Batch) -> bool:
-        """Whether none that was made after it is on its way."""
+        """Whether no batch created after it is under way."""
         return next(reversed(self._batches.values()), None) is batch
 
     def new(self, now_ns: int, requests: Sequence[Request], *, pair: int) -> Part:
-        """A batch of requests of one key, at the first stage."""
+        """Create a batch of requests of one key, at the first stage; return its part."""
         batch = Batch(
             number=self._number,
             key=requests[0].key,
@@ -190,14 +191,14 @@ class BatchTable:
         return self.stretch(batch, requests)
 
     def stretch(self, batch: Batch, requests: Sequence[Request]) -> Part:
-        """More requests for a batch on its way, at the first stage."""
+        """Add requests to a batch, as a part at the first stage."""
         part = Part(batch, 0, [Piece(list(requests))])
         batch.parts.append(part)
         batch.size += len(requests)
         return part
 
     def split(self, part: Part, sizes: Sequence[int]) -> list[Part]:
-        """The part in parts of these sizes, in their order; the last one is ``part`` itself."""
+        """Split the part into parts of these sizes, in order; the last one is ``part`` itself."""
         batch = part.batch
         batch.is_split = True
         parts = []
@@ -210,5 +211,5 @@ class BatchTable:
         return [*parts, part]
 
     def end(self, batch: Batch) -> None:
-        """None of it is on its way any more."""
+        """Remove a batch of which nothing is under way any more."""
         del self._batches[batch.number]

@@ -1,20 +1,20 @@
 """The buffers before the stages, as a table of transitions.
 
-Each stage reads from a buffer and writes to the one before the next stage; there are as many
-buffers before each stage as there are *pairs* (an input and the output that belongs to it), and a
-batch keeps to the same number at every stage. A buffer holds parts of one batch only. Its state is
-what keeps a stage from overwriting what another one still reads:
+Each stage reads from a buffer before it and writes to one before the next stage. An input and its
+output form a *pair*; each stage has one buffer for each pair, and a batch uses the same pair number
+at every stage. A buffer holds parts of one batch only. Its state keeps a stage from overwriting
+data that another stage still reads:
 
 =========  =============================================================
-invalid    empty: whoever comes may write
-writing    the stage before is at it
-available  its content is whole: to be read, or to be written to by
-           those of the same batch that catch up
-reading    its own stage is at it
+invalid    empty: any batch may write
+writing    the stage before is writing it
+available  complete: may be read, or written to by parts of the same batch
+           that catch up
+reading    its own stage is reading it
 =========  =============================================================
 
-Source: DVABatch (ATC'22), section 5.3; where its published code marks pairs by a ring of tokens,
-this states what the tokens are for.
+Source: DVABatch (ATC'22), section 5.3. Its published code marks pairs by a ring of tokens; this
+table states the rule that the tokens enforce.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class BufferEvent(enum.Enum):
     """What happens to a buffer."""
 
     ENTER = "enter"
-    """Something is put into it at once: items that begin, or what has skipped stages."""
+    """A part appears without a write: new requests, or a part that ran on through stages."""
     WRITE = "write"
-    """The stage before begins."""
+    """The stage before starts."""
     WRITTEN = "written"
-    """It has ended, and something is in the buffer."""
+    """The stage before has ended and left a part in the buffer."""
     NOTHING_WRITTEN = "nothing written"
-    """It has ended, and nothing is: all of it are finished, or nobody waits for them."""
+    """The stage before has ended and left nothing: all requests are finished or cancelled."""
     READ = "read"
-    """Its own stage begins."""
+    """Its own stage starts."""
     REMAINDER = "remainder"
-    """It has ended, and other parts are still there; or the stage is a loop and goes on."""
+    """Its own stage has ended, and parts remain: others, or the same one if the stage is a loop."""
     CLEARED = "cleared"
-    """It has ended, or everything was withdrawn, and nothing is left."""
+    """Its own stage has ended, or all requests were cancelled, and nothing remains."""
 
     __hash__ = object.__hash__  # that of Enum is a function in Python, called at each step
 
@@ -82,7 +82,7 @@ class Buffer:
     def __init__(self) -> None:
         self.state = BufferState.INVALID
         self.owner: Batch | None = None
-        """Whose parts it holds, or is being written with."""
+        """The batch whose parts it holds or is being written with."""
 
     def may_write(self, batch: Batch) -> bool:
         """Whether a part of this batch may be put into it."""
@@ -91,11 +91,11 @@ class Buffer:
         return self.state is BufferState.AVAILABLE and self.owner is batch
 
     def may_read(self, batch: Batch) -> bool:
-        """Whether it holds parts of this batch, and nobody is at it."""
+        """Whether it holds parts of this batch and no stage is reading or writing it."""
         return self.state is BufferState.AVAILABLE and self.owner is batch
 
     def handle(self, event: BufferEvent, batch: Batch) -> None:
-        """Raises RuntimeError for what must not happen in this state, or to this batch."""
+        """Raise RuntimeError if this state, or another owner, does not permit the event."""
         state = BUFFER_TRANSITIONS.get((self.state, event))
         owner = self.owner
         if state is None or (owner is not batch and owner is not None):

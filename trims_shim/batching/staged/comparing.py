@@ -1,4 +1,4 @@
-"""Whether two ways to compute results have come to the same, but for rounding."""
+"""Whether results that were computed in two ways are equal, apart from rounding."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from trims_shim.batching.structures import parts_of
 __all__ = ["is_close"]
 
 _TOLERANCE = 1e-3
-"""Of the largest magnitude: what float32 and other orders of summing make of deep models."""
+"""Of the largest magnitude: rounding error of deep models in float32 with another summing order."""
 
 
 def is_close(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """The results of several items, item by item; the largest magnitude is that of all of them.
+    """Whether the results of several items are equal, item by item.
 
-    Floating-point arrays and numbers may differ by a thousandth of it; everything else is equal.
+    Floating-point arrays and numbers may differ by a thousandth of the largest magnitude at the
+    same place in all items of ``ones``. Everything else has to be equal.
     """
     columns: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {}
     if len(ones) != len(others):
@@ -70,13 +71,13 @@ def _is_within(one: Any, other: Any, limit: float) -> bool:
     same = one == other
     if not _is_inexact(one):
         return bool(same.all())
-    # Without those that are equal: the difference of infinities is a warning, and no number.
+    # Skip equal elements: subtracting infinities warns and gives NaN.
     differs = ~(same | ((one != one) & (other != other)))
     return bool((abs(one[differs] - other[differs]) <= limit).all())
 
 
 def _is_inexact(array: Any) -> bool:
     kind = getattr(array.dtype, "is_floating_point", None)
-    if kind is not None:  # torch's dtypes say it themselves
+    if kind is not None:  # a torch dtype
         return bool(kind or array.dtype.is_complex)
     return any(name in str(array.dtype) for name in ("float", "complex"))

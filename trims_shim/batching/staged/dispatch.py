@@ -1,13 +1,12 @@
-"""Threads that run the stages of a model: what a batch of a single function does not need.
+"""Threads that run the stages of a model: what staged models need beyond ThreadDispatch.
 
-Each stage of each part is a job of its own. Between two of them nobody runs a request: it is
-neither in the queue nor in a job, but on its way, until it is answered or withdrawn. Where its next
-stage runs, in the thread of a caller or in a worker, is decided anew each time. A request that is
-alone runs on through its stages in one job, until something happens: that saves it most of what
-stages cost.
+Each stage of each part is a job of its own. Between two stages a request is neither in the queue
+nor in a job. It is *active* until it is answered or cancelled. Whether its next stage runs in a
+caller's thread or in a worker is decided anew each time. A part with the model to itself runs
+through several stages in one job until an event occurs, which saves most of the overhead of stages.
 
-A stage that fails says nothing about whose fault it was, and its activations are gone: all requests
-of that part are answered by the whole function, with bisection, and leave.
+A failure of a stage does not tell which request caused it, and the activations are lost. So all
+requests of that part are answered by the whole function, with bisection, and leave.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ _logger = logging.getLogger(__name__)
 
 
 class StagedDispatch(ThreadDispatch):
-    """See the module docstring. Its policy is a StagedBatching of as many stages as the model."""
+    """See the module docstring. Its policy is a StagedBatching with the model's stages."""
 
     def __init__(self, function: StagedFunction, options: Options) -> None:
         self._staged = function
         self._last = len(function.model) - 1
         self._has_loop = function.model.loop is not None
         self._end_stage = None if self._has_loop else self._last
-        """Who has run it is answered."""
+        """The stage whose end answers all its requests; None if the last stage is a loop."""
         super().__init__(function, options)
 
     def _set_up(self) -> None:
         super()._set_up()
         self._active: dict[int, Request] = {}
-        """On their way: they have left the queue, and are not answered."""
+        """Requests that have left the queue and are not answered, by number."""
         self.stages = StageRecord(len(self._staged.model))
         self._news = 0
-        """How many events there have been."""
+        """The number of events so far."""
 
     # --- a thread that runs a stage ---------------------------------------------------------------
 
@@ -70,7 +69,7 @@ class StagedDispatch(ThreadDispatch):
         pieces = job.pieces()
         is_second, job.has_started = job.has_started, True
         if is_second and job.stage:
-            # Its thread was interrupted, and the stage may have written into its activations.
+            # The thread was interrupted; the stage may have modified its activations in place.
             return self._staged.instead(job.live or [])
         if not pieces:
             return StageOutput()
@@ -108,7 +107,7 @@ class StagedDispatch(ThreadDispatch):
         )
 
     def _set_out(self, job: Job) -> None:
-        """Those that have not begun leave the queue."""
+        """Remove the job's requests from the queue if this is their first stage."""
         assert isinstance(job, StageJob)
         if job.stage:
             return
@@ -122,7 +121,7 @@ class StagedDispatch(ThreadDispatch):
             self.stages.stretches += not is_first
 
     def _may_be_callers(self, job: Job) -> bool:
-        # The steps of a loop belong to many callers, and cannot be run again after an interrupt.
+        # A loop's steps serve many callers and cannot run again after an interrupt.
         return super()._may_be_callers(job) and not self._has_loop
 
     # --- under the lock: events -------------------------------------------------------------------
@@ -134,7 +133,7 @@ class StagedDispatch(ThreadDispatch):
     def _end(self, now_ns: int, job: Job) -> None:
         assert isinstance(job, StageJob)
         if job not in self._jobs:
-            return  # from before a fork, or an interrupt
+            return  # started before a fork or an interrupt
         self._jobs.discard(job)
         self._free_seat(job)
         left, gone = job.settle_part()
@@ -170,14 +169,14 @@ class StagedDispatch(ThreadDispatch):
         record.add_stage(job.started_ns, job.ended_ns)
         if not job.stage:
             record.add_start([each.arrival_ns for each in job.began], job.started_ns)
-        if job.through == self._last or not job.part.pieces:  # or all have left before
+        if job.through == self._last or not job.part.pieces:  # all have left
             for size in job.sizes(job.through):
                 record.batch_sizes[size] += 1
         record.cancelled += sum(each.number in self._active for each in gone)
         answered = 0
         for request, result in zip(job.live or (), job.results or (), strict=True):
             if request.number not in self._active:
-                continue  # it was withdrawn meanwhile
+                continue  # cancelled meanwhile
             if isinstance(result, FAILURES):
                 record.failed += 1
             else:
@@ -199,13 +198,13 @@ class StagedDispatch(ThreadDispatch):
             self._settled([request])
 
     def _is_leaving(self, request: Request) -> bool:
-        """Whether it is in its last stage, or answered already."""
+        """Whether it is in its last stage, or has its result already."""
         return any(isinstance(job, StageJob) and job.lets_go(request) for job in self._jobs)
 
     # --- under the lock: once more ----------------------------------------------------------------
 
     def _start_over(self, error: BaseException | None) -> None:
-        """Those that are on their way, and not in a job, begin again: their policy is gone."""
+        """Queue active requests that are in no job again: the policy that held them is gone."""
         begun = filter(self._is_begun, self._jobs)
         running = {each.number for job in begun for each in job.requests}
         for request in [each for each in self._active.values() if each.number not in running]:
@@ -219,7 +218,7 @@ class StagedDispatch(ThreadDispatch):
         super()._tidy_up()
 
     def _begin_again(self, request: Request) -> bool:
-        """It is in the queue again; False where it had to fail."""
+        """Queue an active request again; False if it had to fail instead."""
         del self._active[request.number]
         if self._is_heard(request):
             self._fail([request], self._interrupted())
@@ -228,7 +227,7 @@ class StagedDispatch(ThreadDispatch):
         return True
 
     def _is_heard(self, request: Request) -> bool:
-        """Whether its caller has got pieces already; forgets them if not."""
+        """Whether its caller already streams pieces; if not, forget the pieces."""
         entry = request.payload
         if entry.pieces is not None and entry.is_streamed:
             return True
@@ -245,7 +244,7 @@ class StagedDispatch(ThreadDispatch):
 
     @property
     def running(self) -> int:
-        """See :class:`Dispatch`: all that are on their way."""
+        """See :class:`Dispatch`: the number of active requests."""
         return len(self._active)
 
     def _open_requests(self) -> list[Request]:

@@ -1,16 +1,16 @@
-"""What of a model a multi-entry multi-exit batch can gain from, read from its profile.
+"""The properties of a model that multi-entry multi-exit batching can exploit, read from a profile.
 
 Input diversity
     Short items cost less than long ones, so a batch of both pays for padding.
 Operator diversity
-    What comes late in the model gains less from large batches than what comes early, so a batch
-    that is split on its way loses nothing, and its first part is answered sooner.
+    Late stages gain less from large batches than early ones. Splitting a batch between them loses
+    nothing, and its first part is answered sooner.
 Load diversity
-    What is still to come of a batch takes newcomers along for less than they cost alone, so it pays
-    to let them catch up.
+    The remaining stages of a batch cost less for newcomers that join it than for newcomers alone,
+    so it pays to let them catch up.
 
-Where none of them holds, batches gain nothing from having stages. The names are those of DVABatch
-(ATC'22), section 3; the paper tells them by hand, and the bounds here are ours.
+A model with none of these gains nothing from stages. The names are those of DVABatch (ATC'22),
+section 3. The paper judges models by hand; the thresholds here are ours.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ __all__ = [
 ]
 
 _GAIN = 0.1
-"""Of the throughput: what larger batches have to bring to be preferred. Two measurements of the
-same batch on a shared machine differ by a few per cent."""
+"""The share of throughput by which larger batches must be better to be preferred. Two measurements
+of the same batch on a shared machine differ by a few per cent."""
 _SHARE = 0.1
-"""Of the time: a side of a border that has less of it decides nothing."""
+"""The least share of the time that each side of a border needs for the border to count."""
 _ADVANTAGE = 1.25
-"""Times as many items a second: less could be the error of two measurements."""
+"""The least ratio of throughputs that counts: a smaller one could be measurement error."""
 _PADDING = 1.5
-"""Times as long: where long items cost less than that, the batches that padding makes larger bring
-as much as the padding costs."""
+"""The least ratio of the costs of lengths that counts. Below it, padding pays: it makes batches
+larger, which gains as much as padding costs."""
 _STRETCH_GAIN = 0.05
-"""Of the device's time: catching up delays those who wait, so it has to save something."""
+"""The least share of device time to save. Catching up delays the requests that wait for it, so a
+smaller gain does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diversity:
-    """Which of them a model has; ``inputs`` is None where items of one length were measured."""
+    """Which diversities a model has; ``inputs`` is None if only one length was measured."""
 
     operators: bool
     load: bool
@@ -54,7 +55,7 @@ class Diversity:
 
     @classmethod
     def of(cls, profiles: Iterable[StagedProfile]) -> Diversity:
-        """Of a model whose profiles are given for each length of items, the longest last."""
+        """Judge a model by its profiles, one for each length of items, the longest last."""
         found = list(profiles)
         return cls(
             operators=has_operator_diversity(found[-1]),
@@ -64,9 +65,9 @@ class Diversity:
 
 
 def preferred_size(profile: LatencyProfile) -> int:
-    """The smallest batch size beyond which larger batches bring no more than a tenth more a second.
+    """Return the smallest batch size whose throughput no larger size exceeds by over a tenth.
 
-    For a line ``alpha * b + beta`` whose sizes go on and on it is ``10 * beta / alpha``.
+    For a line ``alpha * b + beta`` over unlimited sizes, it is ``10 * beta / alpha``.
     """
     best = 0.0
     preferred = profile.max_batch_size
@@ -79,10 +80,11 @@ def preferred_size(profile: LatencyProfile) -> int:
 
 
 def has_operator_diversity(profile: StagedProfile) -> bool:
-    """Whether at some border what is done gains from larger batches than what is left prefers.
+    """Whether at some border the stages before it prefer larger batches than the stages after it.
 
-    A quarter more items a second at least, than in batches of the size that the rest prefers. Both
-    sides have to take a tenth of the time.
+    At their own preferred size, the stages before must reach at least 1.25 times the throughput
+    they reach at the size that the stages after prefer. Both sides have to take at least a tenth of
+    the time of the largest batch.
     """
     largest = profile.max_batch_size
     whole_ns = profile.latency_ns(largest)
@@ -103,10 +105,10 @@ def _rate(profile: LatencyProfile, size: int) -> float:
 
 
 def stretch_gain(profile: StagedProfile) -> float:
-    """What two equal batches save by going on as one, as a share of what both take.
+    """Return the time that two equal batches save by merging, as a share of the time of both.
 
-    The second has caught up with the first after the first stage. The mean over batches of 1, 2, 4,
-    ... each, as single measurements err; 0 for a model of one stage.
+    The second catches up with the first after the first stage. The result is the mean over sizes of
+    1, 2, 4, ... each, since single measurements err; 0 for a model of one stage.
     """
     if len(profile.stages) < 2 or profile.max_batch_size < 2:
         return 0.0
@@ -121,11 +123,11 @@ def stretch_gain(profile: StagedProfile) -> float:
 
 
 def has_load_diversity(profile: StagedProfile) -> bool:
-    """Whether stretching a batch saves a twentieth of the time at least."""
+    """Whether stretching a batch saves at least a twentieth of the time."""
     return stretch_gain(profile) >= _STRETCH_GAIN
 
 
 def has_input_diversity(profiles: Iterable[StagedProfile]) -> bool:
-    """Whether the items of one length cost half as much again as those of another."""
+    """Whether items of one length cost at least 1.5 times as much as those of another."""
     rates = [_rate(profile, preferred_size(profile)) for profile in profiles]
     return max(rates) >= _PADDING * min(rates)

@@ -1,4 +1,4 @@
-"""What is behind a batcher of a staged model."""
+"""The engine behind a batcher of a staged model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["StagedEngine", "UnboundEngine"]
 
 
 class StagedEngine(Engine):
-    """Its threads run stages; or, with ``is_whole``, the model as any other function."""
+    """An engine whose threads run stages; with ``is_whole``, the model as a plain function."""
 
     def __init__(
         self, function: StagedFunction, options: Options, *, slo_ns: int, is_whole: bool
@@ -36,11 +36,11 @@ class StagedEngine(Engine):
 
     @property
     def model(self) -> StagedModel:
-        """Its model."""
+        """The staged model."""
         return self._staged.model
 
     def stage_stats(self) -> StagedStats:
-        """What was done between stages until now."""
+        """Return the statistics of stages so far."""
         dispatch = next(iter(self.dispatches()), None)
         if isinstance(dispatch, StagedDispatch):
             return dispatch.stages.snapshot()
@@ -83,7 +83,7 @@ class StagedEngine(Engine):
 
 
 class UnboundEngine(StagedEngine):
-    """Of a method whose model is its instance's, for the class: it answers nobody."""
+    """The class's engine of a method whose model belongs to the instance: it answers no call."""
 
     def threads(self) -> ThreadDispatch:
         """See :class:`Engine`. Raises TypeError."""

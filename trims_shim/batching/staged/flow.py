@@ -1,4 +1,4 @@
-"""What goes from stage to stage: taking rows of it, joining rows of several batches.
+"""Activations: take rows of them, and join rows of several batches.
 
 An *activation* is what a stage returns and the next one gets:
 
@@ -7,14 +7,14 @@ a tensor or array              ``[batch, ...]``: the batch is its first axis
 a list                         one element for each row; no element is an array
 a tuple, named tuple, mapping  several activations of one batch
 or dataclass
-a :class:`Shared`              anything without a batch axis, equal in all batches it is joined with
-None, text, bools, floats      the same; also arrays without axes
+a :class:`Shared`              anything without a batch axis, equal in all batches that are joined
+None, text, bools, floats      treated like a Shared; arrays without axes as well
 =============================  ===================================================================
 
-Two kinds are refused, because they may mean something else than what would be done with them: bare
-whole numbers (one could be the size of the batch, and be wrong after a join) and lists of arrays
-(several activations, or one array for each row). Both have a way to be said, which the messages
-give. Callers: the driver of staged batches; nothing here knows stages or requests.
+Two kinds are refused because they are ambiguous: bare integers (one could be the batch size, which
+a join would make wrong) and lists of arrays (several activations, or one array for each row). The
+error messages say how to express either meaning. Called by the driver of staged batches; this
+module knows neither stages nor requests.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _WITHOUT_ROWS = (type(None), Shared, str, bytes, bool, float, complex)
 
 
 class NotJoinable(Exception):
-    """These activations cannot become one, for example because they are padded to other lengths.
+    """These activations cannot be joined, for example because they are padded to other lengths.
 
-    No fault: they are run one after the other.
+    Not a fault: they run one after the other.
     """
 
 
 def rows_of(value: Any) -> int | None:
-    """How many rows an activation has; None if no part of it has any.
+    """Return the number of rows of an activation; None if no part of it has rows.
 
-    Raises BadBatch for parts that disagree, and for what no activation may hold; the message starts
-    with a verb, for the name of the stage to be put before it.
+    Raises BadBatch for parts whose numbers of rows differ, and for values that no activation may
+    hold. The message starts with a verb; callers put the name of the stage before it.
     """
     return _rows_of(value, "")
 
 
 def take(value: Any, rows: Sequence[int]) -> Any:
-    """These rows of an activation, in this order, each at most once.
+    """Return these rows of an activation, in this order, each at most once.
 
-    All of them in order: the activation itself. Neighbouring ones: a view, where the library has
-    views. Others: a copy. Raises BadBatch as :func:`rows_of`, and NotJoinable for arrays that
+    All rows in order give the activation itself, neighbouring rows a view (where the library has
+    views), others a copy. Raises BadBatch as :func:`rows_of`, and NotJoinable for arrays that
     cannot be taken apart (sparse, nested).
     """
     count = rows_of(value)
@@ -63,10 +63,11 @@ def take(value: Any, rows: Sequence[int]) -> Any:
 
 
 def join(values: Sequence[Any]) -> Any:
-    """The rows of all of them, in their order, as one activation; a single one as it is.
+    """Return the rows of all activations, in order, as one activation; a single one as it is.
 
-    Arrays are copied, without a graph. A :class:`Shared` is the first one's. Raises NotJoinable
-    where structures, dtypes, devices, shapes beyond the first axis, or parts without rows differ.
+    Arrays are copied, without a graph. A :class:`Shared` is taken from the first activation. Raises
+    NotJoinable if structures, dtypes, devices, shapes beyond the first axis, or parts without rows
+    differ.
     """
     if len(values) == 1:
         return values[0]
@@ -153,7 +154,7 @@ def _is_range(rows: Sequence[int]) -> bool:
 
 
 def _runs(rows: Sequence[int]) -> list[slice]:
-    """Rows as slices of neighbours; one, empty, of no rows."""
+    """Return the rows as slices of neighbours; no rows give one empty slice."""
     if not rows:
         return [slice(0, 0)]
     runs: list[slice] = []
@@ -205,10 +206,10 @@ def _joined(library: ArrayLibrary, arrays: Sequence[Any], where: str) -> Any:
 
 
 def _check_alike(values: Sequence[Any], where: str) -> None:
-    """For what is not joined: all have to be the first one again, as far as that is cheap to see.
+    """Raise NotJoinable if parts without rows differ, as far as that is cheap to check.
 
-    Of arrays shapes and types are compared only: the contents are promised, and looking at them
-    would wait for the device.
+    For arrays with axes only shapes and types are compared: the stage promises equal contents, and
+    comparing them would wait for the device.
     """
     first = values[0]
     if not all(_is_alike(first, each) for each in values[1:]):

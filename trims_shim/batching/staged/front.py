@@ -1,4 +1,4 @@
-"""What a batcher is made of where its function is a model in stages."""
+"""Build the engine of a batcher whose function is a model in stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trims_shim.batching.staged.stage_profile import StagedProfile
 __all__ = ["is_policy", "staged_kind", "unbound_kind"]
 
 _STREAMS = 2
-"""On a GPU: as many stages at once as there are buffer pairs (DVABatch, ATC'22, section 5.3)."""
+"""Stages that run at once on a GPU: one for each buffer pair (DVABatch, ATC'22, section 5.3)."""
 
 
 def staged_kind(
@@ -39,10 +39,10 @@ def staged_kind(
     pairs: int,
     max_active: int | None,
 ) -> EngineKind:
-    """See :class:`~trims_shim.batching.batcher.Batcher`. ``has_function``: besides the model.
+    """Return the EngineKind for the options of :class:`~trims_shim.batching.batcher.Batcher`.
 
-    Raises TypeError for what is no model, ValueError for pairs, devices, a policy or a bound of
-    active requests that cannot be.
+    ``has_function``: there is a function besides the model. Raises TypeError if ``model`` is no
+    StagedModel, ValueError for invalid pairs, devices, policy or bound of active requests.
     """
     if not isinstance(model, StagedModel):
         raise TypeError(f"model is {model!r}; give a StagedModel, which takes stages")
@@ -50,7 +50,7 @@ def staged_kind(
         max_active = whole("max_active", max_active)
     pairs = whole("buffer_pairs", pairs)
     lanes = _lanes(model, devices)
-    # Between the stages of one stage nothing can happen, and batches of it may run side by side.
+    # A model of one stage has no borders to act at, and its batches may run side by side.
     is_whole = len(model) == 1 and model.loop is None and max_active is None
     is_whole = is_whole and all(isinstance(lane, CpuLane) for lane in lanes)
     return EngineKind(
@@ -64,7 +64,7 @@ def staged_kind(
             has_loop=model.loop is not None,
             pairs=pairs,
             max_active=max_active,
-            # A second stream that nobody asked for is used where it is known to gain.
+            # Unless the user asks for it, a second stream is used only if it is known to gain.
             width=0.0 if devices is None and len(lanes) > 1 else None,
         ),
         engine=functools.partial(StagedEngine, is_whole=is_whole),
@@ -75,10 +75,10 @@ def staged_kind(
 
 
 def unbound_kind(of_model: Callable[..., EngineKind]) -> EngineKind:
-    """Of a method whose model is its instance's: for the class, where there is none.
+    """Return the class's EngineKind of a method whose model belongs to the instance.
 
-    ``of_model`` is :func:`staged_kind` with its options. Raises what it raises for those that
-    cannot be, whatever the model is.
+    ``of_model`` is :func:`staged_kind` with its options. Raises what it raises for options that are
+    invalid for every model.
     """
     nobody = StagedModel([_nobody])
     kind = of_model(nobody, profile=None, devices=None)
@@ -90,12 +90,12 @@ def _nobody(*batch: Any) -> Any:
 
 
 def is_policy(name: str) -> bool:
-    """Whether it is one of those for models in stages only."""
+    """Whether ``name`` is a policy for staged models only."""
     return name in STAGED_POLICIES
 
 
 def _lanes(model: StagedModel, devices: int | Sequence[str] | None) -> list[Lane]:
-    """One for each stage that may run at once."""
+    """Return a lane for each stage that may run at the same time."""
     names = None if devices is None else devices_of(devices)
     if not isinstance(names, list):
         name = _device_of(model)
@@ -106,7 +106,7 @@ def _lanes(model: StagedModel, devices: int | Sequence[str] | None) -> list[Lane
 
 
 def _device_of(model: StagedModel) -> str:
-    """Of its first parameter on a GPU."""
+    """Return the GPU of the first stage whose first parameter is on one, else "cpu"."""
     for stage in model.stages:
         parameters: Any = getattr(stage, "parameters", None)
         first: Any = next(iter(parameters()), None) if callable(parameters) else None
@@ -130,7 +130,7 @@ def _prior_of(
 
 
 def _of_bucket(saved: SavedStages, key: Hashable) -> LatencyProfile:
-    """Of the next length that was measured; of items that are in no bucket the longest."""
+    """Return the profile of the next measured length; of the longest for items in no bucket."""
     bucket = bucket_in(key)
     return saved.profile if bucket is None else saved.profile_for(bucket)
 

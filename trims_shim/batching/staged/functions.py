@@ -1,11 +1,11 @@
-"""A staged model as a batch function: the whole where that is wanted, and each of its stages.
+"""A staged model as a batch function: the whole model, and each of its stages.
 
-The whole is the user's function, if there is one beside the model, and else all stages with one
-batch. It answers nested calls, and whatever a stage has failed with.
+The *whole* is the user's function if there is one besides the model, otherwise all stages with one
+batch. It answers nested calls, and requests with which a stage has failed.
 
-A function may do more than the stages it is said to consist of. So the first batch of each key runs
-both ways, and is answered by the function; if the results differ, once is enough: from then on all
-are answered by the function.
+The user's function may do more than the stages of its model. So the first batch of each key runs
+both ways and is answered by the function. If the results differ once, the function answers all
+requests from then on.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ __all__ = ["StagedFunction"]
 _logger = logging.getLogger(__name__)
 
 _MOST_CHECKED = 64
-"""Keys whose first batch runs twice: inputs of any length, not bucketed, have keys without end."""
+"""Keys whose first batch runs both ways. Without buckets, each length is a key of its own."""
 
 
 class StagedFunction(BatchFunction):
-    """``has_function``: there is one beside the model. May be called from several threads.
+    """A batch function that can also run single stages. May be called from several threads.
 
-    ``lanes``: one for each device of the policy. Raises TypeError for a function that is
-    asynchronous or a generator, ValueError for items that are batches of several rows.
+    ``has_function``: ``function`` is the user's, besides the model. ``lanes``: one for each device
+    of the policy. Raises TypeError for a function that is asynchronous or a generator, ValueError
+    for items that are batches of several rows.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class StagedFunction(BatchFunction):
                 collate=collate,
                 batch_sizes=sizes,
                 isolate_failures=isolate_failures,
-                takes_owner=False,  # the model is its owner's already
+                takes_owner=False,  # the model already belongs to its owner
                 name=name,
             )
 
@@ -97,11 +98,14 @@ class StagedFunction(BatchFunction):
         self._has_function = has_function
         self._checked: set[Hashable] = set()
         self.is_distrusted = False
-        """The stages came to other results than the function."""
+        """The stages gave other results than the function."""
         self._has_warned = False
 
     def run_stage(self, stage: int, pieces: Sequence[Piece], *, device: int = 0) -> StageOutput:
-        """Failures are among the results; raises only what is the thread's, as a time limit."""
+        """Run a stage; raise only errors of the thread, like a time limit.
+
+        Other failures are among the results.
+        """
         if self._has_function:
             if self.is_distrusted:
                 return self.instead(_requests_of(pieces))
@@ -110,19 +114,19 @@ class StagedFunction(BatchFunction):
         try:
             return self._runner.run(stage, pieces, device=device)
         except Exception as error:
-            pass_on(error)  # a time limit of the thread is no fault of the stage
+            pass_on(error)  # re-raises a time limit of the thread, which is no fault of the stage
             output = self.instead(_requests_of(pieces), error)
             output.has_failed = True
             self._warn_of(stage, error, output)
             return output
 
     def instead(self, requests: Sequence[Request], error: Exception | None = None) -> StageOutput:
-        """All of them answered by the whole; ``error``: why."""
+        """Answer all requests by the whole; ``error``: why the stages do not."""
         results = self._whole([request.payload for request in requests], error)
         return StageOutput(left=list(requests), results=results, runs=0)
 
     def arguments_of(self, entries: Sequence[Entry]) -> Sequence[Any]:
-        """What the first stage is called with."""
+        """Return the arguments of the first stage."""
         return self._in_pieces.joined(entries)[2]
 
     # --- the whole --------------------------------------------------------------------------------
@@ -146,7 +150,7 @@ class StagedFunction(BatchFunction):
         return [results[index] for index in range(len(entries))]
 
     def _warn_of(self, stage: int, error: Exception, output: StageOutput) -> None:
-        """If it was not an item's fault, but the stage's."""
+        """Warn once of a stage that fails where the whole answers every item."""
         if self._has_warned or any(isinstance(each, Failure) for each in output.results):
             return
         self._has_warned = True
@@ -210,7 +214,7 @@ def _without_graph(model: StagedModel, *batch: Any) -> Any:
 
 
 def _in_pieces(model: StagedModel, *batch: Any) -> Any:
-    """As the model, but of a loop the pieces."""
+    """Run the model; of a loop, return each row's pieces instead of its answer."""
     loop = model.loop
     if loop is None:
         return _without_graph(model, *batch)

@@ -1,7 +1,7 @@
-"""A stage of a part on its way through a device: begun, run, handed out, reported.
+"""The job of running a stage with a part: begin it, run it, deliver its answers, report it.
 
-Unlike a plain :class:`~trims_shim.batching.jobs.Job` it answers only some of its requests, those
-that leave; ``live`` and ``results`` are theirs once it has run.
+Unlike a plain :class:`~trims_shim.batching.jobs.Job` it answers only the requests that leave at
+its end. Once it has run, ``live`` and ``results`` are these requests and their results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Pieces", "StageJob"]
 
 
 class Pieces:
-    """As a result: the pieces of an answer that nobody has got yet."""
+    """A result: the pieces of an answer, none of which has been handed out yet."""
 
     __slots__ = ("pieces",)
 
@@ -32,8 +32,8 @@ class Pieces:
 class StageJob(Job):
     """One :class:`~trims_shim.batching.staged.scheduler.RunStage`.
 
-    ``is_end``: the last stage, and no loop; who is in it cannot be withdrawn any more. ``result``
-    makes the answer of a row of a loop from its pieces.
+    ``is_end``: the stage is the last one and no loop; its requests can no longer be cancelled.
+    ``result`` makes the answer of a row of a loop from its pieces.
     """
 
     __slots__ = (
@@ -63,26 +63,26 @@ class StageJob(Job):
         super().__init__(action.device, action.batch, era)
         self.stage = action.stage
         self.until = action.until
-        """Up to which stage it may run on, as long as there is no news."""
+        """The last stage that it may run on to, as long as no event occurs."""
         self.through = action.stage
-        """The last stage that it runs, or has run."""
+        """The stage that it is running or has run last."""
         self.durations_ns: list[int] = []
-        """Of its stages that have ended."""
+        """The durations of its stages that have ended."""
         self._since_ns = 0
         self.news = 0
-        """How many events there had been when it was made."""
+        """The number of events at the time it was made."""
         self.part = action.part
         self.is_end = is_end
         self.size = 0
-        """How many rows have run."""
+        """The number of rows it runs with."""
         self.began: Sequence[Request] = ()
-        """Theirs."""
+        """The requests of these rows."""
         self.has_started = False
-        """The stage was called, and may have changed what it was called with."""
+        """The stage was called, and may have modified its input."""
         self.is_alone = True
-        """Its duration is that of one call of the stage, of all its rows."""
+        """Its duration is that of one call of the stage with all rows."""
         self.is_beside = False
-        """Another stage ran at some time of it."""
+        """Another stage ran during part of it."""
         self._result = result
         self._has_met = False
         self._output: StageOutput | None = None
@@ -91,7 +91,7 @@ class StageJob(Job):
 
     @property
     def key(self) -> Hashable:
-        """See :class:`Job`; also when those have left."""
+        """See :class:`Job`; also valid when its requests have left."""
         return self.part.batch.key
 
     @property
@@ -100,7 +100,7 @@ class StageJob(Job):
         return self.size > 0 and self.is_alone
 
     def may_run_on(self, output: StageOutput) -> bool:
-        """Whether all of it goes on, as far as it may."""
+        """Whether all its requests go on, and ``until`` allows another stage."""
         return (
             self.through < self.until
             and output.runs == 1
@@ -109,7 +109,10 @@ class StageJob(Job):
         )
 
     def run_on(self, now_ns: int, *, is_end: bool) -> bool:
-        """A stage has ended, and the next one begins; False where somebody waits no more."""
+        """Note that a stage has ended and the next one starts.
+
+        False, and nothing is noted, if the next one is the end and a request was cancelled.
+        """
         if is_end and not all(each.payload.reply.begin() for each in self.requests):
             return False
         self.is_end = is_end
@@ -123,24 +126,24 @@ class StageJob(Job):
 
     @property
     def has_failed(self) -> bool:
-        """The stage failed, and the whole function has answered instead."""
+        """The stage failed, and the whole function answered instead."""
         return self._output is not None and self._output.has_failed
 
     @property
     def is_by_stage(self) -> bool:
-        """Its answers are the stage's, and not those of the whole function."""
+        """Its answers are the stage's, not those of the whole function."""
         return self._output is not None and self._output.runs > 0
 
     @property
     def is_joined(self) -> bool | None:
-        """Whether the rows of several pieces were one batch for the stage; None of one piece."""
+        """Whether the stage ran several pieces as one batch; None if there were not several."""
         output = self._output
         if output is None or not self._has_met or not output.runs:
             return None
         return output.runs == 1
 
     def sizes(self, stage: int) -> Sequence[int]:
-        """With how many rows this stage was called; once, where rows were not kept apart."""
+        """Return the number of rows of each call of this stage: one call unless rows stay apart."""
         output = self._output
         if output is None or stage < self.through or not output.sizes:
             return [self.size] if self.size else []
@@ -157,10 +160,10 @@ class StageJob(Job):
         reply = request.payload.reply
         if self.is_end or not isinstance(reply, BatchFuture):
             return bool(reply.begin())
-        return not reply.cancelled()  # it stays one that can be cancelled
+        return not reply.cancelled()  # without begin(), so that it can still be cancelled
 
     def pieces(self) -> list[Piece]:
-        """What to run, from its first stage on: of those for whom somebody waits."""
+        """Return the pieces to run at its first stage, without cancelled requests."""
         self.through, self._since_ns = self.stage, self.started_ns
         self.durations_ns.clear()
         live = self.began = self.live or []
@@ -176,7 +179,7 @@ class StageJob(Job):
         return pieces
 
     def end_stage(self, now_ns: int, output: StageOutput) -> None:
-        """It has run."""
+        """Record what its last call of a stage returned."""
         self._output = output
         self._add_duration(now_ns)
         self.is_alone = self.is_alone and output.runs == 1
@@ -189,7 +192,7 @@ class StageJob(Job):
         super().end_with(now_ns, error)
 
     def deliver(self) -> None:
-        """See :class:`Job`; first what a loop adds to answers."""
+        """See :class:`Job`; hands out the pieces of a loop first."""
         output = self._output
         if output is not None and not self._is_handed_out:
             while self._told < len(output.steps):
@@ -220,14 +223,14 @@ class StageJob(Job):
             return Failure(error)
 
     def lets_go(self, request: Request) -> bool:
-        """Whether the request, if it is in it, is on its way no more when it has ended."""
+        """Whether the request is in this job and leaves with it."""
         leaving = self.live or () if self.results is not None else ()
         return request in (self.requests if self.is_end else leaving)
 
     def settle_part(self) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Give the part what it is now. Returns who leaves it, and who of them got nothing.
+        """Give the part its new pieces, under the lock.
 
-        Those got nothing for whom nobody waits. Under the lock.
+        Returns the requests that leave it, and those of them without a result: the cancelled ones.
         """
         going = [] if self._output is None else list(self._output.pieces)
         self.part.pieces = going

@@ -1,6 +1,6 @@
-"""How long each stage takes, learned while stages run.
+"""Learn how long each stage takes while stages run.
 
-As :class:`~trims_shim.batching.learning.Learning`, with a profile for each stage of each key; the
+Like :class:`~trims_shim.batching.learning.Learning`, with a profile for each stage of each key. The
 rules of the policy get them as one :class:`StagedProfile`.
 """
 
@@ -27,11 +27,11 @@ __all__ = ["LearnedStages", "StagedLearning"]
 
 
 _UNREACHED: Mapping[int, float] = {1: 1.0}
-"""All rows of this item have left before this stage: it was not measured."""
+"""Of a stage that was not measured because all rows had left before it."""
 
 
 class LearnedStages(LearnedProfile):
-    """A learned profile for each stage, and that of the whole made of them."""
+    """A learned profile for each stage, and the profile of the whole that they make."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LearnedStages(LearnedProfile):
         curves: Sequence[LengthCurve] = (),
         length: int = 0,
     ) -> None:
-        """``width``: where it was not measured. ``curves``: one for each stage, or none."""
+        """``width``: used if ``prior`` has none. ``curves``: one for each stage, or none at all."""
         super().__init__(prior, batch_sizes=batch_sizes)
         if prior is not None and not isinstance(prior, StagedProfile):
             prior = StagedProfile.even(prior, stages)
@@ -55,24 +55,24 @@ class LearnedStages(LearnedProfile):
         self._has_curves = bool(curves)
         self._preferred: Sequence[float] | None = None
         if prior is not None:
-            # The largest size that was known is no limit: larger ones may gain more.
+            # Preferring the largest known size sets no limit: larger ones may gain more.
             known = prior.max_batch_size
             self._preferred = [math.inf if each >= known else each for each in prior.preferred]
         self.has_width = prior is not None and prior.width is not None
-        """It was measured, and not assumed."""
+        """The width was measured, not assumed."""
         self._width = prior.width if prior is not None and self.has_width else width
         self._whole: StagedProfile | None = None
         self._news = set(range(stages))
-        """Stages that were told something since the whole was made."""
+        """Stages with observations that the whole does not include yet."""
 
     @property
     def is_doubted(self) -> bool:
-        """See :class:`LearnedProfile`: of any stage."""
+        """See :class:`LearnedProfile`: whether any stage is."""
         return any(each.is_doubted for each in self.stages)
 
     @property
     def count(self) -> int:
-        """See :class:`LearnedProfile`: of the stage of which it was told least."""
+        """See :class:`LearnedProfile`: that of the stage with the fewest."""
         return min(each.count for each in self.stages)
 
     def observe(self, size: int, duration_ns: int, part: int = 0) -> bool:
@@ -82,7 +82,7 @@ class LearnedStages(LearnedProfile):
 
     def doubt(self) -> bool:
         """See :class:`LearnedProfile`."""
-        found = [each.doubt() for each in self.stages]  # of all of them, not up to the first
+        found = [each.doubt() for each in self.stages]  # a list: any() would stop at the first
         self._news.update(range(len(found)))
         return any(found)
 
@@ -91,14 +91,14 @@ class LearnedStages(LearnedProfile):
         whole, stages, news = self._whole, self.stages, self._news
         if whole is None or whole.max_batch_size != max_batch_size:
             return self._made_of([each.profile(max_batch_size) for each in stages])
-        if self._has_curves:  # of other lengths there may be news for any stage
+        if self._has_curves:  # other lengths may have brought news for any stage
             news.update(n for n, each in enumerate(stages) if each.is_due(max_batch_size))
         for stage in news:
             if stages[stage].is_due(max_batch_size):
                 break
         else:
             return whole
-        # All at once: rules look at a new profile for longer than it takes to make.
+        # Renew all at once: rules spend more on a new profile than it takes to make.
         parts = [
             each.renewed(max_batch_size) if stage in news else part
             for stage, (each, part) in enumerate(zip(stages, whole.stages, strict=True))
@@ -119,9 +119,9 @@ class LearnedStages(LearnedProfile):
 class StagedLearning(Learning):
     """Makes policies for a model of ``stages`` stages, and keeps their profiles fresh.
 
-    ``pairs``, ``has_loop`` and ``max_active`` are those of :class:`StagedBatching`; ``width`` is
-    what is taken for that of the device where it was not measured. With
-    ``is_whole`` the one stage runs as any function does, under a plain :class:`Batching`.
+    ``pairs``, ``has_loop`` and ``max_active`` are those of :class:`StagedBatching`. ``width`` is
+    assumed for the device where it was not measured. With ``is_whole`` the only stage runs like any
+    function, under a plain :class:`Batching`.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class StagedLearning(Learning):
         **others: Any,
     ) -> None:
         """``others`` are those of :class:`Learning`."""
-        # First: the base class makes a policy, to see whether that can be done.
+        # Set these first: the base class makes a policy to check that it can.
         self._parts = stages
         self._is_whole = is_whole
         self._has_loop = has_loop
@@ -172,7 +172,7 @@ class StagedLearning(Learning):
         learned = self._learned_of(key)
         assert isinstance(learned, LearnedStages)
         if is_beside and learned.has_width and not learned.is_doubted:
-            return True  # rules reckon from what a stage takes alone, which was measured, too
+            return True  # rules start from the duration alone, and that was measured with the width
         kin = self._kin_of(key)
         counts = [
             kin.observe(learned, size, duration_ns, stage)
@@ -190,7 +190,7 @@ class StagedLearning(Learning):
         *,
         width: float | None = None,
     ) -> LatencyProfile:
-        """As :meth:`measured`, with the durations of each stage, and the width of the device."""
+        """Like :meth:`measured`, with the durations of each stage and the width of the device."""
         pads = self._batch_sizes is not None
         largest = max(max(each) for each in durations_ns if each)
         prior = StagedProfile(
@@ -234,5 +234,5 @@ class StagedLearning(Learning):
         return StagedProfile(parts) if len(parts) == self._parts else None
 
     def _kept_as(self, key: Hashable, stage: int) -> Hashable:
-        # Other stages of the same model, sliced anew, are others.
+        # The number of stages is in the key: slicing the model differently gives other stages.
         return key, f"stage {stage} of {self._parts}"

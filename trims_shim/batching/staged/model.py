@@ -1,11 +1,11 @@
 """A model as an ordered list of stages, and what a stage may return.
 
-A stage is a callable. The first gets the batch, one argument for each argument of the callers; each
-other one gets what the stage before returned. In what goes from stage to stage, the *activations*,
-every tensor or array has the batch as its first axis; what has none is wrapped in :class:`Shared`.
-Rows are independent: what a stage returns for one must not depend on which others are in its batch,
-as it could not in any batcher. So rows of several batches can be joined between stages, and taken
-apart again, and no one can tell.
+A stage is a callable. The first one gets the batch, one argument for each argument of the callers.
+Each other one gets the *activations* that the stage before returned. Every tensor or array in them
+has the batch as its first axis; a value without that axis is wrapped in :class:`Shared`. Rows are
+independent, as for any batcher: the output of a stage for one row must not depend on the other rows
+of the batch. So rows of several batches can be joined between stages and taken apart again without
+changing results.
 
 The last stage may be a :class:`Loop`.
 """
@@ -27,13 +27,13 @@ Stage = Callable[..., Any]
 
 
 class Loop:
-    """A last stage that is run again until its rows are finished, one row sooner than another.
+    """A last stage that runs again and again until its rows are finished, each at its own time.
 
-    Between two steps rows leave that are finished, and others join. ``step(state)`` returns a
-    :class:`Stepped`; the first state of a row is what the stage before returned. The answer of a
+    Between two steps, finished rows leave and new ones join. ``step(state)`` returns a
+    :class:`Stepped`; the first state of a row is the output of the stage before. The answer of a
     row is ``result(pieces)``, by default the list of its pieces; callers that stream get the
-    pieces. ``join`` and ``take`` (a state, the numbers of the rows to keep) are for states that
-    have to be padded to be joined; by default they are those of all activations.
+    pieces. ``join(states)`` and ``take(state, rows to keep)`` are for states that have to be padded
+    to be joined; by default they work as for all activations.
     """
 
     def __init__(
@@ -51,22 +51,24 @@ class Loop:
         self.result = result
 
     def __call__(self, state: Any) -> Stepped:
-        """One step."""
+        """Run one step."""
         return self.step(state)
 
     def run(self, state: Any) -> list[Any]:
-        """All steps. Returns the answer of each row, or its exception."""
+        """Run all steps. Returns the answer of each row, or its exception."""
         pieces = run_steps(self.step, state, take_rows=self.take)
         return answers_of(pieces, self.result)
 
 
 class StagedModel:
-    """Stages in their order: an ``nn.Sequential``'s children, or callables.
+    """Stages in order: the children of an ``nn.Sequential``, or callables.
 
-    Iterating gives the stages; calling it runs the whole, as if it had none. So one model does for
-    :class:`~trims_shim.batching.Batcher` and for :class:`~trims_shim.batching.FlexBatcher`.
-    ``profile``: how long they take; learned if not given. Raises ValueError for no stages,
-    TypeError for what is not callable, or asynchronous, and for a Loop that is not the last.
+    Iterating gives the stages. Calling runs the whole model, as if it had no stages, so the same
+    model works with :class:`~trims_shim.batching.Batcher` and
+    :class:`~trims_shim.batching.FlexBatcher`. ``profile``: how long the stages take; learned if not
+    given. Raises ValueError for no stages or a profile of another number of them; TypeError for
+    stages that are not callable or are asynchronous, a Loop that is not last, or a profile that is
+    no StagedProfile.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class StagedModel:
             raise ValueError("a model needs at least one stage")
         last = self.stages[-1]
         self.loop = last if isinstance(last, Loop) else None
-        """The last stage, if it is one."""
+        """The last stage if it is a Loop, else None."""
         for stage in self.stages:
             check_stage(stage)
         if any(isinstance(stage, Loop) for stage in self.stages[:-1]):
@@ -100,10 +102,10 @@ class StagedModel:
             )
 
     def __call__(self, *batch: Any) -> Any:
-        """The whole with one batch, one argument for each of the first stage.
+        """Run all stages with one batch, given as the arguments of the first stage.
 
-        Returns what the last stage does; a list of one result for each row where rows left earlier
-        or the last is a Loop. Raises what the stages raise.
+        Returns the output of the last stage; if rows left earlier or the last stage is a Loop, a
+        list of one result for each row. Raises what the stages raise.
         """
         loop = self.loop
         stages = self.stages if loop is None else (*self.stages[:-1], loop.run)
@@ -120,7 +122,7 @@ class StagedModel:
 
 
 def check_stage(stage: Stage) -> None:
-    """Raises TypeError for what is not callable, or asynchronous."""
+    """Raise TypeError for a stage that is not callable or is asynchronous."""
     if not callable(stage):
         raise TypeError(f"{stage!r} is no stage: it is not callable")
     if inspect.iscoroutinefunction(stage) or inspect.isasyncgenfunction(stage):

@@ -1,25 +1,25 @@
 """The mechanism of multi-entry multi-exit batching: what may run when, not what should.
 
 Batches go through the stages of a model in the order of their creation. Between two stages there
-are buffers, :mod:`trims_shim.batching.staged.buffers`; with one pair of them neighbouring stages
-take turns, with two they work at the same time on two batches. Three meta-operations change
+are buffers (:mod:`trims_shim.batching.staged.buffers`). With one buffer pair, neighbouring stages
+take turns; with two, they work on two batches at the same time. Three meta-operations change
 batches:
 
-``new``      requests enter at the first stage as a batch of their own;
-``stretch``  they enter there as part of the newest batch, which is already beyond. At the next
-             border the first part waits; the later ones catch up, stage by stage, merge with it
-             there, and go on as one;
-``split``    a batch goes on in several parts, which do not wait for each other any more.
+``new``      requests enter the first stage as a batch of their own;
+``stretch``  requests enter the first stage as a part of a batch, usually the newest, that is
+             already further on. The part ahead waits at a border, the newcomers catch up with it
+             stage by stage, merge with it there, and all go on as one;
+``split``    a batch goes on in several parts, which no longer wait for each other.
 
-So at every border one rule holds: *a part goes on when no part of its batch is behind it*, and it
-takes those with it that wait there; parts of a split batch go on at once. Where the first part of a
-stretched batch does not run, it waits where it is, and else at the end of its stage.
+One rule holds at every border: *a part goes on when no part of its batch is behind it*, together
+with the parts that wait there. Parts of a split batch go on at once. When a batch is stretched, a
+part that is not running waits where it is; a running part waits at the end of its stage.
 
-The last stage may be a *loop*: a step that is run again until its requests are finished, one after
-the other. It does not wait for those behind; they merge with it between two steps. Batches that are
-in the loop at the same time take turns.
+The last stage may be a *loop*: a step that runs again until its requests are finished, each at its
+own time. A part in the loop does not wait for the parts behind it; they merge with it between two
+steps. Batches that are in the loop at the same time take turns.
 
-Sans I/O, no clock, no decisions. Who calls it keeps to ``may_new``, ``may_stretch`` and ``ready``.
+Sans I/O, no clock, no decisions. The caller obeys ``may_new``, ``may_stretch`` and ``ready``.
 Source: DVABatch (ATC'22), section 5.
 """
 
@@ -36,7 +36,7 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """See the module docstring. ``pairs`` are the buffer pairs of each stage."""
+    """See the module docstring. ``pairs``: the number of buffer pairs of each stage."""
 
     def __init__(self, stages: int, *, pairs: int = 2, has_loop: bool = False) -> None:
         if stages < 1:
@@ -46,15 +46,15 @@ class Pipeline:
         self.table = BatchTable(stages=stages)
         self.has_loop = has_loop
         self.last = stages - 1
-        """The last stage."""
+        """The number of the last stage."""
         self._executors = [StageExecutor() for _ in range(stages)]
         self._buffers = [[Buffer() for _ in range(pairs)] for _ in range(stages)]
         self._untold: Part | None = None
-        """Of :meth:`new_alone`, while it runs."""
+        """The part of :meth:`new_alone` while it runs; buffers and executors do not know it."""
 
     @property
     def active(self) -> int:
-        """How many requests are on their way."""
+        """The number of requests under way."""
         return sum(batch.live for batch in self.table)
 
     # --- meta-operations --------------------------------------------------------------------------
@@ -74,35 +74,36 @@ class Pipeline:
         return part.batch
 
     def new_alone(self, now_ns: int, requests: Sequence[Request]) -> Part:
-        """As ``new`` and ``start``, where nothing is on its way, and nothing will run beside it.
+        """Do ``new`` and ``start`` at once, where nothing is under way or will run beside it.
 
-        Buffers and executors are told when it has finished its stages, and not if it has left by
-        then, as most do. Until then only ``withdraw`` and ``finish`` may be called.
+        Buffers and executors are told only when it has finished its stages, and not at all if all
+        its requests have left by then, as is usual. Until then only ``withdraw`` and ``finish`` may
+        be called.
         """
         part = self._untold = self.table.new(now_ns, requests, pair=0)
         self._run(part)
         return part
 
     def _tell_of(self, part: Part) -> None:
-        """That it has come and runs."""
+        """Tell buffers and executors of the part of :meth:`new_alone`: it entered and runs."""
         running, part.state = part.running, PartState.WAITING
         self._enter(part)
         self._look((0,))
         self.start(part)
-        part.running = running  # its pieces are those after its stage
+        part.running = running  # not from part.pieces, which are those after its stage
 
     def may_stretch(self, batch: Batch) -> bool:
-        """Whether requests could join it now, and would still meet it."""
+        """Whether requests could join the batch now and would still catch up with it."""
         if batch.is_split or not batch.parts or not self._may_enter(batch):
             return False
         if self.has_loop:
-            # Newer ones of other keys may overtake it in the loop, where they have buffers of their
-            # own. Where they have the same, newcomers would wait for them, and they for it.
+            # Newer batches of other keys may overtake it in the loop if they have another buffer
+            # pair. With the same pair, newcomers would wait for the newer batch, and it for them.
             return not any(
                 each.number > batch.number and (each.key == batch.key or each.pair == batch.pair)
                 for each in self.table
             )
-        # What runs the last stage is gone when they come.
+        # A part that runs the last stage has left before newcomers catch up.
         is_met = any(
             part.state is not PartState.RUNNING or part.stage < self.last for part in batch.parts
         )
@@ -119,7 +120,7 @@ class Pipeline:
         self._look()
 
     def split(self, part: Part, sizes: Sequence[int]) -> None:
-        """See the module docstring; of a queued part that is all of its batch."""
+        """See the module docstring. ``part`` is queued and is all of its batch."""
         executor = self._executors[part.stage]
         executor.discard(part)
         for each in self.table.split(part, sizes):
@@ -132,14 +133,14 @@ class Pipeline:
         self._gather(part.batch)
 
     def _free_pair(self) -> int | None:
-        """The buffers of a batch that would start at once; None if it would not.
+        """Return the buffer pair with which a new batch would start at once; None if there is none.
 
-        Of several, those whose last batch is gone, or is ahead the most.
+        Of several pairs, one that no batch has, else the one whose newest batch is the oldest.
         """
         if not len(self.table):
             return 0
         first = self._executors[0]
-        # Where the only stage is a loop, a new batch takes its turn after those that are in it.
+        # If the only stage is a loop, a new batch takes turns with the batches that are in it.
         if not first.is_idle and not (self._is_loop(0) and first.state is ExecutorState.CHECKING):
             return None
         pairs = [pair for pair in range(len(self._buffers[0])) if self._is_clear(pair)]
@@ -149,7 +150,7 @@ class Pipeline:
         return min(pairs, key=lambda pair: last.get(pair, -1))
 
     def _is_clear(self, pair: int) -> bool:
-        """That nothing is where a new batch would read and write."""
+        """Whether both buffers that a new batch would read and write are empty."""
         if self._buffers[0][pair].state is not BufferState.INVALID:
             return False
         return not self.last or self._buffers[1][pair].state is BufferState.INVALID
@@ -167,10 +168,10 @@ class Pipeline:
     # --- stages -----------------------------------------------------------------------------------
 
     def ready(self) -> list[Part]:
-        """What could start now, the best first.
+        """Return the parts that could start now, in order of precedence.
 
-        Steps of a loop after all else. Earlier batches first; of a batch, the first part of a
-        split, and those that catch up before those they catch up with.
+        Steps of a loop come last, then earlier batches come first. Within a batch, the parts of a
+        split go in order, and parts that catch up go before those they catch up with.
         """
         parts = [
             part
@@ -184,14 +185,14 @@ class Pipeline:
         return parts
 
     def is_step(self, part: Part) -> bool:
-        """Whether it runs the loop next."""
+        """Whether the part's next stage is the loop."""
         return self._is_loop(part.stage)
 
     def _precedence(self, part: Part) -> tuple[bool, int, int, int]:
         return self.is_step(part), part.batch.number, part.order, part.stage
 
     def start(self, part: Part) -> None:
-        """Its stage begins; it is one of :meth:`ready`."""
+        """Start the stage of a part from :meth:`ready`."""
         self._executors[part.stage].handle(ExecutorEvent.START)
         self._run(part)
         self._input(part).handle(BufferEvent.READ, part.batch)
@@ -206,11 +207,11 @@ class Pipeline:
     def finish(
         self, part: Part, left: Collection[Request], *, through: int | None = None
     ) -> list[Part]:
-        """Its stage has ended, and those in ``left`` are finished.
+        """Note that the part's stage has ended and that the requests in ``left`` are finished.
 
-        ``through``: it has run on up to that stage. Nothing was ahead of it when it started, and
-        nothing has passed the place where it was since, so the buffers in between were not missed.
-        Returns what was queued for the next stage by that.
+        ``through``: the stage up to which it has run on. Nothing was ahead of it when it started,
+        and nothing has overtaken it since, so no other batch needed the buffers in between. Returns
+        the parts that this queues for a stage.
         """
         batch, stage = part.batch, part.stage
         through = stage if through is None else through
@@ -246,14 +247,14 @@ class Pipeline:
         executor.part = None
         executor.handle(ExecutorEvent.DONE)
         queued = self._gather(batch)
-        # Its input is the output of the stage before, and its output the input of the next one.
+        # Its input is the output of the stage before; its output is the input of the next one.
         beside = range(max(0, stage - 1), min(through + 1, self.last) + 1)
         self._look(beside)
         self._look([each.stage for each in queued if each.stage not in beside])
         return queued
 
     def withdraw(self, request: Request) -> bool:
-        """Nobody waits for it any more; False if it is not on its way."""
+        """Take a cancelled request out; False if it is not under way."""
         for batch in self.table:
             for part in batch.parts:
                 if request in part.requests:
@@ -273,7 +274,7 @@ class Pipeline:
         self._executors[part.stage].discard(part)
         if not batch.has_part_at(part.stage):
             buffer = self._input(part)
-            # Not where the stage before is writing to it: that will say what is in it.
+            # If the stage before is writing to it, its end will set the state.
             if buffer.may_read(batch):
                 buffer.handle(BufferEvent.CLEARED, batch)
         self._gather(batch)
@@ -282,7 +283,7 @@ class Pipeline:
     # --- inside -----------------------------------------------------------------------------------
 
     def _gather(self, batch: Batch) -> list[Part]:
-        """Queue what waits for nobody any more, and forget the batch if nothing is left of it."""
+        """Queue parts that need not wait any longer; forget the batch if it has no parts left."""
         queued: list[Part] = []
         if not batch.parts:
             self.table.end(batch)
@@ -308,7 +309,7 @@ class Pipeline:
         return all(each.stage >= part.stage for each in part.batch.parts)
 
     def _queued_before(self, part: Part) -> Part | None:
-        """What waits for the same stage already, and can take it along."""
+        """Return the part of its batch that is queued for the same stage and can absorb it."""
         if part.batch.is_split:
             return None
         return next(
@@ -321,7 +322,7 @@ class Pipeline:
         )
 
     def _look(self, stages: Iterable[int] | None = None) -> None:
-        """Let executors take parts, after anything has changed for these stages; None for all."""
+        """Let executors take parts after a change at these stages; None for all stages."""
         for stage in range(len(self._executors)) if stages is None else stages:
             executor = self._executors[stage]
             if executor.part is not None:

@@ -1,8 +1,8 @@
 """Profiles of staged models as files: what ``trims stage profile`` writes.
 
-A file has the latencies of each stage by batch size, once for each length of items that was
-measured, and what follows from them: preferred batch sizes and diversities. What follows is written
-for readers, and computed anew when the file is read.
+A file has the latencies of each stage by batch size, for each measured length of items. It also has
+what follows from them, preferred batch sizes and diversities: these are for human readers, and are
+computed anew when the file is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 _FORMAT = JsonFormat("trims staged profile", "staged profile", 1, "trims stage profile")
 _LARGEST_LENGTH = 1 << 40
 _LIMIT_ENTRIES = 1 << 22
-"""Of all tables together: a file of some bytes must not fill the memory."""
+"""The most entries of all tables together: a small file must not fill the memory."""
 
 StageLatencies = Sequence[Mapping[int, float]]
 """For each stage, nanoseconds by batch size."""
@@ -38,10 +38,10 @@ StageLatencies = Sequence[Mapping[int, float]]
 def staged_profile(
     latencies_ns: StageLatencies, *, max_batch_size: int, width: float | None = None
 ) -> StagedProfile:
-    """From measured latencies, with the preferred size of each stage.
+    """Make a profile of measured latencies, with the preferred size of each stage.
 
-    Sizes between those that were measured lie on the line between them. Raises ValueError for a
-    stage without any.
+    Sizes between two measured ones are interpolated linearly. Raises ValueError for a stage without
+    latencies.
     """
     stages = [
         LatencyProfile.measured(each, max_batch_size=max_batch_size, pads=False)
@@ -53,27 +53,27 @@ def staged_profile(
 
 @dataclass(frozen=True, slots=True)
 class SavedStages:
-    """The content of a staged profile's file; equal files are of equal profiles."""
+    """The content of a staged profile's file."""
 
     latencies_ns: Mapping[int | None, StageLatencies]
-    """By the length of items, ascending; None where all are of the one shape that was measured."""
+    """By the length of items, ascending; the only key is None if lengths were not measured."""
     max_batch_size: int
     stages: tuple[str, ...] = ()
-    """What each is, for readers."""
+    """A description of each stage, for readers."""
     name: str = ""
     machine: str = ""
     note: str = ""
     width: float | None = None
-    """Of the device, see :class:`StagedProfile`; None where that was not measured."""
+    """The width of the device, see :class:`StagedProfile`; None if it was not measured."""
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths that were measured, ascending; empty where there was only one."""
+        """The measured lengths, ascending; empty if lengths were not measured."""
         return [length for length in self.latencies_ns if length is not None]
 
     @property
     def profile(self) -> StagedProfile:
-        """That of the longest items: with it, a batch takes no longer than was thought."""
+        """The profile of the longest items, so that no batch takes longer than predicted."""
         return self.profiles()[-1]
 
     @property
@@ -82,7 +82,7 @@ class SavedStages:
         return Diversity.of(self.profiles())
 
     def profile_for(self, length: int) -> StagedProfile:
-        """For items up to ``length``: that of the next length measured, or of the longest."""
+        """Return the profile of the next measured length from ``length`` on, or of the longest."""
         fitting = [each for each in self.lengths if each >= length]
         return self._profile(fitting[0]) if fitting else self.profile
 
@@ -97,7 +97,7 @@ class SavedStages:
 
 
 def save_staged_profile(path: str | os.PathLike[str], saved: SavedStages) -> None:
-    """Write or replace the file at ``path``, for its owner. Raises OSError."""
+    """Write or replace the file at ``path``, readable by its owner only. Raises OSError."""
     fields = {
         "name": saved.name,
         "machine": saved.machine,
@@ -130,7 +130,7 @@ def _described(
 
 
 def load_saved_stages(path: str | os.PathLike[str]) -> SavedStages:
-    """The content of a staged profile's file. Raises OSError, and FormatError if it is not one."""
+    """Read a staged profile's file. Raises OSError, and FormatError if it is not one."""
     name, fields = os.fspath(path), _FORMAT.read(path)
     inputs = _list_of(name, fields, "inputs")
     latencies_ns = {_length(name, each): _stages(name, each) for each in inputs}

@@ -1,8 +1,8 @@
 """Measure a staged model: each stage at each batch size, and into how many stages to cut it.
 
-Both run the model, and neither knows what it is made of. Reads no clock of its own and starts no
-thread; what was measured is judged in :mod:`trims_shim.batching.staged.diversity` and kept by
-:mod:`trims_shim.batching.staged.profile_files`.
+Both run the model without knowing what it is made of. No clock of its own, no threads.
+:mod:`trims_shim.batching.staged.diversity` judges the measurements, and
+:mod:`trims_shim.batching.staged.profile_files` keeps them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MAX_TRIES = 8
 _CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16)
 """The paper finds 20 stages too many."""
 _STAGE_COST_NS = 100_000
-"""What the batcher spends on a stage of a batch: a pass of the policy, rows taken and joined. Each
-stage that does nothing makes a lone request 65 us longer (Python 3.11); others wait for more."""
+"""The batcher's overhead for a stage of a batch: a pass of the policy, rows taken and joined. An
+empty stage adds 65 us to a lone request (Python 3.11), and more with others under way."""
 _PATIENCE = 2
-"""Tries that are no better than the best one."""
+"""The number of tries in a row without a better one that ends the search."""
 
 MakeBatch = Callable[[int], Sequence[Any]]
-"""Of a size, what the first stage is called with."""
+"""Takes a batch size and returns the arguments of the first stage."""
 
 
 def measure_stages(
@@ -53,11 +53,11 @@ def measure_stages(
     limit_ns: int | None = None,
     lane: Lane | None = None,
 ) -> list[dict[int, int]]:
-    """For each stage, its median durations by batch size, in nanoseconds of ``clock``.
+    """Return for each stage its median durations by batch size, in nanoseconds of ``clock``.
 
-    Sizes run by turns, as in :func:`~trims_shim.batching.profiling.measure`, which says what
-    ``repeats`` and ``limit_ns`` mean. Of a Loop, one step is measured. Where rows exit early, the
-    stages behind are measured with those that are left; a stage that none has reached has no
+    Sizes take turns, and ``repeats`` and ``limit_ns`` are as in
+    :func:`~trims_shim.batching.profiling.measure`. Of a Loop, one step is measured. After an early
+    exit, later stages are measured with the remaining rows; a stage that no row reached has no
     durations.
     """
     passes = StagePasses(stages, make_batch, clock=clock, lane=lane)
@@ -66,10 +66,9 @@ def measure_stages(
 
 
 class StagePasses:
-    """Runs the whole model, and keeps how long each stage took.
+    """Runs the whole model and records how long each stage took.
 
-    The first run of a size allocates and compiles: it does not count, and neither would it in
-    ``measure``.
+    The first run of a size allocates and compiles, so it does not count, as in ``measure``.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class StagePasses:
         self._durations_ns = [defaultdict[int, list[int]](list) for _ in self._stages]
 
     def run(self, size: int) -> None:
-        """One batch of this size through all stages. Raises what they raise."""
+        """Run one batch of this size through all stages. Raises what they raise."""
         arguments = self._make_batch(size)
         is_counted = self._runs[size] > 0
         self._runs[size] += 1
@@ -112,11 +111,11 @@ class StagePasses:
         return value, max(1, self._clock() - started_ns)
 
     def median_ns(self) -> list[dict[int, int]]:
-        """For each stage, by batch size."""
+        """Return the median durations of each stage by batch size."""
         return self._each(statistics.median)
 
     def least_ns(self) -> list[dict[int, int]]:
-        """For each stage, by batch size: what else is done makes a run slow, but none quick."""
+        """Return the least durations of each stage by batch size: noise makes no run faster."""
         return self._each(min)
 
     def _each(self, typical: Callable[[Sequence[int]], float]) -> list[dict[int, int]]:
@@ -127,7 +126,7 @@ class StagePasses:
 
     @property
     def unsteadiness(self) -> float:
-        """By which share a median is above the least, in the middle of all stages and sizes."""
+        """By which share medians exceed minima: the median over all stages and sizes."""
         shares = [
             statistics.median(found) / min(found) - 1
             for each in self._durations_ns
@@ -141,20 +140,22 @@ class StagePasses:
 
 @dataclass(frozen=True, slots=True)
 class StagesTry:
-    """A model as it was cut once, and what that costs, for each size that was tried."""
+    """A model cut into some number of stages, and its durations by batch size."""
 
     model: StagedModel
     whole_ns: dict[int, int]
-    """Of the model in one stage, by turns with this."""
+    """Of the model in one stage, measured in turns with the stages."""
     total_ns: dict[int, int]
+    """Of all stages."""
     longest_ns: dict[int, int]
+    """Of the longest stage."""
 
     @property
     def cost(self) -> float:
-        """How long a request takes that comes while a batch runs, in times of the whole alone.
+        """The latency of a request that arrives while a batch runs, in units of ``whole_ns``.
 
-        It waits for the end of a stage, half of the longest on average, and then goes through all
-        of them. More stages make the wait shorter and the way longer.
+        It waits for the end of a stage, which is taken as half of the longest one, and then passes
+        all stages. With more stages the wait is shorter and the passage longer.
         """
         return statistics.fmean(
             (total_ns + self.longest_ns[size] / 2 + _STAGE_COST_NS * len(self.model))
@@ -174,11 +175,11 @@ def try_stages(
     lane: Lane | None = None,
     on_try: Callable[[StagesTry], None] | None = None,
 ) -> list[StagesTry]:
-    """Cut the model into 1, 2, 3, ... stages, until more of them are no better; see ``best_try``.
+    """Cut the model into 1, 2, 3, 4, 6, 8, ... stages until more are no better; see ``best_try``.
 
-    ``slice_into(n)`` may return fewer stages or raise StagingError, where there is nothing left to
-    cut. At most ``MAX_TRIES``, and none is begun after ``limit_ns``. Raises StagingError where not
-    even one stage can be made.
+    ``slice_into(n)`` may return fewer stages or raise StagingError if nothing is left to cut. Makes
+    at most ``MAX_TRIES`` tries, and starts none after ``limit_ns`` but the first. Raises
+    StagingError if not even one stage can be made.
     """
     end_ns = clock() + limit_ns
     whole = slice_into(1)
@@ -192,7 +193,7 @@ def try_stages(
             model,
             StagePasses(whole, make_batch, clock=clock, lane=lane),
             StagePasses(model, make_batch, clock=clock, lane=lane),
-            # What a slow model had no time for at first, it has none for later.
+            # Sizes for which a slow model had no time in the first try are left out later.
             sizes=list(tries[0].total_ns) if tries else sizes,
             repeats=repeats,
             clock=clock,
@@ -207,7 +208,7 @@ def try_stages(
 def _cut(
     slice_into: Callable[[int], StagedModel], count: int, tries: Sequence[StagesTry]
 ) -> StagedModel | None:
-    """The next one to try; None if that is not worth it, or not possible."""
+    """Return the next model to try; None if that is not worth it or not possible."""
     if len(tries) - 1 - tries.index(best_try(tries)) >= _PATIENCE:
         return None
     try:
@@ -227,7 +228,7 @@ def _tried(
     clock: Callable[[], int],
     limit_ns: int,
 ) -> StagesTry:
-    """Measured by turns, so that a machine that is busy for a while makes both slower."""
+    """Measure both in turns, so that a machine that is busy for a while makes both slower."""
 
     def run(size: int) -> None:
         whole.run(size)
@@ -245,5 +246,5 @@ def _tried(
 
 
 def best_try(tries: Sequence[StagesTry]) -> StagesTry:
-    """The one that costs least; of equals the one of fewer stages."""
+    """Return the try that costs least; of equal ones, that with fewer stages."""
     return min(tries, key=lambda each: each.cost)

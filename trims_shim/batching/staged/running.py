@@ -1,11 +1,11 @@
-"""One stage with one part of a batch: joined before it, taken apart after it.
+"""Run one stage with one part of a batch: join its pieces before, take its output apart after.
 
-No threads, no policy, no clock. What comes in are pieces, rows of what stages before have returned;
-what goes out are pieces for the next stage, and the results of those that are finished. Pieces that
-cannot be joined, because they are padded to other lengths, run one after the other and stay apart.
+No threads, no policy, no clock. Inputs are pieces: rows of the values that earlier stages returned.
+Outputs are pieces for the next stage, and the results of finished requests. Pieces that cannot be
+joined, because they are padded to other lengths, run one after the other and stay apart.
 
-Stages are called without torch's graph, and outside of ``inference_mode``, in whatever thread they
-run: so what one returns in one thread is fit for the next one in another.
+Stages are called without torch's graph and outside of ``inference_mode``, in whatever thread they
+run. So the output of a stage in one thread is valid input for the next stage in another.
 """
 
 from __future__ import annotations
@@ -33,36 +33,38 @@ __all__ = ["StageOutput", "StageRunner", "without_graph"]
 
 @dataclass(slots=True)
 class StageOutput:
-    """What became of the requests of a part in one stage."""
+    """What one stage did to the requests of a part."""
 
     pieces: Sequence[Piece] = ()
-    """Of those that go on."""
+    """Of the requests that go on."""
     left: Sequence[Request] = ()
+    """The requests that leave with a result."""
     results: Sequence[Any] = ()
-    """Of those that left; not of those that a loop has finished, whose pieces are their answers."""
+    """The results of ``left``."""
     steps: Sequence[tuple[Request, Any]] = ()
-    """What a loop adds to answers."""
+    """The pieces that a step of a loop adds to answers."""
     finished: Sequence[Request] = ()
-    """Those that a loop has finished; none of ``left``."""
+    """The requests that a loop has finished, none of them in ``left``: pieces are their answers."""
     runs: int = 1
-    """How often the stage was called."""
+    """The number of calls of the stage; 0 if the whole function answered instead."""
     sizes: Sequence[int] = ()
-    """With how many requests each time, where that was more than once."""
+    """The number of requests in each call, if there were several."""
     has_failed: bool = False
-    """It was called, and the whole function has answered instead."""
+    """The stage failed, and the whole function answered instead."""
 
     @property
     def size(self) -> int:
-        """How many requests there were."""
+        """The number of requests."""
         going = sum(len(piece.requests) for piece in self.pieces)
         return len(self.left) + len(self.finished) + going
 
 
 class StageRunner:
-    """Runs stages of ``model``; ``function`` has its collate, and knows no ``batch_sizes``.
+    """Runs stages of ``model``. May be called from several threads.
 
-    With ``batch_sizes`` stages see batches of these sizes only: the last row is repeated.
-    ``lanes``: one for each device of the policy. May be called from several threads.
+    ``function`` has the collate, and no ``batch_sizes`` of its own. With ``batch_sizes``, stages
+    see batches of these sizes only: the last row is repeated. ``lanes``: one for each device of the
+    policy.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class StageRunner:
         self._batch_sizes = batch_sizes
 
     def run(self, stage: int, pieces: Sequence[Piece], *, device: int = 0) -> StageOutput:
-        """Raises what the stage raises, and BadBatch for what it may not return."""
+        """Run a stage. Raises what it raises, and BadBatch for an output that is not allowed."""
         groups: list[list[Request]] = []
         outputs: list[Any] = []
         with without_graph():
@@ -90,9 +92,9 @@ class StageRunner:
                         groups.append(requests)
                         outputs.append(self.model.stages[stage](*arguments))
             finally:
-                # Also after a failure: the device may still read what is given up now.
+                # Also after a failure: the device may still be reading the inputs.
                 lane.finish(outputs)
-            # Not in the lane, which is not waited for once more.
+            # Outside the lane, which nothing waits for after this.
             return _together(
                 [self._sorted(stage, *each) for each in zip(groups, outputs, strict=True)]
             )
@@ -102,7 +104,7 @@ class StageRunner:
     def _calls(
         self, stage: int, pieces: Sequence[Piece]
     ) -> Sequence[tuple[list[Request], Sequence[Any]]]:
-        """The batches to run, each with what the stage is called with."""
+        """Return the requests of each call of the stage, with its arguments."""
         join_all, take_rows = self._ways_at(stage)
         new: list[Request] = []
         groups: list[_Group] = []
@@ -116,7 +118,7 @@ class StageRunner:
         if new:
             if not groups:
                 return [(new, self._batch(self._filled_up(new)))]
-            (state,) = self._batch(new)  # to a loop without stages before it
+            (state,) = self._batch(new)  # new requests join a loop that is the only stage
             groups.append((new, state))
         joined = _joined(groups, join_all, take_rows)
         if self._batch_sizes is None:
@@ -126,7 +128,7 @@ class StageRunner:
     def _filled(
         self, requests: list[Request], value: Any, join_all: _Join, take_rows: _Take
     ) -> tuple[list[Request], Sequence[Any]]:
-        """With as many rows as the stages see."""
+        """Repeat the last row up to one of ``batch_sizes``."""
         missing = self._size_of(len(requests)) - len(requests)
         if missing:
             last = take_rows(value, [len(requests) - 1])
@@ -143,14 +145,14 @@ class StageRunner:
         return batch
 
     def _filled_up(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """As many as the stages see."""
+        """Repeat the last request up to one of ``batch_sizes``."""
         if self._batch_sizes is None:
             return requests
         missing = self._size_of(len(requests)) - len(requests)
         return [*requests, *[requests[-1]] * missing]
 
     def _ways_at(self, stage: int) -> tuple[_Join, _Take]:
-        """How rows are joined and taken before a stage; a loop may have ways of its own."""
+        """Return the functions that join and take rows before a stage; a loop may have its own."""
         loop = self.model.loop
         if loop is None or stage < len(self.model.stages) - 1:
             return join, take
@@ -159,7 +161,7 @@ class StageRunner:
     # --- after the stage --------------------------------------------------------------------------
 
     def _sorted(self, stage: int, requests: list[Request], output: Any) -> StageOutput:
-        """Who leaves, and who goes on with which rows."""
+        """Sort requests into those that leave and those that go on, with their rows."""
         if isinstance(output, Stepped):
             return self._after_step(requests, output)
         if isinstance(output, EarlyExit):
@@ -236,7 +238,7 @@ class StageRunner:
         return flags
 
     def _size_of(self, count: int) -> int:
-        """Of the batch that the stages see."""
+        """Return the number of rows of the batch that stages see."""
         return padded_size(count, self._batch_sizes)
 
     def _named(self, stage: int) -> str:
@@ -249,7 +251,7 @@ _Take = Callable[[Any, Sequence[int]], Any]
 
 
 def _together(outputs: Sequence[StageOutput]) -> StageOutput:
-    """Of all calls of a stage."""
+    """Combine the outputs of all calls of a stage."""
     if len(outputs) == 1:
         return outputs[0]
     return StageOutput(
@@ -278,7 +280,7 @@ def _merged(groups: Sequence[_Group], join_all: _Join) -> _Group:
 
 
 def _alike(groups: Sequence[_Group], join_all: _Join, take_rows: _Take) -> list[list[_Group]]:
-    """Those that can be joined with each other; tried with one row of each."""
+    """Sort groups into sets that can be joined with each other; tried with one row of each."""
     found: list[tuple[Any, list[_Group]]] = []
     for group in groups:
         row = take_rows(group[1], [0])
@@ -295,16 +297,16 @@ def _alike(groups: Sequence[_Group], join_all: _Join, take_rows: _Take) -> list[
 
 
 class without_graph:
-    """A context: whatever the thread does otherwise, no graph and no inference tensors.
+    """A context without graph or inference tensors, whatever mode the thread is in.
 
-    No generator, which would take as long as both of torch's contexts.
+    A class, as a generator-based context would take as long as both of torch's contexts.
     """
 
     __slots__ = ("_had_graph", "_inference", "_torch")
 
     def __enter__(self) -> None:
         torch = sys.modules.get("torch")
-        self._torch: Any = torch if hasattr(torch, "inference_mode") else None  # or half there
+        self._torch: Any = torch if hasattr(torch, "inference_mode") else None  # half imported
         self._inference: Any = None
         if self._torch is None:
             return

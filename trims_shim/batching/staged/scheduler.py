@@ -1,14 +1,14 @@
 """The policy of a staged model: rules decide, the pipeline keeps order, one object for all drivers.
 
-As :class:`~trims_shim.batching.single.Batching`, with one rule for each key; but a device runs one
-*stage* of one part of a batch at a time, and between any two of them newcomers may enter. Whenever
-a device is free it asks, in this order: who joins the newest batch; what is ready to go on; and,
-where a device is still free, who starts as a new batch, if it would start at once. So batches are
-formed as late as possible, and nothing that is on its way waits for anything that is not; but a
-loop, of which no one knows the end, gives way between two steps to keys of which nothing is on its
-way.
+As in :class:`~trims_shim.batching.single.Batching` there is one rule for each key. But a device
+runs one *stage* of one part of a batch at a time, and new requests may enter between any two
+stages. Whenever a device is free, the policy asks in this order: which requests join a batch under
+way; which part is ready to go on; and, if a device is still free, which requests form a new batch
+that would start at once. So batches are formed as late as possible, and a part under way never
+waits for requests that are still queued. The exception is a loop, whose end nobody knows: between
+two steps it gives way to keys that have no batch under way.
 
-Drivers get :class:`RunStage` for each stage of each part and answer with :class:`StageEnded`.
+Drivers get a :class:`RunStage` for each stage of each part, and answer with :class:`StageEnded`.
 """
 
 from __future__ import annotations
@@ -31,43 +31,45 @@ from trims_shim.batching.staged.staged_rules import StagedRule
 
 __all__ = ["RunStage", "StageEnded", "StagedBatching"]
 
-# A batch of which some are finished early can be filled up again, while the others wait.
+# A batch from which requests exit early can be filled up again, while the others wait for newcomers
+# to catch up. All that enter it are at most this many times max_batch_size.
 _MOST_FILLINGS = 2
 
 
 @dataclass(slots=True)
 class RunStage(Run):
-    """Run ``stage`` of the model with ``part``; ``batch`` are its requests now.
+    """Run ``stage`` of the model with ``part``; ``batch`` are its requests at this moment.
 
-    Those of the first stage leave the queue with it.
+    Requests that run the first stage leave the queue with this action.
     """
 
     stage: int
     part: Part
     until: int = 0
-    """If this is a later stage: as long as nothing else happens, the driver may run on up to it
-    without asking at each border, as there is nothing to decide."""
+    """If this is later than ``stage``: the driver may run on up to it without asking at each
+    border, as long as no event occurs, since nothing has to be decided there."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StageEnded(Finished):
-    """The device has run a stage of ``part`` and is free; ``batch`` is that of its RunStage."""
+    """A device has run a stage of ``part`` and is free; ``batch`` is that of the RunStage."""
 
     part: Part
     left: Sequence[Request] = ()
-    """Those of them that are answered, or failed; after the last stage all are, unless it loops."""
+    """The requests that are answered or failed; all of them after the last stage, unless it is a
+    loop."""
     through: int | None = None
-    """The last stage that was run, where it is not that of the RunStage."""
+    """The last stage that was run; None if it is the stage of the RunStage."""
     is_joined: bool | None = None
-    """Whether those who have met at this stage were one batch for it; None where nobody has."""
+    """Whether pieces that met at this stage ran as one batch; None if none met."""
 
 
 class StagedBatching(Batching):
     """A :class:`~trims_shim.batching.protocol.Policy` for one staged model.
 
     ``devices``: how many stages run at once. ``pairs``: buffer pairs of each stage. ``has_loop``:
-    the last stage is run again until its requests are finished. ``max_active``: how many requests
-    may be on their way; None for no limit but that of the buffers.
+    the last stage runs again until its requests are finished. ``max_active``: how many requests may
+    be under way; None for no limit except the buffers.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class StagedBatching(Batching):
         self._max_active = max_active
 
     def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
-        """As :class:`~trims_shim.batching.protocol.Policy`; Preempted never comes."""
+        """See :class:`~trims_shim.batching.protocol.Policy`; never gets Preempted."""
         if isinstance(event, StageEnded):
             self._stage_ended(now_ns, event)
         return super().on_event(now_ns, event)
@@ -133,7 +135,7 @@ class StagedBatching(Batching):
             rule.on_finished(now_ns, whole)
 
     def _is_typical(self, batch: Batch) -> bool:
-        """Whether it took what the profile would say of its size."""
+        """Whether its duration is what a profile should say of its size."""
         return batch.is_typical and not batch.is_split and not self.pipeline.has_loop
 
     def _cancelled(self, request: Request) -> None:
@@ -146,7 +148,7 @@ class StagedBatching(Batching):
         if not self._waiting and not len(self.pipeline.table):
             return ()
         actions: list[Action] = []
-        # Not all are asked each time, and a time that has passed is none to wake up at.
+        # Not every rule is asked each time; one that is not must not keep a wake time in the past.
         for rule in self._waiting.values():
             rule.wake_ns = None
         while self._free:
@@ -167,13 +169,13 @@ class StagedBatching(Batching):
         return actions
 
     def _run(self, now_ns: int, part: Part) -> RunStage:
-        """It was started."""
+        """Return the action for a part that the pipeline has started."""
         part.started_ns = now_ns
         until = self._until(now_ns, part)
         return RunStage(self._free.pop(), part.running, part.stage, part, until)
 
     def _next(self, now_ns: int) -> Part | None:
-        """What goes on."""
+        """Return the part that goes on now; None if there is none or its rule lets it wait."""
         ready = self.pipeline.ready()
         part = ready[0] if ready else None
         if part is None or len(self._free) == self._devices:
@@ -184,10 +186,10 @@ class StagedBatching(Batching):
         return part
 
     def _until(self, now_ns: int, part: Part) -> int:
-        """Up to which stage there is nothing to decide as long as nothing happens.
+        """Return the stage up to which nothing has to be decided as long as no event occurs.
 
-        For a part that is alone, on a single device: nobody waits who could join it, and nobody on
-        his way who could pass it.
+        Later than its next stage only for a part that is alone on a single device: no request waits
+        that could join it, and no other part is under way that could pass it.
         """
         is_alone = len(self.pipeline.table) == len(part.batch.parts) == 1 and not self._waiting
         last = self.pipeline.last - self.pipeline.has_loop
@@ -221,9 +223,9 @@ class StagedBatching(Batching):
             self._drop_if_empty(batch.key, rule)
 
     def _room(self, rule: StagedRule, batch: Batch) -> int:
-        """How many of the queue's first requests the batch can take.
+        """Return how many of the queue's first requests the batch can take.
 
-        None where its first ones, or other keys, might wait for ever.
+        0 or less if its earlier requests, or other keys, might otherwise wait forever.
         """
         room = min(rule.room(), rule.max_batch_size - batch.live, self._allowance())
         if not self.pipeline.has_loop:
@@ -236,7 +238,7 @@ class StagedBatching(Batching):
         return rule.queue.within_weight(room, left) if rule.queue[0].weight <= left else 0
 
     def _form(self, now_ns: int, actions: list[Action], *, only_rivals: bool) -> bool:
-        """Make one new batch, if any rule wants one; ``only_rivals``: of keys on their way none."""
+        """Make one new batch if a rule wants one; ``only_rivals``: only of keys with no batch."""
         allowance = self._allowance()
         if allowance < 1 or not self.pipeline.may_new:
             return False
@@ -266,7 +268,7 @@ class StagedBatching(Batching):
         return False
 
     def _tell(self, rule: Rule, waiting: int) -> None:
-        """What else there is; ``waiting``: how many requests are in all queues."""
+        """Tell a rule how many other requests wait; ``waiting`` counts those of all queues."""
         others = waiting - len(rule.queue)
         rule.has_rivals = others > 0
         if isinstance(rule, StagedRule):
@@ -276,7 +278,7 @@ class StagedBatching(Batching):
         return sum([len(rule.queue) for rule in self._waiting.values()])
 
     def _allowance(self) -> int:
-        """How many more may be on their way."""
+        """Return how many more requests may be under way."""
         if self._max_active is None:
             return 1 << 30
         return self._max_active - self.pipeline.active

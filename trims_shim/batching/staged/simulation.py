@@ -1,9 +1,9 @@
-"""Policies of staged models in virtual time, on a device that runs several stages at once.
+"""Simulate policies of staged models in virtual time, on a device that runs several stages at once.
 
-As :mod:`trims_shim.batching.simulator.loop`: single-threaded, deterministic, and it refuses what
-breaks the contract, so a policy that loses, doubles or reorders anything does not get away with a
-good result. How stages that run at once slow each other down is
-:mod:`trims_shim.batching.staged.stage_device`'s.
+Like :mod:`trims_shim.batching.simulator.loop`, it is single-threaded and deterministic, and refuses
+actions that break the contract: a policy that loses, duplicates or reorders requests gets an error,
+not a good result. :mod:`trims_shim.batching.staged.stage_device` models how stages that run at the
+same time slow each other down.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["StageExecution", "StagedOutcome", "simulate_staged"]
 
 @dataclass(slots=True, eq=False)
 class StageExecution:
-    """One stage of one part; or a batch that goes through the model in one."""
+    """One run of a stage with a part; or of the whole model with a plain batch."""
 
     device: int
-    """The policy's: a lane of the device."""
+    """The policy's device: a lane of the simulated one."""
     stage: int
     part: Part | None
     batch: Sequence[Request]
@@ -46,15 +46,15 @@ class StageExecution:
 
 @dataclass(slots=True)
 class StagedOutcome(Outcome):
-    """An :class:`Outcome` whose ``executions`` are the answers: who left at the end of a stage."""
+    """An :class:`Outcome` whose ``executions`` list the requests that left at a stage's end."""
 
     stage_executions: list[StageExecution] = field(default_factory=list)
-    """In the order of their ends."""
+    """In the order in which they ended."""
     device_busy_ns: int = 0
 
     @property
     def busy_ns(self) -> int:
-        """The device's time, each moment weighted with the share that was busy."""
+        """The device's busy time; each moment counts with the share of the device that is busy."""
         return self.device_busy_ns
 
 
@@ -68,13 +68,13 @@ def simulate_staged(
 ) -> StagedOutcome:
     """Drive ``policy`` with ``requests``, sorted by arrival, until all are settled.
 
-    It is that of a staged model; or, where the device has a single stage, one of plain batches, of
-    which several may run at once, to compare with.
+    The policy is that of a staged model. If the device has a single stage, it may also be one of
+    plain batches, to compare with; several of these may run at once.
 
-    ``exits(request, stage)``: whether it is finished after that stage, before the last. ``steps``:
-    the last stage is a loop, and this is how many steps a request needs, 1 or more. After the last
-    arrival the policy gets FLUSH only when nothing else would happen. Raises ValueError where the
-    policy breaks its contract, or an arrival comes before its predecessor.
+    ``exits(request, stage)``: whether the request is finished after that stage, before the last.
+    ``steps``: if given, the last stage is a loop, and a request needs ``steps(request)`` steps, 1
+    or more. After the last arrival the policy gets FLUSH only if nothing else would happen. Raises
+    ValueError if the policy breaks its contract, or if arrivals are not in order.
     """
     run = _Simulation(device, exits, steps)
     arrivals = iter(requests)
@@ -115,7 +115,7 @@ def simulate_staged(
 
 
 class _Simulation:
-    """Where every request is, and what has become of those that left."""
+    """The place of every request, and the outcome of those that left."""
 
     __slots__ = (
         "_device",
@@ -143,8 +143,9 @@ class _Simulation:
         self._steps = steps
         self._queued: set[Request] = set()
         self._inside: dict[Request, int] = {}
-        """Those between two stages, with the next one."""
+        """The requests between two stages, with the number of the next stage."""
         self._lanes: set[int] = set()
+        """The lanes that are busy."""
         self._running: set[int] = set()
         """The stages that run."""
         self._loop_left: dict[Request, int] = {}
@@ -167,7 +168,7 @@ class _Simulation:
                 raise ValueError(f"{type(action).__name__} is no action of a staged model's policy")
 
     def end(self, execution: StageExecution, now_ns: int) -> Finished:
-        """A stage has ended: free its lane, and say who left."""
+        """End a stage: free its lane, and return the event with the requests that left."""
         execution.ended_ns = now_ns
         self._lanes.discard(execution.device)
         self.outcome.stage_executions.append(execution)

@@ -1,10 +1,10 @@
 """A simulated device that runs several stages at once, and how they slow each other down.
 
-A stage takes as long as its profile says while it has the device for itself, and it has a *demand*:
-the share of the device that it keeps busy meanwhile. While the demands of all that run add up to no
-more than 1, none of them notices the others; where they add up to D > 1, all of them run D times
-slower: processor sharing, with what one stage cannot use left to the others (Parekh and Gallager,
-IEEE/ACM ToN 1993). So two stages side by side gain what a single one leaves idle, and nothing more.
+A stage that has the device to itself takes as long as its profile says. It has a *demand*: the
+share of the device that it keeps busy. While the demands of all running stages add up to at most 1,
+they do not affect each other. If they add up to D > 1, all of them run D times slower: processor
+sharing, where the share that one stage cannot use goes to the others (Parekh and Gallager, IEEE/ACM
+ToN 1993). So two stages side by side gain the share that a single one leaves idle, and no more.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ Demand = Callable[[LatencyProfile, int], float]
 
 
 def demand_of_best_size(profile: LatencyProfile, size: int) -> float:
-    """The batch size with the best throughput keeps all of it busy; others in proportion to theirs.
+    """Return a batch size's throughput as a share of the best one, whose size demands it all.
 
-    So nothing that runs side by side has a better throughput than the best batch size alone.
+    So no stages that run side by side exceed the throughput of the best batch size alone.
     """
     sizes = range(1, profile.max_batch_size + 1)
     best_ns = min(profile.latency_ns(each) / each for each in sizes)
-    return min(1.0, size * best_ns / profile.latency_ns(size))  # it was divided by the size before
+    return min(1.0, size * best_ns / profile.latency_ns(size))  # rounding may exceed 1
 
 
 def full_demand(profile: LatencyProfile, size: int) -> float:
-    """Every stage keeps all of it busy, as on a CPU whose cores all work at each stage."""
+    """Return 1: each stage keeps the whole device busy, as on a CPU if all cores work at it."""
     return 1.0
 
 
 Phase = tuple[int, float]
-"""(nanoseconds alone, the share of the device that is busy meanwhile)."""
+"""(nanoseconds if alone, the share of the device that is busy meanwhile)."""
 _Costs = Sequence[Sequence[Sequence[Phase]]]
-"""For each stage, for each batch size from 0 on: what it goes through."""
+"""The phases of each stage, for each batch size from 0 on."""
 
 
 class StageDevice:
-    """What executes the stages: how long each takes alone, and what share it keeps busy.
+    """How long each stage takes alone, and the share of the device it keeps busy.
 
-    ``profiles``: one for all batches, or several by name; then ``profile_of(batch)`` says which one
-    a batch has, by default that of its key. ``overhead_ns`` is added to each stage and keeps
-    nothing busy: the launch, and what the driver does between two stages. Raises ValueError for
+    ``profiles``: one for all batches, or several by name; then ``profile_of(batch)`` returns the
+    name for a batch, by default its key. ``overhead_ns`` is added to each stage without keeping the
+    device busy: the launch, and the driver's work between two stages. Raises ValueError for
     profiles that differ in their number of stages.
     """
 
@@ -88,7 +88,7 @@ class StageDevice:
         }
 
     def unstaged(self) -> StageDevice:
-        """The same, for the same model in one stage, which is as busy as its stages in turn."""
+        """Return this device for the model in one stage, which has its stages' demands in turn."""
         device = StageDevice(
             self._profiles,
             demand=self._demand,
@@ -103,13 +103,13 @@ class StageDevice:
         return device
 
     def profile(self, name: Hashable = None) -> StagedProfile:
-        """What measuring it would give: of one of its profiles, with the overhead."""
+        """Return one of its profiles as measuring would give it: with the overhead."""
         return StagedProfile(
             [LatencyProfile(map(_alone_ns, stage[1:])) for stage in self._costs[name]]
         )
 
     def cost(self, stage: int, batch: Sequence[Request]) -> Sequence[Phase]:
-        """What it goes through, one after the other."""
+        """Return the phases that a batch goes through in a stage, one after the other."""
         costs = self._costs[self._profile_of(batch)][stage]
         if len(batch) >= len(costs):
             raise ValueError(f"a batch of {len(batch)} is larger than any in the profile")
@@ -133,7 +133,7 @@ def _in_one(costs: _Costs) -> _Costs:
 
 
 def _with_overhead(costs: _Costs, overhead_ns: int) -> _Costs:
-    """It keeps nothing busy, and is spread over what comes first."""
+    """Add the overhead, which keeps nothing busy, to the first phase, and spread its demand."""
     return [
         [
             (),
@@ -147,27 +147,27 @@ def _with_overhead(costs: _Costs, overhead_ns: int) -> _Costs:
 
 
 class DeviceTime(Generic[T]):
-    """Processor sharing: what runs, when the next one ends, what share of the time was busy.
+    """Processor sharing: what runs, when the next phase ends, how busy the device was.
 
-    All that run progress at the same rate, so one clock of progress does for all of them, and each
-    ends when it has come as far as was known when it started.
+    All running phases progress at the same rate, so they share one clock of progress. Each ends
+    when that clock reaches a value that is known when it starts.
     """
 
     __slots__ = ("_count", "_ends", "_load", "_now_ns", "_progress_ns", "busy_ns")
 
     def __init__(self) -> None:
         self._ends: list[tuple[float, int, float, T, Sequence[Phase]]] = []
-        """A heap of (progress at the end, number, demand, what, phases to come)."""
+        """A heap of (progress at the end, number, demand, ``what``, later phases)."""
         self._count = 0
         self._load = 0.0
-        """The sum of the demands."""
+        """The sum of the demands of running phases."""
         self._now_ns = 0
         self._progress_ns = 0.0
         self.busy_ns = 0.0
-        """Each moment weighted with the share that was busy."""
+        """Each moment counts with the share of the device that is busy."""
 
     def start(self, now_ns: int, what: T, phases: Sequence[Phase]) -> None:
-        """From now on it runs, too."""
+        """Start running ``what``."""
         self._advance(now_ns)
         self._begin(what, phases)
 
@@ -179,17 +179,17 @@ class DeviceTime(Generic[T]):
         self._load += demand
 
     def next_end_ns(self) -> int:
-        """When the first phase ends; NEVER_NS where nothing runs."""
+        """Return when the next phase ends; NEVER_NS if nothing runs."""
         if not self._ends:
             return NEVER_NS
         left_ns = self._ends[0][0] - self._progress_ns
         return self._now_ns + max(0, round(left_ns * max(1.0, self._load)))
 
     def end_next(self) -> T | None:
-        """Go on to that time; what has ended with it, or None if its next phase begins."""
+        """Advance to ``next_end_ns()``; return what ends then, or None if it has another phase."""
         self._advance(self.next_end_ns())
         self._progress_ns, _, _, what, rest = heapq.heappop(self._ends)
-        # Added up anew each time: a difference of floats would drift.
+        # Summed anew each time: repeated subtraction of floats would drift.
         self._load = sum(demand for _, _, demand, *_ in self._ends)
         if not rest:
             return what

@@ -2,8 +2,8 @@
 
 =========  ==================================================================
 inactive   none of its buffer pairs is legal
-active     one is, and its batch queue is empty
-checking   it has a part, whose own pair is not legal yet, or no device is free
+active     a pair is legal, and the batch queue is empty
+checking   it has a part, but the part's own pair is not legal or no device is free
 working    it runs the part
 =========  ==================================================================
 
@@ -66,22 +66,22 @@ class StageExecutor:
         self.state = ExecutorState.INACTIVE
         self.queue: deque[Part] = deque()
         self.part: Part | None = None
-        """What it has taken, or runs."""
+        """The part it has taken or runs."""
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, and nothing waits to."""
+        """No part runs or is queued."""
         return self.part is None and not self.queue
 
     def handle(self, event: ExecutorEvent) -> None:
-        """Raises RuntimeError for what must not happen in this state."""
+        """Raise RuntimeError if this state does not permit the event."""
         state = EXECUTOR_TRANSITIONS.get((self.state, event))
         if state is None:
             raise RuntimeError(f"an executor that is {self.state.value} cannot {event.value!r}")
         self.state = state
 
     def discard(self, part: Part) -> None:
-        """The part is to run no more: withdrawn, or merged into another."""
+        """Give up a part that must not run now: it was cancelled, split, or has to wait."""
         if self.part is part:
             self.part = None
             self.handle(ExecutorEvent.WITHDRAWN)

@@ -1,4 +1,4 @@
-"""What Prometheus is told of stages, beside what it is told of every batcher."""
+"""Prometheus metrics of stages, in addition to those of every batcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["stage_families"]
 
 
 def stage_families(prefix: str, stats: Mapping[str, StagedStats]) -> list[Any]:
-    """Counters, with a sample for each batcher; ``prefix`` is that of their names."""
+    """Return counters with samples for each batcher; their names start with ``prefix``."""
 
     def of_stages(name: str, text: str, value: Callable[[StageStats], float]) -> Any:
         from prometheus_client.core import CounterMetricFamily

@@ -1,4 +1,4 @@
-"""How long each stage of a model takes: what every decision between stages rests on."""
+"""How long each stage of a model takes: the basis of every decision between stages."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from trims_shim.batching.profile import LatencyProfile
 __all__ = ["WIDE", "StagedProfile"]
 
 WIDE = 0.7
-"""From this width on two batches at once are better than one, at any load and whatever they take
-from each other; below, only at some loads: docs/decisions/0011."""
+"""From this width on, two batches at once are better than one at any load. Below it, that depends
+on the load: docs/decisions/0011."""
 
 
 class StagedProfile(LatencyProfile):
     """The latency of a batch in each stage; as a :class:`LatencyProfile`, that of the whole model.
 
-    ``preferred`` is, for each stage, the smallest batch size beyond which a batch twice as large
-    takes twice as long or nearly so: more at once gain nothing there (DVABatch, ATC'22, section 3).
-    ``width``: what stages gain from running at the same time, from 0 (nothing: both take as long as
-    one after the other) to 1 (what one leaves of the device's best throughput is free for the
-    other); None where that was not measured.
-    ``sure``, for each stage, the largest size that was measured or has run; of larger ones it is
-    guessed, and hoped, what they take.
-    Of larger sizes than it knows, the largest in proportion: where less is allowed than before, a
-    batch that was made before may still be on its way.
+    ``preferred``: for each stage, the smallest batch size beyond which a batch twice as large takes
+    about twice as long, so that larger batches gain nothing (DVABatch, ATC'22, section 3).
+    ``width``: what stages gain from running at the same time, from 0 (nothing: together they take
+    as long as one after the other) to 1 (the share of the device's best throughput that one leaves
+    is free for the other); None if it was not measured.
+    ``sure``: for each stage, the largest size that was measured or has run; latencies of larger
+    sizes are optimistic guesses.
 
-    Raises ValueError for no stages, and for sizes that are none, or not one for each stage.
+    Sizes beyond the largest known one take proportionally longer. They occur after the maximum was
+    reduced, for batches that are already under way.
+
+    Raises ValueError for no stages, a width outside [0, 1], a preferred size below 1, and sizes
+    that are not one for each stage.
     """
 
     __slots__ = ("_rest", "preferred", "stages", "sure", "width")
@@ -65,35 +67,35 @@ class StagedProfile(LatencyProfile):
 
     @classmethod
     def even(cls, whole: LatencyProfile, stages: int) -> StagedProfile:
-        """Of a model of which only the whole is known: stages that take equally long."""
+        """Make a profile of stages that take equally long, if only the whole is known."""
         part = LatencyProfile(
             max(1, whole.taken_ns(size) / stages) for size in range(1, whole.max_batch_size + 1)
         )
         return cls([part] * stages)
 
     def latency_ns(self, size: int) -> int:
-        """See :class:`LatencyProfile`; of any size."""
+        """See :class:`LatencyProfile`; for any size."""
         table = self._table
-        # Not by _at: rules ask some hundred times for each profile.
+        # Without calling _at: rules ask some hundred times for each profile.
         return table[size] if size < len(table) else _at(table, size)
 
     def stage_ns(self, stage: int, size: int) -> int:
-        """Of one stage; 0 for a batch of none."""
+        """Return the latency of one stage; 0 for an empty batch."""
         return _at(self._rest[stage], size) - _at(self._rest[stage + 1], size)
 
     def remaining_ns(self, stage: int, size: int) -> int:
-        """From the beginning of ``stage`` to the end: T_remain. ``stage`` may be one past the last.
+        """Return the time from the start of ``stage`` to the end of the model: T_remain.
 
-        0 for a batch of none.
+        ``stage`` may be one past the last. 0 for an empty batch.
         """
         return _at(self._rest[stage], size)
 
     def passed_ns(self, stage: int, size: int) -> int:
-        """From the beginning of the model to the beginning of ``stage``."""
+        """Return the time from the start of the model to the start of ``stage``."""
         return _at(self._rest[0], size) - _at(self._rest[stage], size)
 
     def limited(self, max_batch_size: int) -> StagedProfile:
-        """The same up to a smaller size."""
+        """Return the same profile up to a smaller size."""
         stages = [stage.limited(max_batch_size) for stage in self.stages]
         preferred = [min(size, max_batch_size) for size in self.preferred]
         sure = [min(size, max_batch_size) for size in self.sure]

@@ -1,4 +1,4 @@
-"""What the stages of a model did, beside the statistics that every batcher has.
+"""Statistics of the stages of a model, in addition to those of every batcher.
 
 Plain counters, written under the lock of one dispatch, read without it.
 """
@@ -17,44 +17,44 @@ class StageStats:
     """One stage of a model, since the batcher was made."""
 
     batch_sizes: Mapping[int, int]
-    """How many times it ran with how many requests."""
+    """The number of runs by the number of requests."""
     busy_s: float
     """Summed over devices."""
     exits: int = 0
-    """How many requests it has answered before the last stage."""
+    """The number of requests that it answered before the last stage."""
 
     @property
     def runs(self) -> int:
-        """How many times it ran."""
+        """The number of runs."""
         return sum(self.batch_sizes.values())
 
     @property
     def requests(self) -> int:
-        """How many requests it ran with, all runs together."""
+        """The number of requests of all runs together."""
         return sum(size * count for size, count in self.batch_sizes.items())
 
     @property
     def mean_batch_size(self) -> float:
-        """Requests for each run; 0 before the first."""
+        """Requests per run; 0 before the first."""
         return self.requests / self.runs if self.batch_sizes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StagedStats:
-    """What was done to batches between stages, and each stage by itself."""
+    """The operations on batches between stages, and the statistics of each stage."""
 
     batches: int
-    """How many were begun."""
+    """The number of batches that were started."""
     stretches: int
-    """How many times requests joined one that was on its way."""
+    """The number of times that requests joined a batch under way."""
     splits: int
     failures: int
-    """Parts that were answered by the whole function, because a stage had failed with them."""
+    """Parts that the whole function answered because a stage had failed with them."""
     stages: tuple[StageStats, ...]
 
     @property
     def exits(self) -> int:
-        """How many requests were answered before the last stage."""
+        """The number of requests that were answered before the last stage."""
         return sum(stage.exits for stage in self.stages)
 
 
@@ -71,7 +71,7 @@ class StageRecord:
         self._exits = [0] * stages
 
     def add_runs(self, stage: int, sizes: Sequence[int], taken_ns: int) -> None:
-        """A stage has run with so many requests: once, or once for each that are kept apart."""
+        """Count the runs of a stage: one size for each call, more than one if pieces ran apart."""
         if sizes:
             self._busy_ns[stage] += taken_ns
             counts = self._sizes[stage]
@@ -79,11 +79,11 @@ class StageRecord:
                 counts[size] += 1
 
     def add_exits(self, stage: int, count: int) -> None:
-        """So many were answered by a stage before the last."""
+        """Count requests that a stage before the last has answered."""
         self._exits[stage] += count
 
     def snapshot(self) -> StagedStats:
-        """As of now."""
+        """Return the statistics as of now."""
         return StagedStats(
             batches=self.batches,
             stretches=self.stretches,

@@ -1,8 +1,8 @@
-"""What a policy for staged models has to decide, and nothing else.
+"""The decisions of a policy for staged models, and nothing else.
 
-Beyond what every :class:`~trims_shim.batching.rules.Rule` decides (how many start as a new batch
-when a device is free), it says how many join a batch that is on its way, and into which parts a
-batch is split between two stages. A plain Rule is one that does neither.
+Every :class:`~trims_shim.batching.rules.Rule` decides how many requests start as a new batch when a
+device is free. A StagedRule also decides how many join a batch under way, and into which parts a
+batch is split between two stages. A plain Rule never does either.
 """
 
 from __future__ import annotations
@@ -20,58 +20,59 @@ class StagedRule(Rule):
     """Decides for the requests of one key. Its profile is always a :class:`StagedProfile`."""
 
     has_loop = False
-    """Whether the last stage is run again until its requests are finished; set by the state
-    machine."""
+    """Whether the last stage is a loop; set by the state machine."""
     others = 0
-    """How many requests of other keys wait; kept up by the state machine."""
+    """How many requests of other keys wait; kept up to date by the state machine."""
     ahead: Iterable[Batch] = ()
-    """The batches on their way, of all keys, the first one first; set by the state machine."""
+    """The batches under way, of all keys, oldest first; set by the state machine."""
 
     @property
     def staged(self) -> StagedProfile:
-        """How long each stage takes, as of now."""
+        """The current profile."""
         profile = self.profile
         assert isinstance(profile, StagedProfile)
         return profile
 
     def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
-        """How many of the queue's first requests join ``batch`` now; at most ``room``.
+        """Return how many of the queue's first requests join ``batch`` now; at most ``room``.
 
         Called when a device is free, the queue is not empty and the batch, of the same key, can be
-        stretched: it is the newest and was not split. ``room`` is at least 1. They meet where its
-        part is now, before ``part.stage``; where that runs, before the next one. Until then the
-        part waits; how long is for the rule to bound. May give requests up, as ``choose`` does.
+        stretched: it was not split, and newcomers would meet it
+        (:meth:`~trims_shim.batching.staged.pipeline.Pipeline.may_stretch`). ``room`` is at least 1.
+        Newcomers meet the part ahead before ``part.stage`` if it is not running, and else before
+        the next stage. Until then that part waits; bounding the wait is up to the rule. May give
+        requests up, as ``choose`` does.
         """
         return 0
 
     def on_met(self, is_joined: bool) -> None:
-        """Those who had joined a batch have met it, and have run a stage.
+        """Note that newcomers have caught up with a batch and that they have run a stage.
 
-        ``is_joined``: as one with the others. Else their rows could not be joined, as where both
-        are padded to other lengths, and each stage runs once for these and once for those.
+        ``is_joined``: all ran as one batch. If not, their rows could not be joined, for example
+        because they are padded to other lengths, and each stage runs once for each group.
         """
 
     def split(self, now_ns: int, part: Part) -> Sequence[int]:
-        """The sizes into which the part is split before its next stage, ``part.stage``.
+        """Return the sizes into which the part is split before its next stage, ``part.stage``.
 
-        Empty to leave it whole. Called at the end of each stage but the last, for parts that are
-        all that is left of a batch that was not split before, and that did not run on because of
-        :meth:`next_split`. The sizes are positive and add up to ``part.size``; those first in the
-        part come first.
+        Empty to leave it whole. Called at the end of each stage but the last, for a part that is
+        all that is left of a batch that was not split before; not at borders that it ran across
+        because of :meth:`next_split`. The sizes are positive and add up to ``part.size``; the
+        part's first requests get the first size.
         """
         return ()
 
     def may_run_beside(self, now_ns: int, part: Part) -> bool:
-        """Whether the part, which is ready, starts while stages of others run.
+        """Whether a part that is ready starts while other stages run.
 
-        Asked where a device is free, and another is not. Otherwise it waits for the next event.
+        Called if one device is free and another is busy. If not, the part waits for the next event.
         """
         return True
 
     def next_split(self, now_ns: int, part: Part) -> int | None:
-        """The first stage after ``part.stage`` before which :meth:`split` is to be asked.
+        """Return the first stage after ``part.stage`` before which :meth:`split` is to be called.
 
-        None for none of them. Asked when a part starts that nobody else is beside: if nothing
-        happens, it runs on until there. By default the next one, for rules that split at all.
+        None for none. Called when a part starts that is alone: it runs on to that border unless an
+        event occurs. By default the next stage, for rules that override :meth:`split`.
         """
         return None if type(self).split is StagedRule.split else part.stage + 1

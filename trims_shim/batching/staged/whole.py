@@ -1,6 +1,6 @@
-"""All stages of a model one after the other, with one batch: what it means to be sliced.
+"""Run all stages of a model one after the other with one batch: the reference for slicing.
 
-Whatever else runs the stages has to come to the same answers. No threads, no policy.
+Any other way to run the stages has to give the same answers. No threads, no policy.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Take = Callable[[Any, Sequence[int]], Any]
 
 
 def run_whole(stages: Sequence[Callable[..., Any]], batch: Sequence[Any]) -> Any:
-    """What the last stage returns; a list of one result for each row if some have left earlier.
+    """Return the last stage's output; if rows left earlier, a list of one result for each row.
 
-    ``batch`` has one element for each argument of the first stage. Loops are run to their end by
-    the caller, who gives a stage that does it.
+    ``batch`` has one element for each argument of the first stage. For a loop, the caller passes a
+    last stage that runs it to its end.
     """
     value = stages[0](*batch)
     rows: list[int] | None = None
@@ -44,13 +44,14 @@ def run_whole(stages: Sequence[Callable[..., Any]], batch: Sequence[Any]) -> Any
 
 
 def answers_of(rows: Sequence[list[Any]], result: Callable[[list[Any]], Any]) -> list[Any]:
-    """What ``result`` makes of the pieces of each row of :func:`run_steps`, or its exception."""
+    """Return ``result(pieces)`` for each row of :func:`run_steps`, or the row's exception."""
     return [each[-1] if isinstance(each[-1], FAILURES) else result(each) for each in rows]
 
 
 def run_steps(step: Callable[[Any], Stepped], state: Any, *, take_rows: Take) -> list[list[Any]]:
-    """Run a step until all rows are finished. Returns the pieces of each; the last may be its
-    exception.
+    """Run a step until all rows are finished; return the pieces of each row.
+
+    The last piece of a row may be its exception.
     """
     stepped = step(state)
     answers: list[list[Any]] = [[] for _ in stepped.finished]

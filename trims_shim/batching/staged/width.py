@@ -1,7 +1,7 @@
-"""How wide a device is: what two batches at once gain against one after the other.
+"""How wide a device is: what two batches at once gain over one after the other.
 
-Where a second lane gains little it is worse than none: both batches take longer, and each is
-smaller than one of all that waited. So it is measured, as the ``width`` of a
+A second lane that gains little is worse than none: both batches take longer, and each is smaller
+than a single batch of all waiting requests would be. So the gain is measured, as the ``width`` of a
 :class:`~trims_shim.batching.staged.stage_profile.StagedProfile`, and rules decide by it.
 """
 
@@ -21,18 +21,21 @@ from trims_shim.batching.threads import adopt_torch_threads
 __all__ = ["measure_width", "width_of"]
 
 _LEAST_ROOM = 0.2
-"""Of the device beside a batch: what is gained by less cannot be told from noise."""
+"""The least share of the device that a batch has to leave free to count: the gain from less cannot
+be told from noise."""
 _FREE = 0.52
-"""Two batches that take so much of one after the other, half of it and what noise adds, do not
-notice each other: how much more room there was is not seen."""
+"""Two batches at once that take this share of the time of one after the other, half plus noise, do
+not slow each other down. Such a pair gives only a lower bound of the width."""
 
 
 def width_of(alone_ns: Mapping[int, float], both_ns: Mapping[int, float]) -> float:
-    """From 0 to 1, see :class:`.StagedProfile`; by batch size, one alone, and two until both end.
+    """Return the width, from 0 to 1, see :class:`.StagedProfile`.
 
-    Two batches take ``2 x load`` times as long as one, where each keeps ``load`` of the device
-    busy, at least half. With a width of 1 that is its share of the best throughput. The mean over
-    sizes, those with most room beside them counting most; 0 where none leaves any.
+    ``alone_ns`` and ``both_ns``: by batch size, the durations of one batch alone, and of two at
+    once until both end. Two batches take ``2 x load`` times as long as one, where ``load``, at
+    least a half, is the share of the device that each keeps busy; with a width of 1 it is the
+    batch's share of the best throughput. The result is the mean over sizes, weighted with the room
+    that they leave; 0 if none leaves any.
     """
     best_ns = min(taken_ns / size for size, taken_ns in alone_ns.items())
     widths: list[tuple[float, float]] = []
@@ -61,11 +64,11 @@ def measure_width(
     repeats: int = 5,
     limit_ns: int | None = None,
 ) -> float:
-    """Run batches through all stages, one alone and two at once by turns, on two ``lanes``.
+    """Run batches through all stages, alternately one alone and two at once on two ``lanes``.
 
-    ``sizes``, ``repeats`` and ``limit_ns`` as in
-    :func:`~trims_shim.batching.profiling.measure`. The quickest of each counts, as noise makes none
-    quicker. Two threads. Raises what the stages raise.
+    ``sizes``, ``repeats`` and ``limit_ns`` as in :func:`~trims_shim.batching.profiling.measure`.
+    The fastest run of each counts, as noise makes none faster. Uses two threads. Raises what the
+    stages raise.
     """
     found = list(stages)
     passes = [StagePasses(found, make_batch, clock=clock, lane=lane) for lane in lanes[:2]]
@@ -84,7 +87,7 @@ def measure_width(
 
 
 def _at_once(calls: Sequence[Callable[[], Any]]) -> None:
-    """One in this thread and the others in theirs; raises the first error."""
+    """Run one call in this thread and the others in new ones; raise the first error."""
     errors: list[BaseException] = []
 
     def run(call: Callable[[], Any]) -> None:
