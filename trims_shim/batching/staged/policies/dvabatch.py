@@ -1,10 +1,10 @@
-"""All of them together: batches start when nobody holds them up, and are stretched and split.
+"""The default policy of staged models: load, operator and, on request, input diversity together.
 
-The default of staged models. Nothing has to be chosen for a model: each decision compares what the
-profile says of both ways, so a batch is never stretched where catching up costs more than it saves,
-and never split where operators all prefer large batches. The window is the exception, as the
-profile of one length does not know of the others; it is off unless asked for, since who comes
-within it can as well join later.
+Nothing has to be tuned for a model. Each decision compares the costs of both ways by the profile:
+a batch is not stretched if catching up costs more than it saves, and not split if all operators
+prefer large batches. The window of input diversity is the exception, as the profile of one length
+says nothing of the others. It is off by default, since requests that arrive within it can also join
+later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AS_IT_PAYS = Diversity(operators=True, load=True, inputs=False)
 class DVABatch(LoadDiversity, OperatorDiversity, InputDiversity):
     """Stretches and splits where that pays.
 
-    ``diversity``: what to look at instead: ``load`` for stretching, ``operators`` for splitting,
+    ``diversity``: which of the three to use: ``load`` for stretching, ``operators`` for splitting,
     ``inputs`` for a window as long as the first stage takes with a full batch. ``wait_ms`` as in
     :class:`LoadDiversity`.
     """

@@ -1,10 +1,10 @@
-"""Input diversity: batches of one length each, and a small window in which they come together.
+"""Input diversity: batches of one length each, and a short window in which they gather.
 
-That inputs of different lengths do not share a batch is decided by their keys (``Pad(buckets=...)``
-makes one for each length), so there is a rule for each; batches of several keys are on their way at
-the same time. With many keys, few requests of one are queued at a time. DVABatch (ATC'22, section
-6) waits for more as long as the first stage takes with a full batch. Where that was tried it cost
-more than it saved (docs/decisions/0011); it is here to be compared with, and asked for.
+Inputs of different lengths have different keys (``Pad(buckets=...)`` makes one for each length), so
+each length has a rule of its own, and batches of several keys are under way at the same time. With
+many keys, few requests of one key are queued at a time. DVABatch (ATC'22, section 6) waits for more
+requests for the time that the first stage takes with a full batch. In our tests that cost more than
+it saved (docs/decisions/0011). This policy is for comparison, and for users who ask for it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["InputDiversity"]
 
 
 class InputDiversity(StagedAuto):
-    """Waits for others of its length, within what deadlines leave.
+    """Waits for other requests of the same length, as far as deadlines permit.
 
-    ``window_ms``: how long at most, since the arrival of the oldest; None for what the first stage
-    takes with a full batch.
+    ``window_ms``: the longest wait since the arrival of the oldest request; None for the time that
+    the first stage takes with a full batch.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class InputDiversity(StagedAuto):
     def companions(
         self, now_ns: int, size: int, others: Collection[Rule]
     ) -> Sequence[tuple[Rule, int]]:
-        """Nobody: a batch is of one length."""
+        """None: a batch has requests of one length only."""
         return ()
 
     def _window_end_ns(self, size: int) -> int:

@@ -1,15 +1,15 @@
-"""Load diversity: a batch that is on its way takes in those that come soon enough (stretch).
+"""Load diversity: requests that arrive soon enough join a batch that is under way (stretch).
 
-DVABatch (ATC'22, section 6) lets them in while the batch is younger than a fixed time. But what a
-late entrance costs depends: those on board wait while the new ones catch up, the new ones need not
-wait until those are done, and the device runs the rest once instead of twice. So by default both
-plans are compared, each with what it means for those that wait and those to come.
+DVABatch (ATC'22, section 6) lets requests join while the batch is younger than a fixed time. But
+the cost of joining varies. The batch waits while the newcomers catch up; the newcomers do not have
+to wait for its end; the device runs the remaining stages once instead of twice. So by default both
+plans are compared, each with its effect on waiting and future requests.
 
-Nobody is let in where that would make one on board late who is in time without.
+No request may join if a request of the batch would be late because of it.
 
-Rows that are padded to other lengths cannot be joined: then those on board have waited for nothing,
-and each stage runs twice. How often that happens is learned, and counts; where it is always so, one
-is let in now and then, to see whether it still is.
+Rows that are padded to other lengths cannot be joined: the batch then waits for nothing, and each
+stage runs twice. The policy learns how often that happens and includes it in the cost. If joining
+always fails, it is still tried now and then, to notice when that changes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from trims_shim.batching.staged.policies.timetable import Level, levels_of, toge
 __all__ = ["LoadDiversity"]
 
 _NEWS = 1 / 8
-"""What the last meeting says of the next one; the others say the rest."""
+"""The weight of the last attempt to join in the estimate for the next one."""
 _HOPE = 1 / 256
-"""What each batch that nobody joins says for it: one that fails is forgotten after some thirty."""
+"""The step of the estimate towards success at each border where no request joins: a failure is
+forgotten after some thirty of them."""
 
 
 class LoadDiversity(StagedAuto):
-    """Stretches the newest batch where that is worth it.
+    """Stretches a batch where that is worth it.
 
-    ``wait_ms``: while the batch is younger than this (the paper's T_comp_wait), whatever it costs;
-    None for where the latencies of all together get lower.
+    ``wait_ms``: stretch while the batch is younger than this (the paper's T_comp_wait), whatever it
+    costs; None to stretch if that lowers the total latency of all requests.
     """
 
     def __init__(
@@ -49,13 +50,13 @@ class LoadDiversity(StagedAuto):
         super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
         self._wait_ns = None if wait_ms is None else duration_ns("wait_ms", wait_ms)
         self._joinable = 1.0
-        """How likely those who join can go on as one with those on board."""
+        """The probability that the rows of newcomers can be joined with those of the batch."""
 
     def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
         """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
-        if levels_of(batch)[-1][0] == 0:  # has not begun, and its size was just chosen
+        if levels_of(batch)[-1][0] == 0:  # not started, and its size was just chosen
             return 0
-        if self.has_loop:  # between two steps, as others wait for nobody there
+        if self.has_loop:  # newcomers join between two steps, where the batch does not wait
             return room
         soonest_ns = now_ns + self.margin_ns + int(self.stretches[0] * self.profile.latency_ns(1))
         self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)
@@ -66,10 +67,10 @@ class LoadDiversity(StagedAuto):
         return 0
 
     def _sure_room(self, batch: Batch) -> int:
-        """How many can join and make no batch larger than any of which is known what it takes.
+        """Return how many can join before the batch exceeds the sizes with known latencies.
 
-        A batch of new ones that was hoped to be quicker costs its own what it is slower; here, all
-        who are on board wait for it first.
+        Latencies of larger sizes are optimistic guesses. If a new batch is slower than guessed,
+        only its own requests pay; here the whole batch would wait for newcomers.
         """
         if self._wait_ns is not None:
             return len(self.queue)
@@ -81,7 +82,7 @@ class LoadDiversity(StagedAuto):
         self._joinable += (is_joined - self._joinable) * _NEWS
 
     def _in_time(self, now_ns: int, batch: Batch, size: int) -> int:
-        """How many of the first ``size`` can join and make nobody late who is in time otherwise."""
+        """Return how many of the first ``size`` can join without making the batch late."""
         levels = levels_of(batch)
         due_ns = self._due_ns(now_ns, batch, together_ns(self.staged, levels))
         while size and due_ns < self._likely_ns(now_ns, self._joined_ns(levels, size)):
@@ -89,11 +90,11 @@ class LoadDiversity(StagedAuto):
         return size
 
     def _joined_ns(self, levels: Sequence[Level], size: int) -> int:
-        """How long all take if ``size`` join, on average."""
+        """Return the expected time until all are answered if ``size`` requests join."""
         return together_ns(self.staged, [(0, size), *levels]) + self._unjoined_ns(levels, size)
 
     def _unjoined_ns(self, levels: Sequence[Level], size: int) -> int:
-        """How much of that, on average, is because they cannot be joined."""
+        """Return the expected part of that time that is due to rows that cannot be joined."""
         if self._joinable == 1:
             return 0
         joined_ns = together_ns(self.staged, [(0, size), *levels])
@@ -101,7 +102,7 @@ class LoadDiversity(StagedAuto):
         return int((1 - self._joinable) * (one_by_one_ns - joined_ns))
 
     def _due_ns(self, now_ns: int, batch: Batch, rest_ns: int) -> int:
-        """The earliest deadline of those on board that is met if nobody joins."""
+        """Return the batch's earliest deadline among those that are met if no request joins."""
         soonest_ns = self._likely_ns(now_ns, rest_ns)
         return min(
             (
@@ -124,7 +125,7 @@ class LoadDiversity(StagedAuto):
         return self._saves_in_pipeline(now_ns, batch, size)
 
     def _saves_alone(self, now_ns: int, batch: Batch, size: int) -> bool:
-        """Where the new ones would have to wait until those on board are done."""
+        """Compare with newcomers that wait until the batch is done."""
         levels, aboard, queued = levels_of(batch), batch.live, len(self.queue)
         rest_ns = together_ns(self.staged, levels)
         all_ns = self._joined_ns(levels, size) + RUN_NS * levels[0][0]
@@ -133,11 +134,11 @@ class LoadDiversity(StagedAuto):
         ) < self.cost_ns(now_ns, [(rest_ns, aboard)], next_ns=rest_ns, queued=queued)
 
     def _saves_in_pipeline(self, now_ns: int, batch: Batch, size: int) -> bool:
-        """Where the new ones could go beside those on board.
+        """Compare with newcomers that run beside the batch.
 
-        Once the device is busy with what is on its way, nothing is saved by making some of it wait,
-        unless the newcomers are only the first stage behind; but where two at once gain little, as
-        much as where only one runs at a time.
+        Once the batches under way keep the device busy, making one of them wait saves nothing on a
+        wide device, unless the newcomers are only one stage behind. On a device where two at once
+        gain little, it saves as much as if only one ran at a time.
         """
         is_busy = self.load(size) + sum(self.load(each.live) for each in self.ahead) > 1
         if is_busy and not self.is_wide:

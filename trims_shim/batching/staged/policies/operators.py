@@ -1,12 +1,12 @@
-"""Operator diversity: a batch goes on in parts where more at once gain nothing (split).
+"""Operator diversity: a batch goes on in parts where larger batches gain nothing (split).
 
-Operators prefer batches of different sizes: where one that is filled by 8 items is next, 16 take
-twice as long. If smaller parts take no longer altogether, the first of them is done sooner and the
-last as soon. DVABatch (ATC'22, section 6) splits where ``T_remain(bs) >= 2 T_remain(bs / 2)``. Here
-several ways are compared by what they cost: parts that take a little longer altogether are worth it
-where nobody waits, and not where many do; where they take no longer, always.
+Operators prefer different batch sizes: if 8 items fill the next one, 16 take it twice as long. If
+smaller parts take no longer in total, the first part is done sooner and the last one no later.
+DVABatch (ATC'22, section 6) splits where ``T_remain(bs) >= 2 T_remain(bs / 2)``. Here several ways
+to split are compared by cost. Parts that take slightly longer in total are worth it if no requests
+wait, and not if many do; parts that take no longer always are.
 
-A batch is not split where that would make one late who is in time without.
+A batch is not split if that would make a request late that is in time otherwise.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from trims_shim.batching.staged.stage_profile import StagedProfile
 __all__ = ["OperatorDiversity", "ways_to_split"]
 
 _MOST_PARTS = 8
-"""More gain little: in k even parts one waits (k + 1) / 2k of the whole on average."""
+"""More parts gain little: in k even parts a request waits (k + 1) / 2k of the whole on average."""
 _LONGER = 0.05
-"""All parts may take so much longer than the whole: more makes those late who come in a burst."""
+"""The share by which all parts together may exceed the whole: more makes requests of the next burst
+late."""
 _SAVES = 0.1
-"""A split is final, and profiles are measured: what it saves has to be so much of the rest."""
+"""The share of the remaining time that a split has to save for each request: a split is final, and
+profiles have measurement error."""
 
 
 class OperatorDiversity(StagedAuto):
@@ -57,8 +59,8 @@ class OperatorDiversity(StagedAuto):
     def next_split(self, now_ns: int, part: Part) -> int | None:
         """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`.
 
-        As if its later stages began now, with who waits now: that is what they find if nothing
-        happens meanwhile.
+        Evaluated as if its later stages began now with the current queue, which is still the queue
+        then if no event occurs.
         """
         if part.size < 2 or not self._has_diversity():
             return None
@@ -72,7 +74,7 @@ class OperatorDiversity(StagedAuto):
         return self._is_diverse
 
     def parts_cost_ns(self, now_ns: int, part: Part, sizes: Sequence[int]) -> float:
-        """What it costs to go on in parts of these sizes, one after the other."""
+        """Return the cost of going on in parts of these sizes, one after the other."""
         remaining_ns = self.staged.remaining_ns
         run_ns = RUN_NS * (len(self.staged.stages) - part.stage)
         ends_ns = list(accumulate(remaining_ns(part.stage, size) + run_ns for size in sizes))
@@ -80,7 +82,7 @@ class OperatorDiversity(StagedAuto):
         return self.cost_ns(now_ns, answers, next_ns=ends_ns[-1], queued=len(self.queue))
 
     def _makes_late(self, now_ns: int, part: Part, sizes: Sequence[int]) -> bool:
-        """Whether one is late in parts of these sizes who is not in the whole."""
+        """Whether a request is late in parts of these sizes that is in time in the whole."""
         profile, stage = self.staged, part.stage
         start_ns, stretch = now_ns + self.margin_ns, self.stretches[-1]
         whole_ns = start_ns + int(stretch * profile.remaining_ns(stage, part.size))
@@ -98,7 +100,7 @@ def _next(requests: Iterator[Request], count: int) -> list[Request]:
 
 
 def ways_to_split(profile: StagedProfile, stage: int, size: int) -> Iterator[Sequence[int]]:
-    """What is worth looking at: some even parts, and parts of the sizes that stages prefer."""
+    """Yield the splits to evaluate: into 2 to 8 even parts, and into sizes that stages prefer."""
     for count in range(2, min(size, _MOST_PARTS) + 1):
         smaller, larger = divmod(size, count)
         yield (smaller + 1,) * larger + (smaller,) * (count - larger)

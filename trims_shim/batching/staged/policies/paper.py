@@ -1,6 +1,6 @@
-"""The rules as DVABatch has them (ATC'22, section 6): fixed times and ratios, no deadlines.
+"""The rules as published for DVABatch (ATC'22, section 6): fixed times and ratios, no deadlines.
 
-To compare with. What starts as a new batch is all that is queued when a device is free.
+For comparison. When a device is free, all queued requests start as a new batch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ __all__ = ["PaperDVABatch"]
 
 
 class PaperDVABatch(Immediate, StagedRule):
-    """Stretches a batch younger than ``wait_ms`` (T_comp_wait), splits it into halves.
+    """Stretches batches younger than ``wait_ms`` (T_comp_wait); 0 never stretches.
 
-    0 for one that never stretches. ``is_splitting``: where two halves take no longer than the
-    whole.
+    With ``is_splitting``, splits a batch into halves if two halves take no longer than the whole.
     """
 
     def __init__(

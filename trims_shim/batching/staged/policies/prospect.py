@@ -1,28 +1,28 @@
-"""What a plan for the next batches costs: those on board, those that wait, and those to come.
+"""The cost of a plan for the next batches: to requests that run, that wait, and that will arrive.
 
-A plan says when those on board are answered, and when the device is free. Its cost is the time that
-all of them spend in the system together until then, and what comes after: with a queue of ``b`` at
-a free device, all later ones wait ``h(b)`` longer than on average. ``h`` is the relative value of a
-queue (Howard, 1960) whose batches take all that is there, ``L(b) = alpha b + beta``, with Poisson
-arrivals of rate ``r``. So the plan with the lowest cost is a step of policy iteration from "run all
-that is there":
+A plan says when running requests are answered and when the device is free. Its cost has two parts:
+the total time that all requests spend in the system until the device is free, and the effect of the
+queue that is left then. With a queue of ``b`` at a free device, all later requests together wait
+``h(b)`` longer than on average. ``h`` is the relative value of a queue (Howard, 1960) that always
+runs as one batch, with latency ``L(b) = alpha b + beta`` and Poisson arrivals of rate ``r``. So
+choosing the plan with the lowest cost is a step of policy iteration from "run the whole queue":
 
     x = r beta / (1 - rho)                     the queue that reproduces itself; rho = r alpha < 1
     A = (1 + rho / 2) beta / (1 - rho)^2
     B = (1 + rho / 2) alpha / (1 - rho^2)
     h(b) = A (b - x) + B (b - x)^2
-    g = 1.5 x + r B                            how many are in the system on average
+    g = 1.5 x + r B                            the mean number of requests in the system
 
-which solves h(b) = b L + r L^2 / 2 - g L + E h(N), with N Poisson of mean r L and L = L(b). In a
-plan of length t, the variance r t of those that come adds B r t to E h(N), which is what r B takes
-off by g. With no arrivals in sight, the cost is the sum of the latencies of those that are there.
+These solve h(b) = b L + r L^2 / 2 - g L + E h(N), with N Poisson of mean r L and L = L(b). In a
+plan of length t, the variance r t of the arrivals adds B r t to E h(N); the term r B in g cancels
+it. With a rate of 0, the cost is the sum of the latencies of the requests that are there.
 
-The line is that of the sizes which come at this rate. Items of large batches often cost more on a
-processor, as less of them fits into its caches; a line through all sizes would say that of small
-batches, too, and that the device has no time to lose where it has. And nobody has to answer those
-that wait in one batch: where latencies jump (batches that are filled up to some sizes), eight take
-two batches of four. A line through what one of eight takes would be steeper, and promise a queue so
-long that whatever takes its time would seem to cost nothing.
+The line is fitted to the sizes that occur at this rate. On a CPU, items of large batches often cost
+more, since the caches hold less of them. A line through all sizes would extend that to small
+batches, and would say that the device has no time to spare where it has. Nor does a queue have to
+be answered in one batch: where latencies jump (batches padded to some sizes), eight requests may
+run as two batches of four. A line through the latency of one batch of eight would be steeper, and
+would predict a queue so long that time on the device seems to cost nothing.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = ["Answer", "Prospect"]
 Answer = tuple[float, int]
 """(after how many nanoseconds, how many are answered)."""
 
-# Nearer to 1, the future would be all that counts, and it is never known so well.
+# Nearer to 1 only the future would count, and it is never known that well.
 _HIGHEST_LOAD = 0.95
-# Batches are seldom larger than twice those that reproduce themselves; a line needs some sizes.
+# Batches are seldom larger than twice the size that reproduces itself; a line needs some sizes.
 _LARGER = 2
 _LEAST_SIZES = 4
 
 
 class Prospect:
-    """What plans cost where requests come at ``rate``, in requests in a nanosecond.
+    """The costs of plans where requests arrive at ``rate``, in requests per nanosecond.
 
-    More than batches of up to ``max_batch_size`` can answer counts as nearly all that they can.
+    The rate is limited to 0.95 of the best throughput of batches up to ``max_batch_size``.
     """
 
     __slots__ = ("_linear", "_quadratic", "_queue", "_rate")
@@ -64,9 +64,9 @@ class Prospect:
         self._quadratic = pressure * alpha / (1 - load * load)
 
     def cost_ns(self, answers: Iterable[Answer], *, next_ns: float, queued: int) -> float:
-        """Of a plan, in requests times nanoseconds; to be compared with others from the same state.
+        """Return the cost of a plan in requests x ns, to compare with plans from the same state.
 
-        ``queued`` are those whom the plan does not answer; it is over after ``next_ns``.
+        ``next_ns``: how long the plan takes; ``queued``: how many waiting requests it leaves.
         """
         cost = sum(after_ns * count for after_ns, count in answers)
         arriving = self._rate * next_ns
@@ -76,7 +76,7 @@ class Prospect:
 
 
 def _quickest(profile: LatencyProfile, largest: int) -> LatencyProfile:
-    """How long so many take in one batch, or in several one after the other if that is quicker."""
+    """Return for each size the time in one batch, or in several in turn if that is faster."""
     times_ns = [0]
     for size in range(1, largest + 1):
         halves = range(1, size // 2 + 1)

@@ -1,7 +1,7 @@
-"""The policies of staged models by name: those of all batchers, and those that stretch and split.
+"""The policies of staged models by name: those of all batchers, and those for stages only.
 
-A plain :class:`~trims_shim.batching.rules.Rule` works for a staged model as well: its batches go
-through the stages as they are.
+A plain :class:`~trims_shim.batching.rules.Rule` works for a staged model too: its batches go
+through the stages unchanged.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ STAGED_POLICIES: dict[str, RuleMaker] = {
 
 
 def staged_rule_maker(policy: str | RuleMaker) -> RuleMaker:
-    """What a user calls a policy: one of the names of both tables, or a function that makes a rule.
+    """Resolve a policy: a name in either table, or a function that makes a rule.
 
-    Raises ValueError for a name that is not known, TypeError for anything else.
+    Raises ValueError for an unknown name, TypeError for anything else.
     """
     return rule_maker(policy, STAGED_POLICIES | POLICIES)

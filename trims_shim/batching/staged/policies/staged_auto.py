@@ -1,11 +1,11 @@
-"""The base of the policies for models of stages: when a batch starts, and what a plan would cost.
+"""The base of the policies for staged models: when a batch starts, and what a plan costs.
 
-How many start as a new batch, and what is given up, is that of
-:class:`~trims_shim.batching.policies.auto.Auto`; for a model of one stage this is the same rule.
-With several stages it waits only where starting at once might cost answers, and not to lower the
-mean latency: for that, who comes later can still join. And a batch that would only wait before a
-later stage, for one that is ahead of it, starts so much later; until then, more can join it at no
-cost.
+How many requests start as a new batch and which are given up is decided as in
+:class:`~trims_shim.batching.policies.auto.Auto`; for a model of one stage both rules are the same.
+With several stages on one device, this rule waits only if starting at once might cause violations,
+and not to lower the mean latency, since later requests can still join. On several devices, a batch
+waits while running beside others gains nothing. If it would have to wait for a batch ahead before a
+later stage, it starts later by that time; meanwhile more requests can be in it at no cost.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from trims_shim.batching.staged.staged_rules import StagedRule
 __all__ = ["RUN_NS", "StagedAuto"]
 
 RUN_NS = 100_000
-"""What a driver does around a stage, about, with joining and parting batches."""
+"""The approximate overhead of a driver for a stage, including joining and splitting batches."""
 
 _ARRIVALS = 32
-"""The last ones, of which the rate is known."""
+"""The number of recent arrivals from which the rate is computed."""
 _RATE_CHANGES = 1.1
-"""A prospect is made anew when the rate is so many times what it was."""
+"""The ratio of rates, either way, at which a prospect is renewed."""
 
 
 class StagedAuto(Auto, StagedRule):
@@ -67,7 +67,7 @@ class StagedAuto(Auto, StagedRule):
 
     def _start_ns(self, size: int, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.policies.auto.Auto`."""
-        # Of a loop nobody knows how long it takes, and it can be joined at every step.
+        # A loop's duration is unknown, and requests can join it at every step.
         return now_ns if self.has_loop else super()._start_ns(size, now_ns)
 
     @property
@@ -79,14 +79,14 @@ class StagedAuto(Auto, StagedRule):
         self, now_ns: int, size: int, others: Collection[Rule]
     ) -> Sequence[tuple[Rule, int]]:
         """See :class:`~trims_shim.batching.rules.Rule`."""
-        # Of a loop nobody knows how long it takes.
+        # A loop's duration is unknown.
         return () if self.has_loop else super().companions(now_ns, size, others)
 
     def _start_held_ns(self, now_ns: int, size: int) -> int:
-        """When a batch of ``size`` is held up no more by those ahead, or its time is up.
+        """Return when batches ahead no longer hold up a batch of ``size``, or its deadline nears.
 
-        Half of its first stage sooner: where stages at the same time slow each other down, to use
-        what is left of the device beside those ahead is worth more than to let more join.
+        The start is earlier by half of its first stage: where stages that run together slow each
+        other down, using the rest of the device is worth more than letting more requests join.
         """
         start_ns = self.timetable(now_ns).next_ns(size) - self.staged.stage_ns(0, size) // 2
         takes_ns = int(self.stretches[-1] * self.profile.latency_ns(size))
@@ -98,19 +98,19 @@ class StagedAuto(Auto, StagedRule):
         self._arrivals_ns.append(now_ns)
 
     def demand(self, size: int) -> float:
-        """Which share of the device's best throughput a batch of ``size`` has while it is alone."""
+        """Return a batch's throughput alone, as a share of that of a full batch; at most 1."""
         full, latency_ns = self.max_batch_size, self.profile.latency_ns
         size = min(size, full)
         return min(1.0, size * latency_ns(full) / (full * latency_ns(size))) if size else 0.0
 
     @property
     def is_wide(self) -> bool:
-        """Whether batches always gain from running at the same time; or that was not measured."""
+        """Whether batches always gain from running at the same time, or this was not measured."""
         width = self.staged.width
         return width is None or width >= WIDE
 
     def load(self, size: int, stage: int = 0) -> float:
-        """Which share of the device a batch keeps busy from this stage on."""
+        """Return the share of the device that a batch keeps busy from this stage on."""
         width = self.staged.width
         if width is None or self.is_wide:
             return self.demand(size)
@@ -125,11 +125,12 @@ class StagedAuto(Auto, StagedRule):
         return self._gains_beside(now_ns, part.size, part.stage, queued=None)
 
     def _gains_beside(self, now_ns: int, size: int, stage: int, *, queued: int | None) -> bool:
-        """Whether ``size`` at ``stage`` run at the same time as what runs now, or after it.
+        """Whether ``size`` requests at ``stage`` gain from running beside the running parts.
 
-        ``queued``: they are the first of so many in the queue; None where they are on their way.
-        Where together they want more of the device than there is, all get slower: who runs now is
-        answered later, and the new ones sooner. Of a loop nobody knows how long it takes.
+        ``queued``: the length of the queue whose first requests they are; None if they are under
+        way. The alternative is to run after the running parts. If all together demand more than the
+        device has, all get slower: running requests are answered later, and the new ones sooner.
+        Always True for a loop, whose duration is unknown.
         """
         if self.is_wide or self.has_loop:
             return True
@@ -157,7 +158,7 @@ class StagedAuto(Auto, StagedRule):
         return beside < self.cost_ns(now_ns, answers, next_ns=rest_ns + own_ns, queued=left)
 
     def timetable(self, now_ns: int, *, without: Batch | None = None) -> Timetable:
-        """Of all that are on their way, or all but one batch, as if all had this profile."""
+        """Return the timetable of all batches but ``without``, as if all had this profile."""
         timetable = Timetable(self.staged, now_ns)
         for batch in self.ahead:
             if batch is not without:
@@ -167,7 +168,7 @@ class StagedAuto(Auto, StagedRule):
     def cost_ns(
         self, now_ns: int, answers: Iterable[Answer], *, next_ns: float, queued: int
     ) -> float:
-        """Of a plan; ``queued`` of this key, and all others, wait for the next batch."""
+        """Return the cost of a plan that leaves ``queued`` requests of this key in the queue."""
         prospect = self._looked_at(now_ns)
         return prospect.cost_ns(answers, next_ns=next_ns, queued=queued + self.others)
 
@@ -185,7 +186,7 @@ class StagedAuto(Auto, StagedRule):
         return prospect
 
     def _rate(self, now_ns: int) -> float:
-        """Arrivals in a nanosecond."""
+        """Return the arrivals per nanosecond."""
         arrivals_ns = self._arrivals_ns
         if len(arrivals_ns) < 2:
             return 0.0

@@ -1,9 +1,9 @@
-"""When batches on their way will be where, as far as their profile says.
+"""When batches under way reach and leave each stage, according to the profile.
 
-Where one stage runs at a time, batches go one after the other. Where several do, the timetable is
-that of a pipeline: a batch is at a stage when it has left the one before and those ahead have left
-this one. What stages at the same time take from each other is counted by their *demand*: the share
-of the device's best throughput that a batch of this size has while it is alone.
+If one stage runs at a time, batches go one after the other. If several run at a time, the timetable
+is that of a pipeline: a batch starts a stage when it has left the one before, and the batches ahead
+have left this one. Stages that run at the same time do not slow each other down in it; policies
+account for that separately.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from trims_shim.batching.staged.stage_profile import StagedProfile
 __all__ = ["Level", "Timetable", "levels_of", "together_ns"]
 
 Level = tuple[int, int]
-"""(the next stage, how many are there)."""
+"""(the next stage, the number of requests before it)."""
 
 
 def levels_of(batch: Batch) -> list[Level]:
-    """Where its parts are, in the order of the stages: behind the stage that runs."""
+    """Return where its parts are, by stage; a running part counts as past its stage."""
     return sorted(
         (part.stage + (part.state is PartState.RUNNING), part.size) for part in batch.parts
     )
 
 
 def together_ns(profile: StagedProfile, levels: Sequence[Level]) -> int:
-    """How long it takes until all are through who catch up from level to level, undisturbed."""
+    """Return the time until all are through, each level catching up with the next, undisturbed."""
     total_ns = size = 0
     for index, (stage, count) in enumerate(levels):
         size += count
@@ -37,7 +37,7 @@ def together_ns(profile: StagedProfile, levels: Sequence[Level]) -> int:
 
 
 class Timetable:
-    """Of a pipeline. ``free_ns`` is when each stage has been left by all who are in it."""
+    """The timetable of a pipeline. ``free_ns``: when the last batch leaves each stage."""
 
     __slots__ = ("_now_ns", "_profile", "free_ns")
 
@@ -47,11 +47,11 @@ class Timetable:
         self.free_ns = list(free_ns) or [now_ns] * len(profile.stages)
 
     def copy(self) -> Timetable:
-        """For another plan from here on."""
+        """Return a copy, to try another plan."""
         return Timetable(self._profile, self._now_ns, self.free_ns)
 
     def add(self, batch: Batch, newcomers: int = 0) -> int:
-        """A batch that is on its way, and who joins it now; returns when it is through."""
+        """Add a batch under way that ``newcomers`` requests join now; return when it is through."""
         if batch.is_split:
             parts = sorted(batch.parts, key=lambda each: (each.order, -each.stage))
             ends_ns = [self._go_on(part.size, *self._place(part)) for part in parts]
@@ -65,16 +65,16 @@ class Timetable:
         return self._go_on(size, at, now_ns)
 
     def add_size(self, size: int) -> int:
-        """A new batch; returns when it is through."""
+        """Add a new batch; return when it is through."""
         return self._go_on(size, 0, self._now_ns)
 
     def next_ns(self, size: int) -> int:
-        """When a batch of ``size`` can start to be held up nowhere."""
+        """Return when a batch of ``size`` can start so that it never has to wait."""
         passed_ns = self._profile.passed_ns
         return max(free_ns - passed_ns(stage, size) for stage, free_ns in enumerate(self.free_ns))
 
     def _place(self, part: Part) -> tuple[int, int]:
-        """(which stage it can start next, when)."""
+        """Return (the stage it can start next, when)."""
         if part.state is not PartState.RUNNING:
             return part.stage, self._now_ns
         size = min(part.size, self._profile.max_batch_size)
