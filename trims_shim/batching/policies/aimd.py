@@ -15,10 +15,10 @@ __all__ = ["AIMD"]
 
 
 class AIMD(Rule):
-    """As many as there are, up to a limit found by trying.
+    """All queued requests, up to a limit found by trial.
 
-    ``step`` is added to the limit, ``backoff`` (below 1) multiplies it. The objective is the
-    shortest time that a request of the batch had from its arrival to its deadline.
+    ``step`` is added to the limit, ``backoff`` (below 1) multiplies it. The objective of a batch is
+    the shortest time from arrival to deadline of its requests.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class AIMD(Rule):
 
     @property
     def limit(self) -> int:
-        """The largest batch that it makes now."""
+        """The current limit on batch size."""
         return min(int(self._limit), self.max_batch_size)
 
     def choose(self, now_ns: int) -> int:

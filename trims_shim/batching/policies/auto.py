@@ -1,31 +1,30 @@
-"""The default policy: early drop by goodput, waiting that pays, and margins that are measured.
+"""The default policy: early drop by goodput, waits that pay, and measured margins.
 
-What is given up and how many go is :class:`~trims_shim.batching.policies.goodput.Goodput`'s. Here
-is when.
+:class:`~trims_shim.batching.policies.goodput.Goodput` decides which requests are given up and how
+many run. This module decides when.
 
-All that starting at once can cost in answers is that those who come while the batch runs find the
-device busy. Where as many as came at worst of late would be answered in time after it, waiting
-cannot lower violations. Then it starts at once, however few there are, unless another one is
-expected so soon that all are answered sooner on average
-(:class:`~trims_shim.batching.policies.company.Company`). What is rare is not taken to come
-together: of the batch and of the next one, the longer may be slow, and the other takes what is
-usual. The worst of the last batches is forgotten only after as many others, so this does not change
-with each.
+Starting a batch early can cost answers in one way only: requests that arrive while it runs find the
+device busy. If the next batch could still answer the largest recent number of such arrivals in
+time, waiting cannot reduce violations. The batch then starts at once, whatever its size, unless the
+next request is expected so soon that waiting for it lowers the mean latency
+(:class:`~trims_shim.batching.policies.company.Company`). Rare delays are not assumed to coincide:
+of the two batches, the longer one may be slow, and the other takes its usual time. The largest
+recent number is a high quantile over the last batches, so it does not change with each.
 
-Else a batch that could still grow waits for a limited time, in which the device idles. As with
-skis that are rented or bought (Karp, 1990; acknowledgements of TCP, Dooly et al., 1998), not longer
-than what the next request could save by joining: the device time ``L(n) + L(1) - L(n + 1)``, which
-is the fixed cost of a batch. And only where another one did come in time lately when as many were
-queued.
+Otherwise a batch that could still grow waits for a limited time while the device idles. As in ski
+rental (Karp, 1990; for TCP acknowledgements Dooly et al., 1998), it waits no longer than the device
+time that the next request could save by joining: ``L(n) + L(1) - L(n + 1)`` (``L``: latency of a
+batch), the fixed cost of a batch. And it waits only if, with as many requests queued, another one
+recently did arrive in time.
 
-Two things bound both. Waiting ends while there is time for a batch of one more. And it happens not
-while another key waits for the device.
+Two rules bound both kinds of waiting. A wait ends while there is still time for a batch with one
+more request. And no batch waits while another key waits for the device.
 
-No time is certain. What batches really took, over what their profile and the present tempo
-(:class:`~trims_shim.batching.policies.tempo.Tempo`) say, is kept as quantiles. What goes is chosen
-by how many are expected to be in time, from the quickest of them to the slowest; hopeless is only
-what would be late even with the quickest, because a late answer costs no more than none. Waiting
-ends by what few batches exceed, and by how late timers have come.
+Latencies vary. The ratios of batch durations to the profile and the present tempo
+(:class:`~trims_shim.batching.policies.tempo.Tempo`) are kept as quantiles. Sizes are chosen by how
+many requests are expected to be in time over these quantiles. A request is hopeless only if it
+would be late even at the fastest one, because a late answer costs no more than none. Waits end
+early enough for the 90th percentile, and for the recent lateness of timers.
 """
 
 from __future__ import annotations
@@ -43,25 +42,25 @@ from trims_shim.batching.protocol import NEVER_NS, Finished, Request
 
 __all__ = ["Auto"]
 
-# Measured on a grid of loads, arrivals, profiles and jitters: docs/decisions/0009. All of them are
-# flat around these values.
+# Measured on a grid of loads, arrivals, profiles and jitters: docs/decisions/0009. Results are flat
+# around all these values.
 _REMEMBERED = 256  # enough for a 99th percentile
-_AS_BEFORE = 0.05  # of a latency: past batches are not judged anew for less
+_AS_BEFORE = 0.05  # of a latency: past batches are not compared anew for a smaller change
 _WORST_QUANTILE = 0.99
 _QUANTILES = (
     *(1 / 6, 0.5, 5 / 6),  # for sizes: the middles of three equal shares
     0.9,  # for the end of waiting
     _WORST_QUANTILE,
 )
-_SURE = 64  # after so many batches a profile is no guess any more, and changes with the device
+_SURE = 64  # after so many batches a profile is reliable, and changes only with the device
 _CHANGED = 1.7
 _COMPANY_WORTH_IT = 0.1  # .25 costs violations at low loads
 _NO_SLO_NS = NEVER_NS // 2
-"""Beyond it there is no deadline."""
+"""Later deadlines count as none."""
 
 
 class Auto(Goodput):
-    """Run what is worth running, when waiting for more is not worth it any longer."""
+    """Run the batch that :class:`Goodput` chooses, once waiting for more no longer pays."""
 
     def __init__(
         self, profile: LatencyProfile, *, max_batch_size: int, margin_ms: float = 0.0
@@ -70,22 +69,22 @@ class Auto(Goodput):
         self._taken = Recent(_REMEMBERED)
         self._lateness_ns = Recent(_REMEMBERED)
         self._paces = Recent(_REMEMBERED)
-        """Arrivals in a nanosecond while a batch ran."""
+        """Requests queued at the end of a batch, over its duration in nanoseconds."""
         self._weight_paces = Recent(_REMEMBERED)
-        """What these weigh, where batches are limited by that."""
+        """The same with their weights, if the weight of batches is limited."""
         self._durations_ns: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
-        """Sizes and times of what the stretches are made of."""
+        """Sizes and durations of the batches from which the stretches are computed."""
         self._expected_ns: dict[int, int] = {}
-        """By size, what they took by the profile that they were last judged by."""
+        """By size: the latency in the profile that these batches were last compared with."""
         self._tempo = Tempo()
         self._usual_stretch = self._wait_stretch = self._worst_stretch = 1.0
         self._wait_margin_ns = 0
         self._worst_pace = self._worst_weight_pace = 0.0
         self._times_ns: dict[int, tuple[float, int]] = {}
-        """By size, as :meth:`_learn_times` has them, until something else is learned."""
+        """Results of :meth:`_learn_times` by size; cleared when anything else is learned."""
         self._company = Company()
         self._waits_for_company = True
-        """Also where that cannot lower violations."""
+        """Whether to wait also where that cannot lower violations."""
 
     def choose(self, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.rules.Rule`."""
@@ -130,7 +129,7 @@ class Auto(Goodput):
             self._worst_weight_pace = self._worst(self._weight_paces, pace, self._worst_weight_pace)
 
     def _worst(self, paces: Recent, pace: float, worst: float) -> float:
-        """What is the worst with one more, where ``worst`` was."""
+        """Add a pace; return the worst one, which was ``worst`` before."""
         if not paces.add(pace):
             return worst
         now = paces.quantile(_WORST_QUANTILE)
@@ -139,7 +138,7 @@ class Auto(Goodput):
         return now
 
     def _start_ns(self, size: int, now_ns: int) -> int:
-        """Until when a batch of ``size`` waits for one more."""
+        """Return until when a batch of ``size`` waits for one more request."""
         company, arrival_ns = self._company, self.queue[0].arrival_ns
         since_ns = company.expect(size, now_ns)
         due_ns = self.due_ns - self.margin_ns
@@ -154,7 +153,9 @@ class Auto(Goodput):
         return company.until_ns if company.shares[size] >= _COMPANY_WORTH_IT else 0
 
     def _learn_times(self, size: int) -> tuple[float, int]:
-        """What those who come while ``size`` run need to be in time after them, and one more."""
+        """Return the time from arrival to deadline that requests which arrive while ``size`` run
+        need to be in time after them, and the time that a batch with one request more takes.
+        """
         latency_ns, usual = self.profile.latency_ns, self._usual_stretch
         duration_ns = latency_ns(size)
         arrivals = int(self._worst_pace * usual * duration_ns) + 1
@@ -168,7 +169,7 @@ class Auto(Goodput):
         return times_ns
 
     def _weighs_little(self, arrivals: int) -> bool:
-        """Whether so many find room in one batch, if they are as heavy as the worst of late."""
+        """Whether one batch can hold ``arrivals`` requests of the largest recent weight."""
         if self.max_weight is None or not self._worst_pace:
             return True
         weight = self._worst_weight_pace / self._worst_pace
@@ -177,7 +178,7 @@ class Auto(Goodput):
     def _know(self, profile: LatencyProfile) -> None:
         super()._know(profile)
         self._company.know(profile)
-        # Past ones are seen as they would have been with the new one.
+        # Compare past batches with the new profile.
         before_ns, largest = self._expected_ns, profile.max_batch_size
         now_ns = {size: profile.latency_ns(size) for size in before_ns if size <= largest}
         is_as_before = len(now_ns) == len(before_ns) and all(
@@ -186,7 +187,7 @@ class Auto(Goodput):
         if not is_as_before:
             changes = [now_ns[size] / before_ns[size] for size in now_ns]
             if len(self._durations_ns) >= _SURE and _is_another_speed(changes):
-                self._durations_ns.clear()  # these say nothing of those to come
+                self._durations_ns.clear()  # past batches say nothing of future ones
             known = [each for each in self._durations_ns if each[0] in now_ns]
             self._tempo = Tempo()
             self._taken.replace(self._tempo.follow([took / now_ns[size] for size, took in known]))
@@ -206,5 +207,5 @@ class Auto(Goodput):
 
 
 def _is_another_speed(ratios: Sequence[float]) -> bool:
-    """Whether most of what batches take has changed by much."""
+    """Whether latencies have changed by much, in the median."""
     return bool(ratios) and not 1 / _CHANGED < statistics.median(ratios) < _CHANGED

@@ -1,7 +1,7 @@
-"""Which model goes first when a device is free and several could use it.
+"""Choose the model that goes first when a device is free and several could use it.
 
-Each :class:`Choice` looks at what every model could run now, one :class:`Offer` for each, and at
-when the other devices are about to be free. Higher priorities go first with all of them.
+A :class:`Choice` takes one :class:`Offer` for each model that could run now, and the times at which
+other devices will be free. With every Choice, higher priorities go first.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ from trims_shim.batching.protocol import Request
 __all__ = ["Choice", "Offer", "by_need", "by_size"]
 
 _URGENCY = 3.0
-"""How much more a request counts that will be lost unless it goes now.
+"""The extra worth of a request that is lost unless it goes now.
 
-Of 0 to 10, under light and heavy load, with 1 and 8 devices, equal and mixed deadlines: more helps
-where nearly everything can be answered, and harms where it cannot.
+Tried from 0 to 10, under light and heavy load, with 1 and 8 devices, equal and mixed deadlines:
+more helps where nearly everything can be answered, and harms elsewhere.
 """
 _OBJECTIVE_SHARE = 0.5
-"""Of the shortest objective: who comes in a batch that takes longer is not in time after it.
+"""A batch counts fully up to this share of the shortest objective: requests that arrive during a
+longer one are not in time after it.
 
-1 and a quarter are worse, and so is to divide every batch by its time: models whose deadlines are
-alike lose their large batches then.
+1 and 0.25 are worse. So is dividing the worth of every batch by its latency: models with equal
+deadlines then lose their large batches.
 """
 
 
 @dataclass(slots=True)
 class Offer:
-    """What one model could run now."""
+    """The batch that one model could run now."""
 
     batch: Sequence[Request]
     latency_ns: int
     due_ns: Sequence[int]
-    """When the batch has to start at the latest, and further ones of its size for the rest."""
+    """The latest starts of the batch, and of further ones of its size for the rest of the queue."""
     size_at: Callable[[int], int]
-    """How large its batch could be at a later time."""
+    """Returns how large the model's batch could be at a later time."""
     given_up: Sequence[Request] = ()
-    """Who could not be answered in time with it."""
+    """The requests to give up if it runs."""
 
     @property
     def objective_ns(self) -> int:
-        """How long its first request may take."""
+        """The time from arrival to deadline of its first request."""
         return self.batch[0].deadline_ns - self.batch[0].arrival_ns
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Of equal offers the one with the lower rank goes."""
+        """Of equal offers, the one with the lowest rank goes."""
         return self.batch[0].deadline_ns, self.batch[0].number
 
 
 class Choice(Protocol):
-    """Chooses from at least one offer, of equal priority; returns it and its worth in requests.
+    """Chooses from one or more offers of equal priority; returns one and its worth in requests.
 
-    ``ends_ns`` are the times at which the busy devices will be free, now or later.
+    ``ends_ns``: the times, now or later, at which the other devices are free.
     """
 
     def __call__(
@@ -65,17 +66,17 @@ class Choice(Protocol):
 
 
 def by_size(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> tuple[Offer, float]:
-    """The largest batch, as the paper has it."""
+    """Return the largest batch, as in the paper (Shepherd)."""
     best = min(offers, key=lambda each: (-len(each.batch), each.rank))
     return best, float(len(best.batch))
 
 
 def by_need(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> tuple[Offer, float]:
-    """The batch that can wait least, as long as everything that is queued can be in time.
+    """Return the most urgent batch if all queued requests can be in time, else the most valuable.
 
-    When it cannot, the batch that is worth most: its size, and ``_URGENCY`` for each request of it
-    that would be lost by waiting for the next device. The longer it runs beyond half of the
-    shortest objective of the others, the less that counts, in proportion.
+    The worth of a batch is its size, plus ``_URGENCY`` for each of its requests that would be lost
+    by waiting for the next device. If it runs longer than half of the shortest objective of the
+    other offers, it is ranked by its worth scaled down in proportion.
     """
     if len(offers) == 1:
         return offers[0], float(len(offers[0].batch))
@@ -91,7 +92,7 @@ def by_need(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> tup
 
 
 def _is_in_time(free_ns: list[int], offers: Sequence[Offer]) -> bool:
-    """Whether all batches are in time that are started in the order in which they have to."""
+    """Whether all batches are in time if they start in the order of ``due_ns``."""
     heapq.heapify(free_ns)
     batches = sorted((due_ns, each.latency_ns) for each in offers for due_ns in each.due_ns)
     for due_ns, latency_ns in batches:
@@ -113,7 +114,7 @@ def _worths(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> Ite
 
 
 def _shares(offers: Sequence[Offer]) -> list[float]:
-    """What to count of the worth of each: all, if it is done in time for who comes meanwhile."""
+    """Return a factor for each worth: below 1 if later arrivals would be late after the batch."""
     shortest_ns, second_ns = sorted(each.objective_ns for each in offers)[:2]
     found = []
     for offer in offers:

@@ -1,10 +1,10 @@
 """Clockwork's choice of a batch (OSDI'20; ``infer5_scheduler`` in its code).
 
 Work conserving. Each supported batch size has a queue of its own, which holds the requests that a
-batch of that size, started now, would answer in time; the largest size whose queue holds a full
-batch runs. Requests that were in front of those are not looked at again. Clockwork keeps 5 ms free
-before each deadline (``margin_ms=5``) and takes the 99th percentile of the last runs for a
-latency; its worker windows and its loading of weights have no place here.
+batch of that size, started now, would answer in time. The largest size whose queue holds a full
+batch runs; requests in front of that batch are given up. Clockwork keeps 5 ms free before each
+deadline (``margin_ms=5``) and uses the 99th percentile of the last runs as latency. Its worker
+windows and its loading of weights have no counterpart here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Clockwork"]
 class Clockwork(Rule):
     """The largest supported batch that can be filled with requests that are all in time.
 
-    ``batch_sizes`` are the supported ones; by default the powers of two, which Clockwork compiles.
+    ``batch_sizes``: the supported sizes; by default the powers of two, which Clockwork compiles.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Clockwork(Rule):
         return 0
 
     def _supported(self, most: int) -> int:
-        """The largest supported size up to this."""
+        """Return the largest supported size up to ``most``."""
         if self._batch_sizes is None:
             return 1 << most.bit_length() - 1
         return self._batch_sizes[bisect_right(self._batch_sizes, most) - 1]
 
     def _in_front(self, size: int, now_ns: int) -> list[Request] | None:
-        """Those in the way of a batch of ``size``; None if there are not enough behind them."""
+        """Return the requests that a batch of ``size`` passes over; None if it cannot be filled."""
         end_ns = now_ns + self.margin_ns + self.profile.latency_ns(size)
         late: list[Request] = []
         for index, request in enumerate(self.queue):

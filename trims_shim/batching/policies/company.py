@@ -1,14 +1,16 @@
-"""Whether another request comes soon: learned for each number of those that are queued already.
+"""Learn whether another request arrives soon, for each number of queued requests.
 
-Of each decision with ``n`` queued is remembered whether the next one came within the time that it
-could save by joining, ``S = L(n) + L(1) - L(n + 1)``, and how soon, whether it was waited for or
-not. Who comes after an answer may do so because of it and is not counted: a caller that waits for
-its answers has no company, callers that ask together have.
+For each decision with ``n`` queued requests, record whether the next one arrived within the time
+that it could save by joining, ``S = L(n) + L(1) - L(n + 1)`` (``L``: latency of a batch), and how
+soon, whether the rule waited for it or not. An arrival after an answer may be caused by the answer
+and does not count: a caller that waits for its answers has no company, callers that ask together
+have.
 
-From that follows where waiting lowers the mean latency. With the chance ``c`` that one comes, after
-``t`` on average, it is ``c (S - t)`` less for that one, and more for the ``n`` that are queued and
-the ``m`` that come meanwhile beside it: ``c (n + m) (t + L(n + 1) - L(n))`` where it comes, and
-``(1 - c) (n + m) w`` where it was waited for ``w`` in vain.
+This tells where waiting lowers the mean latency. Let ``c`` be the probability of an arrival, and
+``t`` its mean time. The newcomer's latency falls by ``c (S - t)``. The latencies of the ``n``
+queued requests, and of the ``m`` others that arrive meanwhile, grow by
+``c (n + m) (t + L(n + 1) - L(n))`` if it arrives, and by ``(1 - c) (n + m) w`` after a wait of
+``w`` in vain.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from trims_shim.batching.profile import LatencyProfile
 __all__ = ["Company"]
 
 _CHANCES = 32
-"""The last ones that count, about."""
+"""About how many of the last decisions count."""
 _LEAST_WEIGHT = 1 / _CHANCES
-# Of the mean time until the next one came: by then, 98 % of those that come have, if gaps are
-# memoryless. With 2, callers that wait for their answers meet less often.
+# The longest wait, in mean times until the next request: by then 98 % of the requests that arrive
+# have, if gaps are memoryless. With 2, callers that wait for their answers meet less often.
 _WAITS_TIMES = 4.0
 
 
 class Company:
-    """One of each rule; sizes go up to the largest of its profile."""
+    """What one rule learns, for queue lengths up to the largest size of its profile."""
 
     __slots__ = (
         "_chances",
@@ -45,26 +47,27 @@ class Company:
 
     def __init__(self) -> None:
         self.savings_ns: list[int] = []
-        """What one more saves by joining, by the number of those queued."""
+        """The device time that one more request saves by joining, by queue length."""
         self.shares: list[float] = []
-        """How often another one came in time, likewise."""
+        """How often another request arrived in time, by queue length."""
         self.patience_ns: list[int] = []
-        """How long waiting for it lowers the mean latency, likewise; 0 where it does not."""
+        """How long to wait to lower the mean latency, by queue length; 0 if waiting raises it."""
         self._chances: list[int] = []
+        """The number of decisions, by queue length."""
         self._waited_ns: list[float] = []
-        """The time until it came, 0 where it did not, on average."""
+        """The mean time until the next request; one that did not arrive in time counts as 0."""
         # All of these are floats, since sums of integers and floats take ten times as long.
         self._terms_ns: list[tuple[float, float]] = []
-        """What one more saves by joining, and how much longer it makes the batch."""
+        """What one more request saves by joining, and by how much it prolongs the batch."""
         self._meanwhile = 0.0
-        """How many were queued when a batch ended, on average."""
+        """The mean number of queued requests at the end of a batch."""
         self._size = 0
         self._since_ns = 0
         self.until_ns = 0
-        """Who comes later than this comes too late; may be set after :meth:`expect`."""
+        """An arrival after this time does not count. May be changed after :meth:`expect`."""
 
     def know(self, profile: LatencyProfile) -> None:
-        """``profile`` is new; it may have more sizes than the one before."""
+        """Use a new profile, which may have more sizes than the last one."""
         latency_ns, largest = profile.latency_ns, profile.max_batch_size
         alone_ns = latency_ns(1)
         savings_ns = [
@@ -81,19 +84,22 @@ class Company:
         self._waited_ns += [0.0] * unknown
 
     def expect(self, size: int, now_ns: int) -> int:
-        """``size`` are queued and could start; returns since when that is so."""
+        """Note that ``size`` requests are queued and could start; return since when."""
         if self._size != size:
             self._size, self._since_ns = size, now_ns
         self.until_ns = self._since_ns + self.savings_ns[size]
         return self._since_ns
 
     def came(self, now_ns: int) -> None:
-        """Another one is here."""
+        """Note that another request has arrived."""
         if self._size:
             self._learn(now_ns - self._since_ns if now_ns <= self.until_ns else None)
 
     def answered(self, queued: int) -> None:
-        """A batch has ended, while which so many have come; others may come because it has."""
+        """Note that a batch has ended, with ``queued`` requests in the queue.
+
+        Its answers may cause the next arrival, so the current decision counts as without one.
+        """
         self._meanwhile += (queued - self._meanwhile) * _LEAST_WEIGHT
         if self._size:
             self._learn(None)

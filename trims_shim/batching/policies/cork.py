@@ -1,16 +1,15 @@
 """The dispatcher of BentoML 1.x (``CorkDispatcher``): latency and waits learned while running.
 
-With ``n`` requests queued and the device free, wait for one more as long as that costs those who
-wait less than what a request has waited on average of late:
-``n * (w + dt + a) <= 0.95 * W``, with ``w`` the time since the newest one came, ``dt`` the tick of
-BentoML's loop, ``a`` the latency of one more item, and ``W`` the mean wait of the oldest request of
-the last 50 batches. The first request is given up if a batch of all that are queued,
-``a * n + b``, would make it late; a single one only when its deadline has passed.
+With ``n`` requests queued and the device free, wait for one more while the queued requests together
+lose less than the recent mean wait of a request: ``n * (w + dt + a) <= 0.95 * W``. Here ``w`` is
+the time since the newest arrival, ``dt`` the tick of BentoML's loop, ``a`` the latency of one more
+item, and ``W`` the mean wait of the oldest request of the last 50 batches. The first request is
+given up if a batch of the whole queue, ``a * n + b``, would make it late; a single request only
+when its deadline has passed.
 
-Where this differs: the line starts as the profile's rather than from six training calls; a timer
-takes the place of the loop that looks every millisecond, which loses BentoML's own up to .005 of
-the requests (docs/decisions/0009); requests go by deadline, where BentoML's (1.4.39) go in the
-order in which they came.
+Differences: the line starts as the profile's, not from six training calls. A timer replaces the
+loop that looks every millisecond and loses BentoML's own up to .005 of the requests
+(docs/decisions/0009). Requests go by deadline; in BentoML 1.4.39 they go by arrival.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from trims_shim.batching.rules import Rule
 
 __all__ = ["Cork"]
 
-# Those of bentoml/_internal/marshal/dispatcher.py.
+# The constants of bentoml/_internal/marshal/dispatcher.py.
 _KEPT_SAMPLES = 50
 _REFRESH_NS = 5_000_000_000
 _DECAY = 0.95
@@ -34,14 +33,14 @@ _LEAST_ALPHA_NS = 1_000
 
 
 class Cork(Rule):
-    """Wait while one more request is expected to be worth it; drop what a full batch makes late."""
+    """Wait while one more request should be worth it; drop requests that their batch makes late."""
 
     def __init__(self, profile: LatencyProfile, *, max_batch_size: int) -> None:
         super().__init__(profile, max_batch_size=max_batch_size)
         self._alpha_ns, self._beta_ns = profile.line_ns()
         self._mean_wait_ns = float(_FIRST_WAIT_NS)
         self._samples: deque[tuple[int, int, int]] = deque(maxlen=_KEPT_SAMPLES)
-        """Size, duration, wait of the oldest."""
+        """(size, duration, wait of the oldest request) of each batch."""
         self._refreshed_ns: int | None = None
         self._newest_ns = 0
 
@@ -82,7 +81,7 @@ class Cork(Rule):
             self.drop(self.queue.take(late), DropReason.SHED)
 
     def _due_ns(self, index: int) -> float:
-        """When the request at ``index``, with those before it gone, is given up."""
+        """Return when the request at ``index`` is given up, if those before it are gone."""
         left = len(self.queue) - index
         busy_ns = self._alpha_ns * left + self._beta_ns if left > 1 else 0.0
         return self.queue[index].deadline_ns - busy_ns

@@ -1,11 +1,12 @@
 """Early drop over a sliding window (Nexus, SOSP'19, section 6.3; its code's default policy).
 
-Work conserving. Requests that would force a batch too small to keep up are given up, so that those
-behind them are answered in time: starting from the largest batch that the queue could fill, heads
-that cannot meet that batch's end are dropped, and the batch shrinks as the queue does.
+Work conserving. Requests that would force a batch too small to keep up are given up, so that the
+requests behind them are answered in time. Starting from the largest batch that the queue could
+fill, the window drops requests at the head that cannot wait for the end of that batch, and the
+batch shrinks with the queue.
 
-Nexus has no priorities. Here no request is given up for the sake of those of lower priority: the
-window slides over each priority by itself, and what is behind only fills the batch up.
+Nexus has no priorities. Here no request is given up for one of lower priority: the window slides
+over each priority separately, and lower priorities only fill the batch up.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ __all__ = ["EarlyDrop"]
 
 
 class EarlyDrop(Rule):
-    """The largest batch whose members are all in time, after giving up heads that prevent it."""
+    """The largest batch that is all in time, after giving up heads that prevent it."""
 
     has_shed = False
-    """Whether :meth:`window` last gave up a request that alone would have been in time. Then the
-    batch for whose sake it did has to start now; to wait would be to give it up for nothing."""
+    """Whether :meth:`window` last gave up a request that alone would have been in time. If so, the
+    batch has to start now: otherwise the request was given up for nothing."""
 
     def choose(self, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.rules.Rule`."""
         return self.window(now_ns)
 
     def window(self, now_ns: int) -> int:
-        """Drop what does not fit, and return how many of the rest go."""
+        """Drop requests that do not fit, and return how many of the rest go."""
         ready_ns = now_ns + self.margin_ns
         size = self.room()
         self.has_shed = False
@@ -46,7 +47,7 @@ class EarlyDrop(Rule):
         return min(size, limit)
 
     def _slide(self, size: int, limit: int, ready_ns: int, shed: list[Request]) -> int:
-        """The batch of the first ``size``, enlarged from the next priority up to ``limit``."""
+        """Return the size of a batch of ``size``, enlarged from the next priority to ``limit``."""
         queue, latency_ns = self.queue, self.profile.latency_ns
         start, end = size, queue.peers(size)
         while start < end:

@@ -1,18 +1,18 @@
 """Flex (Shepherd, NSDI'23, section 5): several models on pooled devices, with preemption.
 
-When a device is free it gets the best batch that any model could run in time. When a request
-arrives and no device is free, a running batch is given up for one that is at least
-``preemption_factor`` (lambda in the paper) times as large; its requests are queued again, as if
-they had just arrived. A batch can be given up only at its exit points, the places between stages.
+A free device gets the best batch that any model could run in time. When a request arrives and no
+device is free, a running batch is preempted for one that is at least ``preemption_factor`` (lambda
+in the paper) times as large. The preempted requests are queued again as if they had just arrived. A
+batch can be preempted only at its exit points, between stages.
 
-While a device is on its way to an exit point, the batch it is preempted for is reserved: no other
-device is preempted for it, and none takes it that has anything else to do. What really runs is
-decided afresh when the device is free (late binding).
+Until the device reaches the exit point, the new batch is reserved: no other device is preempted for
+it, and another device takes it only if it has nothing else to do. The batch that really runs is
+chosen anew when the device is free (late binding).
 
-Two things are not the paper's, and can be turned off (:meth:`Flex.of_paper` does). The paper's best
-batch is the largest; here the models' deadlines count too
-(:func:`~trims_shim.batching.policies.choice.by_need`). And the paper preempts also where the larger
-batch could have waited for the next device; here nothing is given up for requests that all can.
+Two rules are not the paper's; :meth:`Flex.of_paper` turns them off. The paper's best batch is the
+largest; here the models' deadlines count too
+(:func:`~trims_shim.batching.policies.choice.by_need`). And the paper preempts even if the larger
+batch could wait for the next device; here no batch is preempted for requests that all can wait.
 
 Work conserving: no device idles while a request is queued that could be answered in time.
 """
@@ -49,9 +49,9 @@ from trims_shim.batching.protocol import (
 __all__ = ["PREEMPTION_FACTOR", "Flex"]
 
 PREEMPTION_FACTOR = 3.03
-"""The paper's lambda; it makes its bound against a clairvoyant schedule smallest."""
+"""The paper's lambda, which minimizes its bound against a clairvoyant schedule."""
 _MOST_KEYS = 1024
-"""As many as :class:`~trims_shim.batching.single.Batching` keeps idle rules for."""
+"""The number of keys for which :class:`~trims_shim.batching.single.Batching` keeps idle rules."""
 
 
 @dataclass(slots=True)
@@ -62,21 +62,21 @@ class _Running:
     end_ns: int
     """By the profile."""
     worth: float
-    """In requests, when it was chosen; infinite once it is to give up."""
+    """In requests, when it was chosen; infinite once it is being preempted."""
 
 
 class Flex:
     """A :class:`~trims_shim.batching.protocol.Policy`; the key of a request names its model.
 
-    ``generation`` says which requests of a model could run, ``choice`` which model does; the batch
-    whose first request has the higher priority goes in any case.
+    ``generation`` chooses the requests of a model that could run, ``choice`` the model. A batch
+    whose first request has a higher priority always goes first.
 
-    ``preemption_factor`` None never preempts. With ``preemption_gain``, preempting must also save
-    that many times as many requests, compared with waiting for the next device, as it gives up.
-    ``margin_ns`` is kept between the end that a profile promises and every deadline.
+    ``preemption_factor`` None never preempts. With ``preemption_gain``, preempting must also save,
+    compared with waiting for the next device, at least that many times the worth of the preempted
+    batch. ``margin_ns`` is kept free between the predicted end of a batch and every deadline.
 
-    Raises ValueError for no devices, or a factor that is not above 1, with which two batches could
-    preempt each other for ever.
+    Raises ValueError for no devices, or a factor that is not above 1: two batches could then
+    preempt each other forever.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Flex:
         if preemption_factor is not None and preemption_factor <= 1:
             raise ValueError(f"preemption_factor is {preemption_factor}; it must be above 1")
         self.models = dict(models)
-        """By key; replace a model here when its profile has changed."""
+        """By key. Replace a model here when its profile has changed."""
         self.margin_ns = margin_ns
         self._factor = inf if preemption_factor is None else preemption_factor
         self._gain = preemption_gain
@@ -105,8 +105,8 @@ class Flex:
         self._free = list(range(devices - 1, -1, -1))
         self._running: dict[int, _Running] = {}
         self._reserved: dict[int, list[Request]] = {}
-        """By device: taken out of their queue for when it has stopped."""
-        # Found when they are asked for, and forgotten when other batches run.
+        """By device: requests that were taken out of their queue until the device has stopped."""
+        # Computed on demand, and forgotten when the running batches change.
         self._least_queued: dict[Hashable, float] = {}
         self._soonest_end_ns: int | None = None
 
@@ -119,7 +119,7 @@ class Flex:
         preemption_factor: float | None = PREEMPTION_FACTOR,
         generation: Generation = by_earliest,
     ) -> Flex:
-        """As published: the largest batch first, and preemption by size alone."""
+        """Make the published policy: the largest batch first, and preemption by size alone."""
         return cls(
             models,
             devices=devices,
@@ -131,11 +131,11 @@ class Flex:
 
     @property
     def queues(self) -> Mapping[Hashable, DeadlineQueue]:
-        """By key; for statistics. Reserved requests are in none."""
+        """By key, for statistics. Reserved requests are in none of them."""
         return self._queues
 
     def add(self, key: Hashable, model: PreemptibleModel) -> None:
-        """From now on requests of this key are taken; forgets others if there are very many."""
+        """Accept requests of this key from now on; forget idle keys if there are very many."""
         self.models[key] = model
         self._queues.setdefault(key, DeadlineQueue())
         if len(self._queues) > _MOST_KEYS:
@@ -167,7 +167,7 @@ class Flex:
         return actions
 
     def next_deadline_ns(self) -> int | None:
-        """None: it waits for nothing but events."""
+        """None: the policy needs no timers."""
         return None
 
     # --- a device is free -------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Flex:
         actions.append(Run(device, batch))
 
     def _best(self, now_ns: int, candidates: Sequence[Candidate]) -> tuple[Offer, float]:
-        """The one that should run now, and its worth."""
+        """Return the batch that should run now, and its worth."""
         highest = max([each.batch[0].priority for each in candidates])
         offers = [self._offer(each) for each in candidates if each.batch[0].priority == highest]
         ends_ns = [now_ns] * (len(self._free) - 1)
@@ -213,7 +213,7 @@ class Flex:
         return self._choice(now_ns, offers, ends_ns)
 
     def _candidate(self, now_ns: int, key: Hashable, actions: list[Action]) -> Candidate | None:
-        """What a model could run now, without what is hopeless; None if nothing."""
+        """Drop a model's hopeless requests; return the batch it could run now, or None."""
         queue = self._queues[key]
         soonest_ns = now_ns + self.margin_ns + self.models[key].profile.latency_ns(1)
         hopeless = queue.take_due(soonest_ns)
@@ -244,10 +244,10 @@ class Flex:
     # --- no device is free ------------------------------------------------------------------------
 
     def _preempt_for(self, key: Hashable, now_ns: int, actions: list[Action]) -> None:
-        """Preempt the batch that is worth least for one of this model, if that is worth it.
+        """Preempt the least valuable batch for one of this model, if that is worth it.
 
-        Only the model that has a new request is looked at: with the paper's rules the candidates of
-        others were too small when the batches that run now were started, and only shrink with time.
+        Only the model with the new request is considered. By the paper's rules, candidates of other
+        models were too small when the running batches started, and only shrink with time.
         """
         if len(self._queues[key]) < self._fewest_queued(key):
             return
@@ -264,14 +264,14 @@ class Flex:
         actions.append(Preempt(device))
 
     def _preemption(self, key: Hashable, now_ns: int) -> tuple[int, Sequence[Request]] | None:
-        """(device, batch instead); None if there is no good one."""
+        """Return (device, the batch to run instead); None if no preemption is worth it."""
         factor, gain, queue = self._factor, self._gain, self._queues[key]
         next_ns = self._next_free_ns()
-        # How many can be answered as well by waiting for the next device.
+        # How many requests can just as well wait for the next device.
         waiting = len(self._generate(key, next_ns, queue).batch) if gain else 0
         queued, most = len(queue), self.models[key].max_batch_size
         if waiting == queued:
-            return None  # a larger batch of their own model would save nobody, either
+            return None  # merging with a running batch of their model would save none either
         possible = []
         for device, running in self._running.items():
             instead = queued + len(running.batch) if running.key == key else queued
@@ -286,7 +286,7 @@ class Flex:
         return None
 
     def _fewest_queued(self, key: Hashable) -> float:
-        """With fewer queued requests this model preempts none of the batches that run."""
+        """Return the number of queued requests below which this model can preempt no batch."""
         least = self._least_queued.get(key)
         if least is None:
             least, most = inf, self.models[key].max_batch_size
@@ -303,7 +303,7 @@ class Flex:
     def _instead(
         self, running: _Running, key: Hashable, now_ns: int, next_ns: int
     ) -> Sequence[Request]:
-        """What a model could run from the next exit point on; empty if it is not to."""
+        """Return the batch a model could run from the next exit point on; empty if it may not."""
         passed_ns = now_ns - running.started_ns
         exit_ns = self.models[running.key].next_exit_ns(len(running.batch), passed_ns)
         queue, start_ns = self._queues[key], running.started_ns + exit_ns
@@ -322,7 +322,7 @@ class Flex:
         return self._generation(start_ns, requests, model.profile, model.max_batch_size)
 
     def _next_free_ns(self) -> int:
-        """When the next device should be free; one that was to be long ago counts as that."""
+        """Return when the next device should be free; in the past if its batch is overdue."""
         found = self._soonest_end_ns
         if found is None:
             found = min([each.end_ns for each in self._running.values()], default=NEVER_NS)
@@ -330,7 +330,7 @@ class Flex:
         return found
 
     def _forget_running(self) -> None:
-        """Other batches run now, or they are worth something else."""
+        """Forget what depends on the running batches or their worth."""
         self._least_queued.clear()
         self._soonest_end_ns = None
 
@@ -342,7 +342,7 @@ class Flex:
             raise ValueError(f"no model {key!r}; there are {known}") from None
 
     def _release(self, device: int) -> None:
-        """The device has stopped; what was reserved for it is up for decision again."""
+        """Free a device that has stopped; queue again the requests reserved for it."""
         del self._running[device]
         self._forget_running()
         self._free.append(device)
@@ -350,7 +350,7 @@ class Flex:
             self._queue_again(self._reserved.pop(device))
 
     def _unreserve(self) -> bool:
-        """Queue again what is reserved, for a device that would idle; False if nothing is."""
+        """Queue reserved requests again for a device that would idle; False if there are none."""
         if not self._reserved:
             return False
         reserved = [each for each in self._reserved.values() if each]
@@ -360,12 +360,12 @@ class Flex:
         return bool(reserved)
 
     def _queue_again(self, requests: Sequence[Request]) -> None:
-        """Of one model, and in the order of its queue."""
+        """Queue requests of one model again; they are in queue order."""
         if requests:
             self._queues[requests[0].key].add_all(requests)
 
     def _requeue(self, event: Preempted, now_ns: int, actions: list[Action]) -> None:
-        """What was preempted has just arrived, once more."""
+        """Queue a preempted batch again, as if it had just arrived."""
         self._release(event.device)
         self._queue_again(event.batch)
         self._fill(now_ns, actions)
@@ -385,7 +385,7 @@ def _remove(queue: DeadlineQueue, requests: Sequence[Request]) -> None:
     if not count:
         return
     if count <= len(queue) and queue[0] is requests[0] and queue[count - 1] is requests[-1]:
-        queue.take(count)  # both are in the same order, so these are the first ones
+        queue.take(count)  # same order in both, so these are the first ones
         return
     for request in requests:
         queue.discard(request)

@@ -1,8 +1,8 @@
-"""How Flex forms the batch it would run for one model, without touching the queue.
+"""How Flex forms the batch it would run for one model, without changing the queue.
 
-Each :class:`Generation` looks at a model's requests in the order of its queue, and at the time at
-which a batch could start, and names the batch, and who would be given up for it. What happens to
-both is :class:`trims_shim.batching.policies.flex.Flex`'s business: a candidate may come to nothing.
+A :class:`Generation` takes a model's requests in queue order and the time at which a batch could
+start. It returns the batch, and the requests that would be given up for it.
+:class:`trims_shim.batching.policies.flex.Flex` decides whether the candidate runs.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["Candidate", "Generation", "by_earliest", "by_largest", "by_window"]
 
 @dataclass(slots=True)
 class Candidate:
-    """A batch that could run now, whose members would all be in time."""
+    """A batch that could run now and would answer all its requests in time."""
 
     batch: Sequence[Request]
     given_up: Sequence[Request] = ()
-    """Requests ahead of some of the batch that would not be answered in time with it."""
+    """Requests ahead of the batch's last one that are given up for it."""
 
 
 class Generation(Protocol):
     """A rule of batch generation (Shepherd, NSDI'23, section 5, ``BatchGen``).
 
-    ``requests`` are in the order of a queue, and may be the queue itself: a candidate holds slices
-    of them, or lists of its own. ``start_ns`` is when the batch would start,
-    ``max_batch_size`` at least 1. The candidate is empty only where no request can be in time.
+    ``requests`` are in queue order and may be the queue itself; a candidate holds slices of them or
+    its own lists. The batch would start at ``start_ns``; ``max_batch_size`` is at least 1. The
+    candidate is empty only if no request can be in time.
     """
 
     def __call__(
@@ -47,11 +47,11 @@ class Generation(Protocol):
 def by_earliest(
     start_ns: int, requests: Sequence[Request], profile: LatencyProfile, max_batch_size: int
 ) -> Candidate:
-    """Take requests in their order while the first deadline among them can be met.
+    """Take requests in order while the earliest deadline among them can be met.
 
-    The listing of the paper, with its line 10 read as Nexus' authors corrected it: the batch is
-    tested with the new request in it, against the earliest deadline in the batch. Requests that
-    cannot be in time even alone are passed over.
+    The paper's listing, with line 10 as Nexus' authors corrected it: the batch is tested with the
+    new request in it, against its earliest deadline. Requests that would be late even alone are
+    passed over.
     """
     soonest_ns = start_ns + profile.latency_ns(1)
     batch: list[Request] = []
@@ -72,16 +72,16 @@ def by_earliest(
 def by_largest(
     start_ns: int, requests: Sequence[Request], profile: LatencyProfile, max_batch_size: int
 ) -> Candidate:
-    """The largest batch there is, of the earliest requests that can be in it.
+    """Return the largest possible batch, of the earliest requests that can be in it.
 
-    The two-pass rule that the paper's author describes: the size from the latest deadlines, then
-    filled from the earliest. Who is passed over stays in the queue, for another device. Only those
-    of the highest priority decide; others fill the batch up where they make nobody late.
+    The two-pass rule that the paper's author describes: find the size from the latest deadlines,
+    then fill from the earliest. Requests that are passed over stay in the queue for another device.
+    The highest priority decides; lower ones fill the batch up if they make no request late.
     """
     most = len(requests) if len(requests) < max_batch_size else max_batch_size
     is_one_class = most > 0 and requests[0].priority == requests[-1].priority
     if is_one_class and requests[0].deadline_ns >= start_ns + profile.latency_ns(most):
-        return Candidate(requests[:most])  # the usual case: time enough for as many as there can be
+        return Candidate(requests[:most])  # the usual case: time for the largest batch
     first_class = _first_class(requests)
     deadlines = [request.deadline_ns for request in first_class]
     size = _largest(start_ns, deadlines, profile, max_batch_size)
@@ -98,10 +98,10 @@ def by_largest(
 def by_window(
     start_ns: int, requests: Sequence[Request], profile: LatencyProfile, max_batch_size: int
 ) -> Candidate:
-    """The same batch, and all who are passed over are given up (after Nexus' early drop).
+    """Return the batch of :func:`by_largest`; give up all it passes over (after Nexus' early drop).
 
-    Under overload it keeps the queue at requests that still have time, so that the next batch is
-    large too. Where other devices are about to be free, it may give up what they could answer.
+    Under overload this leaves only requests with time in the queue, so that the next batch is large
+    too. If other devices are about to be free, it may give up requests that they could answer.
     """
     found = by_largest(start_ns, requests, profile, max_batch_size)
     if not found.batch:
@@ -112,7 +112,7 @@ def by_window(
 
 
 def _first_class(requests: Sequence[Request]) -> Sequence[Request]:
-    """Those of the highest priority; their deadlines ascend."""
+    """Return the requests of the highest priority; their deadlines ascend."""
     if not requests or requests[-1].priority == requests[0].priority:
         return requests
     return [each for each in requests if each.priority == requests[0].priority]
@@ -125,7 +125,7 @@ def _filled_up(
     profile: LatencyProfile,
     max_batch_size: int,
 ) -> Sequence[Request]:
-    """With those of lower priority that make nobody late."""
+    """Add requests of lower priority that make no request late."""
     filled = list(batch)
     earliest_ns = filled[0].deadline_ns
     for request in others:
@@ -143,9 +143,9 @@ def _filled_up(
 def _largest(
     start_ns: int, deadlines: Sequence[int], profile: LatencyProfile, max_batch_size: int
 ) -> int:
-    """The largest size for which there are that many deadlines at or after its end.
+    """Return the largest size for which that many deadlines are at or after its end.
 
-    One after the other: a larger batch may take less than a smaller one, so halving may miss it.
+    A linear search: a larger batch may take less than a smaller one, so bisection could miss it.
     """
     count = len(deadlines)
     size = min(count, max_batch_size)

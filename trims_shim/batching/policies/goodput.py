@@ -1,25 +1,23 @@
-"""Early drop by goodput: give requests up only where those that are answered instead are more.
+"""Early drop by goodput: give requests up only if more are answered instead.
 
-Work conserving. With ``k`` first requests given up, the next one's deadline allows a batch of
-``b(k)``, which is answered at the rate ``b / L(b)`` (``L``: latency of a batch). Early drop over a
-window (Nexus, SOSP'19, section 6.3) takes the ``k`` with the largest batch whatever it costs;
-giving up only what is hopeless takes ``k = 0`` whatever it costs. Here it is the ``k`` with the
-largest ``min(b(k) / L(b(k)), a) H - k``: what the better rate brings for as long as there is a
-backlog, ``H``, less what is given up for it. No rate is worth more than ``a``, that at which the
-queue has grown: a batch that keeps up with arrivals needs to give up nothing, and with ``d``
-devices, each of them has to keep up with a ``d``-th of it. With other keys that wait for the
-device, there is no such limit.
+Work conserving. With the first ``k`` requests given up, the next one's deadline allows a batch of
+``b(k)`` requests, which are answered at the rate ``b / L(b)`` (``L``: latency of a batch). Early
+drop over a window (Nexus, SOSP'19, section 6.3) always takes the ``k`` with the largest batch;
+giving up only hopeless requests always takes ``k = 0``. This policy takes the ``k`` with the
+largest ``min(b(k) / L(b(k)), a) H - k``: the answers at that rate while the backlog lasts, ``H``,
+less the requests given up. No rate is worth more than ``a``, the rate at which the queue has grown:
+a batch that keeps up with arrivals need not give up any. With ``d`` devices, each has to keep up
+with a ``d``-th of it. While other keys wait for the device, there is no such limit.
 
-Where batches do not always take the same, there is no one size that a deadline allows. Then each of
-the sizes that would be in time if it took this or that is compared by how many of it are expected
-to be in time.
+If latencies vary, a deadline does not allow a single size. The sizes that would be in time at
+several likely latencies are then compared by the number of requests expected to be in time.
 
-Where batches are padded to some sizes, one of 4 may be answered at a higher rate than one of 5: of
-the sizes that a deadline allows, the one with the best rate runs.
+If batches are padded to some sizes, one of 4 may be answered at a higher rate than one of 5: of the
+sizes that a deadline allows, the one with the best rate runs.
 
-No request is given up for the sake of those of lower priority; these only fill a batch up. Which of
-them is found in the same way: what is about to be late must not keep all others of its priority
-from going along.
+No request is given up for one of lower priority; lower priorities only fill a batch up. Among them
+requests are given up in the same way: one that is about to be late must not keep all others of its
+priority out of the batch.
 """
 
 from __future__ import annotations
@@ -35,19 +33,18 @@ from trims_shim.batching.rules import Rule
 
 __all__ = ["Goodput"]
 
-# H, in distances from a request's arrival to its deadline. From 8 to 40, violations differ by 1 %
-# of themselves (docs/decisions/0009): fewer are better where a fixed cost is small, more where it
-# is large.
+# H, in times from a request's arrival to its deadline. From 8 to 40, violations differ by 1 % of
+# themselves (docs/decisions/0009): less is better if the fixed cost is small, more if it is large.
 _BACKLOG_LASTS = 18
-# A smaller batch has to be answered at so much of a higher rate, since profiles are measured.
+# How many times the rate a smaller batch needs to be preferred, since profiles have errors.
 _CLEARLY = 1.1
-# Ways that are compared before only those are that are sure to be larger: as good as all of them,
-# of which a queue of thousands has hundreds.
+# After comparing so many values of k, skip those that might not allow a larger batch at the slowest
+# latency: the result is as good, and a queue of thousands has hundreds of values.
 _CLOSELY = 32
 
 
 class Goodput(Rule):
-    """The batch with the highest rate that is worth what has to be given up for it."""
+    """Run the batch whose rate is best worth the requests given up for it."""
 
     def __init__(
         self, profile: LatencyProfile, *, max_batch_size: int, margin_ms: float = 0.0
@@ -56,9 +53,9 @@ class Goodput(Rule):
         self.has_shed = False
         """Whether the last decision gave up a request that alone would have been in time."""
         self.due_ns = 0
-        """The earliest deadline of what it found fitting."""
+        """The earliest deadline of the requests that it found to fit."""
         self._efficient: list[int] = []
-        """By size: of the sizes up to it, the one that is answered at the highest rate."""
+        """By size: the size up to it to run; a smaller one only if its rate is clearly higher."""
         self._best_rate = 0.0
         self._known: LatencyProfile | None = None
 
@@ -68,7 +65,7 @@ class Goodput(Rule):
         return self._efficient[size] if size else 0
 
     def fitting(self, now_ns: int) -> int:
-        """Give up what does not fit, and return how many of the rest may go."""
+        """Give up requests that do not fit, and return how many of the rest may go."""
         profile = self.profile
         if self._known is not profile:
             self._know(profile)
@@ -78,7 +75,7 @@ class Goodput(Rule):
         self.due_ns = due_ns = self.queue.deadline_ns(size)
         if self.is_in_time(size, due_ns - ready_ns):
             return size
-        # Never by stretches alone: where all is given up nothing runs, and they stay as they are.
+        # At most 1: if stretches alone made all hopeless, nothing would run to correct them.
         quickest = min(self.stretches[0], 1.0)
         soonest_ns = ready_ns + int(quickest * profile.latency_ns(1))
         self.drop(self.queue.take_due(soonest_ns), DropReason.HOPELESS)
@@ -99,44 +96,49 @@ class Goodput(Rule):
         return companions(now_ns, self, size, others)
 
     def is_in_time(self, size: int, budget_ns: int) -> bool:
-        """Whether a batch of ``size`` is done after so long, even if it is as slow as any."""
+        """Whether a batch of ``size`` is done within ``budget_ns`` even at the largest stretch."""
         return budget_ns >= self.stretches[-1] * self.profile.latency_ns(size)
 
     @property
     def servers(self) -> int:
-        """How many such batches the queue is served by at the same time."""
+        """How many batches of the queue can run at the same time."""
         return self.devices
 
     def _know(self, profile: LatencyProfile) -> None:
-        """``profile`` is new: make what is read from it at each decision."""
+        """Derive from a new profile what each decision reads."""
         self._known = profile
         self._efficient = _most_efficient(profile)
         self._best_rate = profile.best_rate()
 
     def _joined(self, now_ns: int, ready_ns: int, start: int) -> tuple[bool, int, int]:
-        """Let those of the next priority go along with the first ``start``: whether some of them
-        were given up, how many go in all, and how many there are down to this priority."""
+        """Let requests of the next priority join the first ``start``.
+
+        Returns whether some of them were given up, how many requests go in total, and how many are
+        queued down to this priority.
+        """
         end = self.queue.peers(start)
         shed, size = self._best(now_ns, ready_ns, start, end)
         self.drop(self.queue.cut(start, start + shed), DropReason.SHED)
         return shed > 0, size, end - shed
 
     def _best(self, now_ns: int, ready_ns: int, start: int, end: int) -> tuple[int, int]:
-        """How many of those from ``start`` up to ``end``, which have one priority, to give up, and
-        how many go then; with the first ``start``, for whom they must not be too many.
+        """Return how many requests from ``start`` on to give up, and how many go in total.
+
+        The requests from ``start`` to ``end`` have one priority. The first ``start`` go too, and
+        must stay in time.
         """
         profile, first, peers = self.profile, self.queue[start], end - start
         due_ns = [request.deadline_ns for request in islice(self.queue, start, end)]
         needed = peers / max(1, now_ns - first.arrival_ns) / self.servers
-        if self.has_rivals:  # while this runs, others do not
+        if self.has_rivals:  # while this batch runs, other keys wait
             needed = float("inf")
         lasts_ns = _BACKLOG_LASTS * (first.deadline_ns - first.arrival_ns)
-        # By the clock, as arrivals are counted, not by the profile.
+        # Rates are by the clock, like arrivals, not by the profile.
         stretch_mean = sum(self.stretches) / len(self.stretches)
         most = min(self._best_rate / stretch_mean, needed) * lasts_ns
         before_ns = self._budget_ns(start, ready_ns)
         largest = profile.largest_within(before_ns, self.max_batch_size)
-        # What is not hopeless may go alone, though it is a risk.
+        # A request that is not hopeless may go alone, though that is a risk.
         best, best_shed, best_size = (0.0, 0, start) if start else (float("-inf"), 0, 1)
         least = 0 if start else 1
         larger_ns = surely = compared = 0
@@ -165,20 +167,20 @@ class Goodput(Rule):
                 break
             if not shed and surely > start and self._is_overtaken(start, surely, ready_ns):
                 break
-            # Behind one that weighs much, more may find room, whatever their deadline is.
+            # Without a heavy request there may be room for more, whatever the deadlines are.
             least_ns = profile.beyond_ns(surely) if surely < limit else 0
             stretch = self.stretches[0 if compared < _CLOSELY else -1]
             larger_ns = ready_ns + int(stretch * least_ns)
         return best_shed, best_size
 
     def _budget_ns(self, start: int, ready_ns: int) -> float:
-        """What a batch may take so that the first ``start`` are in time even if it is slow."""
+        """Return the time that a batch may take if the first ``start`` must be in time."""
         if not start:
             return float("inf")
         return (self.queue.deadline_ns(start) - ready_ns) / self.stretches[-1]
 
     def _limit(self, start: int, first: int, end: int) -> int:
-        """How many one batch can hold: the first ``start``, and those from ``first`` to ``end``."""
+        """Return how many fit in one batch of the first ``start`` and ``first`` to ``end``."""
         count = min(end - first, self.max_batch_size - start)
         if self.max_weight is None:
             return start + count
@@ -190,7 +192,7 @@ class Goodput(Rule):
     def _expected(
         self, due_ns: list[int], start: int, count: int, ready_ns: int, size: int
     ) -> float:
-        """How many of ``count`` from ``start`` on will be in time in a batch of ``size``."""
+        """Return how many of ``count`` from ``start`` on should be in time in this batch."""
         latency_ns = self.profile.latency_ns(size)
         end = start + count
         in_time = 0
@@ -199,10 +201,9 @@ class Goodput(Rule):
         return in_time / len(self.stretches)
 
     def _is_overtaken(self, start: int, size: int, ready_ns: int) -> bool:
-        """Whether the one at ``start`` has a short deadline of its own, and all who do not go have
-        time after it.
+        """Whether the request at ``start`` overtook others that all have time after its batch.
 
-        Then it is no sign of a backlog.
+        A short deadline of its own, not a backlog, then limits the batch.
         """
         queue = self.queue
         rest = len(queue) - size

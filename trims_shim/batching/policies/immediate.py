@@ -8,7 +8,7 @@ __all__ = ["Immediate"]
 
 
 class Immediate(Rule):
-    """As many as there are. Serves late requests too; the baseline that everything has to beat."""
+    """All queued requests, late ones too. The baseline that every other policy has to beat."""
 
     def choose(self, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.rules.Rule`."""

@@ -1,22 +1,21 @@
-"""Who of other lengths goes along: one batch, padded to the longest, or one after the other.
+"""Mix lengths: one batch, padded to the longest, or one batch after the other.
 
-Each length has a rule and a queue of its own, so a device that is free has several batches to
-choose from. The one that goes first is ``n`` of length ``k``, and would take ``L_k(n)`` (``L``:
-latency of a batch). The ``m`` that wait in the queue of length ``j`` can run after it, for
-``L_j(m)``, or with it, for ``T = L_max(k,j)(n + m)`` in all. What counts is how many of the
-``n + m`` are expected to be in time, and where that is equal, how long all wait. Together, the
-``m`` and all others who wait are answered sooner by what the device saves,
-``L_k(n) + L_j(m) - T``, and the ``n`` later by ``T - L_k(n)``. Where the sum of that is a gain,
-they go together; then the next length is asked, the one that gains most first. With ``d`` devices,
-all of them busy, the next one is free after ``L_k(n) / d``, so that the ``m`` save less, and what a
-device saves is worth a ``d``-th of it to the others.
+Each length has a rule and a queue of its own, so a free device can choose between several batches.
+The first one has ``n`` requests of length ``k`` and takes ``L_k(n)`` (``L``: latency of a batch).
+The ``m`` requests in the queue of length ``j`` can run after it, for ``L_j(m)``, or with it, for
+``T = L_max(k,j)(n + m)`` in total. The better way is that with more of the ``n + m`` expected to be
+in time, or, if equal, the lower total wait. Together, the ``m`` and all other waiting requests are
+answered sooner by the device time saved, ``L_k(n) + L_j(m) - T``, and the ``n`` later by
+``T - L_k(n)``. If the sum is a gain, they run together. Lengths join one by one, the one that gains
+most first. With ``d`` devices, all busy, the next one is free after ``L_k(n) / d``: the ``m`` save
+less, and the time that a device saves is worth only a ``d``-th of it to the others.
 
-That those who would have been next without the ``m`` wait for these is left out: what the device
-saves is for those yet to come, too, who are not counted either.
+Two effects are left out: the requests that would have been next wait for the ``m``, and the device
+time saved also serves future arrivals.
 
-So lengths that cost nearly the same are padded together, as at low load on a wide device, and those
-that pay for each token keep to themselves. Nothing has to be tuned, and nobody waits for it
-(docs/decisions/0014: against a batch for each length, and all lengths together).
+So lengths that cost nearly the same are padded together, for example at low load on a wide device,
+and lengths that pay for each token stay apart. Nothing has to be tuned, and no request waits for
+it. docs/decisions/0014 compares with a batch for each length and with all lengths together.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ __all__ = ["companions"]
 def companions(
     now_ns: int, rule: Rule, size: int, others: Collection[Rule]
 ) -> list[tuple[Rule, int]]:
-    """Rules of the same family, each with how many of its first requests go along.
+    """Return rules of the same family, each with how many of its first requests join.
 
-    ``rule`` runs its first ``size`` now; ``others`` are all other rules whose queues are not empty.
+    ``rule`` runs its first ``size`` now; ``others`` are all other rules with queued requests.
     """
     mates = [each for each in others if _may_join(each, rule)]
     if not mates:
@@ -58,7 +57,7 @@ def companions(
 def _may_join(mate: Rule, rule: Rule) -> bool:
     if mate.family is None or rule.family is None or mate.family.rest != rule.family.rest:
         return False
-    # Those of lower priority hold nobody up, and those of higher priority were asked before.
+    # Lower priorities must not delay the batch, and higher ones have had their turn.
     return mate.queue[0].priority == rule.queue[0].priority
 
 
@@ -67,7 +66,7 @@ _NO_GAIN = (0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What would run."""
+    """A batch that could run."""
 
     longest: Rule
     size: int
@@ -94,7 +93,7 @@ class _Batch:
         return self.longest.profile.latency_ns(self.size)
 
     def room(self, mate: Rule) -> int:
-        """For how many of its first requests."""
+        """Return how many of the first requests of ``mate`` it can hold."""
         most = min(self.longest.max_batch_size, mate.max_batch_size) - self.size
         count = max(0, min(mate.queue.peers(0), most))
         if mate.max_weight is None or not count:
@@ -103,7 +102,7 @@ class _Batch:
         return mate.queue.within_weight(count, left) if mate.queue[0].weight <= left else 0
 
     def late(self, start_ns: int, latency_ns: float, stretches: Sequence[float]) -> int:
-        """How many are, summed over what it may take, in multiples of ``latency_ns``."""
+        """Return how many requests are late, summed over stretches of ``latency_ns``."""
         if start_ns + stretches[-1] * latency_ns <= self.due_ns:
             return 0
         ends_ns = [start_ns + each * latency_ns for each in stretches]
@@ -116,17 +115,17 @@ class _Batch:
 
 
 class _Option(NamedTuple):
-    """As many of another length as there is room for go along."""
+    """A batch with as many requests of another length as it has room for."""
 
     batch: _Batch
-    """With them."""
+    """Includes them."""
     gain: tuple[int, float]
-    """Against running after it: how many fewer are late, in sum over what batches may take, and by
-    how much less all wait."""
+    """Over running after it: how many fewer are late, summed over stretches, and by how much less
+    all requests wait in total."""
 
     @classmethod
     def of(cls, batch: _Batch, mate: Rule, waiting: int, now_ns: int) -> _Option:
-        """``waiting``: all that are not in ``batch``."""
+        """``waiting``: the number of queued requests that are not in ``batch``."""
         count = batch.room(mate)
         if not count:
             return cls(batch, _NO_GAIN)

@@ -1,4 +1,4 @@
-"""What a preemptive policy knows of a model: how long its batches take, and where they can stop."""
+"""What a preemptive policy knows of a model: its latencies, and where its batches can stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PreemptibleModel", "even_exits"]
 
 
 def even_exits(stages: int) -> tuple[float, ...]:
-    """The exit points of a model of so many stages that take equally long."""
+    """Return the exit points of a model of ``stages`` equally long stages."""
     if stages < 1:
         raise ValueError(f"a model of {stages} stages; at least one is needed")
     return tuple(number / stages for number in range(1, stages))
@@ -23,9 +23,9 @@ def even_exits(stages: int) -> tuple[float, ...]:
 class PreemptibleModel:
     """A model whose batches can be given up between its stages.
 
-    ``exits`` are the shares of a batch's latency after which it can be given up: ascending, above
-    0 and below 1; none for a model in one piece, which is never preempted. Raises ValueError for
-    others, and for a ``max_batch_size`` that the profile does not know.
+    ``exits``: the shares of a batch's latency after which it can be given up, ascending, above 0
+    and below 1; none for a model in one piece, which is never preempted. Raises ValueError for
+    other values, and for a ``max_batch_size`` that the profile does not know.
     """
 
     profile: LatencyProfile
@@ -39,9 +39,9 @@ class PreemptibleModel:
             raise ValueError(f"exits {self.exits} do not ascend between 0 and 1")
 
     def next_exit_ns(self, batch_size: int, passed_ns: int) -> int:
-        """When, since its start, a batch that runs for so long can be given up next.
+        """Return the next time, since its start, at which a batch can be given up.
 
-        NEVER_NS where it will run to its end.
+        It has run for ``passed_ns``. NEVER_NS if no exit point is left.
         """
         latency_ns = self.profile.latency_ns(batch_size)
         index = bisect_left(self.exits, passed_ns / latency_ns)

@@ -1,16 +1,16 @@
 """Adaptive batching of Proteus (ASPLOS'24): wait as long as the first request allows.
 
 Proactive and not work conserving. With ``q`` requests queued and the device free, run them if they
-are a full batch; else wait for request ``q + 1`` until ``D(1) - L(q + 1)``, the last moment at
+are a full batch. Otherwise wait for request ``q + 1`` until ``D(1) - L(q + 1)``, the last moment at
 which a batch with it would be in time for the first request (``D``: deadline, ``L``: latency of a
-batch), and run the ``q`` at that moment. Few and large batches, and nothing to spare: a timer that
-comes late, or a batch that takes longer than its profile says, makes the first request late. So by
-default the wait ends earlier by what timers and batches were late recently, which is nothing where
-times are exact; ``margin_ms=0`` is the paper's policy everywhere.
+batch), and then run the ``q``. Batches are few and large, with no slack: a late timer, or a batch
+slower than its profile, makes the first request late. So by default the wait ends earlier by the
+recent lateness of timers and batches, which is 0 if times are exact. ``margin_ms=0`` is always the
+paper's policy.
 
-The paper leaves open what happens to requests that have become late already while the device was
-busy; that is ``drop``. It knows one model for each device: while another key waits for a device,
-nothing is waited for here.
+The paper does not say what happens to requests that became late while the device was busy; here
+``drop`` decides. The paper has one model for each device; here the policy does not wait while
+another key waits for a device.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = ["LateRequests", "Proteus"]
 
 LateRequests = Literal["window", "head", "none"]
 
-# Enough for a 99th percentile: one answer in a hundred may be late for want of a margin.
+# Enough for a 99th percentile: one answer in a hundred may be late because the margin is too small.
 _REMEMBERED = 256
 _QUANTILE = 0.99
 
 
 class Proteus(EarlyDrop):
-    """Wait for one more until the last moment at which there would be time for it.
+    """Wait for one more request until the last moment at which there would be time for it.
 
-    ``margin_ms`` is kept free before each deadline; None ends waits early, by what was measured.
+    ``margin_ms`` is kept free before each deadline; None ends waits early by the measured lateness.
 
-    ``drop`` is what gives way when not all that are queued can be in time. ``"window"``: the first
-    ones that stand in the way of a larger batch, as in :class:`EarlyDrop`. ``"head"``: only those
-    that are hopeless, and the batch becomes as small as the first request needs it; fewer
-    violations while the load is low, and a collapse when it is not, since small batches never
-    catch up. ``"none"``: nothing, late requests are served.
+    ``drop``: the requests to give up if not all in the queue can be in time. ``"window"``: the
+    first ones that prevent a larger batch, as in :class:`EarlyDrop`. ``"head"``: only hopeless
+    ones, and the batch is as small as the first request needs; fewer violations at low load, but a
+    collapse at high load, since small batches never catch up. ``"none"``: none; late requests are
+    served.
     """
 
     def __init__(

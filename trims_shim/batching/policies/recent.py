@@ -1,4 +1,4 @@
-"""The last values of something that varies, and their quantiles: what margins are learned from."""
+"""The last values of a varying quantity and their quantiles, from which margins are learned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Recent:
         return len(self._values)
 
     def add(self, value: float) -> bool:
-        """The oldest is forgotten where there are too many. Whether that may change a quantile."""
+        """Add a value, in place of the oldest if full; return whether a quantile may change."""
         values, ascending = self._values, self._ascending
         if len(values) == values.maxlen:
             oldest = values[0]
@@ -36,20 +36,20 @@ class Recent:
         return True
 
     def replace(self, values: Iterable[float]) -> None:
-        """These instead of those until now, the oldest first."""
+        """Replace all values by these, the oldest first."""
         self._values = deque(values, self._values.maxlen)
         self._ascending = sorted(self._values)
 
     def quantile(self, share: float) -> float:
-        """The value below which ``share`` of the others are; 0 for none.
+        """Return the value below which ``share`` of the others are; 0 if there are none.
 
-        Rounded down: as long as there are few values, the largest of them does not count.
+        Rounded down: while there are few values, the largest one does not count.
         """
         ascending = self._ascending
         return ascending[int(share * (len(ascending) - 1))] if ascending else 0.0
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """Each as :meth:`quantile` has it."""
+        """Return :meth:`quantile` of each share."""
         ascending = self._ascending
         if not ascending:
             return [0.0] * len(shares)

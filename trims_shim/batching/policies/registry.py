@@ -33,10 +33,10 @@ POLICIES: dict[str, RuleMaker] = {
 
 
 def rule_maker(policy: str | RuleMaker, known: Mapping[str, RuleMaker] = POLICIES) -> RuleMaker:
-    """What a user calls a policy: a name in ``known``, or a function that makes a rule.
+    """Resolve a policy: a name in ``known``, or a function that makes a rule.
 
-    ``functools.partial(Window, wait_ms=5)`` is such a function. Raises ValueError for a name that
-    is not known, TypeError for anything else.
+    ``functools.partial(Window, wait_ms=5)`` is such a function. Raises ValueError for an unknown
+    name, TypeError for anything else.
     """
     if isinstance(policy, str):
         if policy not in known:

@@ -1,11 +1,11 @@
-"""How slow the device is at present: batches that were slow are followed by slow ones.
+"""How slow the device is at present: slow batches follow slow ones.
 
-Neighbours on the machine, clocks that heat brings down, other models on the device: what makes a
-batch take longer than its profile says usually makes the next ones take longer, too. On a shared
-virtual machine the times of a perceptron's batches, over their medians, are correlated by .87 with
-those of the batch before, and by .56 with those 16 batches before. So the next one's is predicted
-by an exponentially weighted mean of the last ones, as far as such means have clearly predicted of
-late: where times are drawn independently, that is not at all.
+Other load on the machine, thermal throttling, other models on the device: what makes a batch
+slower than its profile usually makes the next ones slower too. On a shared virtual machine, the
+times of a perceptron's batches, over their medians, correlate by .87 with the batch before, and by
+.56 with the batch 16 before. So an exponentially weighted mean of the last batches predicts the
+next one, as far as such means have clearly predicted recent ones. If times are independent, that is
+not at all.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ __all__ = ["Tempo"]
 
 # Flat around these values: docs/decisions/0009.
 _WEIGHT = 0.4
-"""Of the last batch in the mean."""
+"""The weight of the last batch in the mean."""
 _KEPT = 0.98
-"""Of what is known of earlier predictions, with each batch."""
+"""The share of the statistics of earlier predictions that remains after each batch."""
 _MOST = 2.0
 _LEAST = 1 / _MOST
-"""Times as long, or as short: more is a pause, which says nothing of the next batch."""
+"""Ratios are limited to this range: beyond it is a pause, which says nothing of the next batch."""
 _CLEARLY = 2.0
-"""Standard errors: what independent times seem to predict by chance."""
+"""Standard errors that a correlation must exceed: independent times show less by chance."""
 _ERROR = (1 - _KEPT) / (1 + _KEPT)
-"""How many values such a mean is worth, its inverse."""
+"""The inverse of the number of values that a mean with ``_KEPT`` is worth."""
 _KNOWN = 1e-6
-"""Squares of logarithms: less says nothing."""
+"""The least sum of squared logarithms that says anything."""
 
 
 class Tempo:
-    """Of batches whose durations, over what their profile says, are told one after the other."""
+    """Predicts the next batch from the ratios of durations to the profile, told one by one."""
 
     __slots__ = ("_level", "_products", "_squares", "_totals", "now")
 
     def __init__(self) -> None:
         self.now = 1.0
-        """What the next one is expected to take, over what its profile says."""
+        """The expected ratio of the next batch's duration to its profile."""
         self._level = 0.0
-        """The mean of the last ones' logarithms."""
+        """The weighted mean of the logarithms of the last ratios."""
         self._products = self._squares = self._totals = 0.0
-        """Of that mean and the logarithm of the next one, both, and each with itself."""
+        """Sums over batches of mean x logarithm of the next ratio, mean^2, and logarithm^2."""
 
     def add(self, ratio: float) -> bool:
-        """A batch took ``ratio`` times what its profile says; whether :attr:`now` has changed."""
+        """Add a batch that took ``ratio`` times its profile; return whether :attr:`now` changed."""
         if ratio == 1.0 and not self._level:
             return False
         before = self.now
@@ -53,7 +53,7 @@ class Tempo:
         return self.now != before
 
     def follow(self, ratios: Iterable[float]) -> list[float]:
-        """:meth:`add` each; each over what was expected of it."""
+        """Add each ratio; return each ratio over its prediction."""
         now, level = self.now, self._level
         products, squares, totals = self._products, self._squares, self._totals
         found = []
@@ -64,7 +64,7 @@ class Tempo:
             squares = _KEPT * squares + level * level
             totals = _KEPT * totals + taken * taken
             level += _WEIGHT * (taken - level)
-            # Of the mean, the next one has the slope of a line through the origin, less its error.
+            # The slope of a line through the origin, from the mean to the next one, less its error.
             clearly = products - _CLEARLY * sqrt(totals * squares * _ERROR)
             if clearly <= 0 or squares < _KNOWN:
                 now = 1.0

@@ -1,6 +1,6 @@
-"""A batch size and a timeout: what most servers have (Triton, TorchServe, Ray Serve, LitServe).
+"""A batch size and a timeout, as in most servers (Triton, TorchServe, Ray Serve, LitServe).
 
-Knows neither deadlines nor latencies, drops nothing, and serves late requests.
+Ignores deadlines and latencies, drops nothing, and serves late requests.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ __all__ = ["Window"]
 class Window(Rule):
     """A full batch at once, a smaller one when its oldest request has waited ``wait_ms``.
 
-    A batch is formed when a device is free, not before: what arrives while it is busy still joins.
-    The default is Ray Serve's ``batch_wait_timeout_s``.
+    A batch is formed only when a device is free, so requests that arrive while it is busy join. The
+    default is Ray Serve's ``batch_wait_timeout_s``.
     """
 
     def __init__(
