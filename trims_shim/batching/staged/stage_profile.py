@@ -21,8 +21,8 @@ class StagedProfile(LatencyProfile):
     ``width``: what stages gain from running at the same time, from 0 (nothing: together they take
     as long as one after the other) to 1 (the share of the device's best throughput that one leaves
     is free for the other); None if it was not measured.
-    ``sure``: for each stage, the largest size that was measured or has run; latencies of larger
-    sizes are optimistic guesses.
+    ``sure``: for each stage, the largest size that was known before or has run several times;
+    latencies of larger sizes are optimistic guesses.
 
     Sizes beyond the largest known one take proportionally longer. They occur after the maximum was
     reduced, for batches that are already under way.
