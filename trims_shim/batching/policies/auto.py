@@ -4,12 +4,12 @@
 many run. This module decides when.
 
 Starting a batch early can cost answers in one way only: requests that arrive while it runs find the
-device busy. If the next batch could still answer the largest recent number of such arrivals in
-time, waiting cannot reduce violations. The batch then starts at once, whatever its size, unless the
-next request is expected so soon that waiting for it lowers the mean latency
-(:class:`~trims_shim.batching.policies.company.Company`). Rare delays are not assumed to coincide:
-of the two batches, the longer one may be slow, and the other takes its usual time. The largest
-recent number is a high quantile over the last batches, so it does not change with each.
+device busy. If the next batch could still answer the largest recent number of such arrivals (a high
+quantile, which does not change with each batch) in time, waiting cannot reduce violations. The
+batch then starts at once, whatever its size, unless the next request is expected so soon that
+waiting for it lowers the mean latency (:class:`~trims_shim.batching.policies.company.Company`).
+Rare delays are not assumed to coincide: of both batches the longer may be slow, and the other takes
+its usual time.
 
 Otherwise a batch that could still grow waits for a limited time while the device idles. As in ski
 rental (Karp, 1990; for TCP acknowledgements Dooly et al., 1998), it waits no longer than the device
@@ -42,8 +42,8 @@ from trims_shim.batching.protocol import NEVER_NS, Finished, Request
 
 __all__ = ["Auto"]
 
-# Measured on a grid of loads, arrivals, profiles and jitters: docs/decisions/0009. Results are flat
-# around all these values.
+# Measured on a grid of loads, arrivals, profiles and jitters: docs/decisions/0009. All are flat
+# around these values.
 _REMEMBERED = 256  # enough for a 99th percentile
 _AS_BEFORE = 0.05  # of a latency: past batches are not compared anew for a smaller change
 _WORST_QUANTILE = 0.99

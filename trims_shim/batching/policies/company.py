@@ -1,16 +1,14 @@
 """Learn whether another request arrives soon, for each number of queued requests.
 
-For each decision with ``n`` queued requests, record whether the next one arrived within the time
-that it could save by joining, ``S = L(n) + L(1) - L(n + 1)`` (``L``: latency of a batch), and how
-soon, whether the rule waited for it or not. An arrival after an answer may be caused by the answer
-and does not count: a caller that waits for its answers has no company, callers that ask together
-have.
+For each decision with ``n`` queued requests, whether the rule waited or not, record if and how soon
+the next one arrived within the time that it could save by joining, ``S = L(n) + L(1) - L(n + 1)``
+(``L``: latency of a batch). An arrival after an answer may be caused by it and does not count: a
+caller that waits for its answers has no company, callers that ask together have.
 
-This tells where waiting lowers the mean latency. Let ``c`` be the probability of an arrival, and
-``t`` its mean time. The newcomer's latency falls by ``c (S - t)``. The latencies of the ``n``
-queued requests, and of the ``m`` others that arrive meanwhile, grow by
-``c (n + m) (t + L(n + 1) - L(n))`` if it arrives, and by ``(1 - c) (n + m) w`` after a wait of
-``w`` in vain.
+This tells where waiting lowers the mean latency. If a request arrives with probability ``c``, after
+``t`` on average, its latency falls by ``c (S - t)``. Those of the ``n`` queued and of ``m`` other
+arrivals meanwhile grow by ``c (n + m) (t + L(n + 1) - L(n))`` if it arrives, and by
+``(1 - c) (n + m) w`` after a wait of ``w`` in vain.
 """
 
 from __future__ import annotations
@@ -49,16 +47,16 @@ class Company:
         self.savings_ns: list[int] = []
         """The device time that one more request saves by joining, by queue length."""
         self.shares: list[float] = []
-        """How often another request arrived in time, by queue length."""
+        """How often another request arrived in time, likewise."""
         self.patience_ns: list[int] = []
-        """How long to wait to lower the mean latency, by queue length; 0 if waiting raises it."""
+        """How long to wait to lower the mean latency, likewise; 0 if waiting raises it."""
         self._chances: list[int] = []
-        """The number of decisions, by queue length."""
+        """The number of decisions, likewise."""
         self._waited_ns: list[float] = []
-        """The mean time until the next request; one that did not arrive in time counts as 0."""
+        """The mean time until the next request; 0 for one that did not arrive in time."""
         # All of these are floats, since sums of integers and floats take ten times as long.
         self._terms_ns: list[tuple[float, float]] = []
-        """What one more request saves by joining, and by how much it prolongs the batch."""
+        """What one more request saves by joining, and how much longer it makes the batch."""
         self._meanwhile = 0.0
         """The mean number of queued requests at the end of a batch."""
         self._size = 0
@@ -96,10 +94,7 @@ class Company:
             self._learn(now_ns - self._since_ns if now_ns <= self.until_ns else None)
 
     def answered(self, queued: int) -> None:
-        """Note that a batch has ended, with ``queued`` requests in the queue.
-
-        Its answers may cause the next arrival, so the current decision counts as without one.
-        """
+        """Note that a batch has ended with ``queued`` waiting; it may cause the next arrivals."""
         self._meanwhile += (queued - self._meanwhile) * _LEAST_WEIGHT
         if self._size:
             self._learn(None)

@@ -26,7 +26,7 @@ __all__ = ["LateRequests", "Proteus"]
 
 LateRequests = Literal["window", "head", "none"]
 
-# Enough for a 99th percentile: one answer in a hundred may be late because the margin is too small.
+# Enough for a 99th percentile: one answer in a hundred may be late for want of a margin.
 _REMEMBERED = 256
 _QUANTILE = 0.99
 

@@ -1,9 +1,8 @@
 """The batch table: the batches that are under way in the stages of a model, and their parts.
 
-A batch consists of the requests it was created with (``new``) and those that joined later
-(``stretch``). It has one part until it is stretched or split. Each part is at one stage, where it
-waits or runs. A part's pieces list its requests and hold their activations. The activations belong
-to the driver; this module never looks at them.
+A batch has the requests it was created with (``new``) and those that joined later (``stretch``). It
+has one part until it is stretched or split. Each part is at one stage, where it waits or runs. Its
+pieces list its requests and hold their activations, which only the driver looks at.
 """
 
 from __future__ import annotations
@@ -131,8 +130,7 @@ class Batch:
     size: int
     """The number of requests that have entered."""
     passed: list[int]
-    """The status map: for each stage, how many requests have finished it; for a loop, each request
-    counts once a step."""
+    """The status map: how many requests have finished each stage; of a loop, once for each step."""
     is_split: bool = False
     """No request can join it any more, and its parts do not wait for each other."""
     is_typical: bool = True

@@ -31,18 +31,17 @@ __all__ = [
 ]
 
 _GAIN = 0.1
-"""The share of throughput by which larger batches must be better to be preferred. Two measurements
-of the same batch on a shared machine differ by a few per cent."""
+"""The gain in throughput for which larger batches are preferred. Two measurements of the same batch
+on a shared machine differ by a few per cent."""
 _SHARE = 0.1
-"""The least share of the time that each side of a border needs for the border to count."""
+"""The least share of the time on each side of a border that counts."""
 _ADVANTAGE = 1.25
 """The least ratio of throughputs that counts: a smaller one could be measurement error."""
 _PADDING = 1.5
 """The least ratio of the costs of lengths that counts. Below it, padding pays: it makes batches
 larger, which gains as much as padding costs."""
 _STRETCH_GAIN = 0.05
-"""The least share of device time to save. Catching up delays the requests that wait for it, so a
-smaller gain does not count."""
+"""The least share of device time to save, as catching up delays the requests that wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +81,8 @@ def preferred_size(profile: LatencyProfile) -> int:
 def has_operator_diversity(profile: StagedProfile) -> bool:
     """Whether at some border the stages before it prefer larger batches than the stages after it.
 
-    At their own preferred size, the stages before must reach at least 1.25 times the throughput
-    they reach at the size that the stages after prefer. Both sides have to take at least a tenth of
-    the time of the largest batch.
+    The stages before must have at least 1.25 times the throughput at their own preferred size than
+    at that of the stages after. Each side has to take a tenth of the time of the largest batch.
     """
     largest = profile.max_batch_size
     whole_ns = profile.latency_ns(largest)

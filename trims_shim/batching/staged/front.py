@@ -64,7 +64,7 @@ def staged_kind(
             has_loop=model.loop is not None,
             pairs=pairs,
             max_active=max_active,
-            # Unless the user asks for it, a second stream is used only if it is known to gain.
+            # A second stream that the user did not ask for is used only if it is known to gain.
             width=0.0 if devices is None and len(lanes) > 1 else None,
         ),
         engine=functools.partial(StagedEngine, is_whole=is_whole),

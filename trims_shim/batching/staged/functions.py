@@ -40,11 +40,11 @@ _MOST_CHECKED = 64
 
 
 class StagedFunction(BatchFunction):
-    """A batch function that can also run single stages. May be called from several threads.
+    """A batch function that also runs single stages. May be called from several threads.
 
-    ``has_function``: ``function`` is the user's, besides the model. ``lanes``: one for each device
-    of the policy. Raises TypeError for a function that is asynchronous or a generator, ValueError
-    for items that are batches of several rows.
+    ``has_function``: there is one besides the model. ``lanes``: one for each device of the policy.
+    Raises TypeError for a function that is asynchronous or a generator, ValueError for items that
+    are batches of several rows.
     """
 
     def __init__(
@@ -102,10 +102,7 @@ class StagedFunction(BatchFunction):
         self._has_warned = False
 
     def run_stage(self, stage: int, pieces: Sequence[Piece], *, device: int = 0) -> StageOutput:
-        """Run a stage; raise only errors of the thread, like a time limit.
-
-        Other failures are among the results.
-        """
+        """Run a stage; failures are results, except those of the thread, like a time limit."""
         if self._has_function:
             if self.is_distrusted:
                 return self.instead(_requests_of(pieces))
@@ -114,7 +111,7 @@ class StagedFunction(BatchFunction):
         try:
             return self._runner.run(stage, pieces, device=device)
         except Exception as error:
-            pass_on(error)  # re-raises a time limit of the thread, which is no fault of the stage
+            pass_on(error)  # a time limit of the thread is no fault of the stage
             output = self.instead(_requests_of(pieces), error)
             output.has_failed = True
             self._warn_of(stage, error, output)

@@ -70,7 +70,7 @@ class StageJob(Job):
         """The durations of its stages that have ended."""
         self._since_ns = 0
         self.news = 0
-        """The number of events at the time it was made."""
+        """The number of events when it was made."""
         self.part = action.part
         self.is_end = is_end
         self.size = 0
@@ -80,7 +80,7 @@ class StageJob(Job):
         self.has_started = False
         """The stage was called, and may have modified its input."""
         self.is_alone = True
-        """Its duration is that of one call of the stage with all rows."""
+        """Its duration is that of one call with all rows."""
         self.is_beside = False
         """Another stage ran during part of it."""
         self._result = result
@@ -109,10 +109,7 @@ class StageJob(Job):
         )
 
     def run_on(self, now_ns: int, *, is_end: bool) -> bool:
-        """Note that a stage has ended and the next one starts.
-
-        False, and nothing is noted, if the next one is the end and a request was cancelled.
-        """
+        """Go on to the next stage; False if that is the end and a request was cancelled."""
         if is_end and not all(each.payload.reply.begin() for each in self.requests):
             return False
         self.is_end = is_end
@@ -143,7 +140,7 @@ class StageJob(Job):
         return output.runs == 1
 
     def sizes(self, stage: int) -> Sequence[int]:
-        """Return the number of rows of each call of this stage: one call unless rows stay apart."""
+        """Return the rows of each call of this stage: one call unless rows stay apart."""
         output = self._output
         if output is None or stage < self.through or not output.sizes:
             return [self.size] if self.size else []

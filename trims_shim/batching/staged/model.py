@@ -66,9 +66,8 @@ class StagedModel:
     Iterating gives the stages. Calling runs the whole model, as if it had no stages, so the same
     model works with :class:`~trims_shim.batching.Batcher` and
     :class:`~trims_shim.batching.FlexBatcher`. ``profile``: how long the stages take; learned if not
-    given. Raises ValueError for no stages or a profile of another number of them; TypeError for
-    stages that are not callable or are asynchronous, a Loop that is not last, or a profile that is
-    no StagedProfile.
+    given. Raises ValueError for no stages or a profile of another number of them; TypeError for a
+    stage that is asynchronous or not callable, a Loop that is not last, or another profile.
     """
 
     def __init__(

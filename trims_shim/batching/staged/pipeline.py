@@ -6,14 +6,13 @@ take turns; with two, they work on two batches at the same time. Three meta-oper
 batches:
 
 ``new``      requests enter the first stage as a batch of their own;
-``stretch``  requests enter the first stage as a part of a batch, usually the newest, that is
-             already further on. The part ahead waits at a border, the newcomers catch up with it
-             stage by stage, merge with it there, and all go on as one;
+``stretch``  requests enter the first stage as a part of a batch that is further on. The part ahead
+             waits at a border; the newcomers catch up stage by stage, merge with it, and all go on;
 ``split``    a batch goes on in several parts, which no longer wait for each other.
 
 One rule holds at every border: *a part goes on when no part of its batch is behind it*, together
-with the parts that wait there. Parts of a split batch go on at once. When a batch is stretched, a
-part that is not running waits where it is; a running part waits at the end of its stage.
+with the parts that wait there. Parts of a split batch go on at once. A part that runs when its
+batch is stretched waits at the end of its stage, another where it is.
 
 The last stage may be a *loop*: a step that runs again until its requests are finished, each at its
 own time. A part in the loop does not wait for the parts behind it; they merge with it between two
@@ -46,11 +45,11 @@ class Pipeline:
         self.table = BatchTable(stages=stages)
         self.has_loop = has_loop
         self.last = stages - 1
-        """The number of the last stage."""
+        """The last stage."""
         self._executors = [StageExecutor() for _ in range(stages)]
         self._buffers = [[Buffer() for _ in range(pairs)] for _ in range(stages)]
         self._untold: Part | None = None
-        """The part of :meth:`new_alone` while it runs; buffers and executors do not know it."""
+        """The part of :meth:`new_alone` while buffers and executors do not know of it."""
 
     @property
     def active(self) -> int:
@@ -74,11 +73,10 @@ class Pipeline:
         return part.batch
 
     def new_alone(self, now_ns: int, requests: Sequence[Request]) -> Part:
-        """Do ``new`` and ``start`` at once, where nothing is under way or will run beside it.
+        """Do ``new`` and ``start`` if nothing is under way or will run beside it.
 
-        Buffers and executors are told only when it has finished its stages, and not at all if all
-        its requests have left by then, as is usual. Until then only ``withdraw`` and ``finish`` may
-        be called.
+        Buffers and executors are told when it has finished its stages, unless all its requests have
+        left by then, as is usual. Until then only ``withdraw`` and ``finish`` may be called.
         """
         part = self._untold = self.table.new(now_ns, requests, pair=0)
         self._run(part)
@@ -133,7 +131,7 @@ class Pipeline:
         self._gather(part.batch)
 
     def _free_pair(self) -> int | None:
-        """Return the buffer pair with which a new batch would start at once; None if there is none.
+        """Return a buffer pair with which a new batch would start at once, or None.
 
         Of several pairs, one that no batch has, else the one whose newest batch is the oldest.
         """
@@ -170,8 +168,8 @@ class Pipeline:
     def ready(self) -> list[Part]:
         """Return the parts that could start now, in order of precedence.
 
-        Steps of a loop come last, then earlier batches come first. Within a batch, the parts of a
-        split go in order, and parts that catch up go before those they catch up with.
+        Steps of a loop last; earlier batches first; of a batch, the parts of a split in order, and
+        parts that catch up before those they catch up with.
         """
         parts = [
             part
@@ -207,11 +205,11 @@ class Pipeline:
     def finish(
         self, part: Part, left: Collection[Request], *, through: int | None = None
     ) -> list[Part]:
-        """Note that the part's stage has ended and that the requests in ``left`` are finished.
+        """Note that the part's stage has ended, and finished the requests in ``left``.
 
-        ``through``: the stage up to which it has run on. Nothing was ahead of it when it started,
-        and nothing has overtaken it since, so no other batch needed the buffers in between. Returns
-        the parts that this queues for a stage.
+        ``through``: the stage up to which it has run on. Nothing was ahead when it started or has
+        overtaken it since, so no other batch needed the buffers in between. Returns the parts that
+        this queues for a stage.
         """
         batch, stage = part.batch, part.stage
         through = stage if through is None else through
@@ -283,7 +281,7 @@ class Pipeline:
     # --- inside -----------------------------------------------------------------------------------
 
     def _gather(self, batch: Batch) -> list[Part]:
-        """Queue parts that need not wait any longer; forget the batch if it has no parts left."""
+        """Queue parts that need not wait any more; forget a batch without parts."""
         queued: list[Part] = []
         if not batch.parts:
             self.table.end(batch)
@@ -309,7 +307,7 @@ class Pipeline:
         return all(each.stage >= part.stage for each in part.batch.parts)
 
     def _queued_before(self, part: Part) -> Part | None:
-        """Return the part of its batch that is queued for the same stage and can absorb it."""
+        """Return a part that is queued for the same stage and can absorb this one."""
         if part.batch.is_split:
             return None
         return next(

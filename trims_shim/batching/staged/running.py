@@ -38,13 +38,12 @@ class StageOutput:
     pieces: Sequence[Piece] = ()
     """Of the requests that go on."""
     left: Sequence[Request] = ()
-    """The requests that leave with a result."""
     results: Sequence[Any] = ()
-    """The results of ``left``."""
+    """Of the requests in ``left``."""
     steps: Sequence[tuple[Request, Any]] = ()
     """The pieces that a step of a loop adds to answers."""
     finished: Sequence[Request] = ()
-    """The requests that a loop has finished, none of them in ``left``: pieces are their answers."""
+    """Not in ``left``: the requests that a loop has answered by their pieces."""
     runs: int = 1
     """The number of calls of the stage; 0 if the whole function answered instead."""
     sizes: Sequence[int] = ()
@@ -81,7 +80,7 @@ class StageRunner:
         self._batch_sizes = batch_sizes
 
     def run(self, stage: int, pieces: Sequence[Piece], *, device: int = 0) -> StageOutput:
-        """Run a stage. Raises what it raises, and BadBatch for an output that is not allowed."""
+        """Run a stage. Raises what it raises, and BadBatch for outputs that are not allowed."""
         groups: list[list[Request]] = []
         outputs: list[Any] = []
         with without_graph():
@@ -94,7 +93,7 @@ class StageRunner:
             finally:
                 # Also after a failure: the device may still be reading the inputs.
                 lane.finish(outputs)
-            # Outside the lane, which nothing waits for after this.
+            # Outside the lane, as nothing waits for it any more.
             return _together(
                 [self._sorted(stage, *each) for each in zip(groups, outputs, strict=True)]
             )
@@ -104,7 +103,7 @@ class StageRunner:
     def _calls(
         self, stage: int, pieces: Sequence[Piece]
     ) -> Sequence[tuple[list[Request], Sequence[Any]]]:
-        """Return the requests of each call of the stage, with its arguments."""
+        """Return the requests and the arguments of each call of the stage."""
         join_all, take_rows = self._ways_at(stage)
         new: list[Request] = []
         groups: list[_Group] = []
@@ -152,7 +151,7 @@ class StageRunner:
         return [*requests, *[requests[-1]] * missing]
 
     def _ways_at(self, stage: int) -> tuple[_Join, _Take]:
-        """Return the functions that join and take rows before a stage; a loop may have its own."""
+        """Return how to join and take rows before a stage; a loop may have its own ways."""
         loop = self.model.loop
         if loop is None or stage < len(self.model.stages) - 1:
             return join, take
@@ -161,7 +160,7 @@ class StageRunner:
     # --- after the stage --------------------------------------------------------------------------
 
     def _sorted(self, stage: int, requests: list[Request], output: Any) -> StageOutput:
-        """Sort requests into those that leave and those that go on, with their rows."""
+        """Sort out which requests leave, and which go on with which rows."""
         if isinstance(output, Stepped):
             return self._after_step(requests, output)
         if isinstance(output, EarlyExit):
@@ -280,7 +279,7 @@ def _merged(groups: Sequence[_Group], join_all: _Join) -> _Group:
 
 
 def _alike(groups: Sequence[_Group], join_all: _Join, take_rows: _Take) -> list[list[_Group]]:
-    """Sort groups into sets that can be joined with each other; tried with one row of each."""
+    """Return sets of groups that can be joined with each other; tried with one row of each."""
     found: list[tuple[Any, list[_Group]]] = []
     for group in groups:
         row = take_rows(group[1], [0])
@@ -299,14 +298,14 @@ def _alike(groups: Sequence[_Group], join_all: _Join, take_rows: _Take) -> list[
 class without_graph:
     """A context without graph or inference tensors, whatever mode the thread is in.
 
-    A class, as a generator-based context would take as long as both of torch's contexts.
+    Not a generator, which would take as long as both of torch's contexts.
     """
 
     __slots__ = ("_had_graph", "_inference", "_torch")
 
     def __enter__(self) -> None:
         torch = sys.modules.get("torch")
-        self._torch: Any = torch if hasattr(torch, "inference_mode") else None  # half imported
+        self._torch: Any = torch if hasattr(torch, "inference_mode") else None  # or half imported
         self._inference: Any = None
         if self._torch is None:
             return

@@ -1,12 +1,11 @@
 """The policy of a staged model: rules decide, the pipeline keeps order, one object for all drivers.
 
-As in :class:`~trims_shim.batching.single.Batching` there is one rule for each key. But a device
-runs one *stage* of one part of a batch at a time, and new requests may enter between any two
-stages. Whenever a device is free, the policy asks in this order: which requests join a batch under
-way; which part is ready to go on; and, if a device is still free, which requests form a new batch
-that would start at once. So batches are formed as late as possible, and a part under way never
-waits for requests that are still queued. The exception is a loop, whose end nobody knows: between
-two steps it gives way to keys that have no batch under way.
+Like :class:`~trims_shim.batching.single.Batching`, with one rule for each key; but a device runs
+one *stage* of one part of a batch at a time, and requests may join between stages. A free device
+is used in this order: requests join batches under way; a part that is ready goes on; requests form
+a new batch that would start at once. So batches form as late as possible, and a part under way
+never waits for queued requests. Only a loop, whose end nobody knows, gives way between two steps to
+keys that have no batch under way.
 
 Drivers get a :class:`RunStage` for each stage of each part, and answer with :class:`StageEnded`.
 """
@@ -31,8 +30,8 @@ from trims_shim.batching.staged.staged_rules import StagedRule
 
 __all__ = ["RunStage", "StageEnded", "StagedBatching"]
 
-# A batch from which requests exit early can be filled up again, while the others wait for newcomers
-# to catch up. All that enter it are at most this many times max_batch_size.
+# After early exits a batch can be filled up again while the others wait: all that enter it are at
+# most this many times max_batch_size.
 _MOST_FILLINGS = 2
 
 
@@ -46,8 +45,8 @@ class RunStage(Run):
     stage: int
     part: Part
     until: int = 0
-    """If this is later than ``stage``: the driver may run on up to it without asking at each
-    border, as long as no event occurs, since nothing has to be decided there."""
+    """If later than ``stage``: the driver may run on up to it without asking at borders, as long as
+    no event occurs, since nothing has to be decided."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,8 +55,7 @@ class StageEnded(Finished):
 
     part: Part
     left: Sequence[Request] = ()
-    """The requests that are answered or failed; all of them after the last stage, unless it is a
-    loop."""
+    """The requests that are answered or failed: all after the last stage, unless it is a loop."""
     through: int | None = None
     """The last stage that was run; None if it is the stage of the RunStage."""
     is_joined: bool | None = None
@@ -148,7 +146,7 @@ class StagedBatching(Batching):
         if not self._waiting and not len(self.pipeline.table):
             return ()
         actions: list[Action] = []
-        # Not every rule is asked each time; one that is not must not keep a wake time in the past.
+        # Rules that are not asked this time must not keep a wake time in the past.
         for rule in self._waiting.values():
             rule.wake_ns = None
         while self._free:
@@ -188,8 +186,8 @@ class StagedBatching(Batching):
     def _until(self, now_ns: int, part: Part) -> int:
         """Return the stage up to which nothing has to be decided as long as no event occurs.
 
-        Later than its next stage only for a part that is alone on a single device: no request waits
-        that could join it, and no other part is under way that could pass it.
+        Later than ``part.stage`` only if the part is alone on a single device: no request is queued
+        to join it, and no part is under way to pass it.
         """
         is_alone = len(self.pipeline.table) == len(part.batch.parts) == 1 and not self._waiting
         last = self.pipeline.last - self.pipeline.has_loop
@@ -238,7 +236,7 @@ class StagedBatching(Batching):
         return rule.queue.within_weight(room, left) if rule.queue[0].weight <= left else 0
 
     def _form(self, now_ns: int, actions: list[Action], *, only_rivals: bool) -> bool:
-        """Make one new batch if a rule wants one; ``only_rivals``: only of keys with no batch."""
+        """Make one new batch if a rule wants one; ``only_rivals``: of a key without a batch."""
         allowance = self._allowance()
         if allowance < 1 or not self.pipeline.may_new:
             return False
@@ -268,7 +266,7 @@ class StagedBatching(Batching):
         return False
 
     def _tell(self, rule: Rule, waiting: int) -> None:
-        """Tell a rule how many other requests wait; ``waiting`` counts those of all queues."""
+        """Tell a rule how many other requests wait; ``waiting``: in all queues."""
         others = waiting - len(rule.queue)
         rule.has_rivals = others > 0
         if isinstance(rule, StagedRule):

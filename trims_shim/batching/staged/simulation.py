@@ -1,9 +1,9 @@
 """Simulate policies of staged models in virtual time, on a device that runs several stages at once.
 
-Like :mod:`trims_shim.batching.simulator.loop`, it is single-threaded and deterministic, and refuses
-actions that break the contract: a policy that loses, duplicates or reorders requests gets an error,
-not a good result. :mod:`trims_shim.batching.staged.stage_device` models how stages that run at the
-same time slow each other down.
+Like :mod:`trims_shim.batching.simulator.loop`: single-threaded, deterministic, and strict: a policy
+that loses, duplicates or reorders requests gets an error, not a good result.
+:mod:`trims_shim.batching.staged.stage_device` models how stages that run at once slow each other
+down.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def simulate_staged(
 ) -> StagedOutcome:
     """Drive ``policy`` with ``requests``, sorted by arrival, until all are settled.
 
-    The policy is that of a staged model. If the device has a single stage, it may also be one of
-    plain batches, to compare with; several of these may run at once.
+    For comparison, a device of a single stage also takes a policy of plain batches, of which
+    several may run at once.
 
     ``exits(request, stage)``: whether the request is finished after that stage, before the last.
     ``steps``: if given, the last stage is a loop, and a request needs ``steps(request)`` steps, 1

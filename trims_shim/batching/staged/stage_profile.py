@@ -24,11 +24,10 @@ class StagedProfile(LatencyProfile):
     ``sure``: for each stage, the largest size that was known before or has run several times;
     latencies of larger sizes are optimistic guesses.
 
-    Sizes beyond the largest known one take proportionally longer. They occur after the maximum was
-    reduced, for batches that are already under way.
+    Sizes beyond the largest known one take proportionally longer. They occur in batches that were
+    under way when the maximum was reduced.
 
-    Raises ValueError for no stages, a width outside [0, 1], a preferred size below 1, and sizes
-    that are not one for each stage.
+    Raises ValueError for no stages, values out of range, or not one size for each stage.
     """
 
     __slots__ = ("_rest", "preferred", "stages", "sure", "width")

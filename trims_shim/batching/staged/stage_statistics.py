@@ -71,7 +71,7 @@ class StageRecord:
         self._exits = [0] * stages
 
     def add_runs(self, stage: int, sizes: Sequence[int], taken_ns: int) -> None:
-        """Count the runs of a stage: one size for each call, more than one if pieces ran apart."""
+        """Count the runs of a stage: a size for each call, several if pieces ran apart."""
         if sizes:
             self._busy_ns[stage] += taken_ns
             counts = self._sizes[stage]

@@ -21,21 +21,19 @@ from trims_shim.batching.threads import adopt_torch_threads
 __all__ = ["measure_width", "width_of"]
 
 _LEAST_ROOM = 0.2
-"""The least share of the device that a batch has to leave free to count: the gain from less cannot
-be told from noise."""
+"""The least share of the device that counts: a gain from less cannot be told from noise."""
 _FREE = 0.52
-"""Two batches at once that take this share of the time of one after the other, half plus noise, do
-not slow each other down. Such a pair gives only a lower bound of the width."""
+"""Two batches in this share of the time of one after the other, half plus noise, do not slow each
+other down: they give only a lower bound of the width."""
 
 
 def width_of(alone_ns: Mapping[int, float], both_ns: Mapping[int, float]) -> float:
     """Return the width, from 0 to 1, see :class:`.StagedProfile`.
 
-    ``alone_ns`` and ``both_ns``: by batch size, the durations of one batch alone, and of two at
-    once until both end. Two batches take ``2 x load`` times as long as one, where ``load``, at
-    least a half, is the share of the device that each keeps busy; with a width of 1 it is the
-    batch's share of the best throughput. The result is the mean over sizes, weighted with the room
-    that they leave; 0 if none leaves any.
+    By batch size, the durations of one batch alone, and of two at once until both end. Two take
+    ``2 x load`` times as long as one, where ``load``, at least a half, is the share of the device
+    that each keeps busy; with a width of 1, its share of the best throughput. The mean over sizes,
+    weighted with the room that they leave; 0 if none leaves any.
     """
     best_ns = min(taken_ns / size for size, taken_ns in alone_ns.items())
     widths: list[tuple[float, float]] = []

@@ -1,9 +1,9 @@
 """Load diversity: requests that arrive soon enough join a batch that is under way (stretch).
 
 DVABatch (ATC'22, section 6) lets requests join while the batch is younger than a fixed time. But
-the cost of joining varies. The batch waits while the newcomers catch up; the newcomers do not have
-to wait for its end; the device runs the remaining stages once instead of twice. So by default both
-plans are compared, each with its effect on waiting and future requests.
+the cost varies: the batch waits while the newcomers catch up, they need not wait for its end, and
+the device runs the remaining stages once instead of twice. So by default both plans are compared,
+each with its effect on waiting and future requests.
 
 No request may join if a request of the batch would be late because of it.
 

@@ -26,11 +26,9 @@ __all__ = ["OperatorDiversity", "ways_to_split"]
 _MOST_PARTS = 8
 """More parts gain little: in k even parts a request waits (k + 1) / 2k of the whole on average."""
 _LONGER = 0.05
-"""The share by which all parts together may exceed the whole: more makes requests of the next burst
-late."""
+"""All parts may take this share longer than the whole: more makes the next burst late."""
 _SAVES = 0.1
-"""The share of the remaining time that a split has to save for each request: a split is final, and
-profiles have measurement error."""
+"""The share of the remaining time that a split has to save: it is final, and profiles err."""
 
 
 class OperatorDiversity(StagedAuto):

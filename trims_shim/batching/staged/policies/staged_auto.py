@@ -1,11 +1,11 @@
 """The base of the policies for staged models: when a batch starts, and what a plan costs.
 
-How many requests start as a new batch and which are given up is decided as in
-:class:`~trims_shim.batching.policies.auto.Auto`; for a model of one stage both rules are the same.
-With several stages on one device, this rule waits only if starting at once might cause violations,
-and not to lower the mean latency, since later requests can still join. On several devices, a batch
-waits while running beside others gains nothing. If it would have to wait for a batch ahead before a
-later stage, it starts later by that time; meanwhile more requests can be in it at no cost.
+New batches and drops are chosen as in :class:`~trims_shim.batching.policies.auto.Auto`; for a model
+of one stage both rules are the same. With several stages on one device, this rule waits only if
+starting at once might cause violations, not to lower the mean latency: later requests can still
+join. On several devices, a batch waits while running beside others gains nothing. If a batch ahead
+would hold it up before a later stage, it starts later by that time; meanwhile more requests can be
+in it at no cost.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ class StagedAuto(Auto, StagedRule):
     def _gains_beside(self, now_ns: int, size: int, stage: int, *, queued: int | None) -> bool:
         """Whether ``size`` requests at ``stage`` gain from running beside the running parts.
 
-        ``queued``: the length of the queue whose first requests they are; None if they are under
-        way. The alternative is to run after the running parts. If all together demand more than the
-        device has, all get slower: running requests are answered later, and the new ones sooner.
-        Always True for a loop, whose duration is unknown.
+        The alternative is to run after them. ``queued``: the length of the queue whose first
+        requests they are; None if they are under way. If all demand more than the device has, all
+        get slower: running requests are answered later, the new ones sooner. Always True for a
+        loop, whose duration is unknown.
         """
         if self.is_wide or self.has_loop:
             return True
