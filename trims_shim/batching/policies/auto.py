@@ -56,7 +56,7 @@ _SURE = 64  # after so many batches a profile is reliable, and changes only with
 _CHANGED = 1.7
 _COMPANY_WORTH_IT = 0.1  # .25 costs violations at low loads
 _NO_SLO_NS = NEVER_NS // 2
-"""Later deadlines count as none."""
+"""A longer objective counts as none."""
 
 
 class Auto(Goodput):
@@ -153,8 +153,10 @@ class Auto(Goodput):
         return company.until_ns if company.shares[size] >= _COMPANY_WORTH_IT else 0
 
     def _learn_times(self, size: int) -> tuple[float, int]:
-        """Return the time from arrival to deadline that requests which arrive while ``size`` run
-        need to be in time after them, and the time that a batch with one request more takes.
+        """Return two times for a batch of ``size``.
+
+        The objective that requests which arrive while it runs need to be in time after it, and how
+        long a batch with one request more takes.
         """
         latency_ns, usual = self.profile.latency_ns, self._usual_stretch
         duration_ns = latency_ns(size)

@@ -10,8 +10,8 @@ answered sooner by the device time saved, ``L_k(n) + L_j(m) - T``, and the ``n``
 most first. With ``d`` devices, all busy, the next one is free after ``L_k(n) / d``: the ``m`` save
 less, and the time that a device saves is worth only a ``d``-th of it to the others.
 
-Two effects are left out: the requests that would have been next wait for the ``m``, and the device
-time saved also serves future arrivals.
+Requests that would have been next wait for the ``m``. That is left out, as is the other side of it:
+the device time saved also serves future arrivals.
 
 So lengths that cost nearly the same are padded together, for example at low load on a wide device,
 and lengths that pay for each token stay apart. Nothing has to be tuned, and no request waits for

@@ -82,7 +82,7 @@ class LoadDiversity(StagedAuto):
         self._joinable += (is_joined - self._joinable) * _NEWS
 
     def _in_time(self, now_ns: int, batch: Batch, size: int) -> int:
-        """Return how many of the first ``size`` can join without making the batch late."""
+        """Return how many of the first ``size`` can join without making others late."""
         levels = levels_of(batch)
         due_ns = self._due_ns(now_ns, batch, together_ns(self.staged, levels))
         while size and due_ns < self._likely_ns(now_ns, self._joined_ns(levels, size)):
