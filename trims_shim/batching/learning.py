@@ -1,9 +1,9 @@
-"""What batches cost, learned while they run: the profiles under a batcher's policy.
+"""Profiles of a batcher's keys, learned while batches run; its policies decide by them.
 
 There is one profile for each key, because inputs of other shapes take other times. It starts from
-what the user gave or what an earlier process saved, and is refreshed from every batch. A batcher
-with several dispatches (one for each event loop) shares what they learn, under a lock of its own:
-whoever has a dispatch's takes it next, and nothing else after it.
+what the user gave or an earlier process saved, and is refreshed after every batch. The dispatches
+of a batcher (one for each event loop) share one :class:`Learning`, under a lock of its own. A
+thread that holds a dispatch's lock may take this one, but takes no other lock while holding it.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ __all__ = ["LateKey", "Learning", "Prior", "plain_key"]
 _logger = logging.getLogger(__name__)
 
 _WORTH_SAVING = 8
-"""Batches of one key: fewer say little, and scripts that call a function once leave no file."""
+"""Least number of batches of a key: a script that calls a function once leaves no file."""
 _MOST_LOOKED_UP = 64
-"""Keys whose saved profiles are looked for; reading one takes about 100 us."""
+"""Most keys whose saved profiles are looked for; reading one takes about 100 us."""
 _AT_ONCE = 4
-"""Given up before this part of its time has passed, a request was hopeless from the beginning."""
+"""A request given up within this fraction of its time (1 / 4) was hopeless from the start."""
 _MOST_ASKED = 16
-"""Lengths that are asked after each batch whether there is news for them."""
+"""Most lengths of a family that are checked for news after a batch."""
 _MOST_KEYS = 1024
-"""As many as :class:`~trims_shim.batching.single.Batching` keeps idle rules for."""
+"""As many keys as :class:`~trims_shim.batching.single.Batching` keeps idle rules for."""
 
 
 Prior = LatencyProfile | Callable[[Hashable], LatencyProfile]
-"""Where a profile starts from: the same for all keys, or what is known of each."""
+"""Where a profile starts from: one profile for all keys, or a function of the key."""
 
 
 class LateKey(tuple[Hashable, ...]):
-    """Key of requests that are served although they are late: they have batches of their own.
+    """Key of late requests that are served anyway, in batches of their own.
 
-    A tuple, so that lengths are found in it; with a part that is in no other key.
+    It is a tuple, so that lengths are found in it. Its first part is in no other key.
     """
 
     __slots__ = ()
@@ -60,12 +60,12 @@ class LateKey(tuple[Hashable, ...]):
 
     @property
     def key(self) -> Hashable:
-        """What it was before."""
+        """The key without the mark."""
         return self[1]
 
 
 class _Late(Immediate):
-    """For those who are late: all that there are, and of other lengths who go along elsewhere."""
+    """Rule of late requests: runs all of them, with companions of other lengths."""
 
     def companions(
         self, now_ns: int, size: int, others: Collection[Rule]
@@ -75,22 +75,22 @@ class _Late(Immediate):
 
 
 class _Kin(NamedTuple):
-    """Keys that differ in nothing but the length; of most there is one."""
+    """Keys that differ in nothing but the length; usually one key."""
 
     curves: Sequence[LengthCurve]
-    """Of the whole, or of each stage; none where there are no lengths."""
+    """One for the model, or one for each stage; none if there are no lengths."""
     keys: deque[Hashable]
     seen: set[int]
-    """Parts that have run."""
+    """Parts (stages) that have run."""
 
     def observe(self, learned: LearnedProfile, size: int, duration_ns: int, part: int = 0) -> bool:
-        """Tell one of them what a batch took; False where it says nothing about others."""
+        """Tell one key's profile what a batch took; False if that says nothing about others."""
         return not self.is_first(part) and learned.observe(size, duration_ns, part)
 
     def is_first(self, part: int = 0) -> bool:
-        """Whether nothing has run, as it seems: that also compiles, tunes and allocates.
+        """Whether no batch of ``part`` has run yet, so that this one also compiles and allocates.
 
-        Of other sizes a profile sees it, by what it has believed of them; and curves do.
+        For the first batch of each size, profiles and curves find that out by themselves.
         """
         if part in self.seen:
             return False
@@ -99,10 +99,10 @@ class _Kin(NamedTuple):
 
 
 class Learning:
-    """Makes policies, and keeps the profiles of their rules fresh."""
+    """Makes policies and keeps the profiles of their rules fresh."""
 
     _parts = 1
-    """Of which each is learned by itself."""
+    """How many parts (stages) are learned by themselves."""
 
     def __init__(
         self,
@@ -116,7 +116,10 @@ class Learning:
         prior: Prior | None,
         store: Callable[[], ProfileStore | None],
     ) -> None:
-        """``prior`` is the user's; without one, ``store()`` is asked for what has this name."""
+        """``prior`` is the user's; without one, ``store()`` is asked for profiles of ``name``.
+
+        Raises TypeError if ``maker`` makes no Rule.
+        """
         self.name = name
         self.max_batch_size = max_batch_size
         self._maker = maker
@@ -129,30 +132,30 @@ class Learning:
         self._is_store_open = False
         self._learned: dict[Hashable, LearnedProfile] = {}
         self._families: dict[Hashable, _Kin] = {}
-        """By what their keys have in common."""
+        """By the part of the key that its lengths have in common."""
         self._kin: dict[Hashable, _Kin] = {}
         self._measured: set[Hashable] = set()
         self._delivery_ns = 0
         self.forget()
-        # Raises here, not at the first request, for what no rule can be made of.
+        # A maker that makes no rule raises here, not at the first request.
         rule: object = maker(self._trial_profile(), max_batch_size=max_batch_size)
         if not isinstance(rule, Rule):
             raise TypeError(f"policy is {maker!r}, and what it makes is no Rule: {rule!r}")
         self.mixes_lengths = type(rule).companions is not Rule.companions
-        """Whether the rules let requests of different lengths share a batch where that pays."""
+        """Whether the rules let requests of different lengths share a batch if that pays."""
         self.make_policy()
 
     def forget(self) -> None:
-        """In a forked child: who held the lock is not there."""
-        # Re-entrant: the collector may run a finalizer that makes another dispatch learn.
+        """Make a new lock, in a forked child: the thread that held the old one is not there."""
+        # Re-entrant: the garbage collector may run a finalizer that makes another dispatch learn.
         self._lock = threading.RLock()
 
     def make_policy(self) -> Policy:
-        """A new one, that knows what was learned."""
+        """Return a new policy that starts from what was learned."""
         return Batching(self._make_rule, devices=self._devices, max_weight=self._max_batch_weight)
 
     def profile(self, key: Hashable = None) -> LatencyProfile:
-        """What is known of a key now."""
+        """Return the present profile of a key."""
         return self._profile(key, self.max_batch_size)
 
     def _profile(self, key: Hashable, max_batch_size: int) -> LatencyProfile:
@@ -160,18 +163,18 @@ class Learning:
             return self._learned_of(key).profile(max_batch_size)
 
     def first_profile(self) -> LatencyProfile:
-        """Of the first key of which something is known; before that, what a key starts from."""
+        """Return the profile of the first known key, or what a new key would start from."""
         for key in self.keys():
             return self.profile(key)
         with self._lock:
             return self._new_learned(None, self._prior_of(None)).profile(self.max_batch_size)
 
     def keys(self) -> list[Hashable]:
-        """Those of which something is known."""
+        """Return the keys that have a profile."""
         return list(self._learned)
 
     def ran(self, policy: Policy, job: Job) -> bool:
-        """Learn from a job; False if it says nothing about others."""
+        """Learn from a job; False if its duration says nothing about other batches."""
         if not job.is_typical:
             return False
         with self._lock:
@@ -183,7 +186,7 @@ class Learning:
         key = plain_key(job.key)
         size = padded_size(len(job.live), self._batch_sizes)
         learned = self._learned_of(key)
-        if len(self._learned) >= _MOST_KEYS:  # those that come again are forgotten last
+        if len(self._learned) >= _MOST_KEYS:  # keys in use are forgotten last
             self._learned[key] = self._learned.pop(key)
         kin = self._kin_of(key)
         is_typical = kin.observe(learned, size, job.ended_ns - job.started_ns)
@@ -193,21 +196,21 @@ class Learning:
         return is_typical
 
     def delivered(self, taken_ns: int) -> None:
-        """So long were answers on their way to an event loop, and those who await them there."""
+        """Record how long answers took to reach an event loop and the callers that await them."""
         self._delivery_ns = max(self._delivery_ns, taken_ns)
 
     def take_delivery_ns(self) -> int:
-        """The longest way since this was asked last; 0 where there was none."""
+        """Return the longest recorded delivery since the last call; 0 if there was none."""
         taken_ns, self._delivery_ns = self._delivery_ns, 0
         return taken_ns
 
     def gave_up(self, policy: Policy, drop: Drop, now_ns: int) -> None:
-        """Doubt a profile by which nothing can be in time, although a device is free for it."""
+        """Doubt the profile of requests given up as hopeless soon after they arrived."""
         if drop.reason is not DropReason.HOPELESS:
             return
         for request in drop.requests:
-            # Of those that had most of their time: that others ran or were waited for before, or
-            # that a timer came too late, is not the profile's fault.
+            # Only a request that still had most of its time counts. If it lost its time to earlier
+            # batches, to waiting or to a late timer, that is not the profile's fault.
             slack_ns = request.deadline_ns - request.arrival_ns
             if _AT_ONCE * (now_ns - request.arrival_ns) < slack_ns:
                 with self._lock:
@@ -216,35 +219,39 @@ class Learning:
                         self._refresh(policy, request.key, learned)
 
     def check_size(self, max_batch_size: int) -> None:
-        """Raises ValueError for one that cannot be."""
+        """Raise ValueError for a largest batch size below 1 or above ``batch_sizes``."""
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size is {max_batch_size}; it has to be 1 or more")
         padded_size(max_batch_size, self._batch_sizes)
 
     def resize(self, policy: Policy) -> None:
-        """Let the rules of ``policy`` make batches of the size that rules to come will make."""
-        size = self.max_batch_size  # another thread may change it meanwhile
+        """Apply a changed ``max_batch_size`` to the rules that ``policy`` already has."""
+        size = self.max_batch_size  # read once: another thread may change it
         if isinstance(policy, Batching):
             for key, rule in policy.rules.items():
                 rule.profile = self._profile(plain_key(key), size)
                 rule.max_batch_size = size
 
     def sizes_to_measure(self) -> Sequence[int]:
-        """Those from which the others follow."""
+        """Return the batch sizes to measure; the profile interpolates the others."""
         if self._batch_sizes is None:
             return sizes_to_measure(self.max_batch_size)
         return sorted(self._batch_sizes)
 
     def measured(self, key: Hashable, durations_ns: Mapping[int, float]) -> LatencyProfile:
-        """Start anew from measurements; :meth:`refresh` tells the policies."""
-        # Not to larger sizes than were measured: those are to be tried, not taken to be known.
+        """Replace a key's profile by measurements; :meth:`refresh` tells the policies.
+
+        Returns the new profile.
+        """
+        # Not extended beyond the largest measured size: larger ones are to be tried, not taken
+        # to be known.
         prior = LatencyProfile.measured(durations_ns, pads=self._batch_sizes is not None)
         return self._start_anew(key, prior, [durations_ns])
 
     def _start_anew(
         self, key: Hashable, prior: LatencyProfile, durations_ns: Sequence[Mapping[int, float]]
     ) -> LatencyProfile:
-        """``durations_ns``: those of each part."""
+        """``durations_ns`` has one mapping for each part."""
         with self._lock:
             self._learned[key] = self._new_learned(key, prior)
             self._measured.add(key)
@@ -257,12 +264,12 @@ class Learning:
             return self.profile(key)
 
     def refresh(self, policy: Policy, key: Hashable) -> None:
-        """Give the rules of ``policy`` what is known of a key."""
+        """Give the rules of ``policy`` the present profile of a key."""
         with self._lock:
             self._refresh(policy, key, self._learned_of(key))
 
     def save(self) -> None:
-        """Keep what was learned for the next process. Reads and writes files."""
+        """Save what was learned for the next process. Reads and writes files."""
         if self._prior is not None or self.name is None:
             return
         with self._lock:
@@ -283,11 +290,11 @@ class Learning:
     def _kept(
         self, key: Hashable, learned: LearnedProfile
     ) -> list[tuple[Hashable, Mapping[int, float]]]:
-        """What to keep of a key, each under a key of its own."""
+        """Return what to save of a key: latencies, each under a key of its own."""
         return [(key, learned.known_latencies_ns(self.max_batch_size))]
 
     def _make_rule(self, key: Hashable) -> Rule:
-        size = self.max_batch_size  # another thread may change it meanwhile
+        size = self.max_batch_size  # read once: another thread may change it
         profile = self._profile(plain_key(key), size)
         if isinstance(key, LateKey):
             late = _Late if self.mixes_lengths else Immediate
@@ -338,14 +345,15 @@ class Learning:
         return LearnedProfile(prior, batch_sizes=self._batch_sizes, curve=curve, length=length)
 
     def _trial_profile(self) -> LatencyProfile:
-        """Any of the right kind and size."""
+        """Return any profile of the right kind and size."""
         return LatencyProfile([1.0] * self.max_batch_size)
 
     def _prior_of(self, key: Hashable) -> LatencyProfile | None:
         if self._prior is not None:
             return self._prior(key) if callable(self._prior) else self._prior
         store = self._opened_store()
-        # Under the lock, so not for keys without end (inputs of any length, not bucketed).
+        # Reads a file under the lock, so only for a limited number of keys (inputs of any length
+        # that are not bucketed make keys without end).
         if store is None or self.name is None or len(self._learned) >= _MOST_LOOKED_UP:
             return None
         return self._load(self.name, key, store)
@@ -360,7 +368,7 @@ class Learning:
         return self._store
 
     def _refresh_another(self, policy: Policy, kin: _Kin) -> None:
-        """One of the lengths beside one that has learned: all of them by turns."""
+        """Refresh one other length of a family whose curve has learned: all of them by turns."""
         for _ in range(min(len(kin.keys), _MOST_ASKED)):
             kin.keys.rotate()
             learned = self._learned.get(kin.keys[0])
@@ -374,10 +382,10 @@ class Learning:
         for each in (key, LateKey(key)):
             rule = policy.rules.get(each)
             if rule is not None:
-                # A rule that is about to become smaller still asks for its larger sizes.
+                # Until resize() lowers its limit, a rule still asks for its larger sizes.
                 rule.profile = learned.profile(max(self.max_batch_size, rule.max_batch_size))
 
 
 def plain_key(key: Hashable) -> Hashable:
-    """The key of a request, also where it is served late."""
+    """Return the key of a request without the mark of :class:`LateKey`."""
     return key.key if isinstance(key, LateKey) else key

@@ -1,21 +1,21 @@
 """Learn how long batches take: measure it once, then from every batch that runs.
 
 :class:`LearnedProfile` turns durations into a :class:`~trims_shim.batching.profile.LatencyProfile`.
-It keeps the last durations of each batch size, and promises their median: where times vary, a
-request that is given up for safety is lost for certain, and one that runs is late with some
-probability. What a pause costs beyond that is a policy's margin. It holds no lock and no clock; its
-batcher's lock guards it.
+It keeps the last durations of each batch size and promises their median, not a safe quantile: a
+request given up for safety is lost for certain, and one that runs is only perhaps late. Margins for
+pauses are the policy's. It holds no lock and no clock; its batcher's lock guards it.
 
-Two errors would be for ever, and are avoided:
+Two errors would last for ever, because they keep batches from running. They are avoided:
 
-- A size that is thought to be too slow is not tried. So batches of up to twice the largest size
-  that has run are taken to be as quick, the items of half the smallest to cost less, the first of
-  each size (which compiles, tunes, allocates) counts only if it is quick, and that an item costs
-  more in a larger batch is believed only of sizes that have run lately, some times.
-- A profile that says that nothing can be in time lets nothing run, and is never corrected (it was
-  measured on a busy machine, or one batch met a pause). So a slow duration counts when a second one
-  confirms it, a quick one counts at once, and :meth:`LearnedProfile.doubt` halves the whole when
-  requests are given up as they come, though a device is free.
+- A size that is believed too slow is not tried. So a batch of up to twice the largest size that has
+  run is expected to take no longer than that size, and the items of half the smallest size to cost
+  less. The first batch of a size (which compiles, tunes, allocates) counts only if it is quick, or
+  if the second one is no quicker. That items cost more in a larger batch is believed only of a size
+  that has run several times recently.
+- A profile by which nothing can be in time lets nothing run, so it is never corrected. (It may come
+  from a busy machine, or from one batch that met a pause.) So a slow duration counts once a second
+  one confirms it, and a quick one at once. :meth:`LearnedProfile.doubt` halves the whole profile
+  when requests are given up soon after arrival although a device is free.
 """
 
 from __future__ import annotations
@@ -33,43 +33,44 @@ from trims_shim.batching.profile import LatencyProfile, between, without_noise
 __all__ = ["LearnedProfile", "measure", "sizes_to_measure"]
 
 _KEPT = 64
-"""Durations of one size. Clockwork (OSDI'20) keeps 10, BentoML's dispatcher 50 of all sizes."""
+"""Durations kept of a size. Clockwork (OSDI'20) keeps 10, BentoML's dispatcher 50 of all sizes."""
 _KEPT_BATCHES = 64
-"""For each of its durations, a size is remembered for so many batches after it last ran, and twice
-as long each time: what was learned of it on a busy machine must not keep it from being tried."""
+"""A size is forgotten when, since it last ran, this many batches have run for each duration kept of
+it; after each forgetting, twice as many. What was learned of it on a busy machine must not keep it
+from being tried."""
 _MOST_DOUBLINGS = 8
 _FIRM = 4
-"""Durations of a size from which on it may say that its items cost more than those of smaller ones.
-Batches are made because they cost less, so otherwise it is noise, or a prior that was measured in
-it."""
+"""Durations after which a size is *firm*: it is believed even if its items cost more than those of
+smaller sizes. Before, that is more likely noise, or a prior measured in noise: batches are made
+because they make items cheaper."""
 _INVITING_SMALLER = 0.85
-"""Of what as many items cost in the smallest batches that have run: the same for half as many of
-them. A queue that has been long from the start on leaves nothing smaller, and a policy takes the
-larger one of two sizes whose items cost about the same."""
+"""Relative item cost promised of half the smallest firm size, so that it is tried. A queue that has
+been long from the start leaves nothing smaller, and of two sizes whose items cost about the same, a
+policy takes the larger."""
 _PRIOR_WEIGHT = 2
-"""As many durations is the word of the prior, or of the other sizes, worth."""
+"""Weight of the prior, or of the estimate from other sizes, as a number of durations."""
 _DOUBT_AFTER = 2
-"""Requests given up without any batch in between."""
+"""Requests given up with no batch in between, before :meth:`LearnedProfile.doubt` halves it."""
 _MOST_DOUBT = 2.0**-64
-"""Less than a nanosecond is left of any latency then; halved for ever, it would become 0."""
+"""Leaves less than a nanosecond of any latency. Without a limit, halving would reach 0."""
 _SURE = 64
-"""After so many batches a profile is no guess any more: if it is wrong then, it is by a change."""
+"""After this many batches, a profile that is wrong was made wrong by a change of the device."""
 _SLOWER, _SLOWER_BATCHES = 1.7, 10
-"""So many times what is believed, so many batches in a row: then the device itself has changed."""
+"""Ratio to what is believed, and batches in a row beyond it: then the device has become slower."""
 _QUICKER, _QUICKER_BATCHES = 1.4, 8
-"""The other way less is asked for: nothing makes a batch quicker by accident."""
+"""The same for quicker. Less is asked for: nothing makes a batch quicker by accident."""
 _REFRESH = 16
 _NEWS = 0.1
-"""Batches between two profiles, unless a size that is hardly known differs by more than this."""
+"""Batches between two profiles, unless a little-known size differs by more than ``_NEWS``."""
 _CHEAP_SIZES = 64
 _WORTH_NS = 500_000
-"""To make a profile takes some microseconds for each size: not more than a hundredth of the time in
-which batches have run, and where there are many sizes, not after each batch."""
+"""Making a profile takes some microseconds for each size: no more than a hundredth of the time that
+batches have run, and not after each batch if there are many sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A profile, and of what it was made."""
+    """A profile and the state that it was made from."""
 
     max_batch_size: int
     count: int
@@ -81,9 +82,10 @@ class _Made:
 class LearnedProfile:
     """Durations in, profiles out. Not safe for threads without a lock.
 
-    ``prior`` is what was measured or saved before; its shape is trusted more than its speed. With
-    ``batch_sizes``, only batches of these sizes run, and others as the next larger one. ``curve``
-    is told of all batches, whose items are padded to ``length``, and says what the prior does not.
+    ``prior`` is a profile that was measured, saved or given; its shape is trusted more than its
+    speed. With ``batch_sizes``, only batches of these sizes run: others are padded to the next
+    larger. ``curve`` is told of every batch, with items padded to ``length``, and gives estimates
+    beyond the sizes of the prior.
     """
 
     def __init__(
@@ -102,27 +104,28 @@ class LearnedProfile:
         self._durations: dict[int, deque[tuple[int, int]]] = {}
         self._own: dict[int, float] = {}
         self._begun: dict[int, int] = {}
-        """What the first batch of each size took that did not count, until the second one tells
-        whether it should have; else 0."""
+        """By size: duration of a slow first batch that did not count, until the second batch tells
+        whether it should have; 0 otherwise."""
         self._forgotten: Counter[int] = Counter()
         self._count = 0
         self._ran_ns = 0
         self._has_news = True
         self._changes: list[tuple[int, float]] = []
-        """Of the last batches, as long as all of them were much slower, or all much quicker."""
+        """Number and ratio of the last batches that were all much slower, or all much quicker."""
         self._given_up = 0
         self._doubt = 1.0
         self._made: _Made | None = None
 
     @property
     def count(self) -> int:
-        """How many durations it was told."""
+        """Number of durations it was told."""
         return self._count
 
     def observe(self, size: int, duration_ns: int, part: int = 0) -> bool:
-        """A batch of ``size`` has taken so long (not the first of all, nor one that failed).
+        """Record that a batch of ``size`` took ``duration_ns``.
 
-        ``part`` is the stage, where there are any. False where it says nothing about others.
+        Not for the first batch of all, nor for one that failed. ``part`` is the stage, if there are
+        stages. False if the duration says nothing about other batches.
         """
         self._count += 1
         self._given_up = 0
@@ -133,7 +136,7 @@ class LearnedProfile:
         believed_ns = self._believed_ns(size)
         if size not in self._begun:
             self._begun[size] = 0
-            # It may have compiled, tuned or allocated something.
+            # The first of its size and slow: it may have compiled, tuned or allocated something.
             if believed_ns is not None and duration_ns > believed_ns:
                 self._begun[size] = duration_ns
                 return False
@@ -144,9 +147,9 @@ class LearnedProfile:
         if durations is None:
             durations = self._durations[size] = deque(maxlen=_KEPT)
         first_ns, self._begun[size] = self._begun[size], 0
-        is_new = not durations  # sizes beyond it may be tried now
+        is_new = not durations  # larger sizes may be tried now
         if 0 < first_ns <= duration_ns:
-            durations.append((self._count, first_ns))  # it has done nothing else
+            durations.append((self._count, first_ns))  # it compiled nothing
         durations.append((self._count, duration_ns))
         self._own.pop(size, None)
         if is_new:
@@ -157,9 +160,10 @@ class LearnedProfile:
         return True
 
     def _look_for_change(self, ratio: float) -> None:
-        """Whether all sizes take another time now: each alone would see it after half of ``_KEPT``.
+        """Begin anew if all sizes have changed, as the last batches together show.
 
-        Meanwhile those that have not run would seem to be the quick ones.
+        A size by itself would notice after half of ``_KEPT`` durations. Until then, sizes that have
+        not run would seem to be the quick ones.
         """
         changes = self._changes
         is_change = not 1 / _QUICKER < ratio < _SLOWER
@@ -174,11 +178,11 @@ class LearnedProfile:
         self._begin_anew(since, factor)
 
     def _is_told_of(self, size: int) -> bool:
-        """Whether a batch has said what it takes, or takes at most, or other lengths do."""
+        """Whether it has run, or the prior it began with or other lengths say what it takes."""
         return size in self._begun or size <= self._given or self._version > 0
 
     def _is_firm(self, size: int) -> bool:
-        """Whether what is believed of it is no guess."""
+        """Whether the latency believed of this size is no guess."""
         return self._has_run_often(size) or size <= self._largest_before
 
     def _has_run_often(self, size: int) -> bool:
@@ -186,20 +190,21 @@ class LearnedProfile:
 
     @property
     def _largest_before(self) -> int:
-        """That the prior knows."""
+        """The largest size that the prior knows; 0 without one."""
         return 0 if self._prior is None else self._prior.max_batch_size
 
     def _begin_anew(self, since: int, factor: float) -> None:
-        """What ran before the batch ``since``, so many times slower, is what is expected now.
+        """Expect from now on what ran before batch ``since``, times ``factor``.
 
-        Not more than that: sizes that do not run meanwhile follow those that do, also when the
-        change has passed. Of those that do, the last ones keep them firm.
+        It becomes the prior, not durations, so that sizes that do not run follow those that do,
+        also when the change has passed. A size that has run since gets its last ``_FIRM`` scaled
+        durations back, to stay firm.
         """
         assert self._made is not None
         before = _some(self._durations, lambda number: number < since)
         after = _some(self._durations, lambda number: number >= since)
         self._durations, self._own = before, {}
-        if before and (self._prior is not None or self._curve is None):  # a curve learns by itself
+        if before and (self._prior is not None or self._curve is None):  # a curve adapts by itself
             known = self._known(self._found(self._made.max_batch_size))
             scaled = {size: max(1.0, factor * each) for size, each in known.items()}
             self._prior = self._profile_of(scaled, max(scaled))
@@ -210,7 +215,7 @@ class LearnedProfile:
         self._has_news = True
 
     def _believed_ns(self, size: int) -> float | None:
-        """What the last profile said; None if it was a guess."""
+        """Return what the last profile says, without doubt; None if that was a guess."""
         made = self._made
         if made is None or not (self._prior or self._durations or made.version):
             return None
@@ -225,10 +230,10 @@ class LearnedProfile:
         return own_ns
 
     def doubt(self) -> bool:
-        """A request was given up as hopeless; whether the profile has changed.
+        """Record that a request was given up as hopeless; return whether the profile has changed.
 
-        Only for one that was given up as it came, on a device that was free: what waited for
-        others, or for a timer that came too late, is not the profile's fault.
+        Only for one given up soon after it arrived, while a device was free. If it lost its time to
+        other batches or a late timer, that is not the profile's fault.
         """
         self._given_up += 1
         if self._given_up < _DOUBT_AFTER:
@@ -239,18 +244,18 @@ class LearnedProfile:
 
     @property
     def is_doubted(self) -> bool:
-        """Nothing has run since :meth:`doubt` has changed the profile."""
+        """Whether :meth:`doubt` has changed the profile and nothing that counts has run since."""
         return self._doubt < 1
 
     def profile(self, max_batch_size: int) -> LatencyProfile:
-        """What is known now; the same object as before while there is little news."""
+        """Return what is known now: the same object as before while there is little news."""
         made = self._made
         if made is not None and not self.is_due(max_batch_size):
             return made.profile
         return self.renewed(max_batch_size)
 
     def is_due(self, max_batch_size: int) -> bool:
-        """Whether there is more than little news since a profile was made."""
+        """Whether enough news has come for another profile."""
         made = self._made
         if made is None or made.max_batch_size != max_batch_size or made.doubt != self._doubt:
             return True
@@ -262,14 +267,14 @@ class LearnedProfile:
         return news >= _REFRESH and self._ran_ns >= _WORTH_NS * max_batch_size
 
     def renewed(self, max_batch_size: int) -> LatencyProfile:
-        """What is known now, however little of it is news."""
+        """Return a new profile of what is known now, however little the news."""
         profile = self._profile_of(self.latencies_ns(max_batch_size), max_batch_size)
         self._made = _Made(max_batch_size, self._count, self._doubt, self._version, profile)
         self._has_news, self._ran_ns = False, 0
         return profile
 
     def latencies_ns(self, max_batch_size: int) -> dict[int, float]:
-        """What :meth:`profile` is made of: estimates of all sizes, or of those that may run."""
+        """Return the estimates that :meth:`profile` is made of, of the sizes that may run."""
         found = self._found(max_batch_size)
         if self._forget(found, max_batch_size):
             found = self._found(max_batch_size)
@@ -282,18 +287,18 @@ class LearnedProfile:
         return {size: max(1.0, self._doubt * each) for size, each in believed.items()}
 
     def known_latencies_ns(self, max_batch_size: int) -> dict[int, float]:
-        """What was learned, without guesses; what to save for another process.
+        """Return what was learned, without guesses, to save for another process.
 
-        Empty as long as nothing is known. As found: what is promised of some sizes so that they are
-        tried, and doubt, which ends with the next batch, say nothing about the device.
+        Empty while nothing is known. Without what is promised of some sizes so that they are tried,
+        and without doubt, which ends with the next batch: neither says anything about the device.
         """
         return self._known(self._found(max_batch_size))
 
     @property
     def largest_sure(self) -> float:
-        """The largest size that has run some times, or was known before; of others it is hoped.
+        """The largest size that has run several times or was known before; beyond it is hope.
 
-        Where other lengths say what larger ones take there is no such size.
+        Infinite if a curve of other lengths has estimates for larger sizes.
         """
         if self._version:
             return math.inf
@@ -305,11 +310,11 @@ class LearnedProfile:
 
     @property
     def _version(self) -> int:
-        """Of what other lengths say; 0 where that is nothing."""
+        """Version of the curve of other lengths; 0 without one, or while it knows nothing."""
         return 0 if self._curve is None else self._curve.version
 
     def _found(self, max_batch_size: int) -> dict[int, int]:
-        """What is typical of each size."""
+        """Return a typical latency of each size that may run."""
         own = {size: self._typical_ns(size) for size in self._durations}
         counts = {size: len(durations) for size, durations in self._durations.items()}
         sizes: Sequence[int] = self._batch_sizes or range(1, max_batch_size + 1)
@@ -320,7 +325,7 @@ class LearnedProfile:
         }
 
     def _expected_ns(self, sizes: Sequence[int]) -> dict[int, float]:
-        """What is known of them from elsewhere, up to a factor."""
+        """Return what the prior and the curve say, up to a common factor."""
         prior, curve, length = self._prior, self._curve, self._length
         last = 0 if prior is None else prior.max_batch_size
         found: dict[int, float] = {}
@@ -328,7 +333,7 @@ class LearnedProfile:
             found = {size: prior.taken_ns(size) for size in range(1, last + 1)}
         if curve is None or not curve.version:
             return found
-        # From the last size that the prior knows on, at its speed.
+        # Beyond the last size of the prior, the curve, scaled to agree with the prior there.
         speed = found[last] / curve.expected_ns(last * length) if found else 1.0
         beyond = {size: speed * curve.expected_ns(size * length) for size in sizes if size > last}
         return found | beyond
@@ -339,7 +344,10 @@ class LearnedProfile:
         return LatencyProfile.measured(latencies_ns, max_batch_size=max_batch_size, pads=True)
 
     def _forget(self, found: Mapping[int, float], max_batch_size: int) -> bool:
-        """Sizes that have not run for long keep their place in what is expected, and no more."""
+        """Forget sizes that have not run for long, keeping their estimates as the prior.
+
+        Return whether any was forgotten.
+        """
         due = []
         for size, durations in self._durations.items():
             doublings = min(self._forgotten[size], _MOST_DOUBLINGS)
@@ -360,7 +368,7 @@ class LearnedProfile:
 def _some(
     durations: Mapping[int, deque[tuple[int, int]]], is_wanted: Callable[[int], bool]
 ) -> dict[int, deque[tuple[int, int]]]:
-    """Those of batches with such numbers, by size."""
+    """Return the durations of batches whose number ``is_wanted``, by size."""
     found = {}
     for size, told in durations.items():
         wanted = [each for each in told if is_wanted(each[0])]
@@ -370,7 +378,7 @@ def _some(
 
 
 def _weight(count: int, own_ns: float, base_ns: float) -> int:
-    """How many durations to believe: nothing makes a batch quicker by accident."""
+    """Return how many durations count: one less if slow; quick ones need no confirmation."""
     return count if own_ns <= base_ns else count - 1
 
 
@@ -384,10 +392,11 @@ def _estimate(base_ns: float, own_ns: float | None, count: int) -> float:
 def _believed(
     size: int, latency_ns: float, firm: Sequence[int], found: Mapping[int, float]
 ) -> float:
-    """``latency_ns``, unless it says of a size that is not firm that its items cost more.
+    """Return ``latency_ns``, lowered if a size that is not firm seems to have dearer items.
 
-    More than in the next smaller firm size, or on the way from that to the next larger one. At
-    equal costs it is tried by queues that are long enough; if it was no error, little was promised.
+    Its items then cost what firm sizes say: as in the next smaller one, or on the line from it to
+    the next larger one. At equal cost it is tried by queues that are long enough; if it really was
+    dearer, little was lost.
     """
     index = bisect_left(firm, size)
     if index == 0 or (index < len(firm) and firm[index] == size):
@@ -397,25 +406,25 @@ def _believed(
     if index < len(firm):
         share = (size - below) / (firm[index] - below)
         item_ns += share * (found[firm[index]] / firm[index] - item_ns)
-    # Down, as policies take the larger batch only if its items cost no more.
+    # Rounded down: a policy takes the larger batch only if its items cost no more.
     return min(latency_ns, math.floor(item_ns * size))
 
 
 def _base(
     expected: Mapping[int, float], own: Mapping[int, float], counts: Mapping[int, int]
 ) -> Callable[[float], float]:
-    """What to think of a size without looking at its own durations."""
+    """Return a function of the size: its latency by prior and curve, else by the sizes that ran."""
     ratios = {size: each / expected[size] for size, each in own.items() if size in expected}
     speed = _speed(ratios, counts)
     scaled = {size: each * speed for size, each in expected.items()}
     firm = [size for size in sorted(own) if counts[size] >= _FIRM]
-    # What one batch that met a pause says of its size must not be thought of all larger ones.
+    # One batch that met a pause must not make all larger sizes seem slow.
     believed = {size: _believed(size, each, firm, own) for size, each in own.items()}
     return between({**believed, **scaled})
 
 
 def _speed(ratios: Mapping[int, float], counts: Mapping[int, int]) -> float:
-    """By how much batches take longer than was expected: a geometric mean over sizes."""
+    """Return how much longer batches take than expected: a geometric mean over sizes."""
     weights = {size: _weight(counts[size], ratio, 1.0) for size, ratio in ratios.items()}
     total = sum(weights.values())
     if not total:
@@ -425,7 +434,7 @@ def _speed(ratios: Mapping[int, float], counts: Mapping[int, int]) -> float:
 
 
 def sizes_to_measure(max_batch_size: int) -> list[int]:
-    """Powers of two, and the largest: what a profile needs to be interpolated."""
+    """Return powers of two and the largest size; a profile interpolates the rest."""
     sizes = [1 << power for power in range(max_batch_size.bit_length())]
     return sorted({*sizes, max_batch_size})
 
@@ -438,12 +447,12 @@ def measure(
     clock: Callable[[], int],
     limit_ns: int | None = None,
 ) -> dict[int, int]:
-    """Median durations of ``run(size)``, in nanoseconds of ``clock``.
+    """Return median durations of ``run(size)`` by size, in nanoseconds of ``clock``.
 
-    Each size runs once without being counted (allocations, compilation), then ``repeats`` times, by
-    turns, so that a slow second does not fall on one size. After ``limit_ns`` no more is begun,
-    but each size that is reported has been counted at least once; sizes go from small to large, and
-    those for which there was no time are missing (never the smallest).
+    Each size runs once uncounted (allocation, compilation), then ``repeats`` times. Sizes take
+    turns, from small to large, so that a slow second does not fall on one size. After
+    ``limit_ns`` nothing more is begun: sizes for which there was no time are missing (never the
+    smallest), and each reported size has been counted at least once.
     """
     end_ns = None if limit_ns is None else clock() + limit_ns
     durations: dict[int, list[int]] = {}
