@@ -1,12 +1,12 @@
 """pytest plugin: ``pytest --trims`` runs a test suite with the cache, on a daemon of its own.
 
-Beside the package, so that pytest's start imports neither trims_shim nor torch; while it is off it
-does nothing at all. When it is on, the environment is set before the first conftest is imported, so
-tests, their subprocesses and all pytest-xdist workers of a run share one daemon in one short-lived
-socket directory. The process that chose the directory (the xdist controller, or the only process)
-stops the daemon and removes the directory at the end; workers do neither.
+The module lies beside the package, so that pytest's start imports neither trims_shim nor torch.
+Switched off, it does nothing. Switched on, it sets the environment before the first conftest is
+imported. So tests, their subprocesses and all pytest-xdist workers of a run share one daemon in one
+short-lived socket directory. The process that chose the directory (the xdist controller, or the
+only process) stops the daemon and removes the directory at the end; workers do neither.
 
-Which wins: ``--trims`` or ``--no-trims``, then TRIMS_ENABLED=0 in the environment, then the ini.
+Precedence: ``--trims`` or ``--no-trims``, then TRIMS_ENABLED=0 in the environment, then the ini.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 __all__ = ["TrimsDaemon"]
 
 _SOCKET_DIR_LIMIT = 70
-"""Longest directory whose socket names fit the kernel's 107 bytes, with some room."""
+"""Longest directory with which socket names surely fit the kernel's 107 bytes."""
 _IDLE_EXIT_S = "300"
-"""A daemon whose test run was killed goes by itself."""
+"""The daemon of a test run that was killed exits by itself."""
 _STOP_TIMEOUT_S = 10.0
 _OUTPUT_KEY = "trims_stats"
 _RUN_DIRECTORY = "_TRIMS_PYTEST_SOCKET_DIR"
-"""By which pytest-xdist's workers know the run that they belong to: they inherit its environment.
+"""Names the run to its pytest-xdist workers, which inherit the environment.
 
-Workers on other machines do not, and have a daemon of their own there.
+Workers on other machines do not inherit it, and have a daemon of their own.
 """
 
 
 @dataclass(slots=True)
 class _Run:
-    """What this process knows of a run with trims."""
+    """The state of a run with trims in this process."""
 
     source: str
     socket_dir: str
@@ -65,7 +65,7 @@ _run_key = pytest.StashKey[_Run]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options and ini keys."""
+    """Register options and ini keys."""
     group = parser.getgroup("trims", "model weights from the trims cache")
     group.addoption(
         "--trims",
@@ -94,13 +94,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Before any conftest can import torch."""
+    """Switch on before any conftest can import torch."""
     _switch_on(early_config, early_config.known_args_namespace.trims)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """For a plugin that was loaded too late for the hook above."""
+    """Switch on if the plugin was loaded too late for the hook above."""
     _switch_on(config, config.option.trims)
 
 
@@ -119,7 +119,7 @@ def _switch_on(config: pytest.Config, wanted: bool | None) -> None:
 
 
 def _source(config: pytest.Config, wanted: bool | None) -> str:
-    """Where the wish for trims comes from, or nothing."""
+    """What asks for trims: ``--trims``, ``ini``, or nothing (an empty string)."""
     if wanted is not None:
         return "--trims" if wanted else ""
     if os.environ.get("TRIMS_ENABLED", "").lower() in ("0", "false", "no", "off"):
@@ -161,13 +161,13 @@ def _environment(config: pytest.Config, run: _Run) -> dict[str, str]:
     if run.is_isolated and "TRIMS_IDLE_EXIT" not in os.environ:
         changes["TRIMS_IDLE_EXIT"] = _IDLE_EXIT_S
     if run.is_directory_ours and "TRIMS_CACHE_DIR" not in os.environ:
-        # Models of tests are prepared for this run, and do not push the user's out.
+        # Models of tests are prepared for this run only, and do not evict the user's.
         changes["TRIMS_CACHE_DIR"] = os.path.join(run.socket_dir, "cache")
     return changes
 
 
 def _activate(run: _Run) -> None:
-    """Import and patch; with the settings of this run also where that had happened before."""
+    """Import and patch. If that happened before, apply the settings of this run."""
     is_imported = "trims_shim" in sys.modules
     import trims_shim
     from trims_shim import config as configuration
@@ -200,7 +200,7 @@ def _restore(run: _Run) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker hands its counters to the controller."""
+    """Send a worker's counters to the controller."""
     run = session.config.stash.get(_run_key, None)
     output = getattr(session.config, "workeroutput", None)
     if run is not None and output is not None:
@@ -209,7 +209,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker has ended; one that crashed has left nothing."""
+    """Collect the counters of a worker that has ended; one that crashed left none."""
     run = node.config.stash.get(_run_key, None)
     left = getattr(node, "workeroutput", {}).get(_OUTPUT_KEY)
     if run is not None and left is not None:
@@ -234,14 +234,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def _deactivate(run: _Run) -> None:
-    """The process, of a program that calls ``pytest.main`` perhaps, goes on as before the run."""
+    """Restore the state before the run, for programs that call ``pytest.main`` and go on."""
     import trims_shim
     from trims_shim import config as configuration
     from trims_shim.client.cache import configure
 
     try:
         configure(configuration.load())
-    except trims_shim.ConfigError:  # nor was it active before
+    except trims_shim.ConfigError:  # then it was not active before, either
         run.was_active = False
     if not run.was_active:
         trims_shim.disable()
@@ -262,7 +262,7 @@ def _stop_daemon(socket_dir: str) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """``trims: on, socket /tmp/..., isolated (from ini)``."""
+    """The line ``trims: on, socket /tmp/..., isolated (from ini)``."""
     run = config.stash.get(_run_key, None)
     if run is None:
         wanted = sys.platform != "linux" and _source(config, config.option.trims)
@@ -272,7 +272,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What was shared, in all processes that ran tests."""
+    """Report what all test processes together have shared."""
     run = config.stash.get(_run_key, None)
     if run is None:
         return
@@ -297,7 +297,7 @@ def _endpoint_directory() -> str:
 
 
 def _since(before: Stats | None) -> Stats:
-    """What the shim did in this process since a snapshot."""
+    """The shim's counters in this process since a snapshot."""
     import trims_shim
 
     now = trims_shim.stats()
@@ -305,7 +305,7 @@ def _since(before: Stats | None) -> Stats:
 
 
 def _combine(one: Stats, other: Stats, combine: Callable[[int, int], int]) -> Stats:
-    """Field by field; counts of one reason that come out as zero are left out."""
+    """Combine statistics field by field; leave out reasons whose count becomes zero."""
 
     def counts(ours: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
         both = {key: combine(ours.get(key, 0), theirs.get(key, 0)) for key in {**ours, **theirs}}
@@ -322,11 +322,11 @@ def _combine(one: Stats, other: Stats, combine: Callable[[int, int], int]) -> St
 
 
 class TrimsDaemon:
-    """The daemon of this test run, for tests that look into it."""
+    """The daemon of this test run, for tests that inspect it."""
 
     @property
     def socket_dir(self) -> str:
-        """Where its sockets are."""
+        """The directory of its sockets."""
         return _endpoint_directory()
 
     def status(self) -> GetStatusReply:
@@ -338,7 +338,7 @@ class TrimsDaemon:
         return reply
 
     def warm(self, path: str | os.PathLike[str]) -> str:
-        """Load a file into it, starting it when needed; the digest."""
+        """Load a file into it, starting it if needed; return the digest."""
         import trims_shim
 
         return trims_shim.warm(path)
@@ -357,7 +357,7 @@ def trims_daemon(pytestconfig: pytest.Config) -> TrimsDaemon:
 
 @pytest.fixture
 def trims_stats(pytestconfig: pytest.Config) -> Callable[[], Stats]:
-    """A function that says what the shim did in this test so far; skips without ``--trims``."""
+    """A function that returns the shim's counters in this test; skips without ``--trims``."""
     _skip_when_off(pytestconfig)
     import trims_shim
 

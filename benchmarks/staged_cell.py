@@ -301,7 +301,7 @@ def _times_s(phases: Phases, seed: int) -> list[float]:
 
 
 def _figures(records: Collection[Record], qos_ms: float) -> Result:
-    """Who has no answer yet has waited until now; who was given up has no latency."""
+    """The figures. Unanswered requests have waited until now; dropped ones have no latency."""
     now_ns = time.monotonic_ns()
     count = sum(len(record.intended_ns) for record in records)
     errors = [error for record in records for error in record.errors.values()]

@@ -3,8 +3,8 @@
     python examples/numpy_records.py
 
 The views are mapped, not copied: opening takes about as long for a large model as for a small one,
-and the memory behind them is shared with every other process that has the model open. Writing to a
-view is allowed and private to this handle.
+and the memory behind them is shared with every other process that has the model open. Writes to a
+view are allowed, and private to this handle.
 """
 
 import tempfile

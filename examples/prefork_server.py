@@ -1,12 +1,12 @@
-"""A pre-forking server, as gunicorn runs one: every worker loads the model, memory holds it once.
+"""A pre-forking server like gunicorn: every worker loads the model, memory holds it once.
 
     python examples/prefork_server.py                  # with the cache
     TRIMS_ENABLED=0 python examples/prefork_server.py  # each worker with a copy of its own
 
 The parent opens a port and forks workers; each worker loads the model after the fork and answers
-HTTP requests. The parent sends requests until every worker has answered, and prints what the
-workers take of the machine's memory together (the sum of their proportional set sizes).
-``import trims_shim`` is the only line that is about trims.
+HTTP requests. The parent sends requests until every worker has answered, and prints how much of the
+machine's memory the workers take together (the sum of their proportional set sizes).
+``import trims_shim`` is the only line about trims.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ def make_checkpoint() -> None:
 
 
 def load_model() -> nn.Module:
-    """The model with its weights, without initialising what is overwritten anyway."""
+    """The model with its weights, without an initialisation that would be overwritten."""
     with torch.device("meta"):
         model = build()
     model.load_state_dict(torch.load(CHECKPOINT), assign=True)
@@ -86,7 +86,7 @@ def work(listener: socket.socket) -> None:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Memory of a process, with shared pages divided among those who map them."""
+    """Memory of a process, with shared pages divided among the processes that map them."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024

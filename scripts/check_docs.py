@@ -1,5 +1,7 @@
-"""Checks the documentation: relative links resolve, the configuration table is the code's, and the
-figures in README.md, docs/onnxruntime.md and docs/gpu.md are the measured ones in docs/results.
+"""Check the documentation: links, the configuration table, and figures.
+
+Relative links must resolve, docs/configuration.md must have the settings of the code, and the
+figures in README.md, docs/onnxruntime.md and docs/gpu.md must be the measured ones of docs/results.
 
 ``--write`` writes the tables. ``make docs`` checks.
 """
@@ -92,7 +94,7 @@ def _is_shown(row: dict[str, Any]) -> bool:
 
 
 def _loads(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each model and loader, with all tasks."""
+    """A table line for each model and loader, with all tasks."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         task, _, loader = row["measurement"].partition(" vs ")
@@ -123,7 +125,7 @@ def _duration(seconds: float) -> str:
 
 
 def onnx_results(path: Path = ONNX_RESULTS, *, only_promised: bool = False) -> str:
-    """The table of what was measured with onnxruntime, or a line that says it was not."""
+    """The table of results with onnxruntime, or a line that says that there are none."""
     if not path.exists():
         return "*Not measured yet: `make bench-ort` measures it on your machine.*\n"
     measured = json.loads(path.read_text())
@@ -178,7 +180,7 @@ def _verdict(row: dict[str, Any]) -> str:
 
 
 def gpu_results(*, is_short: bool = False) -> str:
-    """The table of what was measured on a GPU."""
+    """The table of results on a GPU."""
     runs = [json.loads(path.read_text()) for path in GPU_RESULTS]
     rows = [row for run in runs for row in run["rows"]]
     if is_short:
@@ -230,7 +232,7 @@ def _gpu_row(row: dict[str, Any]) -> str:
 
 
 def batching_results() -> str:
-    """What was measured against other batchers: the paragraph before the tables, and the first."""
+    """The first table of the comparison with other batchers, and its conditions."""
     _, conditions, first, *_ = BATCHING_RESULTS.read_text().strip().split("\n\n")
     return f"{first}\n\n{conditions}\n"
 
@@ -243,7 +245,7 @@ WRITTEN = {
     "gpu results": lambda: gpu_results(is_short=True),
     "all gpu results": gpu_results,
 }
-"""What stands between the marks ``<!-- name -->`` and ``<!-- end of name -->``."""
+"""Makers of the text between the marks ``<!-- name -->`` and ``<!-- end of name -->``."""
 PAGES = (README, ROOT / "docs" / "onnxruntime.md", ROOT / "docs" / "gpu.md")
 
 
@@ -262,7 +264,7 @@ def broken_links() -> list[str]:
 
 
 def main() -> int:
-    """Check, or write with ``--write``; the exit status."""
+    """Check, or write with ``--write``; return the exit status."""
     if "--write" in sys.argv:
         TABLE.write_text(table())
         for page in PAGES:

@@ -5,13 +5,13 @@
 #   --wheels DIR   wheels to install where the machine lacks them (scripts/gpu_wheels.sh fetches them)
 #   --output DIR   where the results go: docs/results, but for a dry run a new temporary directory
 #   --steps LIST   some of environment,native,tests,onnxruntime,benchmarks,staged; environment is
-#                  always made, onnxruntime done only where onnxruntime-gpu is installed; staged
-#                  (benchmarks.staged_serving) takes all the time there is: not by default
+#                  always made; onnxruntime runs only if onnxruntime-gpu is installed; staged
+#                  (benchmarks.staged_serving) is no default, because it takes all the time left
 #   --budget-s N   seconds for everything (540)
 #   --dry-run      the same steps on an emulated device with small sizes: checks this script, and
 #                  measures nothing
-# Every step has a time limit, and what it found is in the output as soon as it ends, so that a run
-# that is cut off leaves results. Ends with status 1 when a step failed, 2 when it cannot begin.
+# Every step has a time limit, and its results are in the output as soon as it ends, so that a run
+# that is cut off leaves results. Ends with status 1 if a step failed, 2 if it cannot begin.
 set -uo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 wheels="" output="" dry_run="" budget_s=540 steps="environment,native,tests,onnxruntime,benchmarks"
@@ -66,7 +66,7 @@ left_s() { echo $((budget_s - SECONDS)); }
 
 has_step() { [[ ",$steps," == *",$1,"* ]]; }
 
-# run NAME LIMIT_S COMMAND...: the command's output is kept and shown, its status and time noted.
+# run NAME LIMIT_S COMMAND...: keep and show the command's output, note its status and time.
 run() {
     local step="$1" limit_s="$2" began=$SECONDS status
     shift 2
@@ -77,8 +77,8 @@ run() {
         return 1
     fi
     echo "== $step (at most $limit_s s, $(left_s) s left)"
-    # Interrupted first, so that what has been found is written. No pipe: a process that is left
-    # behind with the end of one would hold up everything.
+    # SIGINT first, so that the command writes its results so far. No pipe: a process that is left
+    # behind with an end of the pipe would block the script.
     timeout --signal=INT --kill-after=10 "$limit_s" "$@" > >(tee "$work/$step.log") 2>&1
     status=$?
     sleep 0.2
@@ -93,8 +93,8 @@ note() {
         echo "gpu_check: no report" >&2
 }
 
-# An interpreter that sees the machine's packages (its torch) and, before them, the wheels. The path
-# file is read even where the machine's python is a virtual environment itself.
+# Make an interpreter that sees the wheels and, after them, the machine's packages (its torch). The
+# path file works even if the machine's python is itself a virtual environment.
 make_environment() {
     "$machine_python" -m venv --without-pip "$work/venv" || make_by_hand || return 1
     local site
@@ -117,7 +117,7 @@ EOF
     "$python" "$root/scripts/gpu_report.py" --imports || return 1
 }
 
-# What the module venv does, for an interpreter that comes without it.
+# Do the work of the module venv, for an interpreter without it.
 make_by_hand() {
     "$machine_python" - "$work/venv" <<'EOF'
 import os, pathlib, sys
@@ -140,7 +140,7 @@ sys.exit(why_no_device() or 0)
 EOF
 }
 
-# The package is 255 MB: it is not carried, and not missed.
+# The package has 255 MB, so it is optional.
 has_onnxruntime() {
     "$python" - <<'EOF' 2>/dev/null
 import sys
@@ -186,7 +186,7 @@ if has_step tests; then
     limit_s=220 each_s=100
     has_step benchmarks || limit_s="$budget_s"
     variables=()
-    # No device is paid for in a dry run, and the processor may be busy.
+    # A dry run occupies no device, and its processor may be busy: it may take longer.
     [ -z "$dry_run" ] || limit_s=$((budget_s * 2 / 3)) each_s=300
     [ -z "$dry_run" ] || variables=("GPU_CHECK_EMULATED=$emulated")
     PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 run tests "$limit_s" env "${variables[@]}" \
@@ -216,8 +216,8 @@ if has_step benchmarks; then
         --budget-s "$spare_s" "$@"
 fi
 
-# Models in stages: measured, simulated with what was measured, and served. In a dry run on the
-# processor, for torch has no device there.
+# Models in stages: measured, simulated with the measurements, and served. A dry run uses the
+# processor, because torch has no device there.
 if has_step staged; then
     arguments=(--output "$output" --name "$name-staged-serving")
     measured=(--out "$output/$name-stages")

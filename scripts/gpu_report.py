@@ -1,9 +1,9 @@
-"""What a run of scripts/gpu_check.sh found, as one JSON file. Standard library only.
+"""Write the results of a run of scripts/gpu_check.sh as one JSON file. Standard library only.
 
-``gpu_report.py WORK OUTPUT`` puts the steps, the tests and the verdicts of the experiments together
-from what is in the working directory so far; it is called again after every step.
-``gpu_report.py --missing WHEELS`` prints the wheels whose package is not installed, and
-``gpu_report.py --imports`` fails when something that is needed cannot be imported.
+``gpu_report.py WORK OUTPUT`` collects steps, tests and verdicts of experiments from the files in
+the working directory; it is called again after every step. ``gpu_report.py --missing WHEELS``
+prints the wheels whose package is not installed, and ``gpu_report.py --imports`` fails if a needed
+module cannot be imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 Result = dict[str, Any]
 NEEDED = (
     *("zmq", "msgpack", "blake3", "torch", "safetensors"),
-    # Without it nothing is shared, and every comparison would be one of torch with itself.
+    # Without it nothing is shared, and every comparison would compare torch with itself.
     "pynvml",
     *("pytest", "pytest_timeout", "hypothesis"),
 )
@@ -39,11 +39,11 @@ LIBRARIES = (
     "onnxruntime-gpu",
 )
 LOG_LINES = 60
-"""Of a failed step: what the end of its output says is why."""
+"""Lines at the end of a failed step's output, which say why it failed."""
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what matters."""
+    """Installed versions of the packages that matter."""
     found = {}
     for name in LIBRARIES:
         try:
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def lines_of(path: Path) -> list[Result]:
-    """The objects of a file with one JSON object a line; a torn last line is left out."""
+    """The objects of a file with one JSON object per line; leaves out a torn last line."""
     if not path.exists():
         return []
     found = []
@@ -67,7 +67,7 @@ def lines_of(path: Path) -> list[Result]:
 
 
 def steps_of(work: Path) -> list[Result]:
-    """Steps so far; a failed one with the end of its output."""
+    """The steps so far, a failed one with the end of its output."""
     steps = lines_of(work / "steps.jsonl")
     for step in steps:
         log = work / f"{step['step']}.log"
@@ -77,7 +77,7 @@ def steps_of(work: Path) -> list[Result]:
 
 
 def collect(work: Path) -> Result:
-    """Everything that is known so far."""
+    """All results so far."""
     tests = lines_of(work / "tests.jsonl")
     outcomes = [test["outcome"] for test in tests]
     smi = work / "nvidia-smi.log"
@@ -97,7 +97,7 @@ def collect(work: Path) -> Result:
 
 
 def missing(wheels: Path) -> list[str]:
-    """Paths of the wheels whose distribution is not installed; those for another Python are not."""
+    """Paths of wheels for this Python whose distribution is not installed."""
     found = []
     for wheel in sorted(wheels.glob("*.whl")):
         if not is_for_this_python(wheel.name):
@@ -111,7 +111,7 @@ def missing(wheels: Path) -> list[str]:
 
 
 def is_for_this_python(wheel: str) -> bool:
-    """By the tags in its name (PEP 425); the platform is left to pip."""
+    """Whether the tags in a wheel's name fit (PEP 425); pip checks the platform."""
     *_, python, abi, _ = wheel.removesuffix(".whl").split("-")
     major, minor = sys.version_info[:2]
     for tag in python.split("."):
@@ -123,7 +123,7 @@ def is_for_this_python(wheel: str) -> bool:
 
 
 def unimportable() -> list[str]:
-    """What is needed and cannot be imported, with the reason."""
+    """Needed modules that cannot be imported, each with the reason."""
     problems = []
     for name in NEEDED:
         try:

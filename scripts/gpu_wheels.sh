@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Fetches the packages that scripts/gpu_check.sh may find missing on a machine without network.
 #   scripts/gpu_wheels.sh DIR [PACKAGE...]
-# PYTHON_VERSION is that of the machine with the GPU. onnxruntime-gpu is fetched only where it is
-# named: it has 255 MB, without the CUDA 13 and cuDNN 9 that it needs.
+# PYTHON_VERSION is that of the machine with the GPU. onnxruntime-gpu is fetched only if it is named:
+# it has 255 MB, without the CUDA 13 and cuDNN 9 that it needs.
 set -euo pipefail
 if [ $# -lt 1 ] || [ "${1:0:1}" = "-" ]; then
     sed -n '2,5p' "$0" | cut -c3- >&2

@@ -3,8 +3,8 @@
     python examples/batching/asyncio_padding.py
 
 A small encoder takes token numbers and a mask, as transformers' models do. Every task awaits the
-vector of one sentence. Sentences of similar length share a batch, and short ones go with long ones
-where that is quicker; what is padded does not change their vectors.
+vector of one sentence. Sentences of similar length share a batch, and short ones join long ones
+where that is quicker. Padding does not change their vectors.
 """
 
 import asyncio

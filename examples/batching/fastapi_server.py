@@ -5,10 +5,10 @@
     curl "localhost:8000/classify?x=0.5&y=-1"
     curl localhost:8000/worker
 
-Every worker loads the model, or a master does before it forks them (``gunicorn --preload``):
-``import trims_shim`` is all it takes to share the weights. A worker's requests share batches, those
-of coroutines and those of plain functions, which FastAPI calls in threads. Nothing has to be
-closed: a server answers the requests that it has before it ends.
+Every worker loads the model, or a master does before it forks them (``gunicorn --preload``).
+``import trims_shim`` is enough to share the weights. Requests of a worker share batches, whether
+they come from coroutines or from plain functions, which FastAPI calls in threads. Nothing has to be
+closed: a server answers its open requests before it ends.
 """
 
 import os
@@ -37,7 +37,7 @@ def build() -> nn.Module:
 
 
 def make_checkpoint() -> None:
-    """In one step: other workers begin at the same time."""
+    """Write the checkpoint and rename it, because other workers start at the same time."""
     torch.manual_seed(0)
     unfinished = CHECKPOINT.with_suffix(f".{os.getpid()}")
     torch.save(build().state_dict(), unfinished)
@@ -45,7 +45,7 @@ def make_checkpoint() -> None:
 
 
 def load_model() -> nn.Module:
-    """The model with its weights, without initialising what is overwritten anyway."""
+    """The model with its weights, without an initialisation that would be overwritten."""
     if not CHECKPOINT.exists():
         make_checkpoint()
     with torch.device("meta"):
@@ -67,7 +67,7 @@ def classify(points: torch.Tensor) -> torch.Tensor:
 
 @app.get("/classify")
 async def classify_in_loop(x: float, y: float) -> dict[str, int]:
-    """Awaits; whoever leaves before his answer gives his place in the queue up."""
+    """Answer from the event loop; a client that disconnects gives its place in the queue up."""
     try:
         return {"class": int(await classify.aio(torch.tensor([x, y])))}
     except RequestDropped as error:  # too many requests for this objective
@@ -85,7 +85,7 @@ def classify_in_thread(x: float, y: float) -> dict[str, int]:
 
 @app.get("/worker")
 async def worker() -> dict[str, Any]:
-    """What the worker that answers this did until now."""
+    """The counters of the worker that answers this."""
     return {
         "pid": os.getpid(),
         "loads from the cache": trims_shim.stats().served,

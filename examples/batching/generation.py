@@ -1,10 +1,10 @@
-"""Prompts of many threads, continued together: who comes joins between two tokens.
+"""Prompts of many threads, continued together: new prompts join between two tokens.
 
     python examples/batching/generation.py
 
-A small GPT-2 (random weights) is a staged model: prompts are read by the first stage, then each
-step adds a token to every row. Threads come at their own times and ask for answers of different
-lengths; a short answer does not wait for a long one. One caller gets his tokens as they are made.
+A small GPT-2 (random weights) is a staged model: its first stage reads prompts, then each step adds
+a token to every row. Threads come at different times and ask for answers of different lengths; a
+short answer does not wait for a long one. One caller gets its tokens as they are made.
 """
 
 import random
@@ -30,7 +30,7 @@ batcher = Batcher(generation(model, max_new_tokens=LONGEST), max_batch_size=8, c
 
 
 def alone(prompt: torch.Tensor, count: int) -> list[int]:
-    """What transformers itself generates."""
+    """The tokens that transformers itself generates."""
     found = model.generate(
         prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=count,
         do_sample=False, pad_token_id=0,
@@ -39,7 +39,7 @@ def alone(prompt: torch.Tensor, count: int) -> list[int]:
 
 
 def caller(number: int) -> tuple[torch.Tensor, int, list[int], float]:
-    """A prompt, how many tokens were wanted of it, which came, and how soon."""
+    """A prompt, the number of tokens wanted, the tokens, and the milliseconds they took."""
     rng = random.Random(number)
     prompt = torch.randint(WORDS, (rng.randint(1, 20),))
     count = rng.choice((2, LONGEST))
@@ -50,7 +50,7 @@ def caller(number: int) -> tuple[torch.Tensor, int, list[int], float]:
 
 
 def main() -> None:
-    """Many callers, then one that listens."""
+    """Run many callers, then one that streams."""
     with ThreadPoolExecutor(CALLERS) as pool:
         answers = list(pool.map(caller, range(CALLERS)))
     same = all(found == alone(prompt, count) for prompt, count, found, _ in answers)

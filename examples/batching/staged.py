@@ -1,11 +1,13 @@
-"""A model in stages: newcomers catch up with a batch on its way.
+"""A model in stages: new requests catch up with a running batch.
 
     python examples/batching/staged.py
 
-Requests come one after the other, faster than the model answers one. A batcher of the whole model
-lets those that come while a batch runs wait for its end; with stages they run the first ones while
-the others wait for them, and go on together. The answers are the same. Then answers in pieces: of a
-loop, whoever is finished leaves between two steps, and the next one takes its place.
+Requests come one after the other, faster than the model answers one. With the whole model, requests
+that come while a batch runs wait for its end. With stages they run the first stages while the batch
+waits for them, and then go on with it. The answers are the same.
+
+The second part has answers in pieces: a request that is finished leaves the loop between two steps,
+and the next one takes its place.
 """
 
 import time
@@ -32,7 +34,7 @@ rows = torch.randn(REQUESTS, WIDTH)
 
 
 def serve(batcher: Batcher) -> list[torch.Tensor]:
-    """Answers to requests that come four times as fast as one alone is answered."""
+    """Answers to requests that come four times as fast as a lone one is answered."""
     gap_s = batcher.warm(rows[0]).latency_ns(1) / 1e9 / 4
     futures = []
     for row in rows:
@@ -59,12 +61,12 @@ def compare() -> None:
 
 
 def step(state: torch.Tensor) -> Stepped:
-    """Of n, one piece in each of n steps. ``state``: [batch]."""
+    """One step: a row that starts with n gives a piece in each of n steps. ``state``: [batch]."""
     return Stepped(state=state - 1, pieces=state, finished=(state <= 1).tolist())
 
 
 def count_down() -> None:
-    """A loop: a step for all who are in it, until each has its last piece."""
+    """Run a loop: each step is for all its rows, until each has its last piece."""
     with Batcher(StagedModel([lambda numbers: numbers, Loop(step)])) as batcher:
         long = batcher.submit(torch.tensor(5))
         print("pieces:", [int(piece) for piece in batcher.stream(torch.tensor(3))])

@@ -1,11 +1,11 @@
-"""Many threads, one model: each asks for one answer, and batches form behind their backs.
+"""Many threads, one model: each thread asks for single answers, and requests form batches.
 
     python examples/batching/threads.py
 
 The model is a perceptron whose batch of 16 takes little longer than a single row. Twenty threads
 ask for one row each, again and again, first one after the other, then through a batcher with a
-latency objective. The answers are the same; the program prints what became of the requests and how
-many rows a batch had.
+latency objective. The answers are the same. The program prints the outcome of the requests and the
+rows in a batch.
 """
 
 import threading

@@ -1,11 +1,11 @@
-"""Two models on one device: bursts of a quick one, and a slow one that makes room for them.
+"""Two models on one device: a slow one makes room for bursts of a quick one.
 
     python examples/batching/two_models.py
 
-The slow model has sixteen stages; a batch of it can be given up between any two of them. Whenever
-it runs, a burst of requests for the quick model comes that cannot wait for its end. With preemption
-these are answered in time, and the slow batch runs again; without, most are too late. The answers
-are the same as without a batcher.
+The slow model has sixteen stages; its batches can be given up between any two of them. Whenever it
+runs, a burst of requests for the quick model comes that cannot wait for its end. With preemption
+the burst is answered in time, and the slow batch runs again. Without preemption most of the burst
+is too late. The answers are the same as without a batcher.
 """
 
 import time
@@ -33,7 +33,7 @@ row = torch.randn(WIDTH)
 
 
 def main(preemption_factor: float | None) -> None:
-    """Bursts while the slow model runs; what became of them."""
+    """Send bursts while the slow model runs; print their outcome."""
     models = {"slow": slow, "quick": [quick]}
     with FlexBatcher(models, preemption_factor=preemption_factor, max_batch_size=BURST) as batcher:
         slow_ms = batcher.warm("slow", row).latency_ns(1) / 1e6

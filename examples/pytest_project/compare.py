@@ -1,7 +1,7 @@
-"""How much faster this test suite gets with the cache: ``python compare.py [--rounds N]``.
+"""Measure how much faster this test suite gets with the cache: ``python compare.py [--rounds N]``.
 
-Runs the suite without and with ``--trims``, alternating, after one run of each that is not counted
-(it writes the checkpoint). Every run with ``--trims`` starts a daemon of its own and stops it, so
+Runs the suite without and with ``--trims``, alternating, after one uncounted run of each, which
+writes the checkpoint. Every run with ``--trims`` starts a daemon of its own and stops it, so
 its first load is a cold one; that is in the numbers. Prints medians of the time of whole pytest
 processes, and of the tests alone as pytest reports them.
 """
