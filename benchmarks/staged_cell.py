@@ -1,10 +1,9 @@
-"""What the serving benchmark of staged models measures: tasks for :mod:`benchmarks.forking`.
+"""Tasks of the serving benchmark of staged models, for :mod:`benchmarks.forking`.
 
 ``python -m benchmarks.staged_cell serve JSON FD`` imports once and forks a process for each task.
 Every side of the comparison is this package's batcher on the same model: as one function under a
-policy that knows no stages, or in stages. Those that are compared live in one process and take
-turns there, so what the machine does to a process, it does to all of them. Latencies count from the
-intended arrival.
+policy without stages, or in stages. The compared sides live in one process and take turns, so the
+machine affects all of them alike. Latencies count from the intended arrival.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ from trims_shim.errors import QueueFull, RequestDropped
 __all__: list[str] = []
 
 MAX_BATCH_SIZE = {"cpu": 16, "cuda": 64}
-"""64 is the paper's; on a processor nothing is gained beyond 16."""
+"""64 is the paper's; on a processor, larger batches than 16 gain nothing."""
 _CHECKED = 4
-"""Of so many items every answer is compared with what the model says of them alone."""
+"""Number of items whose answers are compared with those of the model for the item alone."""
 _TOLERANCE = {"cpu": 1e-3, "cuda": 5e-2}
-"""Relative to the largest; GPUs compute with TF32."""
+"""Relative to the largest value; GPUs compute with TF32."""
 _WARM_SIZES = (1, 2, 4, 8, 16)
 _ANSWER_DEADLINE_S = 20.0
 Result = dict[str, Any]
 Sides = Mapping[str, Mapping[str, Any]]
 """By name, as :data:`benchmarks.staged_serving.SIDES` has them."""
 Phases = Sequence[Sequence[float]]
-"""Of each: requests a second, seconds."""
+"""(requests a second, seconds) of each phase."""
 _PHASES = 16
-"""More than a load has: seeds of phases must not be those of other repeats."""
+"""More phases than any load has, so that seeds of phases differ from those of other repeats."""
 
 
 class _Wrong(Exception):
-    """An answer is not what the model says."""
+    """An answer is not the model's."""
 
 
 def _limit(device: str) -> int:
@@ -68,7 +67,7 @@ def _make_batcher(served: Served, side: Mapping[str, Any], device: str, slo_ms: 
     function = served.whole if stages == 0 else served.staged(stages)
     if stages == 0 and device != "cpu":
         function = functools.partial(_synchronised, served.whole)
-    # A GPU works at two stages at once, and so at two batches, where these are large enough.
+    # A GPU runs two stages at once, and so two batches, if they are large enough.
     lanes = [device] * 2 if stages != 0 and device != "cpu" else None
     return Batcher(
         function,
@@ -83,14 +82,14 @@ def _make_batcher(served: Served, side: Mapping[str, Any], device: str, slo_ms: 
 
 
 def _synchronised(whole: Callable[[Any], Any], batch: Any) -> Any:
-    """An answer that is only queued on a GPU is none."""
+    """Wait for the GPU: an answer that is only queued there is none."""
     result = whole(batch)
     torch.cuda.current_stream().synchronize()
     return result
 
 
 class _Peer:
-    """As :func:`offer` wants it; hands the number of a request on as its answer, or _Wrong."""
+    """A peer for :func:`offer`; its answer is the number of the request, or _Wrong."""
 
     def __init__(self, batcher: Any, served: Served, device: str) -> None:
         self.batcher = batcher
@@ -102,12 +101,12 @@ class _Peer:
         self._tolerance = _TOLERANCE[device.partition(":")[0]]
 
     def item(self, number: int) -> tuple[int, Any]:
-        """Of the device that ``offer`` thinks it is."""
+        """The item of a request; ``offer`` takes this object for the device, too."""
         return number, self._served.item(number)
 
     @staticmethod
     def number_of(result: int) -> int:
-        """As it was handed on."""
+        """The answer itself, which is the number already."""
         return result
 
     def submit(self, item: tuple[int, Any], done: Callable[..., None]) -> None:
@@ -139,7 +138,7 @@ class _Peer:
 def _prepare(
     model: str, sides: Sides, device: str, slo_ms: float | None = None
 ) -> dict[str, _Peer]:
-    """Warm batchers: their kernels have been chosen, their profiles were read."""
+    """Make warm batchers, with their kernels chosen and their profiles read."""
     torch.set_num_threads(1)
     served = make_served(model, device)
     batchers = {name: _make_batcher(served, side, device, slo_ms) for name, side in sides.items()}
@@ -156,7 +155,7 @@ def _prepare(
 
 
 def _shuffled(peers: Mapping[str, _Peer], seed: int) -> Iterable[tuple[str, _Peer]]:
-    """One turn of each."""
+    """The sides in the order of one turn."""
     return random.Random(seed).sample(list(peers.items()), len(peers))
 
 
@@ -164,7 +163,7 @@ def _shuffled(peers: Mapping[str, _Peer], seed: int) -> Iterable[tuple[str, _Pee
 
 
 def calibrate(*, model: str, device: str, batches: int) -> Result:
-    """Milliseconds of a batch by its size, as the baselines make it; means of the same items."""
+    """Milliseconds of a batch by size, padded as by the baselines; means over the same items."""
     torch.set_num_threads(1)
     served = make_served(model, device)
     collate, limit = collate_of(served.collate), _limit(device)
@@ -190,7 +189,7 @@ def _timed_s(served: Served, batches: Sequence[Any], device: str) -> float:
 
 
 def learn(*, model: str, side: Result, device: str, limit_s: float) -> Result:
-    """Measure what the side's policy decides by, and keep it for the processes that follow."""
+    """Measure the profile that the side's policy uses, and keep it for the later processes."""
     torch.set_num_threads(1)
     served = make_served(model, device)
     batcher = _make_batcher(served, side, device, None)
@@ -210,7 +209,7 @@ def load(
     seeds: Sequence[int],
     qos_ms: float,
 ) -> Result:
-    """Offer a load for each seed, and say what became of all requests, by side.
+    """Offer a load for each seed; return the figures of all requests, by side.
 
     No batcher knows the objective.
     """
@@ -230,7 +229,7 @@ def load(
 def saturated(
     *, model: str, sides: Sides, device: str, clients: Sequence[int], seconds: float, qos_ms: float
 ) -> Result:
-    """Clients that ask again as soon as they are answered: by side and number, what is answered."""
+    """Run clients in closed loops; return the answered rate by side and number of clients."""
     peers = _prepare(model, sides, device, qos_ms)
     by_clients: dict[str, Result] = {name: {} for name in peers}
     for count in clients:
@@ -250,9 +249,9 @@ def saturated(
 
 
 def _closed_loop(peer: _Peer, clients: int, seconds: float) -> tuple[list[float | None], float]:
-    """The latencies of those that count, and in which time they were answered.
+    """The latencies of the counted requests, and the time in which they were answered.
 
-    At least one counts, however busy the machine.
+    At least one request counts, however busy the machine is.
     """
     done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
     began_ns: dict[int, int] = {}
@@ -273,7 +272,7 @@ def _closed_loop(peer: _Peer, clients: int, seconds: float) -> tuple[list[float 
 
 
 def lone(*, model: str, sides: Sides, device: str, turns: int, calls: int) -> Result:
-    """One client in a closed loop: by side, what a request takes that is always alone."""
+    """Run one client in a closed loop; return the time of a lone request, by side."""
     peers = _prepare(model, sides, device)
     taken_ns: dict[str, list[int]] = {name: [] for name in peers}
     for turn in range(turns):
@@ -301,7 +300,7 @@ def _times_s(phases: Phases, seed: int) -> list[float]:
 
 
 def _figures(records: Collection[Record], qos_ms: float) -> Result:
-    """The figures. Unanswered requests have waited until now; dropped ones have no latency."""
+    """The figures. Requests without an answer have waited until now; dropped ones do not count."""
     now_ns = time.monotonic_ns()
     count = sum(len(record.intended_ns) for record in records)
     errors = [error for record in records for error in record.errors.values()]
@@ -333,7 +332,7 @@ def _figures(records: Collection[Record], qos_ms: float) -> Result:
 
 
 def _facts(batcher: Any, side: Mapping[str, Any]) -> Result:
-    """What was done, to understand the figures by."""
+    """The batcher's statistics, to explain the figures."""
     stats = batcher.stats()
     requests = sum(size * number for size, number in stats.batch_sizes.items())
     facts: Result = {

@@ -1,13 +1,13 @@
-"""What the default policy of stages costs while it learns what they take; in the simulator.
+"""The cost of the default policy of stages while it learns latencies, in the simulator.
 
     python -m benchmarks.staged_learning            # some minutes
     python -m benchmarks.staged_learning --quick    # a smoke run, in seconds
 
-One model, one thing at a time, no objective: all that is asked for is a low latency. Batches take
-what was measured on a processor (docs/decisions/0011), where stages gain next to nothing, or what
-lines say. ``auto`` calls the whole model, ``dvabatch`` its stages; each with the true profile, and
-with one that it learns from nothing. Writes ``docs/results/staged_learning.json``: mean and 99th
-percentile of latencies, as a multiple of those of ``auto`` with the true profile.
+One model, one batch at a time, no objective: the aim is a low latency. Latencies were measured on a
+processor (docs/decisions/0011), where stages gain next to nothing, or follow lines. ``auto`` calls
+the whole model and ``dvabatch`` its stages, each with the true profile and with one learned from
+nothing. Writes ``docs/results/staged_learning.json``: mean and 99th percentile of latencies, as a
+multiple of those of ``auto`` with the true profile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["LOADS", "Cell", "cell", "main"]
 _LARGEST = 16
 _OVERHEAD_NS = 100_000
 LOADS = (0.3, 0.6, 0.85)
-"""Of the best throughput."""
+"""Shares of the best throughput."""
 _WAYS = ("auto", "auto, learned", "dvabatch", "dvabatch, learned")
 _NS_PER_MS = 1e6
 
@@ -51,12 +51,12 @@ _MODELS = {name: (TABLES[name], 2) for name in ("U-Net-like", "BERT-like", "VGG-
     "10 + b ms": (TABLES["10 + b ms"], 4),
     "20 + 2 b ms": (LatencyProfile.linear(2, 20, max_batch_size=_LARGEST), 4),
 }
-"""What the whole takes, and in how many stages, all of which take equally long."""
+"""(latencies of the whole model, number of equally long stages)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Of several seeds; ``stretches`` for each batch."""
+    """Means over several seeds; ``stretches`` per batch."""
 
     model: str
     load: float
@@ -99,7 +99,7 @@ def _table(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def cell(model: str, load: float, way: str, *, count: int, seeds: int) -> Cell:
-    """Of one model and load."""
+    """Simulate one model and load."""
     runs = [_run(model, load, way, count, seed) for seed in range(seeds)]
     mean_ms, p99_ms, stretches = (
         round(statistics.fmean(each), 4) for each in zip(*runs, strict=True)

@@ -1,12 +1,12 @@
-"""Measure the stages of the serving benchmark's models, for the simulator to run with.
+"""Measure the stages of the serving benchmark's models, for use in the simulator.
 
     python -m benchmarks.staged_measuring --out DIR                  # a processor; some minutes
     python -m benchmarks.staged_measuring --out DIR --device cuda
     python -m benchmarks.staged_policies --profile DIR/*.json --device narrow --out DIR
 
-Writes a profile for each model, as ``trims stage profile`` does, and says how much slower a batch
-is beside another one: 1 is what the simulator calls a wide device, 2 a narrow one. That is measured
-with two threads, on a GPU with a stream each.
+Writes a profile for each model, as ``trims stage profile`` does, and prints how much slower a batch
+is beside another one: 1 is the simulator's wide device, 2 its narrow one. That is measured with two
+threads, each with its own stream on a GPU.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["main", "slowdown"]
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (16, 32, 64, 128)
 SIDE_BY_SIDE = (1, 8)
-"""Batch sizes that are run two at a time."""
+"""Sizes of batches that run side by side."""
 _TIMEOUT_S = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module."""
     options = _arguments(arguments)
-    # It takes a second or two to import torch, which the tests of the simulation need not.
+    # Importing torch takes a second or two, and tests of the simulation do without it.
     from benchmarks.staged_models import make_served
 
     _set_threads(options.threads)
@@ -91,7 +91,7 @@ def _set_threads(count: int) -> None:
 
 
 def _batches(served: Any, length: int | None) -> Callable[[int], tuple[Any]]:
-    """Of a size, what the first stage gets; sequences all of one length."""
+    """Batches of a size for the first stage; sequences have one length."""
     import torch
 
     def batch(size: int) -> tuple[Any]:
@@ -109,7 +109,7 @@ def slowdown(
 ) -> float:
     """How many times as long a call takes while another thread makes the same calls.
 
-    The median of ``rounds``, of which each is some calls alone and as many beside. Raises
+    The median of ``rounds``; each has some calls alone and as many side by side. Raises
     RuntimeError for a call that takes more than a minute.
     """
     lanes = [lane_of(device), lane_of(device)]
@@ -122,7 +122,7 @@ def slowdown(
 
 
 def _beside(lanes: Sequence[Lane], function: Callable[..., Any], arguments: Sequence[Any]) -> float:
-    """Both begin and end together, nearly: the mean of what the two have measured."""
+    """The mean time of two threads that begin and end nearly together."""
     barrier = threading.Barrier(2, timeout=_TIMEOUT_S)
     taken_s: list[float] = []
 
@@ -141,7 +141,7 @@ def _beside(lanes: Sequence[Lane], function: Callable[..., Any], arguments: Sequ
 
 
 def _many(lane: Lane, function: Callable[..., Any], arguments: Sequence[Any], count: int) -> float:
-    """Seconds for each of so many calls."""
+    """Seconds of each call."""
     with lane.enter(), without_graph():
         began_s = time.perf_counter()
         for _ in range(count):

@@ -9,8 +9,8 @@ u-net     of operators           deep layers have few pixels and many weights, w
 vgg       of load                dense layers of many weights after convolutions: any batch gains
 ========  =====================  ===============================================================
 
-Weights are random: no time depends on them. Sizes for a processor are such that one item takes some
-milliseconds on one thread, and those for a GPU such that it takes as long there.
+Weights are random, because no time depends on them. Sizes are such that one item takes some
+milliseconds, on one thread of a processor or on a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trims_shim.batching.staged.model import StagedModel
 __all__ = ["LENGTHS", "MODELS", "Served", "make_served"]
 
 LENGTHS = {"median": 24, "sigma": 0.7, "least": 4, "most": 128}
-"""Tokens of a request: log-normal, cut off. Sentences of GLUE's tasks are about as spread."""
+"""Tokens of a request: log-normal, cut off. GLUE's sentences have about this spread."""
 _VOCABULARY = 30_522
 _ITEMS = 512
 
@@ -46,14 +46,14 @@ class Served:
     name: str
     stages: Sequence[Callable[..., Any]]
     items: Sequence[Any]
-    """Request ``n`` has item ``n`` modulo their number; on the device. Equal in every process."""
+    """Request ``n`` has item ``n`` modulo their number. On the device; equal in all processes."""
     collate: Any
-    """Padded to the longest of the batch, as the paper's are."""
+    """Pads to the longest item of the batch, as in the paper."""
     examples: Sequence[int]
-    """Numbers of items: where lengths differ, the middle one of each class of them."""
+    """Numbers of items; where lengths differ, the middle one of each class of lengths."""
 
     def item(self, number: int) -> Any:
-        """Of a request."""
+        """The item of a request."""
         return self.items[number % len(self.items)]
 
     def whole(self, batch: Any) -> Any:
@@ -63,13 +63,13 @@ class Served:
         return batch
 
     def staged(self, stages: int | None = None) -> StagedModel:
-        """In its stages, or in one."""
+        """The model in its stages, or in one."""
         return StagedModel([self.whole] if stages == 1 else self.stages, name=self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Of a model on a device."""
+    """The size of a model on a device."""
 
     width: int
     depth: int
@@ -77,7 +77,7 @@ class _Size:
 
 
 def make_served(name: str, device: str = "cpu") -> Served:
-    """One of :data:`MODELS`; ``device`` as torch has it. Equal weights in every process."""
+    """Make one of :data:`MODELS`, with equal weights in every process; ``device`` is torch's."""
     torch.manual_seed(0)
     kind, _, _ = device.partition(":")
     maker, sizes = _MAKERS[name]
@@ -86,7 +86,7 @@ def make_served(name: str, device: str = "cpu") -> Served:
 
 
 def _merged(stages: Sequence[Callable[..., Any]], count: int) -> list[Callable[..., Any]]:
-    """Neighbours in one, as many in each, so that ``count`` are left."""
+    """Merge neighbours in equal groups, so that ``count`` are left."""
     size = len(stages) // count
     return [_in_turn(stages[first : first + size]) for first in range(0, len(stages), size)]
 
@@ -120,7 +120,7 @@ class _Embed(nn.Module):
         self.places = nn.Embedding(LENGTHS["most"], width)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Token numbers ``[batch, tokens]`` -> ``[batch, tokens, width]``, and what is seen."""
+        """Token numbers ``[batch, tokens]`` -> ``[batch, tokens, width]``, and the mask."""
         ids, mask = batch["ids"], batch["attention_mask"]
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         return x, mask[:, None, None, :].bool()
@@ -157,7 +157,7 @@ class _Pool(nn.Module):
         self.dense = nn.Linear(width, width)
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
-        """Of the first token: ``[batch, width]``."""
+        """The state of the first token, ``[batch, width]``."""
         pooled: Tensor = torch.tanh(self.dense(value[0][:, 0]))
         return pooled
 
@@ -199,14 +199,14 @@ def _convs(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class _Down(nn.Module):
-    """Hands what it has made on as well, for the other end of the U."""
+    """Also returns its feature maps, for the other end of the U."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.convs = nn.Sequential(*_convs(inputs, outputs))
 
     def forward(self, value: Any) -> tuple[Tensor, ...]:
-        """``[batch, inputs, h, w]`` -> ``[batch, outputs, h / 2, w / 2]``, and what is kept."""
+        """``[batch, inputs, h, w]`` -> ``[batch, outputs, h / 2, w / 2]``, and the kept maps."""
         x, *kept = value if isinstance(value, tuple) else (value,)
         y = self.convs(x)
         return (F.max_pool2d(y, 2), *kept, y)
@@ -219,7 +219,7 @@ class _Up(nn.Module):
         self.convs = nn.Sequential(*_convs(2 * outputs, outputs))
 
     def forward(self, value: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The reverse."""
+        """The reverse of :class:`_Down`."""
         x, *kept = value
         skipped = kept.pop()
         return (self.convs(torch.cat([self.widen(x), skipped], dim=1)), *kept)
@@ -269,7 +269,7 @@ def _pictures(side: int, device: str) -> list[Tensor]:
 
 
 def _vgg(name: str, size: _Size, device: str) -> Served:
-    """Convolutions, each level with half the side and twice the width, and three dense layers."""
+    """Levels of convolutions, each with half the side and twice the width; three dense layers."""
     widths = [size.width << level for level in range(size.depth)]
     levels = [
         nn.Sequential(*_convs(a, b), nn.MaxPool2d(2))
@@ -288,7 +288,7 @@ def _vgg(name: str, size: _Size, device: str) -> Served:
 
 _STAGES = 4
 _STAGES_ON = {"cpu": 2, "cuda": 4}
-"""A border costs some 60 µs of a processor, which stages of one millisecond would show."""
+"""Few, because a border takes some 60 µs, which would matter in stages of one millisecond."""
 _MAKERS: dict[str, tuple[Callable[[str, _Size, str], Served], dict[str, _Size]]] = {
     "bert": (_bert, {"cpu": _Size(256, 4), "cuda": _Size(1024, 24)}),
     "u-net": (_unet, {"cpu": _Size(12, 4, 80), "cuda": _Size(64, 4, 256)}),

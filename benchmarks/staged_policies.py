@@ -1,15 +1,15 @@
-"""Batches that are stretched and split, against batches that are not; in the simulator.
+"""Batches that are stretched and split, against closed batches, in the simulator.
 
     python -m benchmarks.staged_policies                      # everything; under eight minutes
     python -m benchmarks.staged_policies --quick              # a smoke run, in seconds
     python -m benchmarks.staged_policies --sections peaks     # the others keep their results
     python -m benchmarks.staged_policies --profile FILE       # and models measured by `trims stage`
 
-Writes ``docs/results/staged_policies.json``, ``.png`` and ``.md``. What is simulated is in
-:mod:`benchmarks.staged_scenes`: stages that are stated, on a device that several of them share.
-*immediate* is ZeroBatch and *window* DelayBatch of DVABatch (ATC'22), with the best of four windows
-in each cell. All systems get the same requests, and know how long stages take alone. The latency of
-a request that was dropped is infinite for percentiles, and left out of means.
+Writes ``docs/results/staged_policies.json``, ``.png`` and ``.md``. :mod:`benchmarks.staged_scenes`
+has the simulated scenes: stated stages on a device that several of them share. *immediate* is
+ZeroBatch and *window* DelayBatch of DVABatch (ATC'22), with the best of four windows in each cell.
+All systems get the same requests, and know how long each stage takes alone. The latency of a
+dropped request is infinite for percentiles, and left out of means.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ SECTIONS = ("latencies", "peaks", "lanes", "pairs", "stages")
 PAIRS = (1, 2, 3, 4)
 STAGES = (1, 2, 3, 4, 6, 8, 12, 20)
 STAGE_MODELS = {"VGG-like": (1.3, 4.0), "ResNet-like": (1.1, 14.0)}
-"""Alpha and beta in ms; cut into equal stages."""
+"""Alpha and beta in ms, of models cut into equal stages."""
 _MOST_VIOLATIONS = 0.01
-"""Of a rate that is sustained: the 99th percentile is within the objective."""
+"""Largest share at a sustained rate: the 99th percentile is within the objective."""
 _PEAK_STEPS = 5
 _PEAK_BETWEEN = 0.6, 1.2
-"""Where the search begins, as a load; it goes on beyond if it has to."""
+"""Loads between which the search starts; it goes beyond them if necessary."""
 _LOWEST_LOAD, _HIGHEST_LOAD = 0.05, 6.0
 _NS_PER_MS = 1e6
 
@@ -76,7 +76,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """Of one run."""
+    """The figures of one run."""
 
     mean_ms: float
     p99_ms: float
@@ -100,7 +100,7 @@ def _figures(outcome: StagedOutcome) -> _Figures:
 
 
 def _measure(job: Job) -> Cell:
-    """The best of its ways by mean latency, of those that violate no more than a percent if any."""
+    """The way with the lowest mean latency, among those with at most 1 % violations if any."""
     return min((_cell(job, way) for way in job.ways), key=_rank)
 
 
@@ -136,7 +136,7 @@ def _cell(job: Job, way: Way) -> Cell:
 
 
 def _peak(job: Job) -> Cell:
-    """The highest rate with the 99th percentile within the objective; of the best way."""
+    """The highest rate of the best way with the 99th percentile within the objective."""
     found = [(_peak_load(job, way), way) for way in job.ways]
     load, way = max(found, key=lambda each: each[0])
     return Cell(
@@ -156,7 +156,7 @@ def _peak(job: Job) -> Cell:
 
 
 def _peak_load(job: Job, way: Way) -> float:
-    """Mean over the seeds, by halving; whether a rate is sustained is taken to be monotonous."""
+    """Mean over the seeds, by bisection; assumes that every lower rate is sustained, too."""
     return statistics.fmean(_peak_of_seed(job, way, seed) for seed in range(1, job.seeds + 1))
 
 
@@ -206,7 +206,7 @@ def _jobs(
 
 
 def _lane_jobs(scenes: Sequence[Scene], count: int, seeds: int) -> Iterator[Job]:
-    """Where a second lane gains at low load, and loses at high load."""
+    """Jobs in which a second lane gains at low load and loses at high load."""
     ways = {
         "one lane": Way(DVABatch, lanes=1),
         "two lanes": Way(DVABatch, lanes=2),
@@ -218,7 +218,7 @@ def _lane_jobs(scenes: Sequence[Scene], count: int, seeds: int) -> Iterator[Job]
 
 
 def _pair_jobs(scenes: Sequence[Scene], count: int, seeds: int) -> Iterator[Job]:
-    """With a lane for each pair, so that nothing but the pairs holds stages up."""
+    """Jobs with a lane for each pair, so that only the number of pairs limits stages."""
     for scene in scenes:
         for pairs in PAIRS if scene.device == "wide" else ():
             way = Way(DVABatch, str(pairs), lanes=max(PAIRS), pairs=pairs)
@@ -293,7 +293,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _kept(path: Path, measured: Sequence[str]) -> list[Cell]:
-    """Of sections that were measured before, and not now."""
+    """Cells of earlier runs, of the sections that this run does not measure."""
     if not path.exists():
         return []
     cells = [Cell(**each) for each in json.loads(path.read_text())["cells"]]

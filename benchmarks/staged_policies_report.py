@@ -1,4 +1,4 @@
-"""What :mod:`benchmarks.staged_policies` has measured, as Markdown and as a picture."""
+"""Results of :mod:`benchmarks.staged_policies` as Markdown and as a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Gains = dict[tuple[str, str], float]
 __all__ = ["BASELINES", "Cell", "gains", "plot", "report"]
 
 BASELINES = {"immediate": "ZeroBatch", "window": "DelayBatch"}
-"""The paper's, by their names here."""
+"""The paper's baselines, by their names here."""
 # Okabe and Ito, "Color Universal Design" (2008), as in benchmarks.batching_trace_plot.
 _COLOURS = {
     OURS: "#D55E00",
@@ -50,30 +50,30 @@ with input diversity.
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One system under one load; means over the seeds. None for what was not measured."""
+    """One system under one load; means over the seeds. None: not measured."""
 
     section: str
     scene: str
     system: str
     setting: str
-    """What was best, where there are several."""
+    """The best setting, if there are several."""
     load: str
     mean_ms: float | None
     spread_ms: float | None
-    """Of the mean, between the best and the worst seed."""
+    """Difference of the mean between the best and the worst seed."""
     p99_ms: float | None
-    """None where more than a percent was dropped."""
+    """None if more than one percent was dropped."""
     violated: float
     """Share of requests that were late, dropped or not answered."""
     batch: float
-    """Requests in a run of a stage."""
+    """Mean number of requests in a run of a stage."""
     busy: float
     qps: float | None
-    """Highest rate with the 99th percentile within the objective."""
+    """The highest rate with the 99th percentile within the objective."""
 
 
 def gains(cells: Sequence[Cell], baseline: str, *, device: str) -> _Gains:
-    """By how much the mean latency of ours is lower, by scene and load."""
+    """By scene and load, how much lower our mean latency is."""
     found = {
         (each.scene, each.load, each.system): each
         for each in cells
@@ -216,7 +216,7 @@ def _signed(share: float | None) -> str:
 
 
 def plot(cells: Sequence[Cell], path: Path) -> None:
-    """Above: latencies, a row for each device, a column for each model. Below: the rest."""
+    """Plot latencies, a row per device and a column per model; below them the rest."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,10 +1,10 @@
-"""Models with stages, devices, loads of :mod:`benchmarks.staged_policies`: stated, not measured.
+"""Staged models, devices and loads of :mod:`benchmarks.staged_policies`: stated, not measured.
 
-Five models after those of DVABatch (ATC'22), whose figures are not public: what is taken over is
-where their stages gain from larger batches and where not. Latencies are chosen so that a batch of
-64 takes about 90 ms, somewhat less than half of the objective of 200 ms. Arrivals are Poisson.
+Five models after those of DVABatch (ATC'22), whose figures are not public. The models share with
+them which stages gain from larger batches. Latencies are such that a batch of 64 takes about 90 ms,
+somewhat less than half of the objective of 200 ms. Arrivals are Poisson.
 
-What two stages gain from running side by side depends on the device, and lies between extremes:
+The gain of two stages from running side by side depends on the device, and lies between extremes:
 
 =======  ==========================================================================================
 wide     what a small batch leaves of the device is free, as much as its throughput is below that
@@ -45,17 +45,17 @@ from trims_shim.batching.staged.width import width_of
 __all__ = ["DEVICES", "LOADS", "SCENES", "Scene", "Way", "line_stages", "measured_scene", "run"]
 
 LOADS = {"low": (0.2,), "medium": (0.5,), "high": (0.85,), "step": (0.2, 1.0, 0.2)}
-"""Shares of the throughput of the largest batch; one after the other for the same time each."""
+"""Shares of the largest batch's throughput; several follow each other for equal times."""
 _MAX_BATCH_SIZE = 64
 _QOS_MS = 200.0
 _OVERHEAD_NS = 100_000
-"""Of each stage: its launch, joining and parting batches. A model in one stage has it once."""
+"""Of each stage: launch, joining and splitting batches. A model in one stage has it once."""
 _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
 _LENGTHS = (32, 64, 96, 128)
 _MEDIAN_SHARE, _SIGMA = 28 / 128, 0.6
-"""Of the lengths' log-normal distribution, cut at the longest. If that is 128, 59 % are up to 32
-tokens, and 92 % up to 64."""
+"""Median and sigma of the log-normal lengths, cut at the longest. If that is 128, 59 % have up to
+32 tokens, and 92 % up to 64."""
 
 
 def _longest_in(batch: Sequence[Request]) -> int:
@@ -67,7 +67,7 @@ def _half_demand(profile: LatencyProfile, size: int) -> float:
 
 
 DEVICES = {"wide": (demand_of_best_size, 2), "half": (_half_demand, 2), "narrow": (full_demand, 1)}
-"""The demand of a stage, and how many at once."""
+"""The demand of a stage, and the number of stages at once."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +77,24 @@ class Scene:
     model: str
     device: str
     diversity: str
-    """What it stands for: input, operator, load; or that it was measured."""
+    """The diversity it stands for (input, operator, load), or that it was measured."""
     profiles: dict[int, StagedProfile]
-    """By the length to which inputs are padded; a single one if there is no such thing."""
+    """By the length to which inputs are padded; a single one for models without lengths."""
     qos_ms: float = _QOS_MS
 
     @property
     def name(self) -> str:
-        """What it is called in results."""
+        """Its name in results."""
         return f"{self.model}, {self.device}"
 
     @property
     def max_batch_size(self) -> int:
-        """Of all its profiles."""
+        """The largest batch size of all its profiles."""
         return min(each.max_batch_size for each in self.profiles.values())
 
     @cached_property
     def staged(self) -> StageDevice:
-        """Runs stages; a batch is padded to the longest in it."""
+        """Runs stages; a batch is padded to its longest item."""
         demand, _ = DEVICES[self.device]
         return StageDevice(
             self.profiles,
@@ -110,7 +110,7 @@ class Scene:
 
     @cached_property
     def width(self) -> float:
-        """As `trims stage profile --lanes` would measure it, with the longest inputs."""
+        """The width that `trims stage profile --lanes` would measure, with the longest inputs."""
         longest = max(self.profiles)
         sizes = [1 << power for power in range(self.max_batch_size.bit_length())]
         alone_ns, both_ns = {}, {}
@@ -128,14 +128,14 @@ class Scene:
 
     @cached_property
     def capacity_qps(self) -> float:
-        """The throughput of the largest batches, padded to the longest input there is."""
+        """The throughput of the largest batches, padded to the longest possible input."""
         size = self.max_batch_size
         return _NS_PER_S * size / self.unstaged.profile(max(self.profiles)).latency_ns(size)
 
     def requests(
         self, loads: Sequence[float], *, count: int, seed: int, is_bucketed: bool
     ) -> list[Request]:
-        """About ``count`` of them, the same for all systems; keys are lengths if bucketed."""
+        """About ``count`` requests, the same for all systems; keys are lengths if bucketed."""
         random = Random(seed)
         span_ns = count * _NS_PER_S / self.capacity_qps / sum(loads)
         times_ns = chain.from_iterable(
@@ -169,19 +169,19 @@ class Way:
 
     maker: RuleMaker
     setting: str = ""
-    """What was tuned."""
+    """The tuned setting."""
     is_staged: bool = True
     is_bucketed: bool = True
-    """Batches of one length each; or of all lengths, padded to the longest."""
+    """True: each batch has one length. False: all lengths, padded to the longest."""
     lanes: int | None = None
-    """How much runs at once; by default what the device is said to do."""
+    """Stages that run at once; by default the device's number."""
     pairs: int = 2
     knows_width: bool = False
-    """Of the device: it was measured before."""
+    """The device's width was measured before."""
 
 
 def run(scene: Scene, way: Way, loads: Sequence[float], *, count: int, seed: int) -> StagedOutcome:
-    """Serve the scene's requests in that way."""
+    """Serve the scene's requests in this way."""
     device = scene.staged if way.is_staged else scene.unstaged
     longest = max(scene.profiles)
     profiles = {length: device.profile(length) for length in scene.profiles}
@@ -206,8 +206,8 @@ def run(scene: Scene, way: Way, loads: Sequence[float], *, count: int, seed: int
 def measured_scene(path: Path, *, device: str) -> Scene:
     """A model that ``trims stage profile`` has measured.
 
-    Its objective is 2.2 times its largest batch, about as for the models here. What a driver does
-    between stages is not in the file.
+    Its objective is 2.2 times the time of its largest batch, about as for the models here. The file
+    does not have the driver's time between stages.
     """
     saved = load_saved_stages(path)
     profiles = {length or 1: saved.profile_for(length or 1) for length in saved.latencies_ns}
@@ -228,7 +228,7 @@ def line_stages(alpha_ms: float, beta_ms: float, stages: int) -> StagedProfile:
 
 
 def _plateaus(whole_ms: float, *stages: tuple[int, float]) -> StagedProfile:
-    """Stages of (preferred size, share of a batch of 64): fewer than preferred take as long."""
+    """Stages of (preferred size, share of a batch of 64); smaller batches take as long."""
     profiles = [
         LatencyProfile(
             whole_ms * _NS_PER_MS * share * max(size, preferred) / _MAX_BATCH_SIZE
@@ -240,7 +240,7 @@ def _plateaus(whole_ms: float, *stages: tuple[int, float]) -> StagedProfile:
 
 
 def _bert(tokens: int) -> StagedProfile:
-    """Matrix products grow with the tokens, attention with their square; 12 layers in 4 stages."""
+    """12 layers in 4 stages. Matrix products grow with the tokens, attention with their square."""
     return line_stages(0.009 * tokens + 0.000_008 * tokens**2, 6, 4)
 
 

@@ -1,19 +1,22 @@
 """Staged batching against batching of whole models, by the wall clock.
 
     python -m benchmarks.staged_serving                  # 20 minutes, on a quiet machine
-    python -m benchmarks.staged_serving --quick          # a minute: tries it out, proves nothing
+    python -m benchmarks.staged_serving --quick          # a minute: a trial, without usable figures
     python -m benchmarks.staged_serving --device cuda    # larger models, on a GPU
     python -m benchmarks.staged_serving --report         # tables and plot of what was measured
 
 One process, one model, open-loop Poisson arrivals. Each repeat of a load is a fresh process, in
-which the sides take turns with equal arrivals: what a machine does to a process it does to all of
-them, and that is more than what tells them apart. The sides are this package's batcher with four
-policies: ``immediate`` and ``window`` (the paper's ZeroBatch and DelayBatch; of the window the best
-of four lengths for each cell, chosen on other arrivals), both with all lengths in one batch;
-``auto``, which brings them together where that pays; and ``dvabatch``, which also enters and leaves
-between stages. All pad to the longest of a batch. No side is told an objective, so nobody drops,
-and all latencies count; only for peak throughput all know the objective. Writes
-``docs/results/staged_serving.json``, ``.md`` and ``.png``; cells that no longer fit into
+which the sides take turns with equal arrivals. So the machine affects all of them alike; processes
+differ more from each other than sides do.
+
+The sides are this package's batcher with four policies. ``immediate`` and ``window`` are the
+paper's ZeroBatch and DelayBatch, both with all lengths in one batch; the window is the best of four
+for each cell, chosen on other arrivals. With ``auto``, lengths share a batch where that pays. With
+``dvabatch``, requests also join and leave between stages. All pad to the longest item of a batch.
+No side knows an objective, so nothing is dropped and all latencies count. Only for peak throughput
+do all know the objective.
+
+Writes ``docs/results/staged_serving.json``, ``.md`` and ``.png``. Cells that do not fit into
 ``--minutes`` are left out, and named.
 """
 
@@ -39,7 +42,7 @@ _MODULE = "benchmarks.staged_cell"
 QOS_MS = 200.0
 """The paper's."""
 LOADS = {"low": 0.3, "medium": 0.6, "high": 0.9, "step": 1.1}
-"""Shares of what the whole model answers in full batches; of the step, its upper part."""
+"""Shares of the throughput of full batches of the whole model; for the step, its upper part."""
 _STEP_FOOT = 0.3
 SIDES: dict[str, dict[str, Any]] = {
     "immediate": {"policy": "immediate", "stages": 0},
@@ -64,7 +67,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured, and how long."""
+    """The cells to measure, and their durations."""
 
     models: tuple[str, ...] = ("bert", "u-net", "vgg")
     loads: tuple[str, ...] = tuple(LOADS)
@@ -72,17 +75,17 @@ class Plan:
     windows_ms: tuple[float, ...] = (2, 5, 10, 20)
     repeats: int = 5
     turns: int = 3
-    """Of each side, in a repeat."""
+    """Turns of each side in a repeat."""
     seconds: float = 1.2
-    """Of a turn; at low load half as long again, as few come."""
+    """Length of a turn; half as long again at low load, where few requests come."""
     choosing_s: float = 0.7
     clients: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: dict(_CLIENTS))
     saturated_s: float = 0.5
     lone_turns: int = 5
     lone_calls: int = 20
-    """Of a turn."""
+    """Calls of a turn."""
     learning_s: float = 0.5
-    """For each class of lengths."""
+    """Seconds for each class of lengths."""
     calibrations: int = 4
     """Full batches of each model."""
 
@@ -114,7 +117,7 @@ def phases_of(load: str, capacity: float, seconds: float) -> list[tuple[float, f
 
 
 class _Run:
-    """What has been measured, and the time that is left."""
+    """The measured cells, and the time that is left."""
 
     def __init__(self, running: Server, plan: Plan, device: str, minutes: float) -> None:
         self.plan = plan
@@ -131,7 +134,7 @@ class _Run:
         return self._server.run(task, device=self.device, **arguments)
 
     def round(self, kind: str, repeat: int, arguments: Result, **where: str) -> None:
-        """Every side, by turns in one process; nothing when the time is up."""
+        """Measure every side by turns in one process; nothing if the time is up."""
         began_s = time.monotonic()
         if began_s + self._longest_s.get(kind, 0.0) > self._end_s:
             self.left_out.append(f"{kind} {' '.join(where.values())}, repeat {repeat}")
@@ -154,7 +157,7 @@ class _Run:
 
 
 def _calibrate(run: _Run, model: str) -> Result:
-    """Of the whole model, padded as the baselines pad; and what our policies decide by."""
+    """Measure the whole model, padded as the baselines pad, and the profiles of our policies."""
     durations_ms = run.ask("calibrate", model=model, batches=run.plan.calibrations)["durations_ms"]
     full = max(durations_ms, key=int)
     capacity = 1e3 * int(full) / durations_ms[full]
@@ -167,13 +170,13 @@ def _calibrate(run: _Run, model: str) -> Result:
 def _load(
     sides: Result, load: str, capacity: float, seconds: float, seeds: Sequence[int]
 ) -> Result:
-    """What the task ``load`` has to be told."""
+    """Arguments of the task ``load``."""
     phases = phases_of(load, capacity, seconds)
     return {"sides": sides, "phases": phases, "seeds": seeds, "qos_ms": QOS_MS}
 
 
 def _best_windows_ms(run: _Run, capacities: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """By model and load, of the tried ones that of the lowest mean latency."""
+    """By model and load, the tried window with the lowest mean latency."""
     plan = run.plan
     if "window" not in plan.sides:
         return {model: dict.fromkeys(plan.loads, 0.0) for model in capacities}
@@ -194,7 +197,7 @@ def _sides(run: _Run, wait_ms: float) -> dict[str, Result]:
 
 
 def _overheads(run: _Run, capacities: Mapping[str, float], repeat: int) -> None:
-    """A lone client: what stages cost where they cannot help."""
+    """Measure a lone client: the cost of stages where they cannot help."""
     plan = run.plan
     arguments = {"sides": LONE, "turns": plan.lone_turns, "calls": plan.lone_calls}
     for model in capacities:
@@ -202,7 +205,7 @@ def _overheads(run: _Run, capacities: Mapping[str, float], repeat: int) -> None:
 
 
 def _peaks(run: _Run, windows_ms: Any, repeat: int) -> None:
-    """Clients in closed loops; all sides know the objective."""
+    """Measure clients in closed loops; all sides know the objective."""
     plan = run.plan
     for model in windows_ms:
         arguments = {
@@ -225,7 +228,7 @@ def _loads(run: _Run, capacities: Mapping[str, float], windows_ms: Any, repeat: 
 
 
 def _measure(run: _Run, save: Callable[..., None]) -> None:
-    """Repeats are the outermost loop: a run that is cut off has measured all there is."""
+    """Measure; repeats are the outermost loop, so that a run that is cut off has every cell."""
     calibrations: Result = {}
     for model in run.plan.models:
         calibrations[model] = _calibrate(run, model)
@@ -241,7 +244,7 @@ def _measure(run: _Run, save: Callable[..., None]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write, print; 1 when a cell failed."""
+    """Measure, write, print; return 1 if a cell failed."""
     options = _arguments(arguments)
     path = options.output / f"{options.name}.json"
     if options.report:

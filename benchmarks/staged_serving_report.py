@@ -1,4 +1,4 @@
-"""What the serving benchmark of staged models says: figures, verdicts, a table and a plot.
+"""Results of the serving benchmark of staged models: figures, verdicts, a table and a plot.
 
 Owns no measurement. Every figure and verdict is computed here from the cells; a ratio is taken
 within one repeat, between sides that took turns in one process.
@@ -31,9 +31,9 @@ _TITLES = {
     "split only": "split only",
 }
 MEAN_GAIN = Target(at_least=0.46)
-"""Of the paper, over all its benchmarks; here against the same two baselines."""
+"""The paper's, over all its benchmarks; here against the same two baselines."""
 PEAK_GAIN = Target(at_least=2.12)
-"""Of the paper, "up to", with input diversity."""
+"""The paper's, "up to", with input diversity."""
 NO_LOSS = Target(at_most=1.02)
 OVERHEAD = Target(at_most=1.02)
 # Okabe and Ito, "Color Universal Design" (2008), as in benchmarks.report.
@@ -42,7 +42,7 @@ _COLOURS |= {"stages alone": "#999999", "stretch only": "#009E73", "split only":
 
 
 def _samples(content: Result, figure: Callable[[Result], Any], **where: Any) -> list[Any]:
-    """Of the cells that match, in the order of their repeats."""
+    """Figures of the matching cells, in the order of their repeats."""
     found = [
         cell
         for cell in content["cells"]
@@ -52,7 +52,7 @@ def _samples(content: Result, figure: Callable[[Result], Any], **where: Any) -> 
 
 
 def _ratios(content: Result, figure: str, one: str, other: str, **where: Any) -> Summary | None:
-    """How many times ``one`` is ``other``; None where they have not been measured as often."""
+    """``one`` as a multiple of ``other``; None if they were not measured equally often."""
     sides = [
         _samples(content, lambda result: result[figure], side=side, **where)
         for side in (one, other)
@@ -63,14 +63,14 @@ def _ratios(content: Result, figure: str, one: str, other: str, **where: Any) ->
 
 
 def _cells(content: Result) -> Iterator[tuple[str, str]]:
-    """(model, load) of all that was measured."""
+    """(model, load) of the measured cells."""
     for cell in content["cells"]:
         if cell["kind"] == "load" and cell["side"] == OURS and not cell["repeat"]:
             yield cell["model"], cell["load"]
 
 
 def gains(content: Result, baseline: str, figure: str = "mean_ms") -> dict[tuple[str, str], float]:
-    """By model and load, by which share ours is lower than the baseline: medians of ratios."""
+    """By model and load, the share by which ours is below the baseline; medians of ratios."""
     found = {}
     for model, load in _cells(content):
         ratios = _ratios(content, figure, OURS, baseline, kind="load", model=model, load=load)
@@ -80,7 +80,7 @@ def gains(content: Result, baseline: str, figure: str = "mean_ms") -> dict[tuple
 
 
 def peaks(content: Result) -> dict[str, dict[str, float]]:
-    """By model and side: the most that is answered in a second with at most 1 % too late."""
+    """By model and side: the highest answered rate with at most 1 % too late."""
     found: dict[str, dict[str, float]] = {}
     for model in DIVERSITY:
         for side in content["plan"]["sides"]:
@@ -98,7 +98,7 @@ def _peak(result: Result) -> float:
 
 
 def overheads(content: Result) -> dict[str, dict[str, Summary]]:
-    """By model: how many times as long a lone request takes, in one stage and in all of them."""
+    """By model: times as long as a function's that a lone request takes in one stage and in all."""
     found: dict[str, dict[str, Summary]] = {}
     for model in DIVERSITY:
         for side in ("one stage", "all stages"):
@@ -112,7 +112,7 @@ def overheads(content: Result) -> dict[str, dict[str, Summary]]:
 
 
 def markdown(content: Result) -> str:
-    """All tables, and which targets were met."""
+    """Return all tables and the verdicts."""
     lines = [_heading(content), "", *_latency_table(content)]
     lines += ["", *_gain_table(content), "", *_peak_table(content), "", *_overhead_table(content)]
     lines += ["", *_verdicts(content)]
@@ -194,7 +194,7 @@ def _overhead_table(content: Result) -> list[str]:
 
 
 def _verdicts(content: Result) -> list[str]:
-    """Each target, what was found, and whether that is enough."""
+    """Each target with the figure found and the verdict."""
     both = [gains(content, each) for each in ("immediate", "window")]
     steady = [gain for found in both for (_, load), gain in found.items() if load in STEADY]
     low = [1 - gain for found in both for (_, load), gain in found.items() if load == "low"]
@@ -241,7 +241,7 @@ def _spread(summary: Summary | None) -> str:
 
 
 def plot(content: Result, path: Path) -> None:
-    """Mean and p99 latency by load for each model, and peaks."""
+    """Plot mean and p99 latency by load for each model, and peaks."""
     import matplotlib as mpl
 
     mpl.use("Agg")

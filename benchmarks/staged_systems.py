@@ -1,4 +1,4 @@
-"""The systems that :mod:`benchmarks.staged_policies` compares: our own code, all of them."""
+"""The systems that :mod:`benchmarks.staged_policies` compares, all in our own code."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ SYSTEMS: dict[str, Sequence[Way]] = {
     "as published": [Way(partial(PaperDVABatch, wait_ms=each), f"{each} ms") for each in _WAITS_MS],
     OURS: [Way(DVABatch)],
 }
-"""By name; of several ways, the best one in each cell counts, chosen on the same requests.
+"""By name. Of several ways, the best in each cell counts, chosen on the same requests.
 
-Whole models, first one batch at a time, padded to the longest input in it; then with a batch for
-each length; then two batches at once. Then stages: without any of the meta-operations, with one of
-them, as in DVABatch, and the default.
+First whole models: one batch at a time, padded to its longest input; with a batch for each length;
+with two batches at once. Then stages: without meta-operations, with one of them, as in DVABatch,
+and the default.
 """
 
 _ONLY_FOR = {
@@ -66,9 +66,9 @@ PEAK_SYSTEMS = {
         OURS,
     )
 }
-"""With fewer settings: a search for each takes long."""
+"""With fewer settings, because a search for each takes long."""
 
 
 def is_of(system: str, diversity: str) -> bool:
-    """Whether it differs from others for models of that diversity."""
+    """Whether the system differs from others for models of this diversity."""
     return diversity == "measured" or _ONLY_FOR.get(system, diversity) == diversity
