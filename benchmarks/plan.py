@@ -1,7 +1,7 @@
-"""What a run of the host benchmark measures, with what, and what it has found so far.
+"""A run of the host benchmark: its plan, its model files, and its findings so far.
 
-Owns the sizes and repetitions, the preparation of model files, and the two checks without which a
-comparison does not count: equal bytes, and weights that really lie in the shared segment.
+Owns the sizes and repetitions, the preparation of model files, and the two checks that a comparison
+must pass: equal bytes, and weights that really lie in the shared segment.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ SMOKE = Plan(
 
 @dataclass(slots=True)
 class Findings:
-    """What a run has collected so far."""
+    """The results of a run so far."""
 
     rows: list[Row] = field(default_factory=list)
     curves: list[Curve] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One architecture with its files; ``pretrained`` is empty where the plan wants none."""
+    """One architecture with its files; ``pretrained`` is empty if the plan has none."""
 
     name: str
     size_bytes: int

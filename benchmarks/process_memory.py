@@ -1,7 +1,7 @@
-"""What the kernel says about processes and cached files. Linux, /proc; standard library only.
+"""The kernel's accounts of processes and cached files. Linux, /proc; standard library only.
 
-Owns the parsing of /proc/PID/smaps and the page cache calls. Nothing here asks the product: the
-kernel's accounts are the independent witness that a benchmark's claims rest on.
+Owns the parsing of /proc/PID/smaps and the page cache calls. Nothing here asks the product, because
+a benchmark's claims rest on the kernel's independent accounts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class CpuTime:
-    """Seconds that a process, or all of the machine, was busy and was available."""
+    """Seconds that a process, or the whole machine, was busy and available."""
 
     busy_s: float
     total_s: float = 0.0
@@ -99,13 +99,13 @@ def is_segment(area: Area, checkpoint: os.PathLike[str] | str) -> bool:
 
 
 def own_pages() -> None:
-    """Copy now what a fork left to be copied when it is written first: where Python's objects are.
+    """Copy the pages of Python's objects now, which a fork leaves to be copied at the first write.
 
-    A kernel before Linux 5.14 cannot; what is timed then is a little slower.
+    A kernel before Linux 5.14 cannot; the timed code is then a little slower.
     """
     libc = ctypes.CDLL(None)
     for area in areas("self"):
-        if area.path in ("", "[heap]"):  # it fails of those that cannot be written
+        if area.path in ("", "[heap]"):  # fails for areas that cannot be written
             size = ctypes.c_size_t(area.end - area.start)
             libc.madvise(ctypes.c_void_p(area.start), size, _MADV_POPULATE_WRITE)
 
@@ -130,19 +130,20 @@ def cached_fraction(path: os.PathLike[str] | str) -> float:
 
 
 def wait_for_reporting() -> None:
-    """Wait until a hypervisor has what was freed.
+    """Wait until a hypervisor has taken back freed memory.
 
-    A virtual machine's memory comes from its host on first touch, and on some it goes back there
-    once it is free (free page reporting: every 2 s a sixteenth of it, mm/page_reporting.c). While
-    that goes on, reading memory was measured to take up to five times as long.
+    A virtual machine's memory comes from its host on first touch. Some machines give it back once
+    it is free (free page reporting: every 2 s a sixteenth of it, mm/page_reporting.c). Meanwhile,
+    reading memory was measured to take up to five times as long.
     """
     time.sleep(_REPORTING_S)
 
 
 def settle(size_bytes: int) -> None:
-    """Wait for what the process before freed, then touch and free this much; nothing for 0 bytes.
+    """Wait for reporting, then touch and free this much memory; do nothing for 0 bytes.
 
-    What is allocated next does not pay the hypervisor: filling 1.4 GB took 0.1 or 2.8 s, by chance.
+    The next allocation then need not wait for the hypervisor: filling 1.4 GB took 0.1 or 2.8 s, by
+    chance.
     """
     if not size_bytes:
         return
@@ -154,9 +155,9 @@ def settle(size_bytes: int) -> None:
 
 @contextlib.contextmanager
 def ballast(leave_bytes: int) -> Iterator[int]:
-    """Hold all free memory but ``leave_bytes``, touched; yields how much is held.
+    """Touch and hold all free memory but ``leave_bytes``; yield how much is held.
 
-    What is left is small enough for :func:`settle` to touch all of it.
+    The rest is small enough for :func:`settle` to touch all of it.
     """
     with open("/proc/meminfo") as file:
         free_kib = next(int(line.split()[1]) for line in file if line.startswith("MemFree:"))
@@ -171,7 +172,7 @@ def ballast(leave_bytes: int) -> Iterator[int]:
 
 
 def drop_cached(path: os.PathLike[str] | str) -> float:
-    """Put a file out of the page cache; returns the share that stayed (dirty or mapped pages)."""
+    """Drop a file from the page cache; return the share that stayed (dirty or mapped pages)."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -179,7 +180,7 @@ def drop_cached(path: os.PathLike[str] | str) -> float:
 
 
 def warm_cached(path: os.PathLike[str] | str) -> float:
-    """Read a file into the page cache; returns the share that is in it."""
+    """Read a file into the page cache; return the share that is in it."""
     with open(path, "rb", buffering=0) as file:
         while file.read(_READ_BYTES):
             pass
@@ -192,13 +193,13 @@ def pss_bytes(pid: int) -> int:
 
 
 def reset_peak() -> int:
-    """Let this process's peak begin anew; returns what is resident now."""
+    """Reset this process's peak; return the bytes that are resident now."""
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
     return _memory_field("/proc/self/status", "VmRSS")
 
 
 def peak_bytes() -> int:
-    """The most that was resident in this process since :func:`reset_peak`."""
+    """The peak of this process's resident bytes since :func:`reset_peak`."""
     return _memory_field("/proc/self/status", "VmHWM")
 
 
@@ -232,6 +233,6 @@ def processes_with_environment(variable: str, value: str) -> dict[int, str]:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
                 found[int(entry.name)] = command.decode(errors="replace").strip()
-        except OSError:  # it ended, or belongs to somebody else
+        except OSError:  # it has ended, or belongs to another user
             continue
     return found

@@ -1,20 +1,20 @@
-"""Proteus' own simulator on the traces and placements of our table, for comparison.
+"""Proteus' own simulator on our traces and placements, for comparison.
 
 ``python -m benchmarks.proteus_artefact --checkout DIR --python VENV/bin/python`` runs it and adds
-to ``docs/results/batching_artefact.json``; results that are there are not made again. ``DIR`` is a
-checkout of github.com/UMass-LIDS/Proteus, commit 6967c932, which stays as it is; ``VENV`` has numpy
-1.23.5, pandas 2.1.1, scipy 1.11.3, gym 0.26.2, requests, gurobipy 11.0.3 and matplotlib (Python
-3.11; newer numpy lacks names that it uses; gurobipy is only imported). A run takes one to seven
+to ``docs/results/batching_artefact.json``; runs that are in it are not repeated. ``DIR`` is a
+checkout of github.com/UMass-LIDS/Proteus, commit 6967c932, which is not changed. ``VENV`` has numpy
+1.23.5, pandas 2.1.1, scipy 1.11.3, gym 0.26.2, requests, gurobipy 11.0.3 and matplotlib on Python
+3.11 (newer numpy lacks names that it uses; gurobipy is only imported). A run takes one to seven
 minutes. Traces and profiles are read from ``TRIMS_BATCHING_DATA`` (see batching_data.py).
 
-Its licence allows use for comparison only; nothing of it is kept here. What is counted, and where:
+Its licence allows use for comparison only, so this repository holds none of it. The counts:
 
-- ``published``: the ratio that it prints. An answer is late there after 1000 ms, whatever the
+- ``published``: the ratio that it prints. There an answer is late after 1000 ms, whatever the
   objective, because the events that end a request carry no deadline (core/simulator.py,
-  generate_end_request_event); requests that are still queued at the end are not counted at all.
-- ``late``: answers after the objective, from each answer's latency; the simulation is the same, for
-  it never looks at lateness.
-- ``unanswered``: the trace's requests that were neither answered nor dropped.
+  generate_end_request_event). Requests that are still queued at the end are not counted at all.
+- ``late``: answers after the objective, by each answer's latency. The simulation is the same,
+  because it never looks at lateness.
+- ``unanswered``: requests of the trace that were neither answered nor dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["RESULTS", "ArtefactRun", "known_runs", "main", "placement_file"]
 
 RESULTS = ROOT / "docs" / "results" / "batching_artefact.json"
 BATCHINGS = ("accscale", "nexus", "aimd")
-"""Its names: Proteus' own, and its versions of Nexus and of Clipper."""
+"""The artefact's names for Proteus' own batching and its versions of Nexus and Clipper."""
 _TRACES = (
     "zipf_exponential",
     "zipf_uniform",
@@ -51,11 +51,11 @@ _SLO_MS = 300.0
 _SEED = 10
 """As in its configurations."""
 _LIMIT_S = 1800.0
-# Its kinds of devices; the profiled CPU stands for two of them, of ten each.
+# The artefact's kinds of devices. The profiled CPU stands for two of them, of ten each.
 _KINDS = {"cpu": ("CPU", "VPU"), "gpu_ampere": ("GPU_AMPERE",), "gpu_pascal": ("GPU_PASCAL",)}
 _COUNT = 10
 
-# Runs in its own interpreter and directory: counts beside its simulator, and changes nothing in it.
+# Runs in its own interpreter and directory; counts beside its simulator without changing it.
 _DRIVER = """
 import json, sys, time
 from types import SimpleNamespace
@@ -85,7 +85,7 @@ json.dump({"answers": seen.answers, "batches": seen.batches, "busy_ms": seen.bus
 
 @dataclass(frozen=True, slots=True)
 class ArtefactRun:
-    """One run of it."""
+    """One run of the artefact."""
 
     trace: str
     batching: str
@@ -109,24 +109,24 @@ class ArtefactRun:
 
     @property
     def violations(self) -> int:
-        """As :class:`~trims_shim.batching.simulator.Report` counts them."""
+        """Violations as :class:`~trims_shim.batching.simulator.Report` counts them."""
         return self.late + self.dropped + self.unanswered
 
     @property
     def ratio(self) -> float:
-        """Of violations in all of the trace."""
+        """Violations as a share of the trace's requests."""
         return self.violations / self.requests
 
 
 def known_runs(path: Path = RESULTS) -> list[ArtefactRun]:
-    """What was measured; none where there is no file."""
+    """The runs in the results file; none if there is no file."""
     if not path.exists():
         return []
     return [ArtefactRun(**each) for each in json.loads(path.read_text())["runs"]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the runs that are missing."""
+    """Make the missing runs."""
     options = _parser().parse_args(arguments)
     dataset = find_dataset()
     runs = known_runs(options.output)
@@ -188,7 +188,7 @@ def _simulated(
         "profiling_data": str(dataset.directory / "aggregate_profiled.csv"),
         "trace_path": str(dataset.directory / "traces" / placement.trace),
         "allowed_variants": str(dataset.directory / "model_variants"),
-        "model_allocation": "clipper",  # which means: a placement from a file
+        "model_allocation": "clipper",  # means a placement from a file
         "static_allocation": "placement.txt",
         "job_scheduling": "canary_routing",
         "batching": batching,
@@ -211,10 +211,10 @@ def _simulated(
 
 
 def placement_file(placement: Placement, families: Sequence[str]) -> str:
-    """As its ``clipper_solutions``.
+    """The placement in the format of the artefact's ``clipper_solutions``.
 
-    Its router keeps one weight for each (kind, variant), the last one, and then takes any device of
-    them: so every device gets the weight of all of its kind that have its variant.
+    The artefact's router keeps one weight for each (kind, variant), the last one, and then takes
+    any device of these. So every device gets the weight of all devices of its kind and variant.
     """
     names = {
         device: [f"{kind}-{index}" for kind in kinds for index in range(_COUNT)]

@@ -1,7 +1,7 @@
-"""Rows of a benchmark: how they are judged, printed and plotted.
+"""Rows of a benchmark: judged, printed and plotted.
 
-Owns no measurement. Whether a target is met is computed here from the samples, so that no figure
-and no verdict is written by hand.
+Owns no measurement. Figures and verdicts are computed here from the samples, so that none is
+written by hand.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MARKERS = "osD^v"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a row promises: its figure is ``at_least`` or ``at_most`` a value."""
+    """A row's target: its figure is ``at_least`` or ``at_most`` a value."""
 
     at_least: float | None = None
     at_most: float | None = None
 
     def is_met(self, value: float) -> bool:
-        """Whether a measured value keeps the promise."""
+        """Whether a measured value meets the target."""
         return (self.at_least is None or value >= self.at_least) and (
             self.at_most is None or value <= self.at_most
         )
@@ -45,9 +45,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. ``figure`` is what the target is about; its unit is in ``unit``.
+    """One line of the table. The target applies to ``figure``, whose unit is ``unit``.
 
-    ``baseline`` and ``shim`` are seconds, but copies where ``unit`` is "copies", and bytes where
+    ``baseline`` and ``shim`` are seconds, or copies if ``unit`` is "copies", or bytes if
     ``measured`` says so.
     """
 
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is met; None where there is no target or nothing was measured."""
+        """Whether the target is met; None without a target or a measurement."""
         if self.target is None or self.figure is None:
             return None
         return self.target.is_met(self.figure.median)
@@ -88,7 +88,7 @@ def compared(
     slower_is: str = "baseline",
     note: str = "",
 ) -> Row:
-    """A row about a ratio: speed-up, or with ``slower_is="shim"`` the cost relative to baseline."""
+    """Make a row of ratios: speed-ups, or with ``slower_is="shim"`` costs relative to baseline."""
     base = Summary.of(baseline)
     if shim is None:
         return Row(measurement, subject, base, target=target, note=note)
@@ -98,7 +98,7 @@ def compared(
 
 
 def table(rows: Iterable[Row], title: str) -> Table:
-    """All rows as one table."""
+    """Return all rows as one table."""
     from rich.table import Table
 
     shown = Table(title=title, header_style="bold", row_styles=("", "dim"))
@@ -123,7 +123,7 @@ def table(rows: Iterable[Row], title: str) -> Table:
 
 
 def verdicts(rows: Iterable[Row]) -> dict[str, int]:
-    """How many targets were met, missed, and not judged."""
+    """Say how many targets were met, missed, and not judged."""
     judged = [row.is_met for row in rows if row.target is not None]
     return {
         "met": judged.count(True),
@@ -163,7 +163,7 @@ def _verdict(is_met: bool | None) -> str:
 
 
 def plot(curves: Sequence[Curve], path: Path, *, subtitle: str) -> None:
-    """Time over size, one panel per measurement, both axes logarithmic; bars are min to max."""
+    """Plot time over size, one panel per measurement, log-log; bars are min to max."""
     import matplotlib
 
     matplotlib.use("Agg")

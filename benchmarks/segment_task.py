@@ -1,8 +1,8 @@
 """One sample of one kind of segment memory, in the process of :mod:`benchmarks.workers`.
 
-Owns the clocked steps: create and fill (by copying, as an ingest does), map privately, read a byte
-of every page for the first time, and again. Opening the memory itself (mounting a tmpfs) is outside
-the clock: the daemon does it once.
+Owns the timed steps: create and fill (by copying, as an ingest does), map privately, read a byte of
+every page for the first time, and again. Opening the memory itself (mounting a tmpfs) is not timed,
+because the daemon does it once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What each kind of segment memory costs on this machine: ``python -m benchmarks.segments``.
 
-For every kind that :func:`trims_shim.memory.host.probe` finds: making and filling a segment,
-mapping it privately, reading every page for the first time and again, per GiB, each sample in a
-fresh process. Kinds that cannot be had here are listed with the reason. Beside them, for
-comparison: anonymous memory, the page cache of a file, and explicit huge pages (``MFD_HUGETLB``),
-which the daemon does not use because an administrator must reserve them.
+Measures, for every kind that :func:`trims_shim.memory.host.probe` finds: making and filling a
+segment, mapping it privately, reading every page for the first time and again; per GiB, each sample
+in a fresh process. Kinds that do not work here are listed with the reason. For comparison there are
+anonymous memory, the page cache of a file, and explicit huge pages (``MFD_HUGETLB``), which the
+daemon does not use because an administrator must reserve them.
 
 Writes ``docs/results/segments.json``.
 """
@@ -38,12 +38,12 @@ __all__ = ["main"]
 GIB = 1 << 30
 STEPS = ("fill_s", "map_s", "first_touch_s", "second_touch_s")
 COMPARED = ("anonymous", "file", "hugetlb")
-"""Kinds that are no segments of the product."""
+"""Kinds that the product does not use for segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of memory and whether it can be had here."""
+    """One kind of memory, and whether it works here."""
 
     name: str
     is_available: bool

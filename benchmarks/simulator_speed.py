@@ -1,9 +1,9 @@
-"""How many requests the simulator gets through in a second of processor time.
+"""Requests that the simulator handles in a second of processor time.
 
-``python -m benchmarks.simulator_speed`` prints a table of policies and loads and writes
-``docs/results/simulator_speed.json``; and one of Flex with several models. Generating the requests
-and judging the outcome are counted, the import is not. The fewer requests share a batch, the more
-is to be done for each of them.
+``python -m benchmarks.simulator_speed`` prints a table of policies and loads, and one of Flex with
+several models, and writes ``docs/results/simulator_speed.json``. Generating the requests and
+judging the outcome count, the import does not. The fewer requests share a batch, the more work each
+takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trims_shim.batching.single import Batching
 __all__ = ["main"]
 
 _RATES_QPS = (40, 120, 200, 260, 400)
-"""The device takes 308."""
+"""Requests a second; the device can do 308."""
 _FLEX = (("equal", 1), ("equal", 8), ("mixed", 8), ("heavy", 8))
 """Models and devices, as in :mod:`benchmarks.batching_flex`."""
 _FLEX_LOADS = (0.3, 0.6, 0.9, 1.3)
@@ -34,7 +34,7 @@ _LEAST_PER_S = 200_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 if a cell is slower than promised."""
+    """Measure and print; return 1 if a cell is slower than the target."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator_speed")
     parser.add_argument("--requests", type=int, default=100_000, help="of a cell")
     parser.add_argument("--repeats", type=int, default=3, help="the quickest counts")
@@ -78,7 +78,7 @@ def _measured(
     *,
     repeats: int,
 ) -> dict[str, list[int]]:
-    """By row, how quick each load is; printed as a table while it is measured."""
+    """Measure the rate of each load, by row; print the table meanwhile."""
     print(f"{title:20}" + "".join(f"{load:>12}" for load in loads))
     found = {}
     for name, speed_of in rows.items():

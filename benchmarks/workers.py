@@ -1,9 +1,9 @@
-"""What is measured: one task per fresh process, ``python -m benchmarks.workers TASK JSON FD``.
+"""Measured tasks, one per fresh process: ``python -m benchmarks.workers TASK JSON FD``.
 
-Owns the clocked regions. Both sides of a comparison run the same lines here; the only difference is
-that a process with ``TRIMS_ENABLED=1`` imports trims_shim first. Imports of libraries are outside
-the clock; what a library or the shim imports or connects lazily on its first load is inside it. So
-is the garbage that a load makes; what the imports left behind is collected before.
+Owns the timed regions. Both sides of a comparison run the same lines here; the only difference is
+that a process with ``TRIMS_ENABLED=1`` imports trims_shim first. Imports of libraries are not
+timed. Lazy imports and connections of a library or the shim on its first load are. So is collecting
+the garbage of a load; the garbage of the imports is collected before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _emit(descriptor: int, result: Mapping[str, Any]) -> None:
 
 
 def _activate() -> None:
-    """What a user's program does: one import, before everything else."""
+    """Import the shim before everything else, as a user's program does."""
     if os.environ.get("TRIMS_ENABLED") == "1":
         import trims_shim  # noqa: F401
 
@@ -74,7 +74,7 @@ def _ranges(state: State) -> list[tuple[int, int]]:
 
 
 def _shared_fraction(state: State, path: str) -> float:
-    """The share of the weights' bytes that lies in a shared segment, by the kernel's account."""
+    """The share of the weights' bytes that lies in a shared segment, as the kernel reports it."""
     total = sum(tensor.nbytes for tensor in state.values())
     held = areas_holding(areas("self"), _ranges(state))
     return sum(inside for area, inside in held if is_segment(area, path)) / total
@@ -182,7 +182,7 @@ def opens(descriptor: int, *, path: str, duration_s: float) -> None:
 
 
 def checkpoint(descriptor: int, *, architecture: str, file_format: str) -> None:
-    """Make a checkpoint, where the cache of checkpoints lacks it."""
+    """Make a checkpoint if the cache of checkpoints lacks it."""
     from benchmarks.models import ensure_checkpoint
 
     made = ensure_checkpoint(architecture, file_format)

@@ -1,8 +1,8 @@
-"""The batchers that are compared, each behind the same two calls.
+"""The compared batchers, each behind the same two calls.
 
-An adapter does what the library's documentation recommends for a model whose batch function blocks:
-the function runs in a thread where the library is for asyncio. ``CATALOGUE`` names them, the module
-of each, and its settings to choose from: every peer is shown with the best of several.
+An adapter follows the library's documentation for a model whose batch function blocks: with an
+asyncio library, the function runs in a thread. ``CATALOGUE`` has the adapters, with the module and
+the possible settings of each. Results show every peer with its best settings.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Done = Callable[[Any, BaseException | None], None]
 
 
 class Dropped(Exception):
-    """The batcher gave this request up, on purpose."""
+    """The batcher gave this request up on purpose."""
 
 
 class Peer(ABC):
-    """A batcher at work on a device. ``slo_ms`` is for those that can use it."""
+    """A batcher in front of a device. ``slo_ms`` is for batchers that can use it."""
 
     def __init__(
         self, device: Device, *, slo_ms: float, max_batch_size: int, settings: Settings
@@ -49,18 +49,18 @@ class Peer(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Be ready for requests."""
+        """Get ready for requests."""
 
     @abstractmethod
     def submit(self, item: Any, done: Done) -> None:
-        """Take a request and return at once; ``done(result, error)`` comes from some thread."""
+        """Take a request and return at once; any thread may call ``done(result, error)``."""
 
     def end_warm_up(self) -> None:
-        """Be as after a long run, where the library gets there by itself."""
+        """Bring the library into the state that it reaches by itself in a long run."""
         return
 
     def facts(self) -> dict[str, Any]:
-        """What the batcher says of itself, for the results."""
+        """The batcher's own statistics, for the results."""
         return {}
 
 
@@ -83,7 +83,7 @@ class LoopPeer(Peer):
 
     @abstractmethod
     async def answer(self, item: Any) -> Any:
-        """As a client of the library awaits it. Raises Dropped where the request was given up."""
+        """Await an answer as a client of the library does. Raises Dropped if it was given up."""
 
     def submit(self, item: Any, done: Done) -> None:
         """See :class:`Peer`."""
@@ -95,7 +95,7 @@ class LoopPeer(Peer):
         task.add_done_callback(self._tasks.discard)
 
     async def _settle(self, item: Any, done: Done) -> None:
-        # A border: whatever the library raises is what the client gets.
+        # A border: the client gets whatever the library raises.
         try:
             result = await self.answer(item)
         except (Exception, asyncio.CancelledError) as error:
@@ -106,7 +106,7 @@ class LoopPeer(Peer):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A batcher of the comparison: module and class of its adapter, and settings to choose from."""
+    """A batcher of the comparison: module and class of its adapter, and possible settings."""
 
     title: str
     module: str
@@ -114,7 +114,7 @@ class Kind:
     variants: tuple[Settings, ...] = ({},)
     note: str = ""
     package: str = "trims_shim"
-    """What it is imported as."""
+    """The import name of the library."""
 
 
 def _waits(*waits_ms: float, **fixed: Any) -> tuple[Settings, ...]:
@@ -128,7 +128,7 @@ def _ours() -> dict[str, Kind]:
     }
     for policy in ("early_drop", "proteus", "aimd", "window", "immediate", "cork"):
         title = f"trims, threads, {policy}"
-        # Proteus as published has no margin, which no real timer forgives.
+        # Proteus as published has no margin, and real timers are late.
         settings = {"policy": policy} | ({"margin_ms": 3} if policy == "proteus" else {})
         kinds[f"trims-{policy}"] = Kind(title, "ours", "Threads", (settings,))
     return kinds
@@ -173,11 +173,11 @@ CATALOGUE: dict[str, Kind] = {
         package="ray",
     ),
 }
-"""By the name that the command line takes."""
+"""By the name on the command line."""
 
 
 def check_installed(names: Iterable[str]) -> None:
-    """Raises SystemExit where a library is missing here, and says where it is not."""
+    """Raise SystemExit if a library is missing here, with the environment that has it."""
     packages = {CATALOGUE[name].package for name in names}
     missing = sorted(each for each in packages if importlib.util.find_spec(each) is None)
     if missing:
@@ -190,7 +190,7 @@ def check_installed(names: Iterable[str]) -> None:
 def make_peer(
     name: str, device: Device, *, slo_ms: float, max_batch_size: int, settings: Settings
 ) -> Peer:
-    """Import the library behind ``name`` and put it on the device; not started yet."""
+    """Import the library of ``name`` and put it in front of the device, not yet started."""
     kind = CATALOGUE[name]
     module = importlib.import_module(f"benchmarks.peers.{kind.module}")
     adapter = getattr(module, kind.adapter)

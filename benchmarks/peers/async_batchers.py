@@ -1,6 +1,6 @@
 """``async-batcher``: a sub-class of ``AsyncBatcher`` whose ``process_batch`` is no coroutine.
 
-Such a function runs in the given executor. It has no objective and drops nothing.
+Such a function runs in the given executor. The library has no objective and drops nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Microsoft's ``batch-inference``: ``aio.ModelHost`` with one worker.
 
-Its batcher concatenates arrays, so items get a batch axis of their own. It waits until ``wait_n``
-requests are there, which is set to a full batch, at most ``wait_ms``. It has no objective and drops
-nothing; its queue holds two batches, beyond which callers wait.
+Its batcher concatenates arrays, so each item gets a batch axis. It waits for ``wait_n`` requests, a
+full batch here, and at most ``wait_ms``. It has no objective and drops nothing. Its queue holds two
+batches; further callers wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Host"]
 
 
 class Host(LoopPeer):
-    """The asyncio form; the other one may lose the wake-up of a caller."""
+    """The asyncio form; the threaded form may lose the wake-up of a caller."""
 
     async def prepare(self) -> None:
         """See :class:`LoopPeer`."""

@@ -1,7 +1,7 @@
 """Mixedbread's ``batched``: ``batched.dynamically`` and ``batched.aio.dynamically``.
 
-It has no objective and drops nothing. The thread form is awaited by its ``acall``, as a server
-would; the asyncio form runs a function that blocks in a thread by itself.
+The library has no objective and drops nothing. The thread form is awaited through its ``acall``, as
+in a server. The asyncio form itself runs a blocking function in a thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Thread(LoopPeer):
         return await self._batched.acall(item)
 
     def call(self, item: Any) -> Any:
-        """As a thread of a server calls it."""
+        """Call it as a thread of a server does."""
         return self._batched(item)
 
 

@@ -1,10 +1,10 @@
-"""BentoML's ``CorkDispatcher``: learns ``a * n + b`` and gives up what it expects to be late.
+"""BentoML's ``CorkDispatcher``: learns ``a * n + b`` and drops requests that it expects late.
 
 The class is private. It trains on its first requests, one, two and three at a time, which the
-warm-up sends, and then fits its line anew every five seconds. A first line through three sizes is
-so poor that it drops 10 % of a moderate load until then, which no long run would show: so it is
-made to fit once more after the warm-up. A function that is no coroutine runs in the thread pool of
-starlette. What it cancels ends with the fallback value.
+warm-up sends, and then fits its line anew every five seconds. The first line, through three sizes,
+is so poor that the dispatcher drops 10 % of a moderate load until the next fit. A long run would
+not show that, so the adapter makes it fit once more after the warm-up. A function that is no
+coroutine runs in starlette's thread pool. A dropped request ends with the fallback value.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Cork(LoopPeer):
         return self.device.run_list(items)
 
     def end_warm_up(self) -> None:
-        """Fit the line through all that was measured."""
+        """Fit the line through all measurements so far."""
         self.loop.call_soon_threadsafe(self._dispatcher.optimizer.trigger_refresh)
 
     async def answer(self, item: Any) -> Any:
@@ -48,6 +48,6 @@ class Cork(LoopPeer):
         return result
 
     def facts(self) -> dict[str, Any]:
-        """What it has learned."""
+        """The line that it has learned."""
         learned = self._dispatcher.optimizer
         return {"a_ms": learned.o_a * 1e3, "b_ms": learned.o_b * 1e3, "wait_ms": learned.wait * 1e3}

@@ -1,6 +1,6 @@
-"""This package's Batcher, by threads and by asyncio, with nothing told but the objective.
+"""This package's Batcher, by threads and by asyncio, told only the objective.
 
-It learns the device's profile itself, from its first requests, as a user's program does.
+It learns the device's profile from its first requests, as in a user's program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _batcher(peer: Peer) -> Any:
     policy = peer.settings["policy"]
     if margin_ms := peer.settings.get("margin_ms"):
         policy = functools.partial(rule_maker(policy), margin_ms=margin_ms)
-    # The function of a sleeping device takes a list, that of a model a tensor: what "auto" makes.
+    # The sleeping device's function takes a list, the model's a tensor: both as "auto" makes them.
     return Batcher(
         peer.device.run,
         slo_ms=peer.slo_ms,
@@ -41,7 +41,7 @@ def _facts(batcher: Any) -> dict[str, Any]:
 
 
 class Threads(Peer):
-    """``submit``, whose future calls back."""
+    """Uses ``submit``, whose future calls back."""
 
     def start(self) -> None:
         """See :class:`Peer`."""
@@ -65,7 +65,7 @@ class Threads(Peer):
             future.add_done_callback(settle)
 
     def call(self, item: Any) -> Any:
-        """As a thread of a server calls it."""
+        """Call it as a thread of a server does."""
         return self._batcher(item)
 
     def facts(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Threads(Peer):
 
 
 class Asyncio(LoopPeer):
-    """``aio``."""
+    """Uses ``aio``."""
 
     async def prepare(self) -> None:
         """See :class:`LoopPeer`."""

@@ -1,9 +1,9 @@
 """Ray's ``@serve.batch``, outside of Ray.
 
-Its queue asks the replica it runs in for a limit, so that function is replaced; nothing else is.
-``calls`` is "executor", where the function blocks in a thread, or "blocking", where it blocks the
-event loop: then no batch is closed while another one runs, which helps under load. Its metrics
-go nowhere here, but are recorded.
+Its queue asks the replica it runs in for a limit, so that function is replaced, and nothing else.
+``calls`` is "executor", where the function blocks a thread, or "blocking", where it blocks the
+event loop. Then no batch is closed while another one runs, which helps under load. Its metrics are
+recorded here, but go nowhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_ONGOING_REQUESTS = 1_000_000
 
 
 class ServeBatch(LoopPeer):
-    """One batch at a time, as is its default."""
+    """One batch at a time, which is its default."""
 
     async def prepare(self) -> None:
         """See :class:`LoopPeer`."""

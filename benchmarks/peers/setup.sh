@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes the virtual environment of benchmarks.batching_peers and benchmarks.batching_overhead:
 #   benchmarks/peers/setup.sh [DIRECTORY]          (default: .venv-peers)
-# Torch, which takes no part in the comparison but as a model, comes from the environment of `make
-# setup` (VENV, default .venv) where that has it, else from TORCH. The package itself is not
-# installed: run with PYTHONPATH at the root of the repository, as `python -m` from there does.
+# Torch serves only as a model. It comes from the environment of `make setup` (VENV, default .venv) if
+# that has it, else from TORCH. The package itself is not installed: run with PYTHONPATH at the root
+# of the repository, as `python -m` from there does.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python="${PYTHON:-python3}"
