@@ -1,10 +1,10 @@
 """How fast files get into memory: ``python -m benchmarks.copying``.
 
-Host: a file in the page cache, and one on the disk, read into a new segment: by plain threads that
-do nothing else (the measured read rate), by the engine without the hash, and as the daemon does it.
-Device, where there is one: plain reads into buffers, plain pinned copies, and, to be compared with
-the slower of these, uploads and downloads by both engines. Every sample is a fresh process; sides
-alternate, and ratios are taken within a round.
+Host: a file in the page cache, and one on the disk, is read into a new segment by plain threads
+that do nothing else (the read rate), by the engine without the hash, and as the daemon does it.
+Device, if there is one: plain reads into buffers, plain pinned copies, and uploads and downloads by
+both engines, which are compared with the slower of these two. Every sample is a fresh process;
+sides alternate, and ratios are taken within a round.
 
 Writes ``docs/results/copying.json``.
 """
@@ -43,10 +43,10 @@ _PLAIN, _PINNED = "plain read", "pinned copy"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Sides that are measured together, and what their rate is compared with.
+    """Sides that are measured together, and the limit that their rate is compared with.
 
-    ``limit`` chooses the time of a round from those of ``peers``: what reads is compared with the
-    fastest of them, what reads and copies with the slowest.
+    ``limit`` chooses the time of a round from those of ``peers``: a side that reads is compared
+    with the fastest peer, a side that reads and copies with the slowest.
     """
 
     title: str
@@ -84,7 +84,7 @@ def _device_comparisons() -> Iterator[Comparison]:
 
 
 def _devices() -> tuple[list[str], str]:
-    """Names of the devices, or why there are none. Another process starts the driver."""
+    """Names of the devices, or why there are none. A child process starts the driver."""
     code = (
         "from trims_shim.memory.driver import driver\n"
         "for each in driver().devices(): print(each.name)"
@@ -131,7 +131,7 @@ def _measure(comparison: Comparison, path: Path, rounds: int) -> Result:
 
 
 def _make_file(directory: Path, size_mib: int) -> Path:
-    """Not a multiple of a block, as model files are."""
+    """Make a file whose size is no multiple of a block, like model files."""
     path = directory / f"{size_mib}-MiB"
     with path.open("wb", buffering=0) as file:
         for _ in range(0, size_mib << 20, _WRITE_BYTES):

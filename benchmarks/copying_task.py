@@ -29,7 +29,7 @@ __all__: list[str] = []
 
 _CHUNK_BYTES = 4 << 20
 _RECORD_BYTES = 8 << 20
-"""Of the files that go to a device; a header of one page is in front of each."""
+"""Record size of the files that go to a device; each has a header of one page."""
 _HEADER_BYTES = 4096
 
 
@@ -56,18 +56,18 @@ def host(side: str, path: str, is_cached: bool) -> dict[str, Any]:
 
 
 def _start_hashing() -> None:
-    """Start BLAKE3's threads, which a daemon has since its first load."""
+    """Start BLAKE3's threads, as a daemon has them after its first load."""
     blake3(max_threads=blake3.AUTO).update(bytes(_CHUNK_BYTES))
 
 
 def _plain(descriptor: int, view: memoryview) -> str:
-    """The read rate that everything is compared with: no order, no hash, no errors."""
+    """The plain read that the others are compared with: no order, no hash, no error handling."""
     _read(descriptor, len(view), view, copying.default_threads())
     return ""
 
 
 def _read(descriptor: int, size_bytes: int, view: memoryview, threads: int) -> None:
-    """Read a file into a view, round and round where the view is smaller than the file."""
+    """Read a file into a view, from its start again if the view is smaller than the file."""
     starts = iter(range(0, size_bytes, _CHUNK_BYTES))
     lock = threading.Lock()
 
@@ -105,7 +105,7 @@ def _fill(descriptor: int, view: memoryview) -> str:
 
 
 def _fill_unhashed(descriptor: int, view: memoryview) -> str:
-    """The engine alone: what it does to a read is order and bookkeeping."""
+    """The engine without the hash: it adds order and bookkeeping to a read."""
     threads = copying.default_threads()
     with copying._reading(descriptor, len(view)) as direct:
         transfer = copying_python.fill(
@@ -169,7 +169,7 @@ def _device_memory(size_bytes: int) -> Iterator[int]:
 
 
 def _pinned_rate(descriptor: int, layout: DeviceLayout, address: int) -> dict[str, Any]:
-    """Copies of one pinned buffer, one after another on a stream: what the bus can do."""
+    """Copy one pinned buffer again and again on a stream: the rate of the bus."""
     the_driver = driver()
     size = 16 * _CHUNK_BYTES
     pinned = the_driver.allocate_pinned(size)
@@ -188,7 +188,7 @@ def _pinned_rate(descriptor: int, layout: DeviceLayout, address: int) -> dict[st
 
 
 def _plain_read(descriptor: int, layout: DeviceLayout, address: int) -> dict[str, Any]:
-    """Into buffers that are used again, by as many threads as an upload has."""
+    """Read into reused buffers with as many threads as an upload has."""
     with memoryview(bytearray(copying.RING_CHUNKS * _CHUNK_BYTES)) as view:
         threads = copying._route(layout, address, 0, "file").threads
         start = time.perf_counter()
@@ -213,7 +213,7 @@ def _upload_first(descriptor: int, layout: DeviceLayout, address: int) -> dict[s
 
 @contextlib.contextmanager
 def _with_pinned_buffers(address: int) -> Iterator[None]:
-    """As in a process that has made an upload before."""
+    """Run with pinned buffers, as in a process that has made an upload before."""
     tiny = DeviceLayout((Placed(Span(0, 1), 0),), 1, 1)
     source = os.memfd_create("tiny")
     try:
@@ -226,7 +226,7 @@ def _with_pinned_buffers(address: int) -> Iterator[None]:
 
 
 def _download(descriptor: int, layout: DeviceLayout, address: int) -> dict[str, Any]:
-    """Into a new segment's file, as an image that is demoted."""
+    """Download into a new segment's file, as for an image that is demoted."""
     outline, target = os.memfd_create("outline"), os.memfd_create("target")
     try:
         os.ftruncate(outline, layout.file_bytes)

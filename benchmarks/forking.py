@@ -1,11 +1,11 @@
-"""Many fresh processes for the price of one import: a server that forks one child per order.
+"""Many fresh processes for one import: a server that forks one child per order.
 
-A forked child of a process that has only imported libraries is what a program is after its imports;
-importing torch anew for each sample costs seconds. The server must never touch the CUDA driver
-itself, because a context does not survive a fork.
+A forked child of a process that has only imported libraries is in the state of a program after its
+imports. Importing torch anew for each sample costs seconds. The server must never touch the CUDA
+driver itself, because a context does not survive a fork.
 
-Both ends are here. An order is ``{"task", "arguments", "is_learned"}``; with ``is_learned`` the
-server imports afterwards what the task had to import, so that later children find it imported.
+Both ends are here. An order is ``{"task", "arguments", "is_learned"}``. With ``is_learned`` the
+server afterwards imports the modules that the task imported, so that later children find them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Server:
-    """Runs tasks, each in a process in which nothing has happened but imports."""
+    """Runs tasks, each in a process that has done nothing but imports."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -50,7 +50,7 @@ class Server:
         return self._order(task, arguments, deadline_s, is_learned=False)
 
     def learn(self, task: str, **arguments: Any) -> Result:
-        """As run; whatever the task had to import is imported for all later tasks."""
+        """As :meth:`run`; the server then imports the task's modules for all later tasks."""
         return self._order(task, arguments, SAMPLE_DEADLINE_S, is_learned=True)
 
     def _order(
@@ -58,7 +58,7 @@ class Server:
     ) -> Result:
         order = {"task": task, "arguments": arguments, "is_learned": is_learned}
         self._worker.send(order | {"deadline_s": deadline_s})
-        # The server ends a task that is late, so that the next one finds it free.
+        # The server ends a task that is late, so that it is free for the next one.
         result = self._worker.result(deadline_s + _GRACE_S)
         if "error" in result:
             raise WorkerFailed(result["error"])
@@ -67,7 +67,7 @@ class Server:
 
 @contextlib.contextmanager
 def server(module: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """The server of a module of tasks; it ends with the block."""
+    """Start the server of a module of tasks; it ends with the block."""
     with Worker("serve", module=module, environment=environment) as worker:
         worker.result()
         yield Server(worker)
@@ -117,7 +117,7 @@ def _in_child(tasks: Tasks, order: Result) -> Result:
 
 
 def _read_until(descriptor: int, end: float) -> bytes | None:
-    """What comes until the other end is closed; None when that takes too long."""
+    """The bytes until the other end is closed; None if that takes too long."""
     text = b""
     with os.fdopen(descriptor, "rb", buffering=0) as answers:
         while select.select([answers], [], [], max(0.0, end - time.monotonic()))[0]:

@@ -1,13 +1,12 @@
 """The device tier against the frameworks' own loaders: ``python -m benchmarks.gpu``.
 
 Writes ``docs/results/gpu.json`` (machine, raw samples, medians, ratios, verdicts, and what was left
-out) after every section, so that a run that is cut off leaves what it had, and ``gpu.png`` at the
-end. Every sample is a process in which nothing has happened but imports and the creation of the
-context; variants alternate. ``--budget-s`` ends the run in time: what does not fit is left out and
-named.
+out) after every section, so that a run that is cut off leaves results, and ``gpu.png`` at the end.
+Every sample is a process that has done nothing but imports and the creation of the context.
+Variants alternate. ``--budget-s`` limits the run; the JSON names what did not fit.
 
-``--trial`` measures nothing of worth: it runs all of this with tiny models, on the CPU where torch
-has no device, and over whatever driver is there for the parts that need no kernel.
+``--trial`` gives no usable figures. It runs everything with tiny models, on the CPU if torch has no
+device; parts that need no kernel use any driver there is.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = ["main"]
 Result = dict[str, Any]
 _DISK_BYTES = 40 << 30
 _RESERVE_S = 10.0
-"""Kept for the plot and for what a round takes longer than the one before."""
+"""Reserve for the plot and for a round that takes longer than the one before."""
 _SECTIONS: dict[str, Callable[[Run], None]] = {
     "maps": measure_maps,
     "processes": measure_processes,
@@ -66,7 +65,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _describe(plan: Plan) -> tuple[Result, str, list[str]]:
-    """The machine, the device to measure on, and what cannot be measured here."""
+    """Describe the machine and the device; note what cannot be measured here."""
     import trims_shim
 
     device = run_once("describe", module=MODULE, device=plan.device)
@@ -110,7 +109,7 @@ def _measure(run: Run, options: argparse.Namespace) -> None:
             continue
         try:
             _SECTIONS[name](run)
-        except Exception as error:  # the other sections are of use without this one
+        except Exception as error:  # the other sections are useful without this one
             run.findings.faults.append(f"{name}: {type(error).__name__}: {error}")
         run.save()
 
@@ -128,7 +127,7 @@ def _plot(run: Run, machine: Result, options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the chosen sections; 1 when a comparison was not valid."""
+    """Run the chosen sections; return 1 if a comparison was not valid."""
     options = _arguments(arguments)
     plan = _plan(options)
     if options.output is None:

@@ -1,10 +1,10 @@
 """Cold start to first inference: every way to get a model onto the device, and the ideal.
 
-Owns the sides of the comparison, what is resident before each, and the targets. The ideal is a
-process that has the weights already: what remains is the first inference, with everything that
-libraries prepare on their first use, and that is the same on all sides.
+Owns the sides of the comparison, the state of the cache before each, and the targets. The ideal is
+a process that has the weights already. It still makes the first inference, with everything that
+libraries prepare on their first use; that part is the same on all sides.
 
-A sample counts only if its weights have the bytes and its output the values that they have on every
+A sample counts only if its weights have the same bytes and its output the same values as on every
 other side, and with trims only if torch's own allocator does not hold the weights.
 """
 
@@ -31,16 +31,16 @@ __all__ = ["judge", "measure_cold_starts"]
 
 Result = dict[str, Any]
 MODEL_SHARE = 0.4
-"""Of the time left, what one model may take at most unless two rounds of it take longer."""
+"""Largest share of the remaining time for one model, unless two rounds of it take longer."""
 _UPLOADER_ENDS_S = 2.0
 LARGE_BYTES = 100e6
-"""From here on a device hit is promised to be near the ideal."""
+"""From this size on the target is that a device hit is near the ideal."""
 NEAR_IDEAL = 1.05
 FIRST_LOAD = 1.1
 HEADLINES = ((600e6, 24.0), (math.inf, 210.0))
 """The paper's best speed-ups (Dakkak et al. 2018, abstract), for models up to a size in bytes."""
 OUTPUT_TOLERANCE = 1e-2
-"""Relative; libraries choose among kernels by what memory is free, and bfloat16 has 8 bits."""
+"""Relative: libraries choose kernels by free memory, and bfloat16 has 8 bits."""
 BASELINE, IDEAL, HIT = "torch.load", "ideal", "trims, device hit"
 FIRST, HOST_HIT = "trims, first load", "trims, host hit"
 AFTER_PAUSE = "trims, first load after a pause"
@@ -49,9 +49,9 @@ PLOTTED = (BASELINE, "safetensors", IDEAL, HIT, FIRST)
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way to load: ``resident`` is where the image is beforehand, with trims.
+    """One way to load. ``resident``: where the image is before the load, with trims.
 
-    ``is_after_pause``: the uploader had nothing to do for longer than it keeps its context.
+    ``is_after_pause``: the uploader has been idle for longer than it keeps its context.
     """
 
     how: str
@@ -83,19 +83,19 @@ SIDES = {
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What the samples of one run share."""
+    """The daemons, servers and settings that the samples of one run share."""
 
     run: Run
     plain: Server
     trims: Shared
     bare: Shared
-    """A daemon without room on the host, where an evicted image is not kept for a while."""
+    """A daemon without room on the host, which therefore keeps no evicted image there."""
     idle: Shared
-    """The same, whose uploader gives its context up at once when it has nothing to do."""
+    """The same, with an uploader that gives its context up as soon as it is idle."""
     files: dict[tuple[str, str], str]
 
     def server(self, side: Side) -> Server:
-        """Where samples of a side are taken."""
+        """The server that takes samples of a side."""
         return self.cache(side).server if side.is_shared else self.plain
 
     def cache(self, side: Side) -> Shared:
@@ -105,7 +105,7 @@ class Bench:
         return self.idle if side.is_after_pause else self.bare
 
     def sampler(self, name: str, side: Side) -> Callable[[], Result]:
-        """A function that brings the cache into its state and takes one sample."""
+        """Return a function that brings the cache into the side's state and takes one sample."""
         path = self.files[name, side.file_format]
         where = self.server(side)
         device = self.run.plan.device
@@ -130,7 +130,7 @@ class Bench:
 
 
 def measure_cold_starts(run: Run) -> None:
-    """Every model that fits in the time left, the most telling first."""
+    """Measure every model that fits in the time left, the most informative first."""
     from benchmarks.gpu_models import weights_bytes
 
     host_bytes = "50%" if not run.plan.is_trial else "1G"
@@ -166,7 +166,7 @@ def _essential(sides: dict[str, Side]) -> dict[str, Side]:
 
 
 def _available(run: Run) -> dict[str, Side]:
-    """All sides but those whose library is missing."""
+    """All sides whose library is installed."""
     import importlib.util
 
     sides = dict(SIDES)
@@ -177,9 +177,9 @@ def _available(run: Run) -> dict[str, Side]:
 
 
 def _learn_imports(bench: Bench, sides: dict[str, Side]) -> dict[str, Side]:
-    """Imports are outside of every clock: each server first learns what its ways import.
+    """Let each server import what its ways need, outside of every clock.
 
-    Returns the sides that work here; a library that does not is no reason to measure nothing.
+    Returns the sides that work here, so that a broken library does not stop the benchmark.
     """
     run = bench.run
     name = min(run.plan.models, key=_size)
@@ -240,14 +240,14 @@ def _measure_model(
     finally:
         for file_format in ("pt", "safetensors"):
             path = bench.files.pop((name, file_format))
-            with contextlib.suppress(WorkerFailed, TrimsError):  # room for the next, no more
+            with contextlib.suppress(WorkerFailed, TrimsError):  # only makes room for the next
                 for each in (bench.trims, bench.bare, bench.idle):
                     each.forget(path)
             Path(path).unlink()
 
 
 def judge(run: Run, name: str, size_bytes: int, results: dict[str, list[Result]]) -> None:
-    """Rows, points of the plot and faults from the samples of one model."""
+    """Make rows, points of the plot and faults from the samples of one model."""
     _check(run, name, results)
     times = {side: [each["total_s"] for each in samples] for side, samples in results.items()}
     title = f"{name} ({size_bytes / 1e6:.0f} MB)"
@@ -291,7 +291,7 @@ def _against_ideal(title: str, times: dict[str, list[float]], size_bytes: int) -
 
 
 def _headline(title: str, times: dict[str, list[float]], size_bytes: int) -> Row:
-    """The paper's headline is a target only where the baseline is that much slower than ideal."""
+    """The paper's speed-up, a target only if the baseline is that much slower than ideal."""
     wanted = next(gain for limit, gain in HEADLINES if size_bytes <= limit)
     bound = _median(times[BASELINE]) / _median(times[IDEAL])
     is_possible = bound >= wanted * NEAR_IDEAL
@@ -351,7 +351,7 @@ def _outputs_agree(outputs: Sequence[Sequence[float]]) -> bool:
 
 
 def _measure_from_disk(bench: Bench, name: str, size_bytes: int) -> None:
-    """The first load again with the file on disk, where the directory is on one."""
+    """Measure the first load with the file on disk, if the directory is on one."""
     path = bench.files[name, "pt"]
     if not bench.run.clock.has(4 * estimate_s(size_bytes, (BASELINE, FIRST), 1)):
         bench.run.left_out.append(f"first load of {name} from disk: no time left")

@@ -1,7 +1,7 @@
 """Device memory: the time to map an image, the copies that N processes hold, the upload's rate.
 
-These need no kernel to run, so that they also run where only the driver's calls are there. Files of
-the first measurement are holes with a header: what is timed never reads a tensor's bytes.
+These need no kernel, so they also run where only the driver's calls exist. The files of the first
+measurement are holes with a header, because the timed code never reads a tensor's bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PROCESSES_S = 40.0
 
 
 def measure_maps(run: Run) -> None:
-    """Connect, open, map and make tensors of a resident file, over its size and tensor count."""
+    """Time connect, open, map and making tensors of a resident file, by size and tensor count."""
     size, tensors = run.plan.map_subject
     cases = [(size, tensors)]
     cases += [(each, tensors) for each in run.plan.map_sizes]
@@ -73,7 +73,7 @@ def _measure_map(run: Run, trims: Shared, size_bytes: int, tensors: int, rounds:
 
 
 def _load_tensors(run: Run, trims: Shared, path: str, rounds: int) -> list[Result]:
-    """In fresh processes, after what they import is imported."""
+    """Load in fresh processes whose imports are done."""
     order: Result = {"path": path, "device": run.plan.device}
     trims.server.learn("open_tensors", **order)
     sides = {"tensors": lambda: trims.server.run("open_tensors", **order)}
@@ -94,7 +94,7 @@ def _in_ms(seconds: Sequence[float]) -> Summary:
 def _add_point(
     run: Run, panel: str, tensors: int, size_bytes: int, seconds: Sequence[float]
 ) -> None:
-    """Of the curve of one number of tensors; only the usual one is measured at every size."""
+    """Add a point to the curve of one number of tensors; only the usual one has every size."""
     if tensors != run.plan.map_subject[1]:
         return
     name = f"{tensors} tensors, trims"
@@ -110,7 +110,7 @@ def _add_point(
 
 
 def measure_processes(run: Run) -> None:
-    """Device memory that N processes with one model take, in copies of it."""
+    """Measure the device memory of N processes with one model, in copies of it."""
     from benchmarks.gpu_models import weights_bytes
 
     name = run.plan.shared_model
@@ -158,7 +158,7 @@ def _add_copies_row(run: Run, number: int, size_bytes: int, copies: dict[str, Su
 def _held_bytes(
     run: Run, path: str, how: str, environment: dict[str, str] | None
 ) -> dict[int, int]:
-    """By number of processes that have loaded the model: what the device then has less."""
+    """By number of processes with the model: the device memory that is no longer free."""
     order: Result = {"path": path, "how": how, "device": run.plan.device}
     order["device_id"] = run.device_id
     held = {}
@@ -177,7 +177,7 @@ def _held_bytes(
                 fault = f"process {number} of {len(workers)}: the weights are not in shared memory"
                 run.findings.faults.append(fault)
             if number in run.plan.processes:
-                # Longer than the uploader lives: its context is nobody's copy.
+                # Longer than the uploader lives: its context must not count as a copy.
                 quiet_s = 2.5 if number == 1 else 0.5
                 held[number] = before - stable_free_bytes(run.device_id, quiet_s=quiet_s)
     return held
@@ -187,7 +187,7 @@ def _held_bytes(
 
 
 def measure_uploads(run: Run) -> None:
-    """The rate of an upload, against the slower of what feeds it."""
+    """Measure the rate of an upload, against the slower of reading and copying."""
     size_bytes = run.plan.copied_bytes
     path = run.directory / "upload.safetensors"
     if not run.clock.has(20 + 4 * size_bytes / 1e9):
@@ -205,7 +205,7 @@ def measure_uploads(run: Run) -> None:
             threads=min(READ_THREADS, os.cpu_count() or 1),
         )
         limits |= plain.run("engine_rates", path=str(path))
-        _upload_rate(run, trims, str(path), size_bytes)  # starts what stays for the next
+        _upload_rate(run, trims, str(path), size_bytes)  # starts the uploader, which stays
         rates = [_upload_rate(run, trims, str(path), size_bytes) for _ in range(run.plan.rounds)]
     path.unlink()
     found = run.findings.samples["uploads"] = limits | {"upload_bytes_per_s": rates}
@@ -239,7 +239,7 @@ def _in_giga(limits: Result, name: str) -> str:
 
 
 def _fill(path: Path) -> None:
-    """Give the hole bytes: a read of a hole is no read from the page cache."""
+    """Fill the hole with bytes, because reading a hole does not read the page cache."""
     block = os.urandom(1 << 20) * 16
     with path.open("r+b") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
@@ -250,7 +250,7 @@ def _fill(path: Path) -> None:
 
 
 def _upload_rate(run: Run, trims: Shared, path: str, size_bytes: int) -> float:
-    """As a client sees it: with the request, and the mapping at the end."""
+    """The rate that a client sees, with the request and the final mapping."""
     found = trims.server.learn("open_image", path=path, device_id=run.device_id, times=1)
     trims.forget(path)
     return size_bytes / float(found["total_s"])

@@ -1,4 +1,4 @@
-"""What the GPU benchmark loads: architectures, what they are fed, and checkpoints of them.
+"""The GPU benchmark's models: architectures, their inputs, and their checkpoints.
 
 Owns the architectures that :mod:`benchmarks.models` lacks, and checkpoints with random weights that
 keep activations finite, so that outputs can be compared. The scaled AlexNet and VGG-16 are those of
@@ -6,7 +6,7 @@ TrIMS (Dakkak et al. 2018, tables 3 and 4): the same layers over larger images, 
 fully connected layer grows (rai-project/trims-tools, large_models/). Weights are made on the device
 that will use them: a processor needs half a minute for seven billion random numbers.
 
-A checkpoint is written beside its name and renamed, and used again while its size fits.
+A checkpoint is written beside its name, then renamed. It is used again as long as its size fits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from benchmarks.models import Bert, Gpt2, ResNet
 __all__ = ["SUBJECTS", "Subject", "checkpoint", "empty_model", "weights_bytes"]
 
 _ENVELOPE_BYTES = 1 << 20
-"""More than any checkpoint here spends on names, headers and padding."""
+"""Upper bound of a checkpoint's names, headers and padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One model: how it is made, and what it is fed."""
+    """One model: how it is made, and its input."""
 
     make: Callable[[], nn.Module]
     sample: Callable[[], torch.Tensor]
@@ -197,7 +197,7 @@ class DecoderLayer(nn.Module):
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding; worked out here, because a buffer would not be in a checkpoint."""
+    """Apply the rotary position embedding, computed here so that checkpoints need no buffer."""
     half = x.shape[-1] // 2
     rates = 10000.0 ** (-torch.arange(half, device=x.device) / half)
     angles = torch.arange(x.shape[-2], device=x.device)[:, None] * rates
@@ -253,11 +253,11 @@ SUBJECTS: dict[str, Subject] = {
     "vgg16-896": Subject(lambda: _vgg16(896), _image(896)),
     "decoder-7b": Subject(lambda: Decoder(32, 4096, 32, 11008), _tokens, torch.bfloat16),
 }
-"""Smallest first; "tiny" is for runs that only try the benchmark out."""
+"""Smallest first; "tiny" is for trial runs."""
 
 
 def empty_model(name: str, device: str) -> nn.Module:
-    """A model in evaluation mode with weights still to be filled in; ``meta`` allocates nothing."""
+    """A model in evaluation mode with uninitialised weights; ``meta`` allocates nothing."""
     with torch.device("meta"):
         model = SUBJECTS[name].make()
     model = model.to(SUBJECTS[name].dtype).eval()
@@ -270,7 +270,7 @@ def weights_bytes(name: str) -> int:
 
 
 def checkpoint(name: str, file_format: str, directory: Path, *, device: str) -> Path:
-    """A checkpoint in ``pt`` or ``safetensors``, written first where it is missing."""
+    """A checkpoint in ``pt`` or ``safetensors``; it is written if it is missing."""
     path = directory / f"{name}.{file_format}"
     expected = weights_bytes(name)
     size = path.stat().st_size if path.exists() else 0

@@ -1,7 +1,7 @@
 """What a run of the GPU benchmark measures, how long it may take, and where its files lie.
 
-Owns the order (the most telling first), the estimate that decides whether a model still fits in
-the time that is left, and the directory of checkpoints.
+Owns the order (the most informative first), the estimate that decides whether a model still fits
+into the remaining time, and the directory of checkpoints.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Result = dict[str, Any]
 GIB = 1 << 30
 
 EVERY_WAY = ("vgg16-224", "gpt2", "vgg16-896")
-"""Models that every way of loading is measured on; the others: the baselines, hit, and ideal."""
+"""Models with every way of loading. Others have the baselines, a hit, and the ideal."""
 
-# Bytes a second that a load of each kind reaches at least, to tell what fits in the time left;
-# from published figures of comparable machines, and no part of any result.
+# Bytes a second that a load of each kind reaches at least, to estimate what fits in the time left.
+# They come from published figures of comparable machines, and are no part of any result.
 _SLOW_BYTES_PER_S: Mapping[str, float] = {
     "torch.load": 1.0e9,
     "mmap + .to": 2.0e9,
@@ -56,7 +56,7 @@ _WRITE_BYTES_PER_S = 0.8e9
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. ``device``: cuda, or cpu where a run only tries the benchmark out."""
+    """What to measure. ``device``: cuda, or cpu in a trial run."""
 
     device: str
     models: tuple[str, ...]
@@ -124,11 +124,11 @@ class Clock:
         return self._end - self._now()
 
     def has(self, seconds: float) -> bool:
-        """Whether something that takes so long still fits."""
+        """Whether a part that takes ``seconds`` still fits."""
         return self.left_s() >= seconds
 
     def part(self, seconds: float) -> Clock:
-        """A clock of its own for something that may take so long, and no longer than this one."""
+        """A clock for a part that may take ``seconds``, but no longer than this clock."""
         return Clock(min(seconds, self.left_s()), self._now)
 
 
@@ -136,7 +136,7 @@ class Clock:
 class Run:
     """Everything a section needs. ``left_out`` says what was not measured, and why.
 
-    ``save`` writes what has been found so far; a section calls it as often as it likes.
+    ``save`` writes the findings so far; a section calls it as often as it likes.
     """
 
     plan: Plan
@@ -149,7 +149,7 @@ class Run:
 
 
 def estimate_s(size_bytes: int, sides: tuple[str, ...], rounds: int) -> float:
-    """Seconds that a model takes at most, to make its files and to load it in every way."""
+    """Upper bound of the seconds to make a model's files and to load it in every way."""
     loads = sum(_SAMPLE_S + size_bytes / _SLOW_BYTES_PER_S[side] for side in sides)
     return 2 * size_bytes / _WRITE_BYTES_PER_S + rounds * loads
 
@@ -157,9 +157,9 @@ def estimate_s(size_bytes: int, sides: tuple[str, ...], rounds: int) -> float:
 def rounds_within(
     sides: Mapping[str, Callable[[], Result]], rounds: int, clock: Clock
 ) -> dict[str, list[Result]]:
-    """As harness.alternate, but a round that would outlast the clock is not begun.
+    """As :func:`harness.alternate`, but without a round that would outlast the clock.
 
-    The first round is always run: whoever calls has found that it fits.
+    The first round always runs: the caller has checked that it fits.
     """
     results: dict[str, list[Result]] = {name: [] for name in sides}
     longest_s = 0.0
@@ -174,10 +174,10 @@ def rounds_within(
 
 
 def make_directory(needed_bytes: int) -> Path:
-    """A fresh directory of checkpoints: ``$TRIMS_BENCH_DIR``, else memory, else the temp directory.
+    """Make a directory of checkpoints in ``$TRIMS_BENCH_DIR``, memory, or the temp directory.
 
-    In memory (tmpfs) every read is one from the page cache, the disk stays out of the figures, and
-    a small disk is enough.
+    In memory (tmpfs) every read comes from the page cache. So the disk does not affect the figures,
+    and a small disk is enough.
     """
     chosen = os.environ.get("TRIMS_BENCH_DIR")
     if not chosen:
@@ -186,7 +186,7 @@ def make_directory(needed_bytes: int) -> Path:
 
 
 def _is_roomy(directory: str, needed_bytes: int) -> bool:
-    """Whether it is a file system with this much room, and twice as much memory is to be had."""
+    """Whether the file system has this much room, and the machine twice as much free memory."""
     if not os.access(directory, os.W_OK):
         return False
     with open("/proc/meminfo") as file:

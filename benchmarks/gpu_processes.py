@@ -1,7 +1,7 @@
-"""The benchmark's side of its measuring processes and of its daemon, on a GPU.
+"""The GPU benchmark's control of its daemon and of its measuring processes.
 
-Owns what is resident where before a sample, and the witness of device memory, which is the driver's
-management library and never the product.
+Owns the state of the cache before a sample, and the readings of device memory. These come from the
+driver's management library, never from the product.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _EVICTION_S = 20.0
 
 
 _SETTLED_S = 2.2
-"""A file younger than two seconds may still change within its time stamp: it is read every time."""
+"""A file younger than two seconds may change within its time stamp, so each load reads it."""
 
 
 def let_settle(path: str) -> str:
-    """Wait until a file that was just made is old enough to be known again; the path."""
+    """Wait until a new file is old enough for its identity to be trusted; return the path."""
     age_s = time.time() - os.stat(path).st_ctime
     time.sleep(max(0.0, _SETTLED_S - age_s))
     return path
@@ -36,7 +36,7 @@ def let_settle(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A daemon, a server of its clients, and control over what is resident."""
+    """A daemon, a server of its clients, and control over resident images."""
 
     daemon: Daemon
     server: Server
@@ -54,19 +54,19 @@ class Shared:
         return self._caches[0].request(message)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         while self._caches:
             self._caches.pop().close()
 
     def tiers(self, path: str) -> set[str]:
-        """Where a file's image is resident."""
+        """Tiers where a file's image is resident."""
         return {image.tier for image in self._status().images if path in image.names}
 
     def forget(self, path: str) -> None:
-        """The file's image is resident nowhere: the next load is a miss."""
+        """Evict the file's image everywhere, so that the next load is a miss."""
         end = time.monotonic() + _EVICTION_S
         while not self._is_idle() or self.tiers(path):
-            # The device first: what leaves a device may go to the host.
+            # The device first, because an image that leaves it may go to the host.
             for tier in (self.device_id, "host"):
                 if tier in self.tiers(path):
                     self._try_to_evict(path, tier)
@@ -75,7 +75,7 @@ class Shared:
             time.sleep(0.02)
 
     def keep_on_host(self, path: str) -> None:
-        """Resident in host memory only: the next load to the device is a host hit."""
+        """Keep the image in host memory only, so that the next load to the device is a host hit."""
         if "host" not in self.tiers(path):
             self.daemon.warm(path)
         end = time.monotonic() + _EVICTION_S
@@ -89,7 +89,7 @@ class Shared:
         from trims_shim.errors import RequestRefused
         from trims_shim.wire.admin import EvictImageRequest
 
-        # Refused while the process of the last sample is still letting go of its lease.
+        # Refused while the last sample's process still holds its lease.
         with contextlib.suppress(RequestRefused):
             self.request(EvictImageRequest(path, tier))
 
@@ -105,7 +105,7 @@ class Shared:
 
 @contextlib.contextmanager
 def shared(device_id: str, **settings: str) -> Iterator[Shared]:
-    """A daemon of one's own with a server of clients."""
+    """A private daemon with a server of clients."""
     with daemon(**settings) as own, server(MODULE, own.environment) as clients:
         both = Shared(own, clients, device_id)
         try:
@@ -129,7 +129,7 @@ def stable_free_bytes(
     limit_s: float = 20.0,
     read: Callable[[str], int] = free_bytes,
 ) -> int:
-    """Free memory once it has not changed for a while: ended processes give theirs back late."""
+    """Free memory once it is stable, because ended processes give theirs back late."""
     end = time.monotonic() + limit_s
     last, since = read(device_id), time.monotonic()
     while time.monotonic() - since < quiet_s and time.monotonic() < end:

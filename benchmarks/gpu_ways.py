@@ -1,7 +1,7 @@
-"""Ways to get a model onto a device: what a program does, ready to be timed.
+"""Ways to get a model onto a device, as programs do it, ready to be timed.
 
-Each way prepares what is not timed (a model without weights, imports) and returns a function that
-loads and gives the model back. ``device`` is ``cuda``, or ``cpu`` where a run is only tried out.
+Each way does the untimed preparation (imports, a model without weights) and returns a function that
+loads and returns the model. ``device`` is ``cuda``, or ``cpu`` in a trial run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["WAYS", "start", "wait"]
 
 
 def start(device: str) -> None:
-    """Create the context, outside of every clock."""
+    """Create the context; this is not timed."""
     import torch
 
     torch.zeros(1, device=device)
@@ -25,7 +25,7 @@ def start(device: str) -> None:
 
 
 def wait(device: str) -> None:
-    """Until the device has done everything."""
+    """Wait until the device has finished."""
     if device == "cuda":
         import torch
 
@@ -95,7 +95,7 @@ def _by_fastsafetensors(name: str, path: str, device: str) -> Load:
 
 
 def _by_being_there(name: str, path: str, device: str) -> Load:
-    """The ideal: the weights are in this process already."""
+    """The ideal: this process already has the weights."""
     from safetensors.torch import load_file
 
     from benchmarks.gpu_models import empty_model

@@ -1,7 +1,7 @@
-"""Where a model's weights are, and what they are, without asking the product.
+"""The location and the bytes of a model's weights, without asking the product.
 
-Owns the two checks without which a sample does not count: the share of the bytes that torch's own
-allocator does not hold, and one number for all weights.
+Owns the two checks that every sample must pass: the share of the bytes that torch's own allocator
+does not hold, and one number for all weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["shared_fraction", "weights_sum"]
 
 
 def _private_ranges(device: str) -> list[tuple[int, int]]:
-    """The device memory that torch's own allocator holds, by its own account."""
+    """Address ranges of device memory that torch's allocator reports as its own."""
     import torch
 
     snapshot: Callable[[], list[dict[str, Any]]] = torch.cuda.memory_snapshot
@@ -28,9 +28,9 @@ def _private_ranges(device: str) -> list[tuple[int, int]]:
 
 
 def shared_fraction(tensors: Iterable[torch.Tensor], path: str, device: str) -> float:
-    """The share of the weights' bytes that torch's allocator knows nothing of.
+    """The share of the weights' bytes that torch's allocator does not hold.
 
-    On the CPU: the share that lies in a shared segment, by the kernel's account.
+    On the CPU: the share that lies in a shared segment, as the kernel reports it.
     """
     ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes]
     total = sum(end - start for start, end in ranges)

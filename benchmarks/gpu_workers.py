@@ -1,11 +1,11 @@
-"""What the GPU benchmark measures: one task per process, with the clocked regions.
+"""Tasks of the GPU benchmark, one per process, with the timed regions.
 
 ``python -m benchmarks.gpu_workers TASK JSON FD``, as in :mod:`benchmarks.workers`. The task
 ``serve`` imports the libraries once and runs each order in a forked child
 (:mod:`benchmarks.forking`).
 
 Both sides of a comparison run the same lines here; only the environment and one import differ.
-``device`` is ``cuda``, or ``cpu`` where a run only tries the benchmark out.
+``device`` is ``cuda``, or ``cpu`` in a trial run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Result = dict[str, Any]
 
 
 def _activate() -> None:
-    """What a user's program does: one import, before everything else."""
+    """Import the shim before everything else, as a user's program does."""
     if os.environ.get("TRIMS_ENABLED") == "1":
         import trims_shim  # noqa: F401
 
@@ -78,7 +78,7 @@ def _events() -> Result:
 
 
 def open_tensors(*, path: str, device: str) -> Result:
-    """All tensors of a resident safetensors file: connect, open, map, make them; no kernel runs."""
+    """Connect, open, map, and make all tensors of a resident safetensors file; no kernel runs."""
     from safetensors.torch import load_file
 
     start(device)
@@ -90,7 +90,7 @@ def open_tensors(*, path: str, device: str) -> Result:
 
 
 def open_image(*, path: str, device_id: str, times: int) -> Result:
-    """An image mapped by the client library alone, again and again; connecting once, at first."""
+    """Connect, then map an image again and again with the client library alone."""
     from trims_shim.client import device_arenas
     from trims_shim.client.cache import cache
     from trims_shim.memory.driver import driver
@@ -134,7 +134,7 @@ def rates(*, device_id: str, path: str, size_bytes: int, threads: int) -> Result
 
 
 def engine_rates(*, path: str) -> Result:
-    """The copy engine alone, in a process that uploaded before: not hashed, and hashed."""
+    """The copy engine alone, without and with the hash, in a process that has uploaded before."""
     from benchmarks.copying_task import device
     from trims_shim.memory.copying import engine
 
@@ -188,7 +188,7 @@ def hold(*, path: str, how: str, device: str, device_id: str) -> None:
 
 
 def checkpoint(*, name: str, file_format: str, directory: str, device: str) -> Result:
-    """Make a checkpoint, where the directory lacks it."""
+    """Make a checkpoint if the directory lacks it."""
     from pathlib import Path
 
     from benchmarks import gpu_models
@@ -198,7 +198,7 @@ def checkpoint(*, name: str, file_format: str, directory: str, device: str) -> R
 
 
 def outline(*, path: str, tensors: int, size_bytes: int) -> Result:
-    """A safetensors file of float16 zeros that takes no disk: a header, then a hole."""
+    """Make a safetensors file of float16 zeros that takes no disk: a header, then a hole."""
     numbers = size_bytes // tensors // 2
     header = {
         f"layers.{i}.weight": {
@@ -217,7 +217,7 @@ def outline(*, path: str, tensors: int, size_bytes: int) -> Result:
 
 
 def describe(*, device: str) -> Result:
-    """The device and the libraries on it, as torch and the driver's management library see them."""
+    """Describe the device and its libraries by torch and the driver's management library."""
     import torch
 
     facts: Result = {"torch_cuda": torch.version.cuda, "has_cuda": torch.cuda.is_available()}
@@ -228,7 +228,7 @@ def describe(*, device: str) -> Result:
         facts["capability"] = f"{properties.major}.{properties.minor}"
         cudnn: Any = torch.backends.cudnn
         facts["cudnn"] = cudnn.version()
-    with contextlib.suppress(Exception):  # the figures are of use without it
+    with contextlib.suppress(Exception):  # the figures are useful without it
         pynvml = importlib.import_module("pynvml")
         pynvml.nvmlInit()
         facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
@@ -236,7 +236,7 @@ def describe(*, device: str) -> Result:
 
 
 def devices() -> Result:
-    """The devices that the daemon could share memory on, and what copies to them."""
+    """The devices whose memory the daemon can share, and the engine that copies to them."""
     from trims_shim.errors import DriverFailure
     from trims_shim.memory.copying import engine
     from trims_shim.memory.driver import driver
@@ -278,7 +278,7 @@ def _pause(result: Result) -> None:
 
 def _import_libraries() -> None:
     _activate()
-    with contextlib.suppress(ImportError):  # tasks that need neither say what is missing
+    with contextlib.suppress(ImportError):  # tasks that need one of them say what is missing
         import safetensors.torch  # noqa: F401
 
         import benchmarks.gpu_models  # noqa: F401
@@ -295,7 +295,7 @@ def main(arguments: list[str]) -> None:
         return
     _activate()
     result = _TASKS[task](**json.loads(parameters))
-    if result is not None:  # it has said what it has to say
+    if result is not None:  # otherwise the task has sent its own results
         emit(_answers, result)
 
 

@@ -1,8 +1,8 @@
 """Measure variants fairly: fresh processes, alternating order, medians and their spread.
 
 Owns child processes with a deadline and a result pipe, the order of measurements, the statistics,
-a daemon of one's own, and the description of the machine. What is measured is in
-:mod:`benchmarks.workers`; what is compared is in the benchmark that calls.
+a private daemon, and the description of the machine. :mod:`benchmarks.workers` has the measured
+tasks; the calling benchmark decides what is compared.
 
 Invariants: every wait has a deadline; no child and no daemon outlives the block that started it; a
 ratio is taken inside one round, between processes that ran right after one another, so that a slow
@@ -61,9 +61,9 @@ class WorkerFailed(Exception):
 class Worker:
     """A fresh interpreter that runs one task of :mod:`benchmarks.workers` and sends results.
 
-    Use it as a context manager; leaving the block ends the process. ``proceed`` releases a task
-    that waits for the others, ``send`` gives a task that serves its next order. ``module`` may
-    name another module of tasks with the same command line.
+    A context manager; leaving the block ends the process. ``proceed`` releases a task that waits
+    for the others. ``send`` gives the next order to a task that serves orders. ``module`` may name
+    another module of tasks with the same command line.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Worker:
             self.process.wait()
 
     def result(self, deadline_s: float = DEADLINE_S) -> Result:
-        """The next result; raises WorkerFailed when none comes."""
+        """Return the next result. Raises WorkerFailed if none comes."""
         end = time.monotonic() + deadline_s
         while b"\n" not in self._pending:
             ready, _, _ = select.select([self._results], [], [], max(0.0, end - time.monotonic()))
@@ -130,7 +130,7 @@ class Worker:
         self._write(b"\n")
 
     def send(self, order: Mapping[str, Any]) -> None:
-        """Give a task that serves its next order; its answer is a :meth:`result`."""
+        """Send an order to a task that serves orders; the answer is a :meth:`result`."""
         self._write(json.dumps(order).encode() + b"\n")
 
     def _write(self, line: bytes) -> None:
@@ -141,31 +141,31 @@ class Worker:
 
 
 def _is_setting(name: str) -> bool:
-    """Of the package; what describes the machine it runs on is kept."""
+    """Whether a variable is a setting of the package, rather than a description of the machine."""
     return name.startswith("TRIMS_") and not name.startswith("TRIMS_TEST_")
 
 
 def run_once(
     task: str, *, environment: Mapping[str, str] | None = None, **arguments: Any
 ) -> Result:
-    """The result of one task in a fresh process."""
+    """Run one task in a fresh process and return its result."""
     with Worker(task, environment=environment, **arguments) as worker:
         return worker.result()
 
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """A daemon of this benchmark alone: ``environment`` leads clients to it."""
+    """A private daemon; clients with ``environment`` use it."""
 
     environment: dict[str, str]
     socket_directory: Path
 
     def warm(self, path: os.PathLike[str] | str) -> None:
-        """Make a file resident, from a process that ends afterwards."""
+        """Make a file resident, through a process that then ends."""
         run_once("warm", environment=self.environment, path=os.fspath(path))
 
     def pid(self) -> int:
-        """The serving process: the one with our directory in its environment that is no worker."""
+        """The daemon's process: it has our directory in its environment and is no worker."""
         running = processes_with_environment("TRIMS_SOCKET_DIR", str(self.socket_directory))
         serving = [pid for pid, line in running.items() if "benchmarks" not in line]
         if not serving:
@@ -217,7 +217,7 @@ def _stop_daemon(environment: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A median with the range of the samples it was taken from."""
+    """The median of some samples, and their range."""
 
     median: float
     low: float
@@ -233,10 +233,10 @@ class Summary:
 def alternate(
     sides: Mapping[str, Callable[[], Result]], rounds: int, *, warmups: int = 0
 ) -> dict[str, list[Result]]:
-    """Run each side once a round, in reversed order every second round; results by side.
+    """Run each side once a round, every second round in reversed order; results by side.
 
-    ``warmups`` rounds go first and are not counted: on a virtual machine the first use of a page
-    of memory, by anybody, also waits for the host.
+    ``warmups`` rounds go first and are not counted: on a virtual machine, the first use of a page
+    of memory by any process also waits for the host.
     """
     results: dict[str, list[Result]] = {name: [] for name in sides}
     for number in range(-warmups, rounds):
@@ -249,12 +249,12 @@ def alternate(
 
 
 def pair_ratios(slow: Sequence[float], fast: Sequence[float]) -> Summary:
-    """How many times longer ``slow`` took than ``fast``, taken round by round."""
+    """Ratios of ``slow`` to ``fast``, round by round."""
     return Summary.of([s / f for s, f in zip(slow, fast, strict=True)])
 
 
 def describe_machine() -> Result:
-    """What a reader needs to know to judge the figures."""
+    """Describe the machine as far as the figures depend on it."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -283,7 +283,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def rounded(value: Any, digits: int) -> Any:
-    """With so many digits in each number of it: files of results are kept for good."""
+    """Round all floats to ``digits`` significant ones, because results files are kept for good."""
     if isinstance(value, dict):
         return {name: rounded(each, digits) for name, each in value.items()}
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value

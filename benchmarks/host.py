@@ -2,11 +2,11 @@
 
 ``python -m benchmarks.host`` prints one table and writes ``docs/results/host.json`` (machine, raw
 samples, medians, ratios, verdicts) and ``docs/results/host.png``. Every sample is a fresh process,
-timed after its imports, with the variants alternating; the daemon is warm and belongs to this run.
+timed after its imports. Variants alternate. The daemon is warm and belongs to this run.
 
-Files are dropped from the page cache and read back before they are measured: the page cache then
-looks as after a normal read, whoever wrote the checkpoint. (Pages of a file that was just written
-are laid out otherwise, and mapping them was measured to be several times slower.)
+Files are dropped from the page cache and read back before they are measured, so that the page cache
+looks as after a normal read. (Pages of a file that was just written are laid out differently;
+mapping them was measured to be several times slower.)
 
 A comparison counts only if the weights really lay in the shared segment (from /proc/PID/maps) and
 the bytes were equal; otherwise the run ends with status 1.
@@ -88,13 +88,13 @@ def _write(plan: Plan, machine: dict[str, Any], findings: Findings, directory: P
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the chosen sections; 1 when a comparison was not valid (or, with --check, missed)."""
+    """Run the chosen sections; return 1 if a comparison was not valid (or missed, with --check)."""
     from rich.console import Console
 
     options = _arguments(arguments)
     plan, findings, machine = _plan(options), Findings(), describe_machine()
     console = Console(width=None if sys.stdout.isatty() else 190)
-    # As Ctrl-C: children end with their blocks, and what was found so far is written.
+    # As for Ctrl-C: children end with their blocks, and the findings so far are written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for name in options.only:

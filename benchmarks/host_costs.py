@@ -1,4 +1,4 @@
-"""What else the cache changes: memory of several processes, the import, the rate of opens."""
+"""Other costs and gains: memory of several processes, the import, the rate of opens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SATURATED = 0.85
 
 
 def measure_sharing(plan: Plan, findings: Findings) -> None:
-    """Copies of one model in memory while several processes hold it, from their PSS."""
+    """Measure the copies of a model in memory while several processes hold it, from their PSS."""
     model = prepare(plan.shared_model)
     processes = _affordable(plan.processes, model.size_bytes)
     copies: dict[str, float] = {}
@@ -89,7 +89,7 @@ def _copies(model: Model, processes: int, own: Daemon | None, findings: Findings
 
 
 def _weights_pss(pid: int, ranges: list[tuple[int, int]], path: str) -> int:
-    """PSS of the areas with weights; of the heap, which holds other things too, only its share."""
+    """PSS of the areas with weights; of the heap, which has other data too, only their share."""
     total = 0
     for area, size_bytes in areas_holding(areas(pid, with_pss=True), ranges):
         is_exact = is_segment(area, path)
@@ -98,7 +98,7 @@ def _weights_pss(pid: int, ranges: list[tuple[int, int]], path: str) -> int:
 
 
 def _same_files_pss(daemon_pid: int, holder: dict[str, Any], path: str) -> int:
-    """What the daemon has mapped of the segments that hold a client's weights."""
+    """PSS of what the daemon has mapped of the segments with a client's weights."""
 
     def identity(area: Area) -> tuple[str, int]:
         return area.device, area.inode
@@ -121,9 +121,9 @@ print(elapsed, *(name for name in {forbidden!r} if name in sys.modules))
 
 
 def measure_import(plan: Plan, findings: Findings) -> None:
-    """The price of ``import trims_shim``: of the import, and of patching torch once that is there.
+    """Measure the time of ``import trims_shim``, and of patching torch when torch is there.
 
-    In the whole it costs the same, whichever of the two is imported first.
+    The sum is the same whichever of the two is imported first.
     """
     if plan.with_shim:
         limit = Target(at_most=IMPORT_LIMIT_S * 1e3)
@@ -180,7 +180,7 @@ def _interpreter(code: str) -> dict[str, Any]:
 
 
 def measure_opens(plan: Plan, findings: Findings) -> None:
-    """How fast a resident model can be opened, and what limits it."""
+    """Measure how fast a resident model can be opened, and what limits the rate."""
     if not plan.with_shim:
         return
     model = prepare(plan.models[0])
@@ -239,7 +239,7 @@ def _open_storm(own: Daemon, model: Model, clients: int, duration_s: float) -> d
 
 
 def _bound(daemon_cores: float, client_cores: float, machine_busy: float) -> str:
-    """What limits the rate, from where the processors' time went."""
+    """Name the bottleneck, from the use of the processors' time."""
     shares = f"daemon {daemon_cores:.2f}, clients {client_cores:.2f} processors"
     if daemon_cores >= SATURATED:
         return f"bound by the daemon's processor time ({shares})"

@@ -24,13 +24,13 @@ from benchmarks.report import Curve, Target, compared
 __all__ = ["measure_loads", "measure_misses", "measure_pretrained"]
 
 LARGE_BYTES = 500e6
-"""Targets are promised from here on."""
+"""From this size on there are targets."""
 COLD_LIMIT = 0.01
-"""Share of a file that may stay in the page cache for a run to count as cold."""
+"""Largest share of a file in the page cache with which a run counts as cold."""
 MISS_SHARE = 2.5
 """Memory touched before a first load, as a multiple of the model: segment, page cache, room."""
 FREE_SHARE, FREE_BYTES = 3, 1 << 30
-"""Memory left free for a first load: this many times the model, and room for the processes."""
+"""Memory left free for a first load: a multiple of the model, and bytes for the processes."""
 _WARM_RUNS = 6
 _LOADS = {
     "torch.load": ("torch", False),
@@ -45,7 +45,7 @@ _LOADS = {
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A baseline, what it is compared with, and the targets of both tasks (None: no target)."""
+    """A baseline, the side it is compared with, and the targets of both tasks (None: none)."""
 
     baseline: str
     shim: str
@@ -60,14 +60,14 @@ _GROUPS = (
         _Pair("safetensors", "safetensors with trims", 3.0, None),
     ),
 )
-"""What alternates with what. Plain torch.load is apart, and what follows it waits: it frees the
-model's size in memory at its end, and where a hypervisor takes that back, the machine is slow for
+"""The sides of a group alternate. Plain torch.load is apart, and sides that follow it wait: at its
+end it frees the model's size in memory. If a hypervisor takes that back, the machine is slow for
 half a minute (:func:`~benchmarks.process_memory.wait_for_reporting`)."""
 _PRETRAINED = (_Pair("transformers", "transformers with trims", None, None),)
 
 
 def measure_loads(plan: Plan, findings: Findings) -> None:
-    """Load and touch every page; load into a model; each against the frameworks' own ways."""
+    """Measure load and touch, and load into a model, against the frameworks' own loaders."""
     times: dict[tuple[str, str], dict[float, list[float]]] = {}
     for name in plan.tiny + plan.models:
         model = prepare(name)
@@ -86,7 +86,7 @@ def measure_loads(plan: Plan, findings: Findings) -> None:
 
 
 def measure_pretrained(plan: Plan, findings: Findings) -> None:
-    """transformers' ``from_pretrained``, which maps its files by itself, and touch every page."""
+    """Measure transformers' ``from_pretrained``, which itself maps files, and touch every page."""
     for name in plan.pretrained:
         model = prepare(name, is_pretrained=True)
         with warm_daemon(plan, model.pretrained) as own:
@@ -119,7 +119,7 @@ def _measure_group(
 
 
 def _run_until_served(side: Callable[[], dict[str, Any]]) -> None:
-    """The daemon is warm once loads map: an aligned image is made after the second load only."""
+    """Load until loads map. An aligned image is made only after the second load."""
     for _ in range(_WARM_RUNS):
         if side()["shared"] >= SERVED_FRACTION:
             return
@@ -187,7 +187,7 @@ def _tiny_note(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def measure_misses(plan: Plan, findings: Findings) -> None:
-    """The first load of a model that nobody has loaded, with and without the file in memory."""
+    """Measure the first load of a model, with and without its file in the page cache."""
     starter = prepare("mobilenet" if plan.miss_models[0] != "mobilenet" else "resnet18")
     for name in plan.miss_models:
         model = prepare(name)
@@ -219,7 +219,7 @@ def _measure_miss(plan: Plan, findings: Findings, model: Model, state: str, star
 
 
 def _prepared(model: Model, state: str, starter: Model | None) -> Callable[[], dict[str, Any]]:
-    """One load of a model that no daemon knows; ``starter`` only gets the daemon running."""
+    """One load of a model that no daemon knows; ``starter`` only starts the daemon."""
 
     def run() -> dict[str, Any]:
         with contextlib.ExitStack() as stack:

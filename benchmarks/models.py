@@ -1,12 +1,12 @@
 """Checkpoints of real architectures with random weights, for benchmarks.
 
 Owns the architectures (with the state dict names and shapes that torchvision and transformers give
-them) and the checkpoint cache. The weights are random: the cost of a load depends on the number,
-the sizes and the names of the tensors only.
+them) and the checkpoint cache. Weights are random, because the cost of a load depends only on the
+number, the sizes and the names of the tensors.
 
-The cache is ``$TRIMS_BENCH_DIR``, else a directory of this user below the temp directory; a file in
-it is used again while its size is what its architecture says. The third format, "transformers",
-is a safetensors file in a folder for ``from_pretrained``; for GPT-2 only.
+The cache is ``$TRIMS_BENCH_DIR``, else a directory of this user below the temp directory. A file in
+it is used again if its size fits its architecture. The third format, "transformers", is a
+safetensors file in a folder for ``from_pretrained``; it exists for GPT-2 only.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = [
 ]
 
 _ENVELOPE_BYTES = 1 << 20
-"""More than any checkpoint here spends on names, headers and padding."""
+"""Upper bound of a checkpoint's names, headers and padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint file and what is in it."""
+    """A checkpoint file and its contents."""
 
     architecture: str
     path: Path
@@ -290,11 +290,11 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "bert-large": lambda: Bert(24, 1024, 16),
     "gpt2-medium": lambda: Gpt2(*_GPT2["gpt2-medium"]),
 }
-"""Smallest first. "tiny-*" are small perceptrons: files for which a cache gains nothing."""
+"""Smallest first. "tiny-*" are small perceptrons, whose files gain nothing from a cache."""
 
 
 def build(architecture: str) -> nn.Module:
-    """A model whose every page is written, as after normal initialisation, but made quickly."""
+    """Make a model quickly, with every page written as after normal initialisation."""
     with torch.device("meta"):
         model = ARCHITECTURES[architecture]()
     model.to_empty(device="cpu")
@@ -312,7 +312,7 @@ def state_bytes(architecture: str) -> tuple[int, int]:
 
 
 def ensure_checkpoint(architecture: str, file_format: str) -> Checkpoint:
-    """The cached checkpoint of an architecture, written first where it is missing."""
+    """Return the cached checkpoint of an architecture; write it if it is missing."""
     if file_format == "transformers":
         return _ensure_folder(architecture)
     expected, tensors = state_bytes(architecture)
@@ -337,7 +337,7 @@ def _ensure_folder(architecture: str) -> Checkpoint:
 
 
 def cache_directory() -> Path:
-    """Where model files are kept between runs; made when it is missing."""
+    """The directory that keeps model files between runs; made if it is missing."""
     default = Path(tempfile.gettempdir()) / f"trims-bench-{os.getuid()}"
     directory = Path(os.environ.get("TRIMS_BENCH_DIR") or default)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

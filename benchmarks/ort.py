@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.ort`` prints one table and writes ``docs/results/ort.json`` (machine, raw
 samples, medians, ratios, verdicts, what was left out) and ``docs/results/ort.png``. Every sample is
-a fresh process, timed after its imports, with the variants alternating; the daemon and its
-directory of prepared models belong to this run.
+a fresh process, timed after its imports. Variants alternate. The daemon and its directory of
+prepared models belong to this run.
 
 Models have random weights and are exported on the first run, which takes some minutes more and is
 not counted in ``--budget-s``. A comparison counts only if the outputs have the same bits and the
@@ -33,7 +33,7 @@ __all__ = ["main"]
 
 _BUDGET_S = 450.0
 _RESERVE_S = 10.0
-"""Kept for the plot and for what a round takes longer than the one before."""
+"""Reserve for the plot and for a round that takes longer than the one before."""
 _SECTIONS: dict[str, Callable[[Run], None]] = {
     "memory": measure_processes,
     "first": measure_first_sessions,
@@ -91,7 +91,7 @@ def _write(run: Run, machine: dict[str, Any], directory: Path) -> None:
 
 
 def _measure(run: Run, sections: Sequence[str], budget_s: float) -> None:
-    # As Ctrl-C: children end with their blocks, and what was found so far is written.
+    # As for Ctrl-C: children end with their blocks, and the findings so far are written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for name in _needed(run.plan, sections):
@@ -135,7 +135,7 @@ def _show(run: Run, machine: dict[str, Any], options: argparse.Namespace) -> Non
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the chosen sections; 1 when a comparison was not valid (or, with --check, missed)."""
+    """Run the chosen sections; return 1 if a comparison was not valid (or missed, with --check)."""
     options = _arguments(arguments)
     machine = _describe()
     run = Run(_plan(options), Clock(0.0))

@@ -1,4 +1,4 @@
-"""What several processes with a session on one model take in memory."""
+"""The memory of several processes with a session on one model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _LESS_EACH = {"bert-base": 15.0}
 
 
 def measure_processes(run: Run) -> None:
-    """Memory of 1, 2, 4... processes, each after one inference, and of each further one.
+    """Measure the memory of 1, 2, 4... processes after one inference each, and of each further one.
 
-    It is the sum of their proportional set sizes, interpreters and libraries included. The daemon
-    maps nothing of a prepared model.
+    Memory is the sum of their proportional set sizes, interpreters and libraries included. The
+    daemon maps nothing of a prepared model.
     """
     plan = run.plan
     if not run.has_time(f"memory of {plan.shared_model}", plan.memory_rounds * 20.0):
@@ -69,7 +69,7 @@ def _measure_processes(run: Run, model: Model) -> None:
 
 
 def _measure(run: Run, model: Model, prepared: Prepared | None) -> dict[int, int]:
-    """The sum of PSS of so many processes, by their number."""
+    """The sum of the processes' PSS, by their number."""
     environment = None if prepared is None else prepared.daemon.environment
     directory = "" if prepared is None else str(prepared.directory)
     totals = {}

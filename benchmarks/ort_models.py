@@ -1,8 +1,9 @@
 """ONNX models of real architectures with random weights, for benchmarks of onnxruntime.
 
-Owns what is exported (torch's own exporter, one file with the weights in it) and the files, which
-lie beside the checkpoints of :mod:`benchmarks.models`. Nothing is downloaded: the time to create a
-session depends on the operators, the sizes and the layout of the weights, not on their values.
+Owns the export (torch's own exporter, one file with the weights in it) and the files, which lie
+beside the checkpoints of :mod:`benchmarks.models`. Nothing is downloaded, because the time to
+create a session depends on the operators and the sizes and layout of the weights, not on their
+values.
 
 Transformers are exported for one text of a fixed length, convolutional networks for one picture.
 """
@@ -25,7 +26,7 @@ from benchmarks.models import ARCHITECTURES, cache_directory
 __all__ = ["MODELS", "ensure_model"]
 
 _REVISION = 1
-"""Part of the file's name; raise it when something below changes what is exported."""
+"""Part of the file's name. Raise it with each change below that alters the exported models."""
 _TOKENS = 32
 _PICTURE = (1, 3, 224, 224)
 
@@ -104,7 +105,7 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    """How a model is made, and the example inputs that fix its shapes."""
+    """The maker of a model, and the example inputs that fix its shapes."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, torch.Tensor]]
@@ -147,7 +148,7 @@ MODELS: dict[str, _Export] = {
 
 
 def ensure_model(name: str) -> Path:
-    """The cached ONNX file of a model, exported first where it is missing (up to a minute)."""
+    """Return the cached ONNX file of a model; export it if missing (up to a minute)."""
     path = cache_directory() / f"{name}-{_REVISION}.onnx"
     if not path.exists():
         _export(MODELS[name], path)

@@ -1,8 +1,8 @@
-"""What a run of the onnxruntime benchmark measures, with what, and what it has found so far.
+"""A run of the onnxruntime benchmark: its plan, its daemon, and its findings so far.
 
 Owns the sizes and repetitions, the daemon with its directory of prepared models, and the two checks
-without which a comparison does not count: equal output bits, and weights that the process really
-mapped from the prepared model (by the kernel's word, /proc/PID/maps).
+that a comparison must pass: equal output bits, and weights that the process really mapped from the
+prepared model (as the kernel reports it, /proc/PID/maps).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Result = dict[str, Any]
 MODULE = "benchmarks.ort_tasks"
 OFF = {"TRIMS_ORT_PREPACK": "off"}
 NOT_SLOWER = 0.95
-"""Ratio from which "not slower" is kept: two equal runs differ by as much on a shared machine."""
+"""Ratio that still counts as "not slower": equal runs differ as much on a shared machine."""
 _PREPARE_DEADLINE_S = 120.0
 _POLL_S = 0.02
 _LEFT_ALONE = "small_file"
@@ -96,7 +96,7 @@ SMOKE = Plan(
 class Run:
     """Everything a section needs. ``left_out`` says what was not measured, and why.
 
-    ``save`` writes what has been found so far; a section calls it after each model.
+    ``save`` writes the findings so far; a section calls it after each model.
     """
 
     plan: Plan
@@ -106,7 +106,7 @@ class Run:
     save: Callable[[], None] = lambda: None
 
     def has_time(self, what: str, seconds: float) -> bool:
-        """Whether ``what`` still fits; notes that it was left out when it does not."""
+        """Whether ``what`` still fits; if not, it is noted as left out."""
         if self.clock.has(seconds):
             print(f"{what}: {self.clock.left_s():.0f} s left", file=sys.stderr, flush=True)
             return True
@@ -115,10 +115,10 @@ class Run:
 
     @contextlib.contextmanager
     def part(self, what: str) -> Iterator[None]:
-        """A part whose failure is a fault of the run, which goes on; saves what was found."""
+        """Run a part. If it fails, note a fault and go on; save the findings."""
         try:
             yield
-        except Exception as error:  # the other parts are of use without this one
+        except Exception as error:  # the other parts are useful without this one
             self.findings.faults.append(f"{what}: {type(error).__name__}: {error}")
         self.save()
 
@@ -139,7 +139,7 @@ class Model:
 
 
 def find_model(name: str) -> Model:
-    """A model's file, in the page cache as after a normal read, whoever wrote it."""
+    """A model's file, brought into the page cache as after a normal read."""
     made = run_once("export", module=MODULE, name=name)
     drop_cached(made["path"])
     warm_cached(made["path"])
@@ -148,7 +148,7 @@ def find_model(name: str) -> Model:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model as the daemon prepared it: seconds from the first request for it, and its files."""
+    """A prepared model: seconds from the first request for it, and its files."""
 
     prepare_s: float
     size_bytes: int
@@ -156,15 +156,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A daemon of this benchmark alone, and the directory of what it prepares."""
+    """A private daemon and its directory of prepared models."""
 
     daemon: Daemon
     directory: Path
 
     def prepare(self, model: Model, settings: Mapping[str, str] | None = None) -> Entry | None:
-        """Create a session that misses, and wait until the model that it asked for is there.
+        """Create a session that misses, and wait until its model is prepared.
 
-        None where a model is left to onnxruntime: too small, or no gain (the daemon's verdict).
+        None if the daemon leaves the model to onnxruntime (too small, or no gain).
         """
         entries, refusals = self._found("*/entry.json"), self._found("*.refused")
         facts = session(model, self, settings=settings)()
@@ -177,7 +177,7 @@ class Prepared:
             time.sleep(_POLL_S)
         end = time.time()
         (manifest,) = new
-        # Blocks, not lengths: what alignment leaves empty takes no space.
+        # Blocks, not lengths: the gaps of alignment take no space.
         size_bytes = sum(file.stat().st_blocks * 512 for file in manifest.parent.iterdir())
         return Entry(end - facts["began"], size_bytes)
 
@@ -206,7 +206,7 @@ def session(
     entries: Mapping[str, str] | None = None,
     runs: int = 0,
 ) -> Callable[[], Result]:
-    """One session in a fresh process, with the cache where ``prepared`` is given."""
+    """Create one session in a fresh process, with the cache if ``prepared`` is given."""
     arguments: Result = {"model": model.path, "how": how, "entries": entries or {}, "runs": runs}
     environment = None
     if prepared is not None:
@@ -216,20 +216,20 @@ def session(
 
 
 def alternated(run: Run, sides: Mapping[str, Callable[[], Result]]) -> dict[str, list[Result]]:
-    """Results of each side, round by round, after a round that is not counted."""
+    """Return results of each side, round by round, after a round that is not counted."""
     for side in sides.values():
         side()
     return rounds_within(sides, run.plan.rounds, run.clock)
 
 
 def check_equal(what: str, runs: Sequence[Result], findings: Findings) -> None:
-    """A fault unless all sides gave the same bits."""
+    """Note a fault unless all sides gave the same bits."""
     if len({run["checksum"] for run in runs}) != 1:
         findings.faults.append(f"{what}: the outputs differ between the variants")
 
 
 def check_served(what: str, runs: Sequence[Result], findings: Findings) -> str:
-    """A fault, and a remark for the row, unless every process mapped the prepared model."""
+    """Note a fault, and return a remark, unless every process mapped the prepared model."""
     if all(run["mapped_bytes"] for run in runs):
         return ""
     findings.faults.append(f"{what}: not every session came from the prepared model")
@@ -247,7 +247,7 @@ def cost(
     note: str = "",
     measured: str = "s",
 ) -> Row:
-    """A row whose figure is what the cache costs: 1 is as without it, less is better."""
+    """Make a row for a cost of the cache: 1 means as without it, less is better."""
     row = compared(
         measurement,
         model.title,

@@ -34,13 +34,13 @@ _FASTER = {"bert-base": 4.0, "gpt2": 3.5, "resnet50": 8.0}
 _FASTER_OFF = {"bert-base": 15.0}
 _LESS_PEAK = {"bert-base": 8.0}
 _SMALL_BYTES = 20e6
-"""Below this size the promise is only that a session is never created more slowly."""
+"""Below this size the target is only that a session is not created more slowly."""
 _FIRST_LIMIT = 1.1
 _RUN_LIMIT = 1 / NOT_SLOWER
 
 
 def measure_sessions(run: Run) -> None:
-    """Sessions from models that are prepared, against onnxruntime alone, in every way."""
+    """Measure sessions from prepared models against onnxruntime alone, in every way."""
     curves: dict[str, list[tuple[float, Summary]]] = {}
     for name in run.plan.models:
         if not run.has_time(f"sessions of {name}", _estimate_s(run, name)):
@@ -56,7 +56,7 @@ def measure_sessions(run: Run) -> None:
 
 
 def _estimate_s(run: Run, name: str) -> float:
-    """What a model is given at least; sides that do not fit are then cut short by the clock."""
+    """Least time for a model; the clock then cuts short sides that do not fit."""
     processes = (6 if name in run.plan.every_way else 4) * (run.plan.rounds + 1)
     return processes * (2.5 if name in ("bert-base", "gpt2") else 1.2)
 
@@ -89,7 +89,7 @@ def _all(results: dict[str, list[Result]], sides: Sequence[str]) -> list[Result]
 
 
 def _prepare(run: Run, model: Model, prepared: Prepared, *, is_every_way: bool) -> bool:
-    """Have the daemon prepare a model; False where such a model is left to onnxruntime."""
+    """Have the daemon prepare a model; False if it leaves the model to onnxruntime."""
     entry = prepared.prepare(model)
     if entry is None:
         return False
@@ -187,7 +187,7 @@ def _judge_runs(run: Run, model: Model, results: dict[str, list[Result]]) -> Non
 
 
 def measure_first_sessions(run: Run) -> None:
-    """The first session of a model that nobody has asked for, while it is being prepared."""
+    """Measure the first session ever of a model, while the model is being prepared."""
     for name in run.plan.first_models:
         if not run.has_time(f"first session of {name}", run.plan.rounds * 8.0):
             continue
@@ -207,7 +207,7 @@ def _measure_first(run: Run, model: Model) -> None:
 
 
 def _unknown(model: Model) -> Callable[[], Result]:
-    """A session with a daemon that runs but has prepared nothing."""
+    """Create a session with a daemon that runs but has prepared nothing."""
 
     def first() -> Result:
         with prepared_models() as prepared:

@@ -1,9 +1,9 @@
-"""What is measured of onnxruntime: one task per process, ``python -m benchmarks.ort_tasks TASK``.
+"""Tasks of the onnxruntime benchmark, one per process: ``python -m benchmarks.ort_tasks TASK``.
 
-Owns the clocked regions. Both sides of a comparison run the same lines; the only difference is that
-a process with ``TRIMS_ENABLED=1`` imports trims_shim first. Imports, reading a model's bytes and
-making inputs are outside the clock; connecting to the daemon is inside it. torch is imported by the
-exporting task only, so that memory is onnxruntime's and numpy's.
+Owns the timed regions. Both sides of a comparison run the same lines; the only difference is that a
+process with ``TRIMS_ENABLED=1`` imports trims_shim first. Imports, reading a model's bytes and
+making inputs are not timed; connecting to the daemon is. Only the exporting task imports torch, so
+that the memory is that of onnxruntime and numpy.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def _emit(descriptor: int, result: Mapping[str, Any]) -> None:
 
 
 def _activate() -> None:
-    """What a user's program does: one import, before everything else."""
+    """Import the shim before everything else, as a user's program does."""
     if os.environ.get("TRIMS_ENABLED") == "1":
         import trims_shim  # noqa: F401
 
 
 def _fallbacks() -> dict[str, int]:
-    """Why sessions were left to onnxruntime, as the shim counts it."""
+    """The shim's counts of sessions that were left to onnxruntime, by reason."""
     if os.environ.get("TRIMS_ENABLED") != "1":
         return {}
     import trims_shim
@@ -45,7 +45,7 @@ def _fallbacks() -> dict[str, int]:
 
 
 def _options(entries: Mapping[str, str]) -> Any:
-    """Session options with these config entries; None, as most programs have it, for none."""
+    """Session options with these config entries; None, as in most programs, without any."""
     import onnxruntime
 
     if not entries:
@@ -73,7 +73,7 @@ def _feeds(session: Any) -> dict[str, Any]:
 
 
 def _checksum(outputs: Sequence[Any]) -> str:
-    """The same for outputs of equal types, shapes and bits."""
+    """A checksum that is equal for outputs of equal types, shapes and bits."""
     digest = hashlib.sha256()
     for each in outputs:
         digest.update(f"{each.dtype} {each.shape}".encode())
@@ -82,7 +82,7 @@ def _checksum(outputs: Sequence[Any]) -> str:
 
 
 def _mapped_bytes(directory: str) -> int:
-    """How much of what lies in a directory this process has mapped, by the kernel's account."""
+    """Bytes of a directory's files that this process has mapped, as the kernel reports it."""
     inside = [area for area in areas("self") if directory and area.path.startswith(directory)]
     return sum(area.end - area.start for area in inside)
 
@@ -153,18 +153,18 @@ def hold(descriptor: int, *, model: str, prepared: str = "") -> None:
 
 
 def export(descriptor: int, *, name: str) -> None:
-    """Make a model's file, where the cache of models lacks it."""
+    """Make a model's file if the cache of models lacks it."""
     import contextlib
 
     from benchmarks.ort_models import ensure_model
 
-    with contextlib.redirect_stdout(sys.stderr):  # the exporter talks
+    with contextlib.redirect_stdout(sys.stderr):  # the exporter prints
         path = ensure_model(name)
     _emit(descriptor, {"path": str(path), "size_bytes": path.stat().st_size})
 
 
 def start(descriptor: int, *, path: str) -> None:
-    """Get a daemon running, by a load that has nothing to do with onnxruntime."""
+    """Start a daemon by a load that has nothing to do with onnxruntime."""
     import trims_shim
 
     trims_shim.warm(path)
