@@ -1,7 +1,8 @@
 """One cell of the comparison, in a process of its own: a batcher, a device, a load.
 
 ``python -m benchmarks.batching_cell TASK JSON FD`` as :mod:`benchmarks.harness` runs it. The
-process imports, warms the batcher up, says that it is ready, waits to be released, and measures.
+process imports, warms the batcher up, reports that it is ready, waits for its release, and
+measures.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def measure(
     seconds: float,
     seed: int,
 ) -> None:
-    """Offer the load and say what became of it."""
+    """Offer the load and return the figures of its requests."""
     model = make_device(device)
     peer = make_peer(policy, model, slo_ms=slo_ms, max_batch_size=MAX_BATCH_SIZE, settings=settings)
     peer.start()
@@ -81,12 +82,12 @@ def measure(
     result["warm_s"] = warm_s
     result["facts"] = peer.facts()
     _emit(descriptor, result)
-    # Not all of these libraries stop; the process is all there is to lose.
+    # Not all of these libraries stop; nothing is lost but the process.
     os._exit(0)
 
 
 def _warm(peer: Peer, device: Device, rate: float, slo_s: float) -> None:
-    """Single requests, bursts of several sizes, and a moderate load: equal for all."""
+    """Send single requests, bursts of several sizes, and a moderate load; equal for all."""
     number = 1_000_000
     for size in (*[1] * _SINGLE_CALLS, *_BURSTS):
         _burst(peer, device, range(number, number + size))

@@ -1,9 +1,9 @@
-"""Devices that become slower or quicker: how soon a batcher is as good as one that knows no better.
+"""Devices that become slower or quicker: how soon a batcher with a learned profile adapts.
 
 ``python -m benchmarks.batching_changes`` takes about a minute, prints a table and writes
-``docs/results/batching_changes.json``. One simulated device, profiles that are learned, Poisson
-arrivals. A batch takes 4 + b / 2 ms, and after 20 s so many times as long, for good; or now and
-then for a while, which begins and ends at fixed times. Nothing depends on the machine.
+``docs/results/batching_changes.json``. One simulated device, learned profiles, Poisson arrivals. A
+batch takes 4 + b / 2 ms. After 20 s it takes several times as long: for good, or in periods that
+begin and end at fixed times. Nothing depends on the machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LASTING = (
     (10, 200, 400),
 )
 PASSING = (
-    # every so many seconds, for so many, so many times as slow; and then as above, and sigma
+    # period in s, its slow part in s, times as slow; then requests a second, objective, and sigma
     (5, 0.3, 3, 300, 50, 0.1),
     (5, 0.5, 3, 600, 60, 0.1),
     (10, 1, 4, 600, 100, 0.1),
@@ -52,12 +52,12 @@ PASSING = (
 )
 
 Slowness = Callable[[float], float]
-"""At a time in seconds."""
+"""How many times as slow the device is at a time in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lasting:
-    """Means over seeds; shares of the requests of ten seconds each that were answered in time."""
+    """Shares of requests answered in time, by windows of ten seconds; means over seeds."""
 
     slower: float
     rate_qps: float
@@ -68,12 +68,12 @@ class Lasting:
     after_10_s: float
     after_50_s: float
     new: float
-    """The first ten seconds of a process that has begun on the slow device."""
+    """The first ten seconds of a process that starts on the slow device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """Means over seeds of two minutes."""
+    """Periods in which the device is slow; means over seeds of two minutes each."""
 
     every_s: float
     for_s: float
@@ -89,7 +89,7 @@ def _in_time(
     policy: str, slowness: Slowness, rate_qps: float, slo_ms: float, *, s: float, sigma: float,
     seed: int,
 ) -> tuple[list[float], float]:  # fmt: skip
-    """The shares of each window of ten seconds, and of all."""
+    """Return the share answered in time, of each window of ten seconds and of all requests."""
     now_ns = [0]
     jitter = Random(seed + 1)
 

@@ -3,11 +3,11 @@
 ``TRIMS_BATCHING_DATA`` names a directory ``proteus`` with ``aggregate_profiled.csv``,
 ``model_variants/`` and ``traces/<name>/<family>.txt`` of github.com/UMass-LIDS/Proteus, commit
 6967c932 (there: ``profiling/``, ``traces/model_variants/``, ``traces/twitter/asplos/<name>/300/``).
-Its licence allows use for comparison only, so nothing of it is kept here.
+Its licence allows use for comparison only, so this repository holds none of it.
 
-As in the artefact: the median latency counts, of repeated rows the last; sizes are 1, 2, 4 and 8; a
-variant runs on a device if a batch takes less than half the objective; there are twenty CPUs (ten
-of them called VPU there), ten GPUs of each of two kinds.
+As in the artefact, the latency of a size is the median, from the last of repeated rows. Sizes are
+1, 2, 4 and 8. A variant runs on a device if a batch takes less than half the objective. There are
+twenty CPUs (the artefact calls ten of them VPU) and ten GPUs of each of two kinds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DataMissing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A variant of a model family on a kind of device, which answers within the objective."""
+    """A variant of a model family on a kind of device that runs it within the objective."""
 
     family: str
     variant: str
@@ -46,21 +46,21 @@ class Option:
     accuracy: float
     """Percent of the family's best."""
     latencies_ms: tuple[tuple[int, float], ...]
-    """By batch size; only those that take less than half the objective."""
+    """(batch size, latency); only sizes that take less than half the objective."""
 
     @property
     def max_batch_size(self) -> int:
-        """The largest that takes less than half the objective."""
+        """The largest size that takes less than half the objective."""
         return self.latencies_ms[-1][0]
 
     @property
     def peak_qps(self) -> int:
-        """Of one device that runs the largest batches, as the artefact's planner counts it."""
+        """Throughput of a device with the largest batches, as the artefact's planner has it."""
         size, latency_ms = self.latencies_ms[-1]
         return int(1000 * size / latency_ms)
 
     def profile(self) -> LatencyProfile:
-        """A batch runs at the next profiled size."""
+        """The profile in which a batch takes the time of the next profiled size."""
         return LatencyProfile.measured(
             {size: latency_ms * _NS_PER_MS for size, latency_ms in self.latencies_ms}, pads=True
         )
@@ -68,22 +68,22 @@ class Option:
 
 @dataclass(frozen=True)
 class Dataset:
-    """One directory of it."""
+    """One directory of traces and profiles."""
 
     directory: Path
 
     @property
     def traces(self) -> list[str]:
-        """Names of all that are there."""
+        """Names of the traces that exist."""
         return sorted(each.name for each in (self.directory / "traces").iterdir())
 
     @cached_property
     def families(self) -> list[str]:
-        """In the artefact's order, which it calls their index."""
+        """In the artefact's order, from which it takes their index."""
         return sorted(each.name for each in (self.directory / "model_variants").iterdir())
 
     def requests(self, trace: str) -> list[Request]:
-        """All of a trace; a request's key is its family."""
+        """All requests of a trace; a request's key is its family."""
         streams = []
         for family in self.families:
             lines = (self.directory / "traces" / trace / f"{family}.txt").read_text().splitlines()
@@ -91,7 +91,7 @@ class Dataset:
         return list(merged(*streams))
 
     def demand_qps(self, trace: str, *, headroom: float) -> dict[str, float]:
-        """What a placement is made for: the mean of flat traces, else the 95th percentile of
+        """The demand a placement is made for: the mean of flat traces, else the 95th percentile of
         one-second bins; times ``headroom``."""
         requests = self.requests(trace)
         seconds = range(requests[-1].arrival_ns // _NS_PER_S + 1)
@@ -132,7 +132,7 @@ class Dataset:
 
 
 def find_dataset() -> Dataset:
-    """Where the environment says; raises DataMissing with what to do."""
+    """The data that the environment names. Raises DataMissing, which says how to get it."""
     named = os.environ.get(_VARIABLE)
     if named:
         for directory in (Path(named), Path(named) / "proteus"):

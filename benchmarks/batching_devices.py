@@ -1,8 +1,8 @@
-"""What the batchers under test run: a device that sleeps, and a torch model on one processor.
+"""Devices for the batchers under test: one that sleeps, and a torch model on one processor.
 
-A device answers one batch after another, whoever calls, as a GPU's stream does: a batch that comes
-while another runs waits for it, in its own thread. It keeps an account of every batch and of the
-processor time it took itself, which is no batcher's doing.
+A device runs one batch after another, as a GPU's stream does. A batch that comes while another runs
+waits in its caller's thread. The device records every batch and its own processor time, which is
+not the batcher's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLEEP_BETA_MS, SLEEP_ALPHA_MS = 20.0, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch that has run; ``numbers`` are those of its requests."""
+    """One batch that has run, with the numbers of its requests."""
 
     numbers: tuple[int, ...]
     started_ns: int
@@ -30,7 +30,7 @@ class Batch:
 
 
 class Device(ABC):
-    """Answers requests that are known by a number; the answer to a request is its number."""
+    """Runs batches of numbered requests; the answer to a request is its number."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -39,15 +39,15 @@ class Device(ABC):
 
     @abstractmethod
     def item(self, number: int) -> Any:
-        """What a client sends as request ``number``."""
+        """The item that a client sends as request ``number``."""
 
     @abstractmethod
     def stacked(self, items: Sequence[Any]) -> Any:
-        """One batch of these items, ``[batch, ...]``, for batchers that let the function do it."""
+        """Stack items to ``[batch, ...]``, for batchers that leave that to the function."""
 
     @abstractmethod
     def _answer(self, batch: Any) -> tuple[tuple[int, ...], Any]:
-        """The numbers in a stacked batch, and its results."""
+        """Return the request numbers in a stacked batch, and its results."""
 
     def run(self, batch: Any) -> Any:
         """Answer a stacked batch; blocks while another one runs."""
@@ -66,11 +66,11 @@ class Device(ABC):
     @staticmethod
     @abstractmethod
     def number_of(result: Any) -> int:
-        """Of which request this is the answer."""
+        """The number of the request that this answers."""
 
 
 class SleepDevice(Device):
-    """Takes ``beta + alpha * b`` and no processor."""
+    """Sleeps ``beta + alpha * b`` for a batch of ``b``; uses no processor."""
 
     def item(self, number: int) -> int:
         """See :class:`Device`."""
@@ -91,7 +91,7 @@ class SleepDevice(Device):
 
 
 class TorchDevice(Device):
-    """A multi-layer perceptron on one thread: at batch 1 it waits for memory, so batches pay.
+    """A multi-layer perceptron on one thread. At batch 1 it is memory-bound, so batching pays.
 
     The shape is that of a ranking model's dense part. Its first input is the number of the request,
     which the weights ignore and the answer repeats.
@@ -127,7 +127,7 @@ class TorchDevice(Device):
         import torch
 
         if not hasattr(self._thread, "is_set"):
-            # OpenMP keeps it by thread: in others torch would use all processors.
+            # OpenMP keeps the number per thread; in other threads torch would use all processors.
             torch.set_num_threads(1)
             self._thread.is_set = True
         numbers = batch[:, 0].clone()

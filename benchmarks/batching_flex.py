@@ -1,4 +1,4 @@
-"""Table 3: several models on shared devices, Flex against its baselines; in the simulator.
+"""Several models on shared devices in the simulator: Flex against its baselines.
 
     python -m benchmarks.batching_flex                       # everything; some minutes
     python -m benchmarks.batching_flex --quick               # a quarter of the requests, one seed
@@ -6,8 +6,8 @@
 
 Writes ``docs/results/batching_flex.json`` and ``.png``. Goodput is the share of all requests that
 were answered by their deadline; every request is accounted for. With ``TRIMS_BATCHING_DATA`` (see
-:mod:`benchmarks.batching_data`) the bursty traces are measured too. What preemption costs on real
-models is measured by :mod:`benchmarks.batching_flex_overhead`.
+:mod:`benchmarks.batching_data`) the traces are simulated too.
+:mod:`benchmarks.batching_flex_overhead` measures the cost of preemption on real models.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Cell:
     system: str
     goodput: float
     spread: float
-    """Between the best and the worst seed."""
+    """Difference between the best and the worst seed."""
     mean_batch: float
     busy: float
     wasted: float
@@ -98,7 +98,7 @@ def _write(
 
 
 def _kept(path: Path, measured: Sequence[str]) -> list[Cell]:
-    """Of sections that were measured before, and not now."""
+    """Cells of earlier runs, of the sections that this run does not measure."""
     if not path.exists():
         return []
     cells = [Cell(**each) for each in json.loads(path.read_text())["cells"]]
@@ -207,7 +207,7 @@ def _per_1000(report: Report) -> float:
 
 
 def table(cells: list[Cell]) -> str:
-    """Goodput as Markdown: a row for each setting, a column for each system; the best in bold."""
+    """Return goodput as Markdown: a row per setting, a column per system, the best in bold."""
     lines = []
     for section in ("grid", "traces"):
         mine = [each for each in cells if each.section == section]
@@ -224,7 +224,7 @@ def table(cells: list[Cell]) -> str:
 
 
 def plot(cells: list[Cell], path: Path) -> None:
-    """Goodput over lambda for two sets of models, device time given up, and numbers of stages."""
+    """Plot goodput over lambda for two sets of models, lost device time, and numbers of stages."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -267,7 +267,7 @@ def plot(cells: list[Cell], path: Path) -> None:
 def _lines(
     cells: list[Cell], section: str, settings: list[str]
 ) -> Iterator[tuple[str, list[Cell]]]:
-    """(system, its cells in the order of the settings); none where some were not measured."""
+    """(system, its cells in the order of the settings), of systems with all cells measured."""
     for name in _COLOURS:
         found = {
             each.setting: each for each in cells if (each.section, each.system) == (section, name)

@@ -3,10 +3,11 @@
     python -m benchmarks.batching_flex_overhead             # about a minute, on a quiet machine
     python -m benchmarks.batching_flex_overhead --device cuda:0
 
-Execution delay: a batch through a model in several stages against the same model in one call, by
-turns. Preemption: a long model is given up again and again for bursts of a short one, and the time
-from the wish to the free device is taken. Writes ``docs/results/batching_flex_overhead.json``. The
-model is a stack of linear layers on one processor thread, so that stages take equally long.
+*Execution delay* compares a batch through a model in several stages with the same model in one
+call, alternating. *Preemption* gives a long model up again and again for bursts of a short one, and
+takes the time from the decision until the device is free. Writes
+``docs/results/batching_flex_overhead.json``. The model is a stack of linear layers on one processor
+thread, so that stages take equally long.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def layers(device: str, count: int = LAYERS) -> list[torch.nn.Module]:
 
 
 def in_stages(modules: list[torch.nn.Module], stages: int) -> list[Callable[..., Any]]:
-    """The layers in so many stages; each runs without gradients, whatever thread it is in."""
+    """Cut the layers into stages, each of which runs without gradients in any thread."""
     size = len(modules) // stages
 
     def stage(number: int) -> Callable[..., Any]:
@@ -79,7 +80,7 @@ def in_stages(modules: list[torch.nn.Module], stages: int) -> list[Callable[...,
 
 
 def exit_point_us() -> float:
-    """Of one exit point on a processor, between stages that do nothing."""
+    """Microseconds that one exit point takes on a processor, between stages that do nothing."""
     points = ExitPoints(lambda: False, CpuLane(), time.monotonic_ns)
     number = 100_000
     began_s = time.perf_counter()
@@ -89,7 +90,7 @@ def exit_point_us() -> float:
 
 
 def execution_delay(device: str) -> list[dict[str, float]]:
-    """By number of stages: how much longer a batch takes than in one call without exit points."""
+    """By number of stages, how much longer a batch takes than in one call without exit points."""
     modules = layers(device)
     entries = [
         Entry((torch.randn(WIDTH, device=device),), BlockedCall(), 0, "m") for _ in range(BATCH)
@@ -140,7 +141,7 @@ def _functions(device: str, stages: list[Callable[..., Any]]) -> StagedFunctions
 
 
 def preemption(device: str, stages: int) -> dict[str, float]:
-    """A long model, given up for bursts of a short one that cannot wait for its end."""
+    """Give a long model up for bursts of a short one that cannot wait for its end."""
     repeats = 8
     long = in_stages([each for _ in range(repeats) for each in layers(device)], stages)
     batcher = FlexBatcher(

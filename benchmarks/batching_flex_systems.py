@@ -1,7 +1,7 @@
-"""Several models on several devices: the workloads and the systems that Flex is compared with.
+"""Several models on several devices: workloads, Flex, and the systems it is compared with.
 
-All systems know the same profiles, serve the same requests on as many equal devices, and are
-measured by the same loop. Device time is simulated, and exactly what the profile says.
+All systems know the same profiles, serve the same requests on the same number of equal devices, and
+run in the same loop. A batch takes exactly the simulated time that the profile says.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STAGES = 10
 _LINES = ((0.5, 5), (1, 10), (2, 20), (0.8, 15), (1.5, 8), (0.4, 20), (2.5, 12), (1, 25))
 _MIXED_MS = (40, 100, 200, 60, 30, 150, 50, 250)
 _MODELS = {
-    # Cheap and dear items, small and large fixed costs; the same objective for all.
+    # Cheap and expensive items, small and large fixed costs; the same objective for all.
     "equal": tuple((*line, 100) for line in _LINES),
     "mixed": tuple((*line, slo_ms) for line, slo_ms in zip(_LINES, _MIXED_MS, strict=True)),
     # Light models with tight objectives, and a heavy one whose batches are longer than these.
@@ -59,13 +59,13 @@ class Workload:
     profiles: Mapping[str, LatencyProfile]
     devices: int
     costs_ns: Mapping[str, float]
-    """Of one request in a large batch, by model."""
+    """Device time of one request in a large batch, by model."""
     shares: Mapping[str, float]
-    """Of all requests, by model."""
+    """Share of all requests, by model."""
     requests: Callable[[], Iterator[Request]]
 
     def staged(self, stages: int) -> dict[str, PreemptibleModel]:
-        """Every model in so many equal stages."""
+        """Every model, cut into equal stages."""
         exits = even_exits(stages)
         return {
             name: PreemptibleModel(profile, profile.max_batch_size, exits)
@@ -76,10 +76,10 @@ class Workload:
 def synthetic(
     *, slos: str, process: str, load: float, devices: int, count: int, seed: int
 ) -> Workload:
-    """Linear models, requests by Zipf's law; ``process``: ``bursty``, or a gamma's CV.
+    """Linear models whose popularity follows Zipf's law. ``process``: ``bursty``, or a gamma's CV.
 
-    A ``load`` of 1 is what the devices could do at best if each model ran batches that take half
-    its objective.
+    At a ``load`` of 1, requests come as fast as the devices could answer them if each model ran
+    batches that take half its objective.
     """
     kinds = _MODELS[slos]
     names = [f"model-{number}" for number in range(len(kinds))]
@@ -113,10 +113,10 @@ def synthetic(
 
 
 def of_trace(data: Dataset, trace: str, *, load: float, slo_ms: float = 300) -> Workload:
-    """Every family of a trace by its most accurate variant that a GPU runs in time.
+    """A trace in which the most accurate variant that a GPU runs in time serves each family.
 
-    There are as many GPUs as make the mean load at most ``load``; families that no variant can
-    serve in time are left out.
+    The number of GPUs makes the mean load at most ``load``. Families that no variant can serve in
+    time are left out.
     """
     options = [each for each in data.options(slo_ms) if each.device == "gpu_ampere"]
     best = {each.family: each for each in sorted(options, key=lambda each: each.accuracy)}
@@ -141,7 +141,7 @@ System = Callable[[Workload, Mapping[str, PreemptibleModel]], Policy]
 
 
 def flex(factor: float | None, *, of_paper: bool = False) -> System:
-    """Flex with that lambda, ours or as published."""
+    """Flex with this lambda, ours or as published."""
 
     def make(workload: Workload, models: Mapping[str, PreemptibleModel]) -> Policy:
         maker = Flex.of_paper if of_paper else Flex
@@ -155,7 +155,7 @@ def _flex_of_author(workload: Workload, models: Mapping[str, PreemptibleModel]) 
 
 
 def _pooled(make_rule: Callable[..., Auto | Clockwork | EarlyDrop]) -> System:
-    """One queue for each model, the most urgent first, on whatever device is free."""
+    """One queue per model; the most urgent batch runs on any free device."""
 
     def make(workload: Workload, models: Mapping[str, PreemptibleModel]) -> Policy:
         def rule(key: object) -> Auto | Clockwork | EarlyDrop:
@@ -168,7 +168,7 @@ def _pooled(make_rule: Callable[..., Auto | Clockwork | EarlyDrop]) -> System:
 
 
 def _dedicated(workload: Workload, models: Mapping[str, PreemptibleModel]) -> Policy:
-    """Nexus' way: models are packed onto devices by their mean load, and stay there."""
+    """As in Nexus: models are packed onto devices by their mean load, and stay there."""
     nodes = []
     for keys in _packed(workload):
         rules = {key: workload.profiles[key] for key in keys}
@@ -182,7 +182,7 @@ def _dedicated(workload: Workload, models: Mapping[str, PreemptibleModel]) -> Po
 
 
 def _packed(workload: Workload) -> list[list[str]]:
-    """The models of each device: the heaviest model first, to the device with most room.
+    """The models of each device: the heaviest model first, onto the device with most room.
 
     A model that needs more than one device is cut into equal pieces first.
     """
@@ -199,7 +199,7 @@ def _packed(workload: Workload) -> list[list[str]]:
         loads[room[0]] += amount
         if name not in models[room[0]]:
             models[room[0]].append(name)
-    # A device that got nothing helps the heaviest model.
+    # A device without a model gets the heaviest one too.
     heaviest = max(work, key=lambda each: work[each])
     return [keys or [heaviest] for keys in models]
 
@@ -218,7 +218,7 @@ SYSTEMS: dict[str, System] = {
 
 
 def run(system: System, workload: Workload, *, stages: int = STAGES) -> Report:
-    """One simulation."""
+    """Run one simulation."""
     models = workload.staged(stages)
     profiles = workload.profiles
 

@@ -1,9 +1,9 @@
-"""What the default policy's waiting costs: latencies over the load, beside never waiting.
+"""The cost of the default policy's waiting: latencies over the load, against never waiting.
 
 ``python -m benchmarks.batching_latencies`` takes about two minutes, prints a table and writes
 ``docs/results/batching_latencies.json``. One simulated device with a high, middle or no fixed cost,
-Poisson arrivals and bursts, batches and timers that vary or not. A load of 1 is what batches that
-take half of the objective can answer. Nothing depends on the machine.
+Poisson arrivals and bursts, with or without jitter of batches and timers. A load of 1 is the
+throughput of batches that take half of the objective. Nothing depends on the machine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def figures(outcome: Outcome) -> tuple[float, float, float, float]:
 
 
 def means(runs: Iterable[Sequence[float]]) -> list[float]:
-    """Of each figure over the seeds."""
+    """The mean of each figure over the seeds."""
     return [round(statistics.fmean(each), 5) for each in zip(*runs, strict=True)]
 
 
@@ -83,7 +83,7 @@ def _measure(place: Place, count: int, seeds: int) -> Cell:
 
 
 def _table(cells: Sequence[Cell], policies: Sequence[str]) -> str:
-    """Of each policy: violations; mean and 99th percentile of the latencies in ms."""
+    """Print violations, and mean and 99th percentile of latencies in ms, of each policy."""
     lines = [
         f"| profile | jitter | CV | load | {' | '.join(policies)} |",
         "|---|---|---|---|" + "---|" * len(policies),

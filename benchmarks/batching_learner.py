@@ -1,4 +1,4 @@
-"""Policies that learn what batches take, for simulations: as behind a batcher."""
+"""Policies that learn latencies in the simulator as they do behind a batcher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Learner", "StagedLearner"]
 
 
 class Learner:
-    """A :class:`~trims_shim.batching.protocol.Policy` that knows nothing at first."""
+    """A :class:`~trims_shim.batching.protocol.Policy` that starts without a profile."""
 
     def __init__(self, maker: RuleMaker, *, max_batch_size: int) -> None:
         self._learning = self._make_learning(
@@ -56,7 +56,7 @@ class Learner:
 
 
 class StagedLearner(Learner):
-    """The same for a model of several stages, of which one runs at a time."""
+    """As :class:`Learner`, for a model of several stages, one of which runs at a time."""
 
     def __init__(self, maker: RuleMaker, *, stages: int, max_batch_size: int) -> None:
         self._stages = stages

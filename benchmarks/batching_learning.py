@@ -1,13 +1,14 @@
-"""What it costs that a batcher has to learn how long batches take; in the simulator.
+"""The cost of learning how long batches take, in the simulator.
 
 ``python -m benchmarks.batching_learning`` takes some minutes, prints a table and writes
-``docs/results/batching_learning.json``. One simulated device, the default policy, Poisson arrivals;
-batches of up to 16 take what one of nine tables says: lines, measured ones, and some with steps, as
-kernels of fixed sizes make them. Either exactly that, or independently more or less (log-normal,
-sigma .15), or for a while more or less (sigma .3, correlated by .95 from batch to batch). A load of
-1 is the best throughput. With an objective, of 2.5 times what a batch of 8 takes, violations count;
-without one, mean latencies, as a multiple of those with the true profile. The learned one is
-learned from nothing. Nothing depends on the machine.
+``docs/results/batching_learning.json``. One simulated device, the default policy, Poisson arrivals.
+Batches of up to 16 take the time of one of nine tables: lines, measured ones, and some with steps,
+as kernels of fixed sizes make them. Noise is none, independent (log-normal, sigma .15), or
+correlated (sigma .3, by .95 from batch to batch). A load of 1 is the best throughput.
+
+With an objective, 2.5 times the time of a batch of 8, violations count. Without one, mean latencies
+count, as a multiple of those with the true profile. The learned profile starts empty. Nothing
+depends on the machine.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _of(latency_ms: Callable[[int], float]) -> LatencyProfile:
 
 
 def _measured(*latencies_ms: float) -> LatencyProfile:
-    """Of 1, 2, 4, 8 and 16."""
+    """A table from the times of batches of 1, 2, 4, 8 and 16."""
     found_ns = {1 << power: each * _NS_PER_MS for power, each in enumerate(latencies_ms)}
     return LatencyProfile.measured(found_ns, pads=False)
 
@@ -58,11 +59,11 @@ TABLES = {
     "6.4 + .4 b ms, 12 beyond 4 and 8": _of(lambda b: 6.4 + 0.4 * b + 12 * ((b > 4) + (b > 8))),
     "5 + 1.2 b ms, but 13 for 3": _of(lambda b: 13 if b == 3 else 5 + 1.2 * b),
 }
-"""What batches take."""
+"""Times of batches, by size."""
 _NOISES = {"none": (0.0, 0.0), "independent": (0.15, 0.0), "drifting": (0.3, 0.95)}
-"""Sigma, and the correlation of a batch's with the one before."""
+"""Sigma, and the correlation of a batch's noise with that of the one before."""
 CELLS = ((0.85, False), (0.6, True), (0.85, True), (1.1, True))
-"""Loads, with an objective or without."""
+"""(load, whether there is an objective)."""
 _OBJECTIVE = 2.5
 
 
@@ -119,7 +120,7 @@ def cell(
     count: int,
     seeds: int,
 ) -> Cell:
-    """Of some seeds."""
+    """Simulate one cell, over several seeds."""
     profile = TABLES[table]
     slo_ms = _OBJECTIVE * profile.latency_ns(8) / _NS_PER_MS if has_objective else None
     found = [
@@ -138,7 +139,7 @@ def _run(
     count: int,
     seed: int,
 ) -> tuple[float, float]:
-    """The mean latency of what is answered, in ms, and the share that is violated."""
+    """Return the mean latency of answered requests in ms, and the share of violations."""
     slower = _slowness(*noise, Random(seed))
     arrivals = poisson(load * profile.best_rate() * 1e9, Random(seed))
     outcome = simulate(
@@ -169,12 +170,12 @@ def _slowness(sigma: float, correlation: float, random: Random) -> Callable[[], 
 
 
 def _pairs(cells: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
-    """With the true profile, and learned."""
+    """Pairs of figures: with the true profile, and with the learned one."""
     return list(zip(cells[::2], cells[1::2], strict=True))
 
 
 def _summary(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
-    """By noise: mean violations, and the geometric mean of how much longer latencies are."""
+    """By noise: mean violations, and the geometric mean of the ratios of latencies."""
     found = {}
     for noise in _NOISES:
         pairs = [each for each in _pairs(cells) if each[0].noise == noise]

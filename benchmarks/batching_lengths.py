@@ -1,13 +1,14 @@
-"""Items of different lengths: padded together, in a batch for each length, or as it pays.
+"""Items of different lengths: all in one batch, a batch for each length, or whichever pays.
 
 ``python -m benchmarks.batching_lengths`` takes about five minutes, prints a table and writes
-``docs/results/batching_lengths.json``. One simulated device, the default policy beside one that
-never waits; lengths are log-normal, in classes as ``Pad()`` makes them, and a
-batch is padded to its longest item. What batches take is known from the beginning, as after
-``warm``, of items as long as their class allows, or it is learned on the way, from nothing. A load
-of 1 is what full batches of 128 tokens can answer, which is more than the mean length: 1.2 is not
-yet too much where tokens are paid for. The objective is a multiple of what a full batch of the
-longest takes. Nothing depends on the machine.
+``docs/results/batching_lengths.json``. One simulated device; the default policy beside one that
+never waits. Lengths are log-normal, in the classes of ``Pad()``, and a batch is padded to its
+longest item. Latencies are known from the beginning, as after ``warm`` with items of the longest
+length of their class, or learned from nothing.
+
+A load of 1 is the throughput of full batches of 128 tokens. That is more than the mean length, so
+1.2 is not an overload if every token costs its time. The objective is a multiple of the time of a
+full batch of the longest items. Nothing depends on the machine.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ DEVICES: dict[str, Callable[[int], float]] = {
     "20 ms + 0.01 ms a token": _fixed_cost_ms,
     "2 ms + 0.05 ms a token": _by_token_ms,
 }
-"""How long a batch takes, by its padded tokens: as a GPU, with a large fixed cost, as a CPU."""
+"""Time of a batch by its padded tokens: like a GPU, with a large fixed cost, like a CPU."""
 OBJECTIVES = {"tight": 0.6, "loose": 2.2}
 ARRIVALS = {"Poisson": (1.0, 0.0), "bursts": (3.0, 0.2)}
-"""Coefficient of variation of the gaps, and sigma of what batches take (log-normal)."""
+"""Coefficient of variation of the gaps, and sigma of the batches' times (log-normal)."""
 LOADS = (0.1, 0.3, 0.6, 0.9, 1.2)
 WAYS: dict[str, tuple[RuleMaker, Callable[[int], Hashable]]] = {
     "immediate, together": (Immediate, lambda length: None),
@@ -77,7 +78,7 @@ KNOWLEDGE = ("known", "learned")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One way under one load; means over the seeds."""
+    """One way of batching under one load; means over the seeds."""
 
     device: str
     objective: str
@@ -137,7 +138,7 @@ def _measure(place: Place, count: int, seeds: int) -> Cell:
 
 
 def _table(cells: Sequence[Cell]) -> str:
-    """Of each way: violations; mean and 99th percentile of the latencies in ms."""
+    """Print violations, and mean and 99th percentile of latencies in ms, of each way."""
     lines = [
         f"| a batch takes | objective | arrivals | load | which is | {' | '.join(WAYS)} |",
         "|---|---|---|---|---|" + "---|" * len(WAYS),

@@ -1,8 +1,8 @@
-"""Open-loop load on a batcher, and what became of every request of it.
+"""Open-loop load on a batcher, with the outcome of every request.
 
-Requests come when they come, whether earlier ones are answered or not: each has an intended time,
-its latency counts from there, and its deadline too. So a generator that is late, which a busy
-interpreter makes it, flatters nobody; how late it was is measured and reported.
+Each request has an intended time, whether earlier ones are answered or not. Its latency and its
+deadline count from there. So a batcher gains nothing if a busy interpreter makes the generator
+late; the lateness is measured and reported.
 
 A violation is a request that was answered late, dropped, or not answered at all.
 """
@@ -24,12 +24,12 @@ from benchmarks.peers import Dropped, Peer
 __all__ = ["Record", "arrivals_s", "offer", "summarise"]
 
 _GRACE_S = 1.0
-"""How long after the last deadline answers are waited for; what comes later is unanswered."""
+"""Wait for answers after the last deadline; a request without one by then is unanswered."""
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
 
 
 def arrivals_s(rate: float, cv: float, duration_s: float, seed: int) -> list[float]:
-    """Times of a renewal process of gamma distributed gaps; ``cv`` 1 is a Poisson process."""
+    """Arrival times with gamma distributed gaps (a renewal process); ``cv`` 1 is Poisson."""
     generator = random.Random(seed)
     shape = 1 / cv**2
     times = [generator.gammavariate(shape, 1 / (shape * rate))]
@@ -40,12 +40,12 @@ def arrivals_s(rate: float, cv: float, duration_s: float, seed: int) -> list[flo
 
 @dataclass(slots=True)
 class Record:
-    """Of each request by its number: when it was to come, did come, and was settled."""
+    """By the number of each request: its intended time, its real one, and when it was settled."""
 
     intended_ns: list[int] = field(default_factory=list)
     submitted_ns: list[int] = field(default_factory=list)
     settled_ns: list[int] = field(default_factory=list)
-    """0 where it was not."""
+    """0: not settled."""
     errors: dict[int, str] = field(default_factory=dict)
     """``dropped``, ``wrong answer``, or the name of an unexpected error."""
     processor_s: float = 0.0
@@ -57,7 +57,7 @@ class Record:
 def offer(
     peer: Peer, device: Device, times_s: Sequence[float], *, slo_s: float, first: int = 0
 ) -> Record:
-    """Submit a request at each time; returns when all are settled, or too late to matter.
+    """Submit a request at each time; return when all are settled, or too late to matter.
 
     Numbers of requests begin at ``first``. Blocks, and sleeps in the calling thread.
     """
@@ -120,8 +120,8 @@ def _settler(
 def summarise(record: Record, batches: Sequence[Batch], *, slo_s: float) -> dict[str, Any]:
     """The figures of one cell, for JSON; every request is in exactly one of the counts.
 
-    ``batches`` are those of this load only. Latencies are of requests that were answered or are
-    overdue (None: not known, above all others), so that dropping is not rewarded there.
+    ``batches`` are those of this load only. Latencies are of answered and of overdue requests (an
+    overdue one is above all others; a quantile that falls on it is None), not of dropped ones.
     """
     count = len(record.intended_ns)
     latencies_ms: list[float] = []
@@ -178,9 +178,9 @@ def _quantiles(values: list[float], overdue: int = 0) -> dict[str, float | None]
 
 
 def _handovers_us(record: Record, batches: Sequence[Batch]) -> list[float]:
-    """How long the device idled though its next batch was full and had been there before.
+    """How long the device idled although its next batch was full and waiting.
 
-    This is the batcher's own delay, wanted by no policy: nothing could still be waited for.
+    This is the batcher's own delay. No policy wants it, because the batch had nothing to wait for.
     """
     full = max((len(batch.numbers) for batch in batches), default=0)
     first = min((number for batch in batches for number in batch.numbers), default=0)

@@ -1,12 +1,14 @@
-"""What a batcher adds to a request that is alone: ``python -m benchmarks.batching_overhead``.
+"""The time that a batcher adds to a lone request: ``python -m benchmarks.batching_overhead``.
 
-In the environment that ``benchmarks/peers/setup.sh`` makes. The function does nothing; one client
-calls in a closed loop, blocking or awaiting: what a request takes is what the batcher adds. With
-sixteen clients it is the elapsed time of all divided by their requests. *Beside a model*: the
-function reads 32 MB, as a model its weights, so that the batcher finds the processor's caches cold;
-what that takes is not counted. Peers get their shortest wait. Each sample is a fresh process, sides
-alternate; medians of the rounds' median requests. Writes ``docs/results/batching_overhead.json``;
-``--check`` fails where ours adds more than 50 µs.
+Runs in the environment that ``benchmarks/peers/setup.sh`` makes. The function does nothing, and one
+client calls it in a closed loop, blocking or awaiting. So the time of a request is the time that
+the batcher adds. With sixteen clients it is the elapsed time of all divided by their requests.
+*Beside a model* the function reads 32 MB, as a model reads its weights, so that the batcher finds
+the processor's caches cold; the time of the reading is not counted.
+
+Peers get their shortest wait. Each sample is a fresh process, and sides alternate. Figures are
+medians of the rounds' median requests. Writes ``docs/results/batching_overhead.json``; ``--check``
+fails if ours adds more than 50 µs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """One batcher called in a closed loop with a function that does nothing, in a process of its own.
 
 ``python -m benchmarks.batching_overhead_task TASK JSON FD`` as :mod:`benchmarks.harness` runs it.
-One client asks for one item after another, so that every batch has one item: what a request
-takes is what the batcher adds. ``clients`` above one share batches. With ``read_mb`` the function
-reads so much memory, as a model reads its weights, which takes the batcher's code and data out of
-the processor's caches; the time for that is not counted.
+One client asks for one item after another, so every batch has one item, and the time of a request
+is the time that the batcher adds. Several ``clients`` share batches. With ``read_mb`` the function
+reads that much memory, as a model reads its weights. That takes the batcher's code and data out of
+the processor's caches; the time for it is not counted.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _WARM_BURST = 16
 _AT_MOST_S = 4.0
 _SLO_MS = 100.0
 _Measured = tuple[list[int], float, float]
-"""Of each call its time in nanoseconds; of all, seconds of the processor and of the clock."""
+"""Nanoseconds of each call; seconds of the processor and of the clock for all of them."""
 
 
 class _NoDevice(Device):
-    """Answers when it has read its memory, if it has any, and keeps no account of batches."""
+    """Reads its memory, if it has any, and answers; keeps no record of batches."""
 
     def __init__(self, read_mb: float) -> None:
         super().__init__()
         self._weights = np.ones(int(read_mb * 1e6 / 8)) if read_mb else None
         self.read_ns = 0
-        """In all."""
+        """Nanoseconds of all reads."""
 
     def _read(self) -> None:
         if self._weights is not None:
@@ -50,7 +50,7 @@ class _NoDevice(Device):
             self.read_ns += time.perf_counter_ns() - begin_ns
 
     def others_ns(self) -> int:
-        """A clock that stands while it reads."""
+        """A clock that stands still while the device reads."""
         return time.perf_counter_ns() - self.read_ns
 
     def item(self, number: int) -> int:
@@ -76,7 +76,7 @@ class _NoDevice(Device):
 
 
 def direct(descriptor: int, *, calls: int, read_mb: float) -> None:
-    """The function without any batcher."""
+    """Measure the function without any batcher."""
     device = _NoDevice(read_mb)
     taken_ns = []
     for number in range(calls):
@@ -95,7 +95,7 @@ def batcher(
     clients: int,
     read_mb: float,
 ) -> None:
-    """Blocking calls where the adapter has ``call``, awaited ones where it has a loop."""
+    """Measure blocking calls if the adapter has ``call``, awaited ones if it has a loop."""
     device = _NoDevice(read_mb)
     peer = make_peer(policy, device, slo_ms=_SLO_MS, max_batch_size=16, settings=settings)
     peer.start()

@@ -4,12 +4,12 @@
 ``.venv-peers/bin/python -m benchmarks.batching_peers``. Each cell is a fresh process: one batcher,
 one device (it sleeps 20 + 2 b ms, or is a torch model on one thread), open-loop arrivals. Batchers
 take turns within a cell, with the same arrivals. Writes ``docs/results/batching_peers.json`` after
-every round, then ``.md`` and ``.png``; what was interrupted goes on where it was, unless
+every round, then ``.md`` and ``.png``. An interrupted run goes on where it stopped, except with
 ``--fresh``.
 
-``--choose`` measures the settings that peers have to choose from, and is run first.
-``--jobs N`` measures N batchers at the same moment: they start together only when all have
-imported and warmed up. The sleeping device leaves the processors idle; for the model it is 1.
+``--choose`` measures the settings that peers have to choose from; run it first. ``--jobs N``
+measures N batchers at the same moment. They start together, once all have imported and warmed up.
+That needs the sleeping device, which leaves the processors idle; for the model N is 1.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MODULE = "benchmarks.batching_cell"
 _SLEEP_SLO_MS = 100.0
 _CALIBRATION_REPEATS = 15
 _STAGGER_S = 0.0037
-"""Between starts of a round: equal arrivals of several processes do not fall on one moment."""
+"""Between starts in a round, so that equal arrivals of several processes do not coincide."""
 _READY_DEADLINE_S = 90.0
 _DIGITS = 5
 
@@ -82,7 +82,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _calibrate(device: str, known: dict[str, Any]) -> Calibration:
-    """Measured once and kept: loads and objectives of all jobs rest on it."""
+    """Calibrate each device once and keep it: loads and objectives of all jobs depend on it."""
     if device not in known:
         with Worker(
             "calibrate", module=_MODULE, device=device, repeats=_CALIBRATION_REPEATS
@@ -181,7 +181,7 @@ def _report(content: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is not measured yet; 1 when a cell failed."""
+    """Measure the missing cells; return 1 if one failed."""
     from rich.console import Console
 
     options = _arguments(arguments)

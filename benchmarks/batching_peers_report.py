@@ -1,7 +1,8 @@
-"""Tables and plot of the comparison with other batchers; verdicts are computed, not written.
+"""Tables, verdicts and plot of the comparison with other batchers.
 
-Owns no measurement. In each cell the better of this package's two forms stands against the best of
-all peers there, by the mean of the paired differences of the repeats, which had equal arrivals.
+Owns no measurement. A verdict compares, in each cell, the better of this package's two forms with
+the best of all peers, by the mean of the paired differences of the repeats, which had equal
+arrivals.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Verdict", "judge", "plot", "tables", "write_markdown"]
 
 _NOISE = 0.02
-"""Of one repeat of ten seconds; of several, twice the error of the mean, at least 0.005."""
+"""Noise of one repeat of ten seconds. Of several: twice the error of the mean, at least 0.005."""
 _LEAST_NOISE = 0.005
 _COLOURS = ("#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#999999", "#000000")
 _MARKERS = "oosD^v<>"
@@ -70,7 +71,7 @@ def _of(records: Sequence[Record], policy: str, cell: CellKey) -> list[Record]:
 
 
 def _mean(records: Sequence[Record], value: Callable[[Mapping[str, Any]], float | None]) -> float:
-    """Infinite where a value is None, which is how an overdue quantile is kept; nan for none."""
+    """The mean; infinite if a value is None (an overdue quantile), nan without values."""
     values = [value(record["result"]) for record in records]
     known = [each for each in values if each is not None and not math.isnan(each)]
     if None in values:
@@ -83,7 +84,7 @@ def _violations(result: Mapping[str, Any]) -> float:
 
 
 def judge(records: Sequence[Record], cell: CellKey) -> Verdict | None:
-    """How this package does in a cell; None where it or every peer is missing."""
+    """Judge this package in a cell; None if it or every peer is missing."""
     measured = {
         policy: found for policy in _policies(records) if (found := _of(records, policy, cell))
     }
@@ -129,7 +130,7 @@ def _violation_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str
 
 
 def _handover_us(result: Mapping[str, Any], quantile: str) -> float:
-    """Missing where no full batch was ever waiting."""
+    """The hand-over; None if no full batch ever waited."""
     found = result["handover_us"]
     return float(found[quantile]) if found["count"] else math.nan
 
@@ -167,7 +168,7 @@ def _all_rows(records: Sequence[Record]) -> list[tuple[list[str], list[list[str]
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """For the terminal: the violations, then each cell in detail."""
+    """Return the violations, then each cell in detail, for the terminal."""
     from rich.table import Table
 
     compared = matching(records, purpose=COMPARE)
@@ -183,7 +184,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def write_markdown(records: Sequence[Record], content: Mapping[str, Any], path: Path) -> None:
-    """The same for the documentation."""
+    """Write the same tables for the documentation."""
     machine = content["machine"]
     seconds = sorted({record["job"]["seconds"] for record in records})
     repeats = len({record["job"]["repeat"] for record in records})
@@ -209,7 +210,7 @@ def write_markdown(records: Sequence[Record], content: Mapping[str, Any], path: 
 
 
 def plot(records: Sequence[Record], path: Path, machine: Mapping[str, Any]) -> None:
-    """Violations over load, one panel for each device and burstiness; bars are min to max."""
+    """Plot violations over load, a panel per device and burstiness; bars are min to max."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -230,7 +231,7 @@ def plot(records: Sequence[Record], path: Path, machine: Mapping[str, Any]) -> N
             title=f"{device}, CV {cv:g}",
             xlabel="load (share of capacity)" if is_share else "load (requests/s)",
         )
-        # The axis is linear up to one in a hundred: many cells have no violation at all.
+        # The axis is linear up to 0.01, because many cells have no violation at all.
         axis.set_yscale("symlog", linthresh=0.01)
         axis.set_ylim(-0.0005, 1.05)
         axis.set_yticks([0, 0.005, 0.01, 0.1, 1], ["0", ".5 %", "1 %", "10 %", "100 %"])

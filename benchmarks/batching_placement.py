@@ -1,13 +1,13 @@
 """Which variant runs on how many devices: a placement for the traces, by mixed-integer programming.
 
-Proteus' problem (ASPLOS'24, section 4) in its linear form over kinds of devices. With ``n`` devices
-of kind t that run variant m, ``f`` the queries per second that go there, ``P`` the throughput of
-one, ``A`` the accuracy, ``s`` a family's demand: maximise sum A f, where sum f = s for each family,
-f <= P n, and no kind has more devices than there are. Where the demand is more than all devices can
-take, all families get the same largest share of theirs.
+Proteus' problem (ASPLOS'24, section 4) in its linear form over kinds of devices. Let ``n`` be the
+number of devices of kind t that run variant m, ``f`` the queries per second that go to them, ``P``
+the throughput of one, ``A`` the accuracy, and ``s`` a family's demand. Maximise sum A f, where sum
+f = s for each family, f <= P n, and the n of a kind sum up to at most its devices. If the devices
+cannot take all of the demand, every family gets the same largest share of its own.
 
 Placements are kept in ``docs/results/batching_placements.json``, so that a benchmark that is run
-again compares the same ones, and needs no solver.
+again uses the same ones and needs no solver.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIMIT_S = 60.0
 
 
 class SolverMissing(Exception):
-    """There is no solver, and no placement from before."""
+    """There is neither a solver nor a stored placement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +37,22 @@ class Group:
     option: Option
     devices: int
     planned_qps: float
-    """Of all of them together."""
+    """Queries per second planned for all of them together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """For one trace and objective."""
+    """The groups of devices for one trace and objective."""
 
     trace: str
     slo_ms: float
     share: float
-    """Of the demand with its headroom that the devices can take; at most 1."""
+    """Share of the demand (headroom included) that the devices can take; at most 1."""
     groups: tuple[Group, ...]
 
 
 def find_placement(dataset: Dataset, trace: str, slo_ms: float) -> Placement:
-    """From the file, or solved and written there. Raises SolverMissing without scipy."""
+    """Return the stored placement, or solve and store it. Raises SolverMissing without scipy."""
     known = json.loads(CACHE.read_text()) if CACHE.exists() else {}
     options = {(each.variant, each.device): each for each in dataset.options(slo_ms)}
     name = f"{trace}, {slo_ms:g} ms"
@@ -74,11 +74,11 @@ def find_placement(dataset: Dataset, trace: str, slo_ms: float) -> Placement:
 
 
 def solve(dataset: Dataset, trace: str, slo_ms: float) -> Placement:
-    """With HiGHS; raises SolverMissing without scipy."""
+    """Solve with HiGHS. Raises SolverMissing without scipy."""
     options = dataset.options(slo_ms)
     demand = dataset.demand_qps(trace, headroom=_HEADROOM)
     share, _, _ = _optimum(options, demand, None)
-    # A hair less than the largest, which would leave the second problem no slack for rounding.
+    # A hair less than the largest share, so that rounding leaves the second problem feasible.
     share = min(1.0, share * (1 - 1e-4))
     scaled = {family: share * value for family, value in demand.items()}
     _, flows, counts = _optimum(options, scaled, [each.accuracy for each in options])
@@ -93,7 +93,7 @@ def solve(dataset: Dataset, trace: str, slo_ms: float) -> Placement:
 def _optimum(
     options: list[Option], demand: dict[str, float], worth: list[float] | None
 ) -> tuple[float, list[float], list[float]]:
-    """(share of the demand, flows, devices) for the most ``worth``; without, for the largest share.
+    """(share of the demand, flows, devices) that maximise ``worth``, or without it the share.
 
     Variables are the flows, the numbers of devices, and the share.
     """

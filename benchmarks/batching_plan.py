@@ -1,9 +1,9 @@
-"""What a comparison of batchers measures: cells, their order, and each peer's settings.
+"""The plan of a comparison of batchers: cells, their order, and each peer's settings.
 
-Pure but for nothing: no process is started here, no clock is read. A cell is a device, a load and
-an objective; a job is a batcher with settings on a cell. Peers have several settings to choose
-from: short jobs of purpose ``choose`` are measured with each, and what had the fewest violations
-there is what stands in the table for that cell.
+Pure: starts no process and reads no clock. A cell is a device, a load and an objective; a job is a
+batcher with settings on a cell. Peers have several settings. Short jobs of purpose ``choose``
+measure each of them, and the table shows, for each cell, the setting with the fewest violations
+there.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ DEFAULT_POLICIES = (
     "ray",
 )
 _OBJECTIVE_IN_FULL_BATCHES = 2.0
-"""The sleeping device's 100 ms are 1.92 of its full batches."""
+"""The sleeping device's 100 ms are 1.92 times the duration of its full batch."""
 Record = Mapping[str, Any]
-"""A job with its result, as the file of results keeps it."""
+"""A job with its result, as stored in the results file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """How long batches take on a device of this machine, by size."""
+    """Durations of batches on a device of this machine, by size."""
 
     durations_ms: Mapping[int, float]
 
     @property
     def capacity(self) -> float:
-        """Requests a second of the best batch size."""
+        """Requests a second at the best batch size."""
         return max(size / taken * 1e3 for size, taken in self.durations_ms.items())
 
     @property
     def slo_ms(self) -> float:
-        """The objective: two of the largest batches, in whole milliseconds."""
+        """The objective: the time of two of the largest batches, in whole milliseconds."""
         largest = self.durations_ms[max(self.durations_ms)]
         return float(round(_OBJECTIVE_IN_FULL_BATCHES * largest))
 
@@ -75,18 +75,18 @@ class Cell:
     rate: float
     slo_ms: float
     share: float
-    """The rate, of the device's capacity."""
+    """The rate as a share of the device's capacity."""
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The cell's name for people."""
         load = f"{self.load:g} qps" if self.load > 2 else f"{self.load:.0%}"
         return f"{self.device}, CV {self.cv:g}, {load}"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One process to run. Equal for all batchers of a cell and repeat: the arrivals, by seed."""
+    """One process to run. All batchers of a cell and repeat have equal arrivals (the same seed)."""
 
     cell: Cell
     policy: str
@@ -97,11 +97,11 @@ class Job:
 
     @property
     def seed(self) -> int:
-        """Of the arrivals; those of the comparison are not those that settings were chosen by."""
+        """Seed of the arrivals. Settings are chosen on other arrivals than those compared."""
         return self.repeat + (1000 if self.purpose == CHOOSE else 1)
 
     def key(self) -> dict[str, Any]:
-        """What identifies its result; the rate is not part of it, it is measured anew."""
+        """The key of its result. The rate is not part of it, because it is measured anew."""
         kept = asdict(self)
         kept["settings"] = dict(self.settings)
         kept["cell"] = {name: kept["cell"][name] for name in ("device", "cv", "load")}
@@ -144,7 +144,7 @@ def compared_jobs(
     seconds: float,
     repeats: int,
 ) -> Iterator[list[Job]]:
-    """Every batcher with its best settings; the order of batchers moves on by one each time."""
+    """Every batcher with its best settings; each list starts one batcher further."""
     turn = 0
     for repeat in range(repeats):
         for cell in cells:
@@ -159,8 +159,8 @@ def compared_jobs(
 def choose(policy: str, cell: Cell, records: Sequence[Record]) -> Settings:
     """The settings with the fewest violations on this cell, or on the one most like it.
 
-    Of the same device, else of any; then of the same burstiness; then of the nearest share of the
-    device's capacity. Where nothing was tried, the first of the catalogue.
+    The most similar cell has the same device if possible, then the same burstiness, then the
+    nearest share of the device's capacity. If nothing was tried, the first of the catalogue.
     """
     variants = CATALOGUE[policy].variants
     tried = matching(records, policy=policy, purpose=CHOOSE)

@@ -5,12 +5,13 @@
 The grid is of profiles (a high, middle and low fixed cost, padded sizes, small and large batches),
 SLOs (tight and loose), arrivals (uniform, Poisson, gamma with a coefficient of variation of 2 and
 4, bursts), loads, and jitters (none; exponential, 1 ms on average, on service and timers;
-log-normal service). All policies see the same arrivals. The load is that of the largest batch that
-can be waited for and run within the SLO. A violation is a request that is answered late, dropped or
-never answered. Nothing depends on the machine, and the profile is known to all.
+log-normal service). All policies see the same arrivals. A load of 1 is the throughput of the
+largest batch that can be waited for and run within the SLO. A violation is a request that is
+answered late, dropped or never answered. Nothing depends on the machine. All policies know the
+profile.
 
 Prints, for each policy, how far it is from the best of each cell; writes
-``docs/results/batching_policies.json`` and ``.png``. What was decided by it is in
+``docs/results/batching_policies.json`` and ``.png``. The decision based on it is
 ``docs/decisions/0009-default-batching-policy.md``.
 """
 
@@ -62,7 +63,7 @@ PROFILES = {
     "20 + 2 b, 64": LatencyProfile.linear(2, 20, max_batch_size=64),
 }
 SLOS = {"tight": 1.6, "loose": 4.0}
-"""In latencies of the largest batch, or of 16."""
+"""Multiples of the latency of the largest batch, or of 16 if that is smaller."""
 ARRIVALS = ("uniform", "Poisson", "gamma 2", "gamma 4", "bursty")
 LOADS = (0.3, 0.6, 0.8, 1.0, 1.3)
 JITTERS = ("none", "1 ms", "log-normal")
@@ -92,14 +93,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Violations and share of the time that the device was busy, by policy."""
+    """By policy: violations, and the share of the time that the device was busy."""
 
     cell: Cell
     violations: dict[str, int]
     busy: dict[str, float]
 
     def is_good(self, policy: str) -> bool:
-        """Whether no policy is better by more than noise: two standard deviations of counts."""
+        """Whether no policy is better by more than two standard deviations of the counts."""
         best, own = min(self.violations.values()), self.violations[policy]
         return own - best <= 2 * math.sqrt(own + best)
 
@@ -132,7 +133,7 @@ def _times_ns(cell: Cell) -> Iterator[int]:
 def simulated(
     maker: RuleMaker, profile: LatencyProfile, stream: Iterable[Request], *, jitter: str, seed: int
 ) -> Outcome:
-    """One device, whose batches and timers vary by one of :data:`JITTERS`."""
+    """Simulate one device whose batches and timers have one of :data:`JITTERS`."""
     timers = Random(seed + 2)
     return simulate(
         Batching(lambda key: maker(profile, max_batch_size=profile.max_batch_size)),

@@ -1,12 +1,12 @@
-"""Everything at once, for long: ``python -m benchmarks.batching_soak --seconds 600``.
+"""All features at once, for long: ``python -m benchmarks.batching_soak --seconds 600``.
 
 Threads call, submit and cancel; event loops await and give up; items fail, and whole batches at
 random; deadlines are tight, queues short, priorities mixed; objectives change, batchers are made,
-closed and forgotten, and the process forks. At the end every request must have come to exactly one
-of the ends it may come to, every answer be its own, and no thread and no descriptor be left.
+closed and forgotten, and the process forks. At the end, every request must have exactly one of its
+allowed outcomes, every answer must be the request's own, and no thread or descriptor may be left.
 
-Prints a JSON object of counts; status 1 when something was lost, wrong or left behind. The order of
-events is the machine's; what each actor does is drawn by ``--seed``.
+Prints a JSON object of counts; status 1 if something was lost, wrong or left behind. The order of
+events depends on the machine; ``--seed`` draws what each actor does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
 __all__ = ["main"]
 
 _WAIT_S = 20.0
-"""Longer than any request may take here: what is not settled then is lost."""
+"""Longer than any request may take here; a request that is not settled by then is lost."""
 _POISON = 23
 """Items divisible by this fail, always and alone."""
 _FLAKY_BATCHES = 0.01
@@ -67,7 +67,7 @@ class _Ledger:
             self.problems.append(text)
 
     def settle(self, item: int, result: Any, error: BaseException | None) -> None:
-        """What a client got: right answers and expected errors are counted."""
+        """Record a client's outcome; right answers and expected errors are counted."""
         if error is None:
             if result != 2 * item or item % _POISON == 0:
                 self.problem(f"item {item} was answered {result!r}")
@@ -82,7 +82,7 @@ class _Ledger:
             self.problem(f"item {item}: {error!r}")
 
     def keep(self, item: int, future: concurrent.futures.Future[int], whose: str) -> None:
-        """A future that must be settled some time."""
+        """Keep a future that must be settled some time."""
         with self._lock:
             self.open[future] = whose
         future.add_done_callback(lambda done: self._close(item, done))
@@ -98,7 +98,7 @@ class _Ledger:
             self.settle(item, None if error else future.result(), error)
 
     def await_open(self, what: str) -> None:
-        """Wait for what is still to come."""
+        """Wait for the open futures."""
         with self._lock:
             waiting = dict(self.open)
         lost = concurrent.futures.wait(waiting, _WAIT_S).not_done
@@ -166,7 +166,7 @@ class _Soak:
                 self.ledger.settle(item, result, None)
 
     def submit(self, chance: random.Random) -> None:
-        """Many at once, some with little time; some are cancelled, sooner or later."""
+        """Submit many at once, some with little time; cancel some, sooner or later."""
         while self.is_going_on():
             futures = []
             for _ in range(chance.randrange(1, 24)):
@@ -185,7 +185,7 @@ class _Soak:
             time.sleep(chance.uniform(0, 0.02))
 
     def run_loops(self, chance: random.Random) -> None:
-        """Event loops one after another, awaiting a batcher of threads and an async one."""
+        """Run event loops one after another, which await a threaded and an asynchronous batcher."""
         while self.is_going_on():
             asyncio.run(self._await_for(chance, min(self.end, time.monotonic() + 2.0)))
             self.ledger.count("loops")
@@ -221,7 +221,7 @@ class _Soak:
     # --- disturbances -----------------------------------------------------------------------------
 
     def make_batchers(self, chance: random.Random) -> None:
-        """Short-lived ones: drained, closed with and without mercy, or forgotten."""
+        """Make short-lived batchers: drained, closed with or without a drain, or forgotten."""
         while self.is_going_on():
             ending = chance.choice(("drain", "close", "cancel", "forget"))
             options = {
@@ -250,7 +250,7 @@ class _Soak:
             time.sleep(chance.uniform(0, 0.05))
 
     def change(self, chance: random.Random) -> None:
-        """New objectives and sizes while batches run; statistics read meanwhile."""
+        """Change objectives and sizes while batches run, and read statistics."""
         while self.is_going_on():
             self.batcher.update(
                 slo_ms=chance.choice((10, 40, 80)), max_batch_size=chance.randrange(1, 9)
@@ -260,12 +260,12 @@ class _Soak:
             time.sleep(chance.uniform(0.01, 0.1))
 
     def fork(self, chance: random.Random) -> None:
-        """Children use the same batcher anew, and one of their own."""
+        """Fork children that use the same batcher, and one of their own."""
         while self.is_going_on():
             pid = os.fork()
             if not pid:
                 self._be_child(chance.randrange(1 << 30))
-            # It ends itself after a while.
+            # The child ends itself after a while.
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if status:
                 self.ledger.problem(f"a forked child ended with status {status}")
@@ -290,7 +290,7 @@ class _Soak:
     # --- all --------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until the time is up or something is wrong; then wait for what is open."""
+        """Run until the time is up or something is wrong; then wait for open requests."""
         actors = [self.call] * 3 + [self.submit] * 2 + [self.run_loops] * 2
         actors += [self.make_batchers, self.change, self.fork]
         threads = [
@@ -311,7 +311,7 @@ class _Soak:
     def _act(self, actor: Callable[[random.Random], None], number: int) -> None:
         try:
             actor(random.Random(f"{self.seed}-{number}"))
-        except BaseException as error:  # a border: what an actor did not expect is a finding
+        except BaseException as error:  # a border: an unexpected error is a finding
             self.ledger.problem(f"{actor.__name__}: {error!r}")
 
     def _check_statistics(self) -> None:
@@ -322,7 +322,7 @@ class _Soak:
 
 
 def _check_child(batcher: Batcher, item: int) -> None:
-    """A right answer, or one of the errors that may come; anything else ends the child."""
+    """Expect a right answer or an allowed error; anything else ends the child."""
     with contextlib.suppress(*_EXPECTED):
         if batcher(item) != 2 * item:
             raise AssertionError
@@ -332,7 +332,7 @@ def _check_child(batcher: Batcher, item: int) -> None:
 
 
 def _leftovers(threads: set[threading.Thread], descriptors: int) -> list[str]:
-    """Threads, descriptors, batchers that were not there before; some take a moment to end."""
+    """Threads, descriptors and batchers that are new since the start; some take a moment to end."""
     end = time.monotonic() + _WAIT_S
     while True:
         gc.collect()

@@ -1,8 +1,8 @@
-"""Cells of the simulated comparison: a load, a routing, a policy, a seed; and what came of it.
+"""Cells of the simulated comparison: a load, a routing, a policy, a seed; and their results.
 
 A cell on a trace is a cluster: the placement's devices, each with a policy of its own, behind a
-router. A cell on generated arrivals is one device. Nothing here measures time; a cell is the same
-on every machine.
+router. A cell on generated arrivals is one device. Nothing here measures time; a cell has the same
+result on every machine.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ __all__ = [
 
 TRACE_SLO_MS = 300.0
 ROUTINGS = ("random", "least loaded")
-# A device with a large cost of each batch, on which batching matters: a batch of 16 takes 52 ms.
+# A device with a large fixed cost, on which batching matters: a batch of 16 takes 52 ms.
 PROFILE = LatencyProfile.linear(2, 20, max_batch_size=16)
 DEVICE_SLO_MS = 100.0
 _CAPACITY_QPS = 16 / (PROFILE.latency_ns(16) / 1e9)
-# The paper leaves open what gives way when not all can be in time: both, since each is better
-# somewhere.
+# The paper leaves open which requests give way when not all can be in time. Both variants are
+# here, because each is better somewhere.
 MAKERS: dict[str, RuleMaker] = POLICIES | {"proteus_head": partial(Proteus, drop="head")}
 ARRIVALS = ("uniform", "Poisson", "gamma CV 2", "gamma CV 3", "gamma CV 4", "bursty")
 _NS_PER_S = 1_000_000_000
@@ -70,14 +70,14 @@ class Cell:
     routing: str = ""
     """Empty: one device."""
     load: float = 0.0
-    """Of the device's capacity."""
+    """As a share of the device's capacity."""
     requests: int = 0
-    """0: all of the trace."""
+    """0: the whole trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A cell, of which code it is, and its report."""
+    """A cell, the fingerprint of its code, and its report."""
 
     cell: Cell
     code: str
@@ -89,19 +89,19 @@ class Result:
         return [each.name for each in (*fields(Cell), *fields(Report))] + ["code"]
 
     def row(self) -> list[Any]:
-        """As it is kept in a file; five digits are enough."""
+        """The result as stored in a file; five digits are enough."""
         values = [*astuple(self.cell), *astuple(self.report), self.code]
         return [float(f"{each:.5g}") if isinstance(each, float) else each for each in values]
 
     @classmethod
     def of_row(cls, row: list[Any]) -> Result:
-        """Back from a file."""
+        """Make the result from a stored row."""
         count = len(fields(Cell))
         return cls(Cell(*row[:count]), row[-1], Report(*row[count:-1]))
 
 
 def run(cell: Cell) -> Result:
-    """Simulate it."""
+    """Simulate the cell."""
     report = _on_trace(cell) if cell.routing else _on_device(cell)
     return Result(cell, fingerprint(cell.policy), report)
 
@@ -123,7 +123,7 @@ def _on_trace(cell: Cell) -> Report:
             weight = group.planned_qps / group.devices
             keys = (group.option.family,)
             nodes.append(Node(policy, keys=keys, cost_ns=cost_ns, weight=weight))
-    # As in the artefact, chances are the shares that the placement planned.
+    # As in the artefact, the probabilities are the shares that the placement planned.
     random_route = routing.weighted(Random(cell.seed))
     outcome = simulate(
         Cluster(nodes, random_route if cell.routing == "random" else routing.least_loaded),
@@ -149,7 +149,7 @@ def _on_device(cell: Cell) -> Report:
 
 def _times_ns(subject: str, rate_qps: float, random: Random) -> Iterator[int]:
     if subject == "uniform":
-        # From anywhere in the first gap: seeds would not differ otherwise.
+        # Starts anywhere in the first gap; otherwise seeds would not differ.
         first_ns = round(random.random() / rate_qps * _NS_PER_S)
         return (first_ns + round(number / rate_qps * _NS_PER_S) for number in count())
     if subject == "Poisson":
@@ -174,7 +174,7 @@ def _placement(trace: str) -> Placement:
 
 @cache
 def fingerprint(policy: str) -> str:
-    """Of the policy's code and all of ours that it, the simulator and this file import."""
+    """A digest of our code that the policy, the simulator and this file consist of and import."""
     maker = MAKERS[policy]
     roots = {getattr(maker, "func", maker).__module__, "trims_shim.batching.simulator", __name__}
     digest = hashlib.sha256()
@@ -186,7 +186,7 @@ def fingerprint(policy: str) -> str:
 
 
 def _imported(roots: set[str]) -> set[str]:
-    """The modules of ours that these use, themselves included; but not the table of policies."""
+    """Our modules that these import, themselves included, without the table of policies."""
     found: set[str] = set()
     pending = list(roots)
     while pending:

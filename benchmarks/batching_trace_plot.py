@@ -16,7 +16,7 @@ from benchmarks.batching_trace_report import (
 
 __all__ = ["plot"]
 
-# Okabe and Ito, "Color Universal Design" (2008); ours is the one that stands out.
+# Okabe and Ito, "Color Universal Design" (2008); our colour stands out.
 _COLOURS = {
     "auto": "#D55E00",
     "proteus": "#0072B2",
@@ -32,11 +32,11 @@ _OTHER = "#bbbbbb"
 _TICKS = (1e-4, 1e-3, 1e-2, 1e-1, 1)
 _TICK_LABELS = ("0.01 %\nor less", "0.1 %", "1 %", "10 %", "100 %")
 _FLOOR = 1e-4
-"""Where no violation at all is drawn on a logarithmic axis."""
+"""Where zero violations are drawn on a logarithmic axis."""
 
 
 def plot(findings: Findings, path: Path) -> None:
-    """Above: each trace, the artefact beside the policies. Below: one device, over its load."""
+    """Plot each trace with the artefact and the policies; below, one device over its load."""
     import matplotlib
 
     matplotlib.use("Agg")

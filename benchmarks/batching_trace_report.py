@@ -1,6 +1,6 @@
-"""The simulated comparison: how cells are put together, and when a policy counts as better.
+"""The simulated comparison: rows from cells, and the rule by which a policy counts as better.
 
-Simulates nothing, and shows nothing.
+Simulates nothing and prints nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOISE = 2.0
 """Standard deviations of a difference of two counts, each taken to vary as its square root."""
 _POISSON = "zipf_exponential"
 ARTEFACT_NAMES = {"accscale": "Proteus", "nexus": "Nexus", "aimd": "AIMD"}
-"""Its batching algorithms: Proteus' own, and its versions of Nexus' and of Clipper's."""
+"""The artefact's batching algorithms: Proteus' own, its versions of Nexus' and Clipper's."""
 POLICY_NAMES = {
     "auto": "trims (auto)",
     "proteus": "Proteus",
@@ -41,7 +41,7 @@ POLICY_NAMES = {
     "immediate": "immediate",
     "window": "10 ms window",
 }
-"""In the order in which they are shown; others go last."""
+"""In the order of the tables; other policies go last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Of violations."""
+        """Share of violations."""
         return fmean(each.report.violation_ratio for each in self.results)
 
     @property
     def range(self) -> tuple[float, float]:
-        """The smallest and the largest ratio of violations."""
+        """The smallest and the largest share of violations of a seed."""
         ratios = [each.report.violation_ratio for each in self.results]
         return min(ratios), max(ratios)
 
@@ -76,18 +76,18 @@ class Row:
         return sum(each.report.requests for each in self.results)
 
     def mean(self, name: str) -> float:
-        """Of a figure of the report."""
+        """Mean of a figure of the report."""
         values = [getattr(each.report, name) for each in self.results]
         return fmean(each for each in values if each is not None)
 
     def share(self, name: str) -> float:
-        """Of a count of the report in all requests."""
+        """A count of the report as a share of all requests."""
         return fmean(getattr(each.report, name) / each.report.requests for each in self.results)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What was promised, and what came out."""
+    """A promise, and the figure that was found."""
 
     name: str
     wanted: str
@@ -96,7 +96,7 @@ class Target:
 
 
 class Findings:
-    """All rows, and who is best where."""
+    """All rows, and which policy is best where."""
 
     def __init__(self, results: Iterable[Result], artefact: Sequence[ArtefactRun]) -> None:
         grouped: dict[tuple[str, float, str, str], list[Result]] = {}
@@ -108,7 +108,7 @@ class Findings:
         self.artefact = list(artefact)
 
     def contests(self) -> list[list[Row]]:
-        """Rows that differ in nothing but the policy."""
+        """Groups of rows that differ only in the policy."""
         found: dict[tuple[str, float, str], list[Row]] = {}
         for row in self.rows:
             found.setdefault((row.subject, row.load, row.routing), []).append(row)
@@ -116,16 +116,16 @@ class Findings:
 
     @property
     def traces(self) -> list[str]:
-        """In the order of the plan."""
+        """Names of the traces, in the order of the plan."""
         return list(dict.fromkeys(row.subject for row in self.rows if row.routing))
 
     def on(self, subject: str, *, routing: str = "", load: float = 0.0) -> list[Row]:
-        """One contest, or nothing."""
+        """The rows of one contest; none if it was not simulated."""
         place = (subject, routing, load)
         return [row for row in self.rows if (row.subject, row.routing, row.load) == place]
 
     def targets(self) -> list[Target]:
-        """Judged from the rows; those that cannot be judged are left out."""
+        """Judge the targets from the rows; leave out those that cannot be judged."""
         return [*self._best_everywhere(), *self._fewer_than_artefact()]
 
     def _best_everywhere(self) -> Iterable[Target]:
@@ -142,7 +142,7 @@ class Findings:
         )
 
     def _fewer_than_artefact(self) -> Iterable[Target]:
-        """On its Poisson trace; its paper claims 3.8 to 4 x over AIMD and 2 to 3 x over Nexus."""
+        """On its Poisson trace; Proteus' paper has 3.8 to 4 x over AIMD, 2 to 3 x over Nexus."""
         for batching, factor in (("accscale", 25.0), ("aimd", 3.8), ("nexus", 2.0)):
             found = self.factor(_POISSON, batching)
             if found is not None:
@@ -155,7 +155,7 @@ class Findings:
                 )
 
     def factor(self, trace: str, batching: str) -> float | None:
-        """How many times as many violations as the default the artefact has; None if unknown."""
+        """The artefact's violations as a multiple of the default's; None if unknown."""
         theirs = [run for run in self.artefact if (run.trace, run.batching) == (trace, batching)]
         ours = [row for row in self.on(trace, routing="random") if row.policy == DEFAULT]
         if not theirs or not ours or not ours[0].violations:
@@ -165,7 +165,7 @@ class Findings:
 
 
 def is_best(rows: Sequence[Row], policy: str) -> bool:
-    """Whether no other has fewer violations by more than noise."""
+    """Whether no other row has fewer violations by more than noise."""
     ours = next(row for row in rows if row.policy == policy)
     return all(
         ours.violations - row.violations <= _NOISE * sqrt(ours.violations + row.violations)
@@ -178,6 +178,6 @@ def _place(row: Row) -> str:
 
 
 def ordered(policies: Iterable[str]) -> list[str]:
-    """As they are shown."""
+    """Rows in the order of the tables."""
     places = list(POLICY_NAMES)
     return sorted(policies, key=lambda each: places.index(each) if each in places else len(places))

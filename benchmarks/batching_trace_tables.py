@@ -29,17 +29,17 @@ _BEST = "\N{CHECK MARK}"
 
 @dataclass(slots=True)
 class _Sheet:
-    """A table that is not rendered yet. Rows of ``None`` part sections."""
+    """A table before it is rendered. A row of ``None`` separates sections."""
 
     title: str
     head: list[str]
     texts: int
-    """How many of the first columns are not numbers."""
+    """The number of leading columns that hold text."""
     rows: list[list[str] | None] = field(default_factory=list)
 
 
 def print_tables(findings: Findings, console: Console) -> None:
-    """All of them, and the verdicts."""
+    """Print all tables and the verdicts."""
     from rich.table import Table
 
     for sheet in _sheets(findings):
@@ -71,7 +71,7 @@ answers in time."""
 
 
 def write_markdown(findings: Findings, path: Path) -> None:
-    """The same for the documentation."""
+    """Write the same for the documentation."""
     lines = [_INTRODUCTION, ""]
     for target in findings.targets():
         verdict = "met" if target.is_met else "missed"
@@ -94,7 +94,7 @@ def _sheets(findings: Findings) -> Iterator[_Sheet]:
 
 
 def _ratios(findings: Findings) -> _Sheet:
-    """One line for each trace: who violates how much."""
+    """A line for each trace: the share of violations of each policy."""
     policies = ordered({row.policy for row in findings.rows if row.routing})
     theirs = [("accscale", "artefact's Proteus, as it prints"), ("accscale", "true")]
     theirs += [("nexus", "its Nexus, true"), ("aimd", "its AIMD, true")]

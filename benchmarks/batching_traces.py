@@ -1,14 +1,14 @@
 """Batching policies in the simulator: Proteus' traces, its artefact, and generated arrivals.
 
 ``python -m benchmarks.batching_traces`` prints tables and writes
-``docs/results/batching_traces.json``, ``.md`` and ``.png``. Everything is simulated: same trace,
-same placement, same latencies for every policy. A violation is a request that is answered late,
-dropped or never answered. Cells that are in the JSON file already and whose code has not changed
-since are not made again, so it may be interrupted.
+``docs/results/batching_traces.json``, ``.md`` and ``.png``. Everything is simulated, with the same
+trace, placement and latencies for every policy. A violation is a request that is answered late,
+dropped or never answered. Cells that are in the JSON file and whose code has not changed are not
+simulated again, so a run may be interrupted.
 
 Traces and latencies are Proteus' own and not part of this project: ``TRIMS_BATCHING_DATA`` says
-where they are (see benchmarks/batching_data.py). The rows of its artefact are measured by
-``python -m benchmarks.proteus_artefact`` and read from ``docs/results/batching_artefact.json``.
+where they are (see benchmarks/batching_data.py). ``python -m benchmarks.proteus_artefact`` measures
+the rows of its artefact, which are read from ``docs/results/batching_artefact.json``.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ _COMMIT = "6967c9327e66f6d6fe94993dcaa7521efc2f72f5"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is simulated."""
+    """The cells to simulate."""
 
     traces: tuple[str, ...]
     policies: tuple[str, ...]
     seeds: tuple[int, ...]
     loads: tuple[float, ...]
     trace_requests: int
-    """0: all."""
+    """0: the whole trace."""
     device_requests: int
 
     def cells(self) -> list[Cell]:
-        """Those of one trace are neighbours: a process reads a trace once."""
+        """Cells of one trace are neighbours, so that a process reads a trace once."""
         found = []
         for trace in self.traces:
             for policy in self.policies:
                 for route in ROUTINGS:
-                    # Nothing is random but the random routing.
+                    # Only the random routing is random.
                     seeds = self.seeds if route == "random" else self.seeds[:1]
                     found += [
                         Cell(trace, policy, seed, routing=route, requests=self.trace_requests)
@@ -104,7 +104,7 @@ QUICK = replace(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate what is missing; 1 when the traces are missing, or with --check a target."""
+    """Simulate missing cells; return 1 without traces, or with --check if a target is missed."""
     options = _parser().parse_args(arguments)
     plan = _plan(options)
     if not options.show:
@@ -169,7 +169,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _simulated(plan: Plan, options: argparse.Namespace, path: Path) -> list[Result]:
-    """Every cell of the plan; from the file where its code is still the same."""
+    """Every cell of the plan, read from the file if its code is still the same."""
     known = {each.cell: each for each in _read(path)}
     cells = plan.cells()
     if options.show:
@@ -206,7 +206,7 @@ def _read(path: Path) -> list[Result]:
 
 
 def _write(path: Path, results: Iterable[Result], options: argparse.Namespace) -> None:
-    """One line for each cell: some thousand lines that people may read, and compare."""
+    """Write a line per cell: some thousand lines that people can read and compare."""
     ordered = sorted(results, key=lambda each: astuple(each.cell))
     artefact = known_runs(options.artefact)
     head = json.dumps(_content(Findings(ordered, artefact)), indent=1)
