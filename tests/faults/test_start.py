@@ -119,6 +119,16 @@ def test_the_daemon_does_not_inherit_what_its_starter_had(world: World) -> None:
     wait_until(lambda: process_state(pid) == "", "SIGTERM ends it")
 
 
+def test_a_descriptor_that_is_closed_while_the_daemon_is_started(world: World) -> None:
+    """By another thread of its starter: it is not there any more where it should be closed."""
+    pid = world.run(
+        "from trims_shim.client import spawn\n"
+        "spawn._inheritable = lambda: [200]\n"
+        "say(cache().welcome(may_start=True).pid)\n"
+    )
+    assert pid == world.pid()
+
+
 def test_a_starter_without_standard_streams(world: World) -> None:
     """Their numbers are free, and what is opened for the start gets them."""
     child = world.spawn(
