@@ -286,6 +286,26 @@ def test_an_event_for_which_there_was_no_memory_is_taken_again(
     dispatch.check_empty()
 
 
+def test_a_watch_that_the_policy_fails_on_is_told_once() -> None:
+    dispatch = waiting_dispatch(queue_size=9)
+    futures = [dispatch.make(item)[0] for item in range(4)]
+    (job,) = dispatch.launched
+
+    def fail(now_ns: int, event: Any) -> Any:
+        raise ValueError(event)
+
+    dispatch._policy.on_event = fail  # type: ignore[method-assign]
+    told: list[bool] = []
+    dispatch.watch(lambda: told.append(futures[0].done()))
+    assert isinstance(futures[3].exception(0), ValueError)
+    assert told == []
+    dispatch.run(job)
+    assert told == [True]
+    dispatch.watch(lambda: told.append(False))
+    assert told == [True, False]
+    dispatch.check_empty()
+
+
 @pytest.mark.parametrize("wrong", ["empty", "unknown", "twice"])
 def test_a_policy_that_runs_what_is_not_queued_fails_its_requests(wrong: str) -> None:
     dispatch = waiting_dispatch(queue_size=9)

@@ -17,8 +17,10 @@ import pytest
 
 from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
 from trims_shim.batching import Batcher, threads
+from trims_shim.batching.jobs import Job
 from trims_shim.batching.policies.window import Window
-from trims_shim.batching.replies import Seat
+from trims_shim.batching.protocol import NEVER_NS, Request
+from trims_shim.batching.replies import BatchFuture, Entry, Seat
 
 greedy = functools.partial(Batcher, policy="immediate")
 # Until a batch is full, or the batcher is drained, however long a busy machine needs for that.
@@ -512,6 +514,28 @@ def test_a_worker_without_memory_fails_its_batch_and_serves_the_next_one(
         with pytest.raises(MemoryError):
             batcher.submit(1).result(LONG_S)
         assert batcher.submit(2).result(LONG_S) is not None
+
+
+def test_a_batch_that_changes_hands_gets_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what comes right afterwards fails, and the event is taken once more."""
+    with greedy(runners, collate="list") as batcher:
+        assert batcher.submit(1).result(LONG_S)
+        dispatch = batcher._engine.threads()
+        future: BatchFuture[int] = BatchFuture()
+        entry = Entry((2,), future, NEVER_NS, None)
+        job = Job(0, [Request(0, 0, NEVER_NS, 0, None, 1, entry)], dispatch._era)
+        dispatch._jobs.add(job)
+        give, given = dispatch._give, list[Seat]()
+
+        def give_and_fail(job: Job, seat: Seat) -> None:
+            give(job, seat)
+            given.append(seat)
+            raise MemoryError
+
+        monkeypatch.setattr(dispatch, "_give", give_and_fail)
+        dispatch._hand_over(job)
+        assert future.result(LONG_S)
+        assert len(given) == 1
 
 
 # Subinterpreters allow no daemon threads, and say so as one is made.

@@ -408,6 +408,7 @@ class Dispatch(ABC):
             watch.numbers.difference_update(request.number for request in requests)
             if not watch.numbers:
                 self._outside.append(watch.on_done)
+                watch.is_done = True
                 self._watches.remove(watch)
 
     def _count(self, job: Job) -> None:
@@ -454,14 +455,17 @@ class Dispatch(ABC):
 
     def watch(self, on_done: Callable[[], None]) -> None:
         """Call ``on_done`` once, when all requests made until now are settled."""
+        watch = _Watch(on_done)
 
         def begin(now_ns: int) -> None:
-            numbers = {request.number for request in self._open_requests()}
-            if numbers:
-                self._watches.append(_Watch(numbers, on_done))
+            if watch.is_done:
+                return  # this is taken once more
+            watch.numbers = {request.number for request in self._open_requests()}
+            if watch not in self._watches:
+                self._watches.append(watch)
+            if watch.numbers:
                 self._tell(now_ns, FLUSH)
-            else:
-                self._outside.append(on_done)
+            self._settled([])  # maybe there were none
 
         has_stack()
         self.post(begin)
@@ -552,11 +556,13 @@ class Dispatch(ABC):
 
 
 class _Watch:
-    __slots__ = ("numbers", "on_done")
+    __slots__ = ("is_done", "numbers", "on_done")
 
-    def __init__(self, numbers: set[int], on_done: Callable[[], None]) -> None:
-        self.numbers = numbers
+    def __init__(self, on_done: Callable[[], None]) -> None:
         self.on_done = on_done
+        self.numbers: set[int] = set()
+        """Of requests that are open."""
+        self.is_done = False
 
 
 def nothing(now_ns: int) -> None:

@@ -389,7 +389,13 @@ class ThreadDispatch(Dispatch):
             self.post(lambda now_ns: self._give_up(now_ns, error))
 
     def _hand_over(self, job: Job) -> None:
-        self.post(lambda now_ns: self._give(job, self._free_worker()))
+        before = job.runner
+
+        def give(now_ns: int) -> None:
+            if job.runner is before:  # else it has a worker, and this is taken once more
+                self._give(job, self._free_worker())
+
+        self.post(give)
 
     def _rescue(self) -> None:
         self._idle_worker().wake()
