@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import typing
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,7 @@ import pytest
 
 import trims_shim.batching
 from trims_shim.batching import Batcher
+from trims_shim.batching.flex import FlexBatcher
 
 FOLDER = Path(__file__).parents[1] / "typed"
 STUB = Path(trims_shim.batching.__file__).with_name("signatures.pyi")
@@ -37,6 +39,13 @@ def test_all_checks_are_run(code: ModuleType) -> None:
     assert [f"check_{each}" for each in CHECKS] == [
         name for name in vars(code) if name.startswith("check_")
     ]
+
+
+@pytest.mark.parametrize("kind", [Batcher, FlexBatcher])
+def test_annotations_can_be_evaluated(kind: type) -> None:
+    """As FastAPI does with what an endpoint depends on."""
+    for function in filter(inspect.isfunction, vars(kind).values()):
+        assert typing.get_type_hints(function).keys() == function.__annotations__.keys()
 
 
 def test_options_are_those_of_a_batcher() -> None:

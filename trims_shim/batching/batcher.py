@@ -12,6 +12,7 @@ import operator
 import os
 import sys
 import time
+import typing
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from types import GenericAlias, MethodType, ModuleType
@@ -66,10 +67,12 @@ if TYPE_CHECKING:
 
     _A = TypeVar("_A", default=Any)
     _B = TypeVar("_B", default=Any)
+    _ClassMethod = classmethod[Any, Any, Any]
 else:
-    from typing import TypeVar
-
-    Item, Result, Piece = TypeVar("Item"), TypeVar("Result"), TypeVar("Piece")
+    Item, Result, Piece = map(typing.TypeVar, ("Item", "Result", "Piece"))
+    # For those who evaluate annotations, as FastAPI does. Python 3.10 has neither of these two.
+    Self, Unpack = getattr(typing, "Self", Any), getattr(typing, "Unpack", tuple)
+    _ClassMethod = classmethod
 
 __all__ = ["Batcher", "batched"]
 
@@ -162,7 +165,7 @@ class Batcher(Generic[Item, Result, Piece]):
     ) -> None: ...
     def __init__(
         self,
-        function: Callable[..., Any] | classmethod[Any, Any, Any],
+        function: Callable[..., Any] | _ClassMethod,
         *,
         model: StagedModel | str | Callable[[Any], StagedModel] | None = None,
         slo_ms: float | None = None,

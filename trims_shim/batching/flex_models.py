@@ -23,7 +23,7 @@ from trims_shim.errors import BadBatch
 __all__ = ["StagedFunctions", "Stages", "stages_of"]
 
 Stage = Callable[..., Any]
-Stages = Sequence[Stage] | Stage | Mapping[str, "Sequence[Stage] | Stage"]
+Stages = Sequence[Stage] | Stage | Mapping[str, Sequence[Stage] | Stage]
 """Callables in their order: the first gets the batch, each other one the previous one's result. An
 ``nn.Sequential`` stands for its children; one callable is one stage. If each device has a copy of
 its own: a mapping of device names to stages."""
