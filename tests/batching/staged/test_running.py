@@ -234,6 +234,7 @@ def test_what_no_stage_may_return(returned: Any, message: str) -> None:
     ("last", "message"),
     [
         (lambda items: EarlyExit([True, False], [1], [2]), "is the last one"),
+        (Loop(lambda items: Stepped(items, [True, True], items)), "a boolean for each row"),
         (Loop(lambda items: Stepped(items, items, [True])), "said of 1 rows"),
         (Loop(lambda items: Stepped(items, items[1:], [True, True])), "1 results"),
     ],

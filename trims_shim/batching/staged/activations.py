@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trims_shim.errors import BadBatch
+
 __all__ = ["EarlyExit", "Shared", "Stepped"]
 
 
@@ -28,6 +30,9 @@ class EarlyExit:
     results: Any
     rest: Any
 
+    def __post_init__(self) -> None:
+        _check_flags("EarlyExit", self.finished)
+
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
@@ -41,3 +46,15 @@ class Stepped:
     state: Any
     pieces: Any
     finished: Sequence[bool]
+
+    def __post_init__(self) -> None:
+        _check_flags("Stepped", self.finished)
+
+
+def _check_flags(name: str, flags: Any) -> None:
+    """Raises BadBatch for something else in their place: most of it is true, too."""
+    for each in flags if isinstance(flags, Sequence) else [flags]:
+        if not (isinstance(each, bool) or "bool" in str(getattr(each, "dtype", ""))):
+            raise BadBatch(
+                f"{name}: finished has to be a boolean for each row, and has {each!r:.100}"
+            )
