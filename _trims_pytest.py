@@ -26,9 +26,7 @@ import pytest
 
 if TYPE_CHECKING:
     from trims_shim.diagnostics import Stats
-    from trims_shim.wire.admin import GetStatusReply
-
-__all__ = ["TrimsDaemon"]
+    from trims_shim.testing import TrimsDaemon
 
 _SOCKET_DIR_LIMIT = 70
 """Longest directory with which socket names surely fit the kernel's 107 bytes."""
@@ -321,37 +319,12 @@ def _combine(one: Stats, other: Stats, combine: Callable[[int, int], int]) -> St
 # --- fixtures -------------------------------------------------------------------------------------
 
 
-class TrimsDaemon:
-    """The daemon of this test run, for tests that inspect it."""
-
-    @property
-    def socket_dir(self) -> str:
-        """The directory of its sockets."""
-        return _endpoint_directory()
-
-    def status(self) -> GetStatusReply:
-        """Its images, clients and counters. Raises DaemonUnavailable before the first load."""
-        from trims_shim.client.cache import cache
-        from trims_shim.wire.admin import GetStatusRequest
-
-        reply: GetStatusReply = cache().request(GetStatusRequest())
-        return reply
-
-    def warm(self, path: str | os.PathLike[str]) -> str:
-        """Load a file into it, starting it if needed; return the digest."""
-        import trims_shim
-
-        return trims_shim.warm(path)
-
-    def stop(self) -> None:
-        """Stop it, and wait until it is gone; the next load starts another."""
-        _stop_daemon(self.socket_dir)
-
-
 @pytest.fixture(scope="session")
 def trims_daemon(pytestconfig: pytest.Config) -> TrimsDaemon:
     """The daemon of this test run; skips without ``--trims``."""
     _skip_when_off(pytestconfig)
+    from trims_shim.testing import TrimsDaemon
+
     return TrimsDaemon()
 
 

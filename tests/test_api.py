@@ -74,7 +74,11 @@ class TestHandle:
             assert tensors in repr(handle)
             assert set(handle.records) == set(ARRAYS)
             assert handle.records is handle.records
+            with pytest.raises(TypeError):
+                handle.records["w"] = None  # type: ignore[index]
             assert bytes(handle.buffer()) == Path(tensors).read_bytes()
+            assert "closed" not in repr(handle)
+        assert repr(handle).endswith(", closed>")
 
     @pytest.mark.parametrize("name", ARRAYS)
     def test_arrays_and_tensors(self, daemon: FakeDaemon, tensors: str, name: str) -> None:

@@ -73,11 +73,12 @@ LAYERS = (
     ("daemon.events", "daemon.prepared.models", "daemon.requests", "daemon.server"),
     ("daemon.main", "daemon.detached"),
     ("batching",),
-    ("patches", "testing"),
+    ("patches",),
     ("batching.staged.slicing.onnx_slicing",),
     ("handles",),
     ("inspection", "api", "_activate"),
     ("", "cli", "__main__", "_bootstrap"),
+    ("testing",),
 )
 # Known exceptions, each with its reason.
 ALLOWED = {

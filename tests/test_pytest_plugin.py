@@ -27,6 +27,7 @@ SUITE = """
 import os, subprocess, sys
 import pytest
 from safetensors.numpy import load_file
+from trims_shim.testing import TrimsDaemon
 
 MODEL = os.environ["MODEL"]
 
@@ -50,6 +51,7 @@ def test_subprocess_uses_the_same_daemon(trims_daemon):
     done = subprocess.run([sys.executable, "-c", code, MODEL], capture_output=True, text=True)
     assert done.stdout == "1\\n", done.stderr
     assert trims_daemon.socket_dir == os.environ["TRIMS_SOCKET_DIR"]
+    assert type(trims_daemon) is TrimsDaemon
 """
 
 

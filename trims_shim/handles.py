@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from trims_shim.errors import FormatError, UnsupportedFormat
@@ -35,7 +36,7 @@ class _Opened(ABC, Generic[_Arena]):
         self.name = name
         self.digest = digest
         self.size_bytes = size_bytes
-        self._records: dict[str, Record] | None = None
+        self._records: Mapping[str, Record] | None = None
 
     @property
     @abstractmethod
@@ -56,8 +57,8 @@ class _Opened(ABC, Generic[_Arena]):
         self.close()
 
     def __repr__(self) -> str:
-        kind, place = type(self).__name__, self._place
-        return f"<trims_shim.{kind} {self.name} {self.size_bytes} bytes {self.digest[:12]}{place}>"
+        kind, state = type(self).__name__, self._place if self._arena is not None else ", closed"
+        return f"<trims_shim.{kind} {self.name} {self.size_bytes} bytes {self.digest[:12]}{state}>"
 
     def _open_arena(self) -> _Arena:
         if self._arena is None:
@@ -86,7 +87,7 @@ class Handle(_Opened["Arena"]):
     def records(self) -> Mapping[str, Record]:
         """Records by name. Raises FormatError for a file of neither format."""
         if self._records is None:
-            self._records = _read_records(self.buffer(), self.name)
+            self._records = MappingProxyType(_read_records(self.buffer(), self.name))
         return self._records
 
     def buffer(self) -> memoryview:
@@ -145,11 +146,12 @@ class DeviceHandle(_Opened["DeviceArena"]):
         if self._records is None:
             arena = self._open_arena()
             found = _read_records(memoryview(arena.outline.buffer).cast("B"), self.name)
-            self._records = {
+            there = {
                 name: record
                 for name, record in found.items()
                 if _device_address(arena, record) is not None
             }
+            self._records = MappingProxyType(there)
         return self._records
 
     def torch(self, name: str) -> torch.Tensor:

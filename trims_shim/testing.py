@@ -17,10 +17,13 @@ prepares it in this process; the next session uses it.
 :meth:`FakeDaemon.refuse`, :meth:`FakeDaemon.stall` and :meth:`FakeDaemon.go_away` inject faults.
 Loads run in the thread that requests them, so a test has no thread of ours and may fork; a forked
 child finds no daemon and loads privately.
+
+:class:`TrimsDaemon` is the real daemon of a run of ``pytest --trims``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -35,8 +38,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
 
+from trims_shim import api
 from trims_shim import config as configuration
 from trims_shim._version import __version__
+from trims_shim.cli.daemon import stop_daemon
 from trims_shim.client import cache as caches
 from trims_shim.client.connection import Granted
 from trims_shim.client.pool import Line
@@ -60,8 +65,9 @@ from trims_shim.specs import HOST_TIER, SegmentKind
 from trims_shim.wire import admin, codec, duties, messages
 from trims_shim.wire.handover import Peer
 
-__all__ = ["FakeDaemon", "Opened"]
+__all__ = ["FakeDaemon", "Opened", "TrimsDaemon"]
 
+_STOP_TIMEOUT_S = 10.0
 _Open = (messages.OpenImageRequest, messages.OpenPreparedRequest)
 
 
@@ -177,6 +183,29 @@ class FakeDaemon:
         if server is None or os.getpid() != self._pid:
             raise DaemonUnavailable("the fake daemon is away")
         return _Line(server, self._config)
+
+
+class TrimsDaemon:
+    """What the fixture ``trims_daemon`` is: the daemon of this test run, to look into it."""
+
+    @property
+    def socket_dir(self) -> str:
+        """Where its sockets are."""
+        return caches.cache().endpoint.directory
+
+    def status(self) -> admin.GetStatusReply:
+        """Its images, clients and counters. Raises DaemonUnavailable before the first load."""
+        reply: admin.GetStatusReply = caches.cache().request(admin.GetStatusRequest())
+        return reply
+
+    def warm(self, path: str | os.PathLike[str]) -> str:
+        """Load a file into it, starting it when needed; the digest."""
+        return api.warm(path)
+
+    def stop(self) -> None:
+        """Stop it, and wait until it is gone; the next load starts another."""
+        with contextlib.suppress(DaemonUnavailable):
+            stop_daemon(caches.cache().endpoint, timeout_s=_STOP_TIMEOUT_S)
 
 
 @dataclass(slots=True)

@@ -49,11 +49,12 @@ generates = functools.partial(generation, same, max_new_tokens=3)
 @pytest.mark.parametrize(
     ("make", "option", "values"),
     [
-        (batcher, "slo_ms", ["5", [], b"x", NAN, 0]),
-        (batcher, "batch_sizes", [4, "4", [], [1.5], None.__class__]),
+        (batcher, "slo_ms", ["5", [], b"x", NAN, 0, True]),
+        (batcher, "max_batch_size", [True, "4", 1.5]),
+        (batcher, "batch_sizes", [4, "4", [], [1.5], [True], None.__class__]),
         (batcher, "weight", ["len", 3]),
         (batcher, "max_batch_weight", ["5", NAN, 0]),
-        (batcher, "devices", [1.5, 0, 1 << 80]),
+        (batcher, "devices", [1.5, 0, 1 << 80, True]),
         (batcher, "name", [5, b"x"]),
         (batcher, "profile", [5, [1.0]]),
         (batcher, "policy", ["nexus", 5, makes_nothing]),

@@ -52,10 +52,12 @@ def objective_ns(slo_ms: float) -> int:
 
 def span_ns(name: str, limit_ms: float) -> int:
     try:
-        is_number = not math.isnan(limit_ms)
+        is_nan = None if isinstance(limit_ms, bool) else math.isnan(limit_ms)
     except TypeError:
-        raise TypeError(f"{name} is {limit_ms!r}; it has to be a number of milliseconds") from None
-    if not is_number:
+        is_nan = None
+    if is_nan is None:
+        raise TypeError(f"{name} is {limit_ms!r}; it has to be a number of milliseconds")
+    if is_nan:
         raise ValueError(f"{name} is not a number")
     limit_ns = limit_ms * _NS_PER_MS
     if limit_ns > _LONGEST_NS:
@@ -72,9 +74,11 @@ def patience_s(name: str, limit_s: float) -> float:
 def whole(name: str, value: Any) -> int:
     """A checked count, from 1 to ``_MOST``."""
     try:
-        found = operator.index(value)
+        found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}; it has to be a whole number") from None
+        found = None
+    if found is None:
+        raise TypeError(f"{name} is {value!r}; it has to be a whole number")
     if found < 1:
         raise ValueError(f"{name} is {value}; it has to be 1 or more")
     if found > _MOST:

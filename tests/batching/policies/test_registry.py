@@ -29,6 +29,8 @@ def test_a_policy_with_settings() -> None:
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="no policy 'fast'; there are auto, aimd"):
         rule_maker("fast")
+    with pytest.raises(ValueError, match="window; did you mean 'immediate'"):
+        rule_maker("imediate")
 
 
 def test_what_is_no_policy() -> None:

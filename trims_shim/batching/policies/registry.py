@@ -40,7 +40,11 @@ def rule_maker(policy: str | RuleMaker, known: Mapping[str, RuleMaker] = POLICIE
     """
     if isinstance(policy, str):
         if policy not in known:
-            raise ValueError(f"there is no policy {policy!r}; there are {', '.join(known)}")
+            import difflib
+
+            near = difflib.get_close_matches(policy, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"there is no policy {policy!r}; there are {', '.join(known)}{hint}")
         return known[policy]
     if not callable(policy):
         raise TypeError(f"a policy is a name or makes a Rule, and {policy!r} is neither")
