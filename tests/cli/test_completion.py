@@ -49,6 +49,8 @@ def offered(script: str, *words: str) -> list[str]:
         (["batch", "profile", "app:f", "--sh"], ["--shape"]),
         (["stage", "profile", "--la"], ["--lanes"]),
         (["autostart", "i"], ["install"]),
+        (["autostart", ""], ["install", "remove", "status"]),
+        (["warm", ""], []),  # files
         (["run", "--"], []),
         (["nosuch", ""], []),
     ],

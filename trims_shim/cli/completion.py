@@ -2,6 +2,7 @@
 
 Made from the parser, so it has what ``trims --help`` has; the script itself starts no Python. bash
 completes what the script does not know (files, values of options, what comes after ``run``).
+It does so only if the script offers nothing, so options are offered only after a dash.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ __all__ = ["completion"]
 
 _SCRIPT = """\
 _trims() {{
-    local IFS=' ' words='' before
+    local IFS=' ' word="${{COMP_WORDS[COMP_CWORD]}}" words='' hidden='-*' before
+    [[ $word == -* ]] && hidden=''
     before="${{COMP_WORDS[*]:1:COMP_CWORD-1}} "
     case "$before" in
 {cases}
     esac
     IFS=$' \\n'
-    COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+    COMPREPLY=($(compgen -W "$words" -X "$hidden" -- "$word"))
 }}
 complete -o default -F _trims trims
 """
