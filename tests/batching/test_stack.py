@@ -14,7 +14,7 @@ from tests.batching.waiting import LONG_S
 from trims_shim.batching import Batcher
 from trims_shim.batching.flex import FlexBatcher
 from trims_shim.batching.policies.window import Window
-from trims_shim.batching.stack import has_stack
+from trims_shim.batching.stack import check_stack
 from trims_shim.batching.staged import StagedModel
 
 _LIMIT = 1000
@@ -68,10 +68,10 @@ def flex() -> Batcher:
 
 
 def test_how_much_is_left() -> None:
-    assert has_stack()
-    assert not with_left(_LIMIT // 2, has_stack)
+    assert check_stack()
+    assert not with_left(_LIMIT // 2, check_stack)
     with pytest.raises(RecursionError):
-        with_left(20, has_stack)
+        with_left(20, check_stack)
 
 
 @pytest.mark.parametrize("use", ["call", "submit", "cancel", "drain", "close", "update"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import time
 from typing import Any
@@ -238,6 +239,14 @@ def test_a_daemon_that_may_have_too_few_files_names_the_limit(world: World) -> N
     )
     assert reason[0] == "daemon_start_failed"
     assert "ulimit -H -n" in reason[1]
+
+
+def test_a_limit_of_files_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a sandbox may say, with a negative number."""
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    daemon_main._raise_descriptor_limit()
 
 
 def test_a_crowd_hears_at_once_that_no_daemon_can_start(make_world: Any) -> None:

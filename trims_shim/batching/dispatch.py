@@ -42,7 +42,7 @@ from trims_shim.batching.protocol import (
     Run,
 )
 from trims_shim.batching.replies import FAILURES, BatchFuture, Seat
-from trims_shim.batching.stack import has_stack
+from trims_shim.batching.stack import check_stack
 from trims_shim.batching.statistics import BatcherStats, Record
 from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
@@ -98,7 +98,8 @@ class Dispatch(ABC):
         """Queue it, or put it behind a full queue. Raises QueueFull, BatcherClosed."""
         if self.is_closed:
             raise self._closed()
-        if not has_stack() and me is not None:
+        has_stack = check_stack()
+        if not has_stack and me is not None:
             me.is_away = True  # a batch that fails on a full stack would fail its neighbours, too
         try:
             self._take_room(request)
@@ -142,7 +143,7 @@ class Dispatch(ABC):
 
     def cancel(self, request: Request) -> None:
         """Give a request up, for which nobody waits any more. Never blocks."""
-        has_stack()
+        check_stack()
         self.post(Cancelled(request))
 
     def post(self, event: Any, me: Seat | None = None) -> None:
@@ -467,12 +468,12 @@ class Dispatch(ABC):
                 self._tell(now_ns, FLUSH)
             self._settled([])  # maybe there were none
 
-        has_stack()
+        check_stack()
         self.post(begin)
 
     def close(self, *, cancel: bool) -> None:
         """Take no more requests; with ``cancel`` fail those that wait. Does not wait."""
-        has_stack()
+        check_stack()
         self.is_closed = True
 
         def shut(now_ns: int) -> None:
@@ -497,7 +498,7 @@ class Dispatch(ABC):
 
     def change(self, apply: Callable[[Policy], None]) -> None:
         """Let ``apply`` change the policy between two events."""
-        has_stack()
+        check_stack()
         self.post(lambda now_ns: apply(self._policy))
 
     def is_alive(self) -> bool:

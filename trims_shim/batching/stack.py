@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["has_stack"]
+__all__ = ["check_stack"]
 
 _TURN_CALLS = 64
 """Nested calls for which a turn needs stack. The deepest of this package are a third of it; the
 rest is for rules and callbacks of users."""
 
 
-def has_stack() -> bool:
-    """Whether at most a quarter of this thread's stack is used, so that a batch may run on it, too.
+def check_stack() -> bool:
+    """Raise RecursionError in a thread whose stack has no room for a turn.
 
-    Raises RecursionError if not even a turn has room.
+    Returns whether at most a quarter of the stack is used, so that a batch may run on it, too.
     """
     try:
         # Takes a hundredth of descending. Calls through C count up to three times (Python 3.11).

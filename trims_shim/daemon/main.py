@@ -286,7 +286,7 @@ def _raise_descriptor_limit() -> None:
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < _DESCRIPTORS_NEEDED:
+    if soft != resource.RLIM_INFINITY and soft < _DESCRIPTORS_NEEDED:
         raise DaemonStartFailed(
             f"the daemon may have {soft} open files and needs {_DESCRIPTORS_NEEDED}; raise "
             "`ulimit -H -n`"
