@@ -115,6 +115,35 @@ def test_locks_may_be_exchanged() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+_A_STACK_IS_NEARLY_FULL = """
+from trims_shim.late_imports import ensure_imported
+
+def down(calls):
+    return down(calls - 1) if calls else ensure_imported("zmq")
+
+for left in range(20, 400, 8):
+    try:
+        down(1000 - left)
+        break
+    except RecursionError:
+        pass
+import zmq
+zmq.Context().term()
+"""
+
+
+def test_nothing_is_imported_half_way_for_lack_of_stack() -> None:
+    """Found: no part of the program could use ZeroMQ any more."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _A_STACK_IS_NEARLY_FULL],
+        env=os.environ | {"PYTHONPATH": str(Path(trims_shim.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_an_import_that_fails_is_tried_again() -> None:
     for _ in range(2):
         with pytest.raises(ModuleNotFoundError):
