@@ -17,7 +17,7 @@ root="$(cd "$(dirname "$0")/.." && pwd)"
 wheels="" output="" dry_run="" budget_s=540 steps="environment,native,tests,onnxruntime,benchmarks"
 
 usage() {
-    sed -n '2,15p' "$root/scripts/gpu_check.sh" | cut -c3- >&2
+    sed -n '2,14p' "$root/scripts/gpu_check.sh" | cut -c3- >&2
     exit 2
 }
 
