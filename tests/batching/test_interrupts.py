@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ def interrupted(step: int, request: Callable[[], object]) -> str | None:
             place.append(f"{event} {frame.f_code.co_filename}:{frame.f_lineno} {arg}")
             raise Interrupt
 
+    gc.disable()  # finalizers of what other tests have left are no steps of this
     sys.setprofile(profile)
     try:
         request()
@@ -46,6 +48,7 @@ def interrupted(step: int, request: Callable[[], object]) -> str | None:
         pass
     finally:
         sys.setprofile(None)
+        gc.enable()
     return place[0] if place else None
 
 
