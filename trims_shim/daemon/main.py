@@ -223,11 +223,12 @@ def _listen(endpoint: Endpoint) -> socket.socket:
 
 def _serve(server: Server, lock: int, report: _Report) -> int:
     endpoint = server.endpoint
-    ours = _inode(endpoint)
+    ours = _inode(endpoint.handover)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     server.on_stop = lambda: _retire(endpoint, ours, lock)
-    server.is_reachable = lambda: _inode(endpoint) == ours
+    control = endpoint.control(server.instance)
+    server.is_reachable = lambda: _inode(endpoint.handover) == ours and _inode(control) != 0
     _logger.info(
         "daemon %d serves %s from %s",
         os.getpid(),
@@ -245,10 +246,10 @@ def _serve(server: Server, lock: int, report: _Report) -> int:
     return 0
 
 
-def _inode(endpoint: Endpoint) -> int:
-    """The inode of the socket that clients find; 0 if there is none."""
+def _inode(path: str) -> int:
+    """The inode of a socket; 0 if there is none."""
     try:
-        return os.stat(endpoint.handover).st_ino
+        return os.stat(path).st_ino
     except FileNotFoundError:
         return 0
 
@@ -256,7 +257,7 @@ def _inode(endpoint: Endpoint) -> int:
 def _retire(endpoint: Endpoint, ours: int, lock: int) -> None:
     """Make room for a successor: remove our name, free the lock."""
     with contextlib.suppress(OSError):
-        if _inode(endpoint) == ours:
+        if _inode(endpoint.handover) == ours:
             os.unlink(endpoint.handover)
     with contextlib.suppress(OSError):
         os.close(lock)

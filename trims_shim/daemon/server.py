@@ -198,7 +198,9 @@ class Server(Front):
         """Stop if the socket directory was cleaned: no client would ever find this daemon."""
         with contextlib.suppress(OSError):  # It cannot be seen now.
             if not self.is_stopping and not self.is_reachable():
-                _logger.warning("%s is gone; another daemon is to serve", self.endpoint.handover)
+                _logger.warning(
+                    "a socket in %s is gone; another daemon is to serve", self.endpoint.directory
+                )
                 self.stop()
 
     # --- handover ---------------------------------------------------------------------------------
