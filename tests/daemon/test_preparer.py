@@ -21,7 +21,7 @@ from prepare_requests import Daemon, opened, prepare, request
 from trims_shim.daemon.preparer import main as preparer
 from trims_shim.daemon.preparer.fingerprints import fingerprint
 from trims_shim.daemon.preparer.optimising import Sessions
-from trims_shim.errors import MessageTooLarge
+from trims_shim.errors import MessageTooLarge, WireError
 from trims_shim.formats.onnx import read_model
 from trims_shim.wire import duties, frames, messages
 from trims_shim.wire.duties import PrepareReply, SourceHashed
@@ -198,6 +198,18 @@ class TestServing:
         monkeypatch.setattr(frames, "send", refuse)
         reply = self.hear(serve())
         assert (reply.reason, reply.is_lasting) == ("too_many_files", True)
+
+    def test_a_daemon_that_is_gone_before_the_files_are_hashed(
+        self, model: Path, directory: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Found: the log of the next daemon had it as a model that could not be prepared."""
+        ours, theirs = socket.socketpair()
+        with theirs, opened(model) as source:
+            with ours:
+                frames.send(ours, request(model, directory, source=source))
+            with pytest.raises(WireError):
+                preparer._serve(theirs)
+        assert caplog.messages == []
 
     def test_what_is_no_request(self) -> None:
         ours, theirs = socket.socketpair()

@@ -79,9 +79,11 @@ def _serve(connection: socket.socket) -> None:
     def ask(hashed: SourceHashed) -> bool:
         try:
             frames.send(connection, hashed)
+            verdict = frames.receive(connection)
         except MessageTooLarge as error:
             raise Refusal("too_many_files", str(error)) from error
-        verdict = frames.receive(connection)
+        except OSError as error:  # Not the model's fault, as any other one here would be.
+            raise WireError(f"the daemon is gone: {error}") from error
         if not isinstance(verdict, duties.PrepareVerdict):
             os._exit(0)
         threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
