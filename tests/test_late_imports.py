@@ -33,17 +33,21 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def _status_of_child(script: str, directory: Path) -> int:
-    (directory / "slow_to_import.py").write_text("import time; time.sleep(0.4); answer = 42\n")
+def _output_of(script: str, *arguments: str) -> str:
     ended = subprocess.run(
-        [sys.executable, "-c", script, str(directory)],
+        [sys.executable, "-c", script, *arguments],
         env=os.environ | {"PYTHONPATH": str(Path(trims_shim.__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=120,
-        check=True,
     )
-    return int(ended.stdout)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def _status_of_child(script: str, directory: Path) -> int:
+    (directory / "slow_to_import.py").write_text("import time; time.sleep(0.4); answer = 42\n")
+    return int(_output_of(script, str(directory)))
 
 
 def test_a_child_can_import_what_a_thread_was_importing(tmp_path: Path) -> None:
@@ -105,14 +109,7 @@ ensure_imported("this")
 
 def test_locks_may_be_exchanged() -> None:
     """eventlet's ``monkey_patch`` does it to every re-entrant lock that it finds."""
-    ended = subprocess.run(
-        [sys.executable, "-c", _LOCKS_ARE_EXCHANGED],
-        env=os.environ | {"PYTHONPATH": str(Path(trims_shim.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
+    _output_of(_LOCKS_ARE_EXCHANGED)
 
 
 _A_STACK_IS_NEARLY_FULL = """
@@ -134,14 +131,7 @@ zmq.Context().term()
 
 def test_nothing_is_imported_half_way_for_lack_of_stack() -> None:
     """Found: no part of the program could use ZeroMQ any more."""
-    ended = subprocess.run(
-        [sys.executable, "-c", _A_STACK_IS_NEARLY_FULL],
-        env=os.environ | {"PYTHONPATH": str(Path(trims_shim.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
+    _output_of(_A_STACK_IS_NEARLY_FULL)
 
 
 def test_an_import_that_fails_is_tried_again() -> None:

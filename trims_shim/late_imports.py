@@ -23,6 +23,8 @@ import os
 import threading
 import time
 
+from trims_shim.stack import check_room
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,16 +46,10 @@ def ensure_imported(*names: str) -> None:
     """Import modules, so that later imports take no lock. Raises the errors of their imports."""
     for name in names:
         if name not in _whole:
-            _descend(_IMPORT_CALLS)
+            check_room(_IMPORT_CALLS)
             with no_fork():
                 importlib.import_module(name)
                 _whole.add(name)
-
-
-def _descend(calls: int) -> None:
-    """Raise RecursionError if the stack has no room for so many nested calls."""
-    if calls:
-        _descend(calls - 1)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from tests.batching.waiting import LONG_S
 from trims_shim.batching import Batcher
 from trims_shim.batching.flex import FlexBatcher
 from trims_shim.batching.policies.window import Window
-from trims_shim.batching.stack import check_stack
 from trims_shim.batching.staged import StagedModel
+from trims_shim.stack import check_stack
 
 _LIMIT = 1000
 

@@ -52,11 +52,9 @@ def objective_ns(slo_ms: float) -> int:
 
 def span_ns(name: str, limit_ms: float) -> int:
     try:
-        is_nan = None if isinstance(limit_ms, bool) else math.isnan(limit_ms)
+        is_nan = math.isnan(_no_flag(limit_ms))
     except TypeError:
-        is_nan = None
-    if is_nan is None:
-        raise TypeError(f"{name} is {limit_ms!r}; it has to be a number of milliseconds")
+        raise TypeError(f"{name} is {limit_ms!r}; it has to be a number of milliseconds") from None
     if is_nan:
         raise ValueError(f"{name} is not a number")
     limit_ns = limit_ms * _NS_PER_MS
@@ -74,16 +72,21 @@ def patience_s(name: str, limit_s: float) -> float:
 def whole(name: str, value: Any) -> int:
     """A checked count, from 1 to ``_MOST``."""
     try:
-        found = None if isinstance(value, bool) else operator.index(value)
+        found = operator.index(_no_flag(value))
     except TypeError:
-        found = None
-    if found is None:
-        raise TypeError(f"{name} is {value!r}; it has to be a whole number")
+        raise TypeError(f"{name} is {value!r}; it has to be a whole number") from None
     if found < 1:
         raise ValueError(f"{name} is {value}; it has to be 1 or more")
     if found > _MOST:
         raise ValueError(f"{name} is {value}; it has to be {_MOST} or less")
     return found
+
+
+def _no_flag(value: Any) -> Any:
+    """Return ``value``. Raises TypeError for a boolean, which Python takes for a number."""
+    if isinstance(value, bool):
+        raise TypeError("a boolean")
+    return value
 
 
 def sizes(name: str, values: Any) -> list[int]:

@@ -42,10 +42,10 @@ from trims_shim.batching.protocol import (
     Run,
 )
 from trims_shim.batching.replies import FAILURES, BatchFuture, Seat
-from trims_shim.batching.stack import check_stack
 from trims_shim.batching.statistics import BatcherStats, Record
 from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
+from trims_shim.stack import check_stack
 
 __all__ = ["Dispatch", "nothing"]
 
