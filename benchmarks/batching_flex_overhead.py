@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from benchmarks.harness import ROOT, write_json
-from trims_shim.batching.exit_points import ExitPoints
-from trims_shim.batching.flex import FlexBatcher
-from trims_shim.batching.flex_models import StagedFunctions
-from trims_shim.batching.lanes import CpuLane, lane_of
-from trims_shim.batching.replies import BlockedCall, Entry
+from trims_shim.batching.drivers.lanes import CpuLane, lane_of
+from trims_shim.batching.drivers.replies import BlockedCall, Entry
+from trims_shim.batching.flex.batcher import FlexBatcher
+from trims_shim.batching.flex.exit_points import ExitPoints
+from trims_shim.batching.flex.models import StagedFunctions
 
 RESULTS = ROOT / "docs" / "results"
 LAYERS, WIDTH, BATCH = 16, 1024, 8

@@ -18,7 +18,7 @@ from trims_shim.batching.policies.early_drop import EarlyDrop
 from trims_shim.batching.policies.flex import PREEMPTION_FACTOR, Flex
 from trims_shim.batching.policies.generation import by_largest
 from trims_shim.batching.policies.preemptible import PreemptibleModel, even_exits
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Policy, Request
 from trims_shim.batching.simulator import (
     Cluster,

@@ -22,7 +22,7 @@ from random import Random
 from benchmarks.batching_policies import JITTERS, simulated
 from benchmarks.harness import ROOT, write_json
 from trims_shim.batching.policies import POLICIES
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.simulator import Outcome, Report, gamma, requests
 
 __all__ = ["figures", "main", "means"]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from trims_shim.batching.jobs import Job
-from trims_shim.batching.learning import Learning
+from trims_shim.batching.drivers.jobs import Job
+from trims_shim.batching.drivers.learning import Learning
 from trims_shim.batching.protocol import Action, Drop, Event, Finished
 from trims_shim.batching.rules import RuleMaker
-from trims_shim.batching.staged.jobs import StageJob
-from trims_shim.batching.staged.learning import StagedLearning
+from trims_shim.batching.staged.drivers.jobs import StageJob
+from trims_shim.batching.staged.profiles.learning import StagedLearning
 from trims_shim.batching.staged.scheduler import RunStage, StageEnded
 
 __all__ = ["Learner", "StagedLearner"]

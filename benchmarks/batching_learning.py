@@ -27,7 +27,7 @@ from random import Random
 from benchmarks.batching_learner import Learner
 from benchmarks.harness import ROOT, write_json
 from trims_shim.batching.policies.auto import Auto
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Policy
 from trims_shim.batching.simulator import Report, poisson, requests, simulate
 from trims_shim.batching.single import Batching

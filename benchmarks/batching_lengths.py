@@ -28,7 +28,7 @@ from benchmarks.batching_learner import Learner
 from benchmarks.harness import ROOT, write_json
 from trims_shim.batching.buckets import Bucket, OpenBucket
 from trims_shim.batching.policies import Auto, Immediate
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Policy, Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import gamma, simulate

@@ -34,7 +34,7 @@ from random import Random
 from benchmarks.harness import ROOT
 from trims_shim.batching.policies import POLICIES, Proteus, Window
 from trims_shim.batching.policies.goodput import Goodput
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import (

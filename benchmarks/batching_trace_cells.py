@@ -22,7 +22,7 @@ import trims_shim.batching.simulator.cluster as routing
 from benchmarks.batching_data import find_dataset
 from benchmarks.batching_placement import Placement, find_placement
 from trims_shim.batching.policies import POLICIES, Proteus
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import (

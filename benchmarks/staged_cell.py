@@ -25,7 +25,7 @@ from benchmarks.batching_load import Record, arrivals_s, offer
 from benchmarks.forking import serve
 from benchmarks.staged_models import Served, make_served
 from trims_shim.batching import Batcher
-from trims_shim.batching.collate import collate_of
+from trims_shim.batching.collating.collate import collate_of
 from trims_shim.batching.policies.window import Window
 from trims_shim.errors import QueueFull, RequestDropped
 

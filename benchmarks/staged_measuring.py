@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trims_shim.batching.lanes import Lane, lane_of
-from trims_shim.batching.profile_store import machine_text
-from trims_shim.batching.staged.profile_files import SavedStages, save_staged_profile
-from trims_shim.batching.staged.profiling import measure_stages
-from trims_shim.batching.staged.running import without_graph
+from trims_shim.batching.drivers.lanes import Lane, lane_of
+from trims_shim.batching.profiles.profile_store import machine_text
+from trims_shim.batching.staged.drivers.running import without_graph
+from trims_shim.batching.staged.profiles.profile_files import SavedStages, save_staged_profile
+from trims_shim.batching.staged.profiles.profiling import measure_stages
 
 __all__ = ["main", "slowdown"]
 

@@ -25,12 +25,14 @@ from pathlib import Path
 from random import Random
 
 from trims_shim.batching.buckets import OpenBucket
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Policy, Request
 from trims_shim.batching.rules import Rule, RuleMaker
 from trims_shim.batching.simulator.arrivals import poisson
 from trims_shim.batching.single import Batching
-from trims_shim.batching.staged.profile_files import load_saved_stages
+from trims_shim.batching.staged.profiles.profile_files import load_saved_stages
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.width import width_of
 from trims_shim.batching.staged.scheduler import StagedBatching
 from trims_shim.batching.staged.simulation import StagedOutcome, simulate_staged
 from trims_shim.batching.staged.stage_device import (
@@ -39,8 +41,6 @@ from trims_shim.batching.staged.stage_device import (
     demand_of_best_size,
     full_demand,
 )
-from trims_shim.batching.staged.stage_profile import StagedProfile
-from trims_shim.batching.staged.width import width_of
 
 __all__ = ["DEVICES", "LOADS", "SCENES", "Scene", "Way", "line_stages", "measured_scene", "run"]
 

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from trims_shim.batching.flex import FlexBatcher
+from trims_shim.batching.flex.batcher import FlexBatcher
 from trims_shim.errors import RequestDropped
 
 WIDTH, STAGES, BURSTS, BURST = 1024, 16, 10, 8

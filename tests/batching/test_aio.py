@@ -17,7 +17,7 @@ import pytest
 
 from tests.batching.waiting import LONG_S, Endless, Gate, wait_until
 from trims_shim.batching import Batcher
-from trims_shim.batching.aio import AwaitedReply, Mailbox
+from trims_shim.batching.drivers.aio import AwaitedReply, Mailbox
 from trims_shim.batching.policies.window import Window
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
 

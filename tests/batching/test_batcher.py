@@ -26,11 +26,11 @@ import pytest
 
 from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
 from trims_shim.batching import Batcher, FlexBatcher, LatencyProfile, Pad, batched
-from trims_shim.batching.instances import Beside
+from trims_shim.batching.drivers.instances import Beside
+from trims_shim.batching.drivers.replies import BlockedCall
 from trims_shim.batching.policies.window import Window
-from trims_shim.batching.profile_store import SavedProfile, save_profile
+from trims_shim.batching.profiles.profile_store import SavedProfile, save_profile
 from trims_shim.batching.protocol import NEVER_NS
-from trims_shim.batching.replies import BlockedCall
 from trims_shim.errors import BadBatch, BatcherClosed, BatchingError, QueueFull, RequestDropped
 
 greedy = functools.partial(Batcher, policy="immediate")

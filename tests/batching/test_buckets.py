@@ -6,7 +6,14 @@ from collections.abc import Hashable
 
 import pytest
 
-from trims_shim.batching.buckets import Bucket, Family, OpenBucket, bucket_in, family_of, may_share
+from trims_shim.batching.buckets import (
+    Bucket,
+    Family,
+    OpenBucket,
+    bucket_in,
+    family_of,
+    may_share,
+)
 
 
 def nested(bucket: Hashable) -> Hashable:

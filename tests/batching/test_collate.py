@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.collate import Collate, answers, collate_of, columns
-from trims_shim.batching.collates import padded_size
+from trims_shim.batching.collating.collate import Collate, answers, collate_of, columns
+from trims_shim.batching.collating.collates import padded_size
 from trims_shim.errors import BadBatch
 
 
@@ -245,7 +245,7 @@ def test_stacking_refuses_what_it_cannot_stack(item: Any) -> None:
 
 OPENMP_THREADS = """
 import ctypes, glob, os, threading, torch
-from trims_shim.batching.collate import collate_of
+from trims_shim.batching.collating.collate import collate_of
 libraries = glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*"))
 count = ctypes.CDLL(libraries[0]).omp_get_max_threads if libraries else lambda: 0
 torch.set_num_threads(3)

@@ -15,16 +15,16 @@ from harness import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.dispatch import Dispatch
-from trims_shim.batching.functions import BatchFunction
-from trims_shim.batching.jobs import Job
-from trims_shim.batching.learning import Learning
-from trims_shim.batching.options import Options
+from trims_shim.batching.drivers.dispatch import Dispatch
+from trims_shim.batching.drivers.functions import BatchFunction
+from trims_shim.batching.drivers.jobs import Job
+from trims_shim.batching.drivers.learning import Learning
+from trims_shim.batching.drivers.options import Options
+from trims_shim.batching.drivers.replies import BatchFuture, Entry
 from trims_shim.batching.policies.early_drop import EarlyDrop
 from trims_shim.batching.policies.window import Window
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, TIMER, DropReason, Finished, Request
-from trims_shim.batching.replies import BatchFuture, Entry
 from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
 
 MS = 1_000_000

@@ -7,8 +7,8 @@ import threading
 import pytest
 from harness import PATIENCE_S
 
-from trims_shim.batching.exit_points import ExitPoints, GivenUp, exit_point
-from trims_shim.batching.lanes import CpuLane
+from trims_shim.batching.drivers.lanes import CpuLane
+from trims_shim.batching.flex.exit_points import ExitPoints, GivenUp, exit_point
 
 
 class Counting(CpuLane):

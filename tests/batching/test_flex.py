@@ -16,9 +16,9 @@ import pytest
 import torch
 from harness import PATIENCE_S, wait_until
 
-from trims_shim.batching.exit_points import exit_point
-from trims_shim.batching.flex import FlexBatcher
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.flex.batcher import FlexBatcher
+from trims_shim.batching.flex.exit_points import exit_point
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
 
 PROFILES = {

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from trims_shim.batching.exit_points import exit_point
-from trims_shim.batching.flex import FlexBatcher
-from trims_shim.batching.flex_dispatch import FlexLearning, _ascending
+from trims_shim.batching.flex.batcher import FlexBatcher
+from trims_shim.batching.flex.dispatch import FlexLearning, _ascending
+from trims_shim.batching.flex.exit_points import exit_point
 from trims_shim.batching.policies.preemptible import PreemptibleModel
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.errors import RequestDropped
 
 KEY_SIGNATURE = None  # of a collate that makes lists
@@ -97,7 +97,7 @@ def test_a_profile_by_which_nothing_can_be_in_time_is_doubted() -> None:
 
 
 def test_shapes_without_end_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trims_shim.batching.learning._MOST_KEYS", 3)
+    monkeypatch.setattr("trims_shim.batching.drivers.learning._MOST_KEYS", 3)
     with FlexBatcher({"m": [lambda batch: batch]}) as batcher:
         for length in range(1, 9):
             batcher("m", np.zeros(length))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from trims_shim.batching.exit_points import ExitPoints
-from trims_shim.batching.flex_models import StagedFunctions, stages_of
-from trims_shim.batching.lanes import CpuLane
-from trims_shim.batching.replies import BlockedCall, Entry, Failure
+from trims_shim.batching.drivers.lanes import CpuLane
+from trims_shim.batching.drivers.replies import BlockedCall, Entry, Failure
+from trims_shim.batching.flex.exit_points import ExitPoints
+from trims_shim.batching.flex.models import StagedFunctions, stages_of
 from trims_shim.batching.staged import Loop, StagedModel
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trims_shim.batching.functions import BatchFunction
-from trims_shim.batching.replies import BatchFuture, Entry, Failure
+from trims_shim.batching.drivers.functions import BatchFunction
+from trims_shim.batching.drivers.replies import BatchFuture, Entry, Failure
 from trims_shim.errors import BadBatch
 
 

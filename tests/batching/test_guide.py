@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from trims_shim.batching import Batcher, FlexBatcher, Pad, exit_point
-from trims_shim.batching.collate import collate_of
+from trims_shim.batching.collating.collate import collate_of
 from trims_shim.batching.policies import POLICIES
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "batching.md").read_text()

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trims_shim.batching.lanes import CpuLane, CudaLane, lane_of
+from trims_shim.batching.drivers.lanes import CpuLane, CudaLane, lane_of
 
 
 class StandIn:

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from trims_shim.batching.buckets import OpenBucket
-from trims_shim.batching.jobs import Job
-from trims_shim.batching.learning import LateKey, Learning
+from trims_shim.batching.drivers.jobs import Job
+from trims_shim.batching.drivers.learning import LateKey, Learning
+from trims_shim.batching.drivers.replies import BatchFuture, Entry
 from trims_shim.batching.policies.auto import Auto
 from trims_shim.batching.policies.early_drop import EarlyDrop
 from trims_shim.batching.policies.immediate import Immediate
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.profile_store import ProfileStore
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.profiles.profile_store import ProfileStore
 from trims_shim.batching.protocol import Drop, DropReason, Finished, Request, Run
-from trims_shim.batching.replies import BatchFuture, Entry
 from trims_shim.batching.single import Batching
 
 MS = 1_000_000
@@ -168,7 +168,7 @@ def test_what_was_measured_of_one_length_is_known_of_others() -> None:
 
 
 def test_of_many_lengths_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trims_shim.batching.learning._MOST_KEYS", 3)
+    monkeypatch.setattr("trims_shim.batching.drivers.learning._MOST_KEYS", 3)
     learning = make()
     policy, _ = with_rule(learning, OpenBucket(8))
     for number in range(1, 40):
@@ -182,7 +182,7 @@ def test_of_many_lengths_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatc
 def test_a_key_that_comes_again_is_not_forgotten_for_those_that_come_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trims_shim.batching.learning._MOST_KEYS", 3)
+    monkeypatch.setattr("trims_shim.batching.drivers.learning._MOST_KEYS", 3)
     learning = make()
     policy, _ = with_rule(learning)
     for number in range(12):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.lengths import LengthCurve
+from trims_shim.batching.profiles.lengths import LengthCurve
 
 MS = 1_000_000
 

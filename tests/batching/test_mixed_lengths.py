@@ -11,10 +11,10 @@ import torch
 
 from tests.batching.waiting import LONG_S, wait_until
 from trims_shim.batching import Batcher, Pad
-from trims_shim.batching.padding import Padded
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.collating.padding import Padded
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged import StagedModel
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 FLAT = LatencyProfile([10e6] * 8)
 """Whatever the length, and however many: 10 ms."""

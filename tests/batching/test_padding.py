@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trims_shim.batching.buckets import bucket_in, may_share
-from trims_shim.batching.collate import answers, collate_of, columns
-from trims_shim.batching.collates import padded_length
-from trims_shim.batching.padding import Pad, Padded
-from trims_shim.batching.profile_store import key_text
+from trims_shim.batching.collating.collate import answers, collate_of, columns
+from trims_shim.batching.collating.collates import padded_length
+from trims_shim.batching.collating.padding import Pad, Padded
+from trims_shim.batching.profiles.profile_store import key_text
 from trims_shim.errors import BadBatch
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trims_shim.batching.profile import LatencyProfile, slow_sizes, without_noise
+from trims_shim.batching.profiles.profile import LatencyProfile, slow_sizes, without_noise
 
 latencies = st.lists(st.integers(1, 1000), min_size=1, max_size=20)
 

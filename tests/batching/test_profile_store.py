@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trims_shim import config
-from trims_shim.batching.collate import collate_of
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.profile_store import (
+from trims_shim.batching.collating.collate import collate_of
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.profiles.profile_store import (
     ProfileStore,
     SavedProfile,
     key_text,
@@ -138,7 +138,9 @@ def test_profiles_of_another_machine_are_not_used(
     store: ProfileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.save("classify", None, SAVED)
-    monkeypatch.setattr("trims_shim.batching.profile_store.machine_text", lambda: "another")
+    monkeypatch.setattr(
+        "trims_shim.batching.profiles.profile_store.machine_text", lambda: "another"
+    )
     assert store.load("classify") is None
 
 
@@ -187,7 +189,7 @@ def test_a_store_that_cannot_be_written_says_so_once(
 def test_the_oldest_of_too_many_are_deleted(
     store: ProfileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trims_shim.batching.profile_store._LIMIT_FILES", 3)
+    monkeypatch.setattr("trims_shim.batching.profiles.profile_store._LIMIT_FILES", 3)
     os.mkdir(store.directory)
     others = ["photo.jpg", "notes.json", ".hidden"]
     for name in others:
@@ -224,8 +226,8 @@ def test_prepared_models_may_be_kept_beside_it(tmp_path: Path) -> None:
 
 PRINT_KEY = """
 import numpy as np
-from trims_shim.batching.collate import collate_of
-from trims_shim.batching.profile_store import key_text
+from trims_shim.batching.collating.collate import collate_of
+from trims_shim.batching.profiles.profile_store import key_text
 print(key_text(collate_of("auto").key({"b": np.zeros(3), "a": ("x", np.int8(1)), "c": [1]})))
 """
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.profiling import LearnedProfile, measure, sizes_to_measure
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.profiles.profiling import LearnedProfile, measure, sizes_to_measure
 
 MS = 1_000_000
 LINE = LatencyProfile.linear(2, 20, max_batch_size=32)

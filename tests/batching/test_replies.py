@@ -9,7 +9,14 @@ import threading
 import pytest
 
 from tests.batching.waiting import LONG_S, join, start
-from trims_shim.batching.replies import BatchFuture, BlockedCall, Entry, Failure, Seat, deliver
+from trims_shim.batching.drivers.replies import (
+    BatchFuture,
+    BlockedCall,
+    Entry,
+    Failure,
+    Seat,
+    deliver,
+)
 
 
 @pytest.mark.parametrize("end", ["cancel", "set_result", "set_exception"])

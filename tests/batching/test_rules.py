@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Drop, DropReason, Request
 from trims_shim.batching.rules import Rule
 

@@ -17,9 +17,9 @@ from random import Random
 import pytest
 
 from trims_shim.batching import Batcher
-from trims_shim.batching.learning import Learning
+from trims_shim.batching.drivers.learning import Learning
 from trims_shim.batching.policies import POLICIES
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Cancelled, Finished, Policy, Request
 from trims_shim.batching.simulator import gamma, requests, simulate
 from trims_shim.batching.single import Batching

@@ -13,7 +13,7 @@ import pytest
 
 import trims_shim.batching
 from trims_shim.batching import Batcher
-from trims_shim.batching.flex import FlexBatcher
+from trims_shim.batching.flex.batcher import FlexBatcher
 
 FOLDER = Path(__file__).parents[1] / "typed"
 STUB = Path(trims_shim.batching.__file__).with_name("signatures.pyi")

@@ -8,7 +8,7 @@ import pytest
 
 from trims_shim.batching import single
 from trims_shim.batching.policies import EarlyDrop, Immediate
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import (
     FLUSH,
     NEVER_NS,

@@ -12,7 +12,7 @@ import pytest
 
 from tests.batching.waiting import LONG_S
 from trims_shim.batching import Batcher
-from trims_shim.batching.flex import FlexBatcher
+from trims_shim.batching.flex.batcher import FlexBatcher
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.staged import StagedModel
 from trims_shim.stack import check_stack

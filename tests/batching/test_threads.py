@@ -17,10 +17,10 @@ import pytest
 
 from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
 from trims_shim.batching import Batcher, threads
-from trims_shim.batching.jobs import Job
+from trims_shim.batching.drivers.jobs import Job
+from trims_shim.batching.drivers.replies import BatchFuture, Entry, Seat
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.protocol import NEVER_NS, Request
-from trims_shim.batching.replies import BatchFuture, Entry, Seat
 
 greedy = functools.partial(Batcher, policy="immediate")
 # Until a batch is full, or the batcher is drained, however long a busy machine needs for that.
@@ -509,7 +509,7 @@ def test_a_worker_without_memory_fails_its_batch_and_serves_the_next_one(
         for error in errors:
             raise error
 
-    monkeypatch.setattr("trims_shim.batching.threads.adopt_torch_threads", without_memory)
+    monkeypatch.setattr("trims_shim.batching.drivers.threads.adopt_torch_threads", without_memory)
     with greedy(runners) as batcher:
         with pytest.raises(MemoryError):
             batcher.submit(1).result(LONG_S)

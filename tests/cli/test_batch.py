@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trims_shim.batching.policies import POLICIES
-from trims_shim.batching.profile_store import SavedProfile, load_profile, save_profile
+from trims_shim.batching.profiles.profile_store import SavedProfile, load_profile, save_profile
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 

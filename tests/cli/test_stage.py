@@ -13,12 +13,12 @@ import pytest
 from onnx_models import perceptron, save
 
 from trims_shim.batching import Batcher
-from trims_shim.batching.staged.profile_files import (
+from trims_shim.batching.staged.profiles.profile_files import (
     SavedStages,
     load_saved_stages,
     save_staged_profile,
 )
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 

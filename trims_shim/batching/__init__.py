@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from trims_shim.batching.batcher import Batcher, batched
-from trims_shim.batching.collate import Collate
-from trims_shim.batching.exit_points import exit_point
-from trims_shim.batching.flex import FlexBatcher, PreemptionStats
-from trims_shim.batching.padding import Pad, Padded
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.replies import BatchFuture
+from trims_shim.batching.collating.collate import Collate
+from trims_shim.batching.collating.padding import Pad, Padded
+from trims_shim.batching.drivers.replies import BatchFuture
+from trims_shim.batching.flex.batcher import FlexBatcher, PreemptionStats
+from trims_shim.batching.flex.exit_points import exit_point
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.statistics import BatcherStats, Percentiles
 
 __all__ = [

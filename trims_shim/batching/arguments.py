@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from trims_shim import config
-from trims_shim.batching.functions import without_partial
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.profile_store import ProfileStore, load_profile
+from trims_shim.batching.drivers.functions import without_partial
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.profiles.profile_store import ProfileStore, load_profile
 from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.errors import ConfigError
 

@@ -34,20 +34,20 @@ from trims_shim.batching.arguments import (
     takes_self,
     whole,
 )
-from trims_shim.batching.collate import Collate, CollateSpec
-from trims_shim.batching.dispatch import Dispatch
-from trims_shim.batching.engine import Engine, EngineKind
-from trims_shim.batching.instances import Beside, Inside, InstanceEngines
-from trims_shim.batching.options import Options
+from trims_shim.batching.collating.collate import Collate, CollateSpec
+from trims_shim.batching.drivers.dispatch import Dispatch
+from trims_shim.batching.drivers.engine import Engine, EngineKind
+from trims_shim.batching.drivers.instances import Beside, Inside, InstanceEngines
+from trims_shim.batching.drivers.options import Options
+from trims_shim.batching.drivers.replies import BatchFuture, BlockedCall, Entry, Reply
+from trims_shim.batching.drivers.streams import END, StreamReply
 from trims_shim.batching.policies.registry import POLICIES, rule_maker
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
-from trims_shim.batching.replies import BatchFuture, BlockedCall, Entry, Reply
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.stage_statistics import StagedStats
 from trims_shim.batching.statistics import BatcherStats
-from trims_shim.batching.streams import END, StreamReply
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BatcherClosed
 
@@ -103,7 +103,8 @@ class Batcher(Generic[Item, Result, Piece]):
     stages ``"dvabatch"``.
     ``profile``: how long batches take, or a file with it. If not given, it is learned and kept for
     the next process. Each batch refreshes it in both cases.
-    ``collate``: how items become batches, see :func:`~trims_shim.batching.collate.collate_of`;
+    ``collate``: how items become batches, see
+    :func:`~trims_shim.batching.collating.collate.collate_of`;
     ``batch_sizes``: the only sizes the function sees; smaller batches are filled up.
     ``queue_size``: how many requests may wait. Beyond that callers wait for room, or with
     ``when_full="reject"`` get :class:`~trims_shim.errors.QueueFull`.
@@ -708,7 +709,7 @@ def _plain_kind(
 @functools.cache
 def _staged() -> ModuleType:
     """The module that only models in stages need."""
-    from trims_shim.batching.staged import front
+    from trims_shim.batching.staged.drivers import front
 
     return front
 
@@ -716,7 +717,7 @@ def _staged() -> ModuleType:
 @functools.cache
 def _aio() -> ModuleType:
     """The module that needs asyncio, which takes 50 ms to import."""
-    from trims_shim.batching import aio
+    from trims_shim.batching.drivers import aio
 
     return aio
 

@@ -54,8 +54,8 @@ class Request:
     """One item to be answered. As an event: it has arrived.
 
     Only requests of equal ``key`` (an input's signature, a model's name) share a batch, or of keys
-    of one family (:func:`~trims_shim.batching.buckets.family_of`). Those of higher ``priority`` go
-    first. ``payload`` is the driver's; policies never look at it.
+    of one family (:func:`~trims_shim.batching.buckets.family_of`). Those of higher
+    ``priority`` go first. ``payload`` is the driver's; policies never look at it.
     """
 
     number: int

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from trims_shim.batching.buckets import Family
 from trims_shim.batching.ordering import DeadlineQueue
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Drop, DropReason, Finished, Request
 
 __all__ = ["Rule", "RuleMaker", "duration_ns"]

@@ -15,9 +15,9 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, overload
 from typing_extensions import Self, TypedDict, TypeVar, Unpack
 
 from trims_shim.batching.batcher import Batcher
-from trims_shim.batching.collate import CollateSpec
-from trims_shim.batching.padding import Pad
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.collating.collate import CollateSpec
+from trims_shim.batching.collating.padding import Pad
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.staged.model import StagedModel
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trims_shim.batching import Batcher
-from trims_shim.batching.collate import Collate, answers, collate_of, columns
-from trims_shim.batching.profile import LatencyProfile, slow_sizes
-from trims_shim.batching.profile_store import SavedProfile, save_profile
-from trims_shim.batching.profiling import measure, sizes_to_measure
+from trims_shim.batching.collating.collate import Collate, answers, collate_of, columns
+from trims_shim.batching.profiles.profile import LatencyProfile, slow_sizes
+from trims_shim.batching.profiles.profile_store import SavedProfile, save_profile
+from trims_shim.batching.profiles.profiling import measure, sizes_to_measure
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.targets import import_from_here, items_of, named
 from trims_shim.cli.text import print_json, table

@@ -12,9 +12,9 @@ from random import Random
 from typing import Any
 
 from trims_shim.batching.policies import POLICIES, rule_maker
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.profile_json import LARGEST_SIZE
-from trims_shim.batching.profile_store import load_profile
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.profiles.profile_json import LARGEST_SIZE
+from trims_shim.batching.profiles.profile_store import load_profile
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import (

@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trims_shim.batching.lanes import Lane, lane_of
-from trims_shim.batching.profile_store import machine_text
-from trims_shim.batching.profiling import measure, sizes_to_measure
-from trims_shim.batching.staged.diversity import stretch_gain
+from trims_shim.batching.drivers.lanes import Lane, lane_of
+from trims_shim.batching.profiles.profile_store import machine_text
+from trims_shim.batching.profiles.profiling import measure, sizes_to_measure
 from trims_shim.batching.staged.model import StagedModel
-from trims_shim.batching.staged.profile_files import SavedStages, save_staged_profile
-from trims_shim.batching.staged.profiling import (
+from trims_shim.batching.staged.profiles.diversity import stretch_gain
+from trims_shim.batching.staged.profiles.profile_files import SavedStages, save_staged_profile
+from trims_shim.batching.staged.profiles.profiling import (
     MAX_TRIES,
     StagePasses,
     StagesTry,
     best_try,
     try_stages,
 )
-from trims_shim.batching.staged.stage_profile import WIDE
-from trims_shim.batching.staged.width import measure_width
+from trims_shim.batching.staged.profiles.stage_profile import WIDE
+from trims_shim.batching.staged.profiles.width import measure_width
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.stage_target import StageTarget
 from trims_shim.cli.targets import import_from_here, on_device

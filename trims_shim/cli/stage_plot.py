@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.staged.profile_files import SavedStages, load_saved_stages
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.staged.profiles.profile_files import SavedStages, load_saved_stages
 from trims_shim.cli.drawing import Drawing, Line, Panel, show
 from trims_shim.cli.exits import Exit
 from trims_shim.errors import ConfigError

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trims_shim.batching import Batcher
-from trims_shim.batching.collate import Collate, collate_of, columns
-from trims_shim.batching.collates import Columns
+from trims_shim.batching.collating.collate import Collate, collate_of, columns
+from trims_shim.batching.collating.collates import Columns
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.cli.targets import items_of, made, named
 from trims_shim.errors import ConfigError, StagingError

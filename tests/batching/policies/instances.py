@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from batching.checking import Checked, History, Observer, drive, ms
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Event, Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.single import Batching

@@ -7,7 +7,7 @@ import pytest
 from batching.checking import ms
 from batching.policies.instances import Instance, run
 from trims_shim.batching.policies import AIMD
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Finished, Request
 
 PROFILE = LatencyProfile.linear(2, 20, max_batch_size=16)

@@ -11,7 +11,7 @@ import pytest
 from batching.checking import ms
 from trims_shim.batching.policies import POLICIES
 from trims_shim.batching.policies.auto import Auto
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, TIMER, Finished, Request, Run, Signal
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import Outcome, Report, gamma, requests, simulate

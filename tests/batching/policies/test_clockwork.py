@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from batching.checking import ms
 from batching.policies.instances import Instance, instances, run
 from trims_shim.batching.policies import Clockwork
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import DropReason, Request
 
 PROFILE = LatencyProfile.linear(2, 20, max_batch_size=8)

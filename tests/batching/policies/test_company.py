@@ -6,7 +6,7 @@ import pytest
 
 from batching.checking import ms
 from trims_shim.batching.policies.company import Company
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 
 LINE = LatencyProfile.linear(2, 20, max_batch_size=4)
 

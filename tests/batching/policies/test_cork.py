@@ -9,7 +9,7 @@ import pytest
 from batching.checking import ms
 from batching.policies.instances import Instance, run
 from trims_shim.batching.policies import Cork
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import DropReason, Finished, Request
 
 PROFILE = LatencyProfile.linear(2, 20, max_batch_size=4)

@@ -20,7 +20,7 @@ from batching.checking import Checked, ms
 from batching.policies.instances import Instance, instances, run
 from trims_shim.batching.buckets import OpenBucket
 from trims_shim.batching.policies import POLICIES, Proteus
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import (
     FLUSH,
     NEVER_NS,

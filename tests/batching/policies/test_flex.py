@@ -15,7 +15,7 @@ from trims_shim.batching.policies.choice import Choice, by_need, by_size
 from trims_shim.batching.policies.flex import Flex
 from trims_shim.batching.policies.generation import Generation, by_earliest, by_largest, by_window
 from trims_shim.batching.policies.preemptible import PreemptibleModel, even_exits
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import (
     FLUSH,
     Action,

@@ -15,7 +15,7 @@ from trims_shim.batching.policies.generation import (
     by_largest,
     by_window,
 )
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 
 RULES = (by_earliest, by_largest, by_window)

@@ -10,7 +10,7 @@ from batching.checking import ms
 from batching.policies.instances import Instance, offline_optimum, run
 from trims_shim.batching.policies.early_drop import EarlyDrop
 from trims_shim.batching.policies.goodput import Goodput
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import DropReason, Request
 from trims_shim.batching.rules import Rule
 

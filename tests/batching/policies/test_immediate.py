@@ -5,7 +5,7 @@ from __future__ import annotations
 from batching.checking import ms
 from batching.policies.instances import Instance, run
 from trims_shim.batching.policies import Immediate
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 
 

@@ -14,7 +14,7 @@ from trims_shim.batching.buckets import OpenBucket, family_of
 from trims_shim.batching.policies.goodput import Goodput
 from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.policies.mixing import companions
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.rules import Rule
 

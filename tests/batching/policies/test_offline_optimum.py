@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from batching.checking import ms
 from batching.policies.instances import Instance, instances, offline_optimum, run
 from trims_shim.batching.policies import POLICIES, Auto, EarlyDrop
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.rules import RuleMaker
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trims_shim.batching.policies.preemptible import PreemptibleModel, even_exits
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS
 
 PROFILE = LatencyProfile([100, 200])

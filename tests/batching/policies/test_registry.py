@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trims_shim.batching.policies import POLICIES, Window, rule_maker
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.rules import Rule
 
 PROFILE = LatencyProfile([1, 2])

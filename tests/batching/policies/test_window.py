@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batching.checking import Checked, ms
 from batching.policies.instances import Instance, instances, run
 from trims_shim.batching.policies import Window
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 
 PROFILE = LatencyProfile.linear(2, 20, max_batch_size=3)

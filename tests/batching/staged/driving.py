@@ -14,11 +14,11 @@ from random import Random
 from typing import Any
 
 from tests.batching.staged.models import Subject
-from trims_shim.batching.collate import collate_of
+from trims_shim.batching.collating.collate import collate_of
 from trims_shim.batching.protocol import FLUSH, TIMER, Cancelled, Drop, Event, Request, Run
 from trims_shim.batching.rules import Rule
-from trims_shim.batching.staged.batches import Part, Piece
-from trims_shim.batching.staged.flow import NotJoinable, join, take
+from trims_shim.batching.staged.drivers.flow import NotJoinable, join, take
+from trims_shim.batching.staged.mechanism.batches import Part, Piece
 from trims_shim.batching.staged.model import EarlyExit, Loop, Stepped
 from trims_shim.batching.staged.scheduler import RunStage, StagedBatching, StageEnded
 from trims_shim.batching.staged.staged_rules import StagedRule

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trims_shim.batching.collate import CollateSpec, collate_of
-from trims_shim.batching.padding import Pad
+from trims_shim.batching.collating.collate import CollateSpec, collate_of
+from trims_shim.batching.collating.padding import Pad
 from trims_shim.batching.staged.model import EarlyExit, Loop, Shared, StagedModel, Stepped
 
 __all__ = ["KINDS", "Subject", "make_subject"]

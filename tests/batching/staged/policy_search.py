@@ -19,11 +19,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import FLUSH, Action, Cancelled, Event, Request
-from trims_shim.batching.staged.batches import Batch, Part
+from trims_shim.batching.staged.mechanism.batches import Batch, Part
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import RunStage, StagedBatching, StageEnded
-from trims_shim.batching.staged.stage_profile import StagedProfile
 from trims_shim.batching.staged.staged_rules import StagedRule
 
 __all__ = ["PolicyLimits", "PolicySearch", "search_policy"]

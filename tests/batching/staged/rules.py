@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.staged.batches import Batch, Part
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.staged.mechanism.batches import Batch, Part
 from trims_shim.batching.staged.staged_rules import StagedRule
 
 __all__ = ["joining", "splitting"]

@@ -28,11 +28,11 @@ from itertools import product
 from unittest import mock
 
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.staged import buffers, stage_executors
-from trims_shim.batching.staged.batches import Batch, Part, PartState
-from trims_shim.batching.staged.buffers import BUFFER_TRANSITIONS, BufferState
-from trims_shim.batching.staged.pipeline import Pipeline
-from trims_shim.batching.staged.stage_executors import EXECUTOR_TRANSITIONS, ExecutorState
+from trims_shim.batching.staged.mechanism import buffers, stage_executors
+from trims_shim.batching.staged.mechanism.batches import Batch, Part, PartState
+from trims_shim.batching.staged.mechanism.buffers import BUFFER_TRANSITIONS, BufferState
+from trims_shim.batching.staged.mechanism.pipeline import Pipeline
+from trims_shim.batching.staged.mechanism.stage_executors import EXECUTOR_TRANSITIONS, ExecutorState
 
 __all__ = ["Limits", "Search", "Violation", "World", "search"]
 

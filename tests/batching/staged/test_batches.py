@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.staged.batches import Batch, BatchTable, Part, PartState, Piece
+from trims_shim.batching.staged.mechanism.batches import Batch, BatchTable, Part, PartState, Piece
 
 
 def requests(*numbers: int, weight: int = 1) -> list[Request]:

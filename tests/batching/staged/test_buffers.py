@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.staged.batches import Batch, BatchTable
-from trims_shim.batching.staged.buffers import (
+from trims_shim.batching.staged.mechanism.batches import Batch, BatchTable
+from trims_shim.batching.staged.mechanism.buffers import (
     BUFFER_TRANSITIONS,
     Buffer,
     BufferEvent,

@@ -20,7 +20,7 @@ from tests.batching.staged.rules import joining, splitting
 from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
 from trims_shim.batching import Batcher
 from trims_shim.batching.policies.window import Window
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged import EarlyExit, Loop, StagedModel, Stepped
 from trims_shim.batching.staged.staged_rules import StagedRule
 from trims_shim.errors import BatcherClosed, BatchingError, RequestDropped

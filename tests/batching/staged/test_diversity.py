@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.staged.diversity import (
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.staged.profiles.diversity import (
     Diversity,
     has_input_diversity,
     has_load_diversity,
@@ -15,7 +15,7 @@ from trims_shim.batching.staged.diversity import (
     preferred_size,
     stretch_gain,
 )
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 
 def line(alpha_ms: float, beta_ms: float, largest: int = 64) -> LatencyProfile:

@@ -25,10 +25,10 @@ from tests.batching.waiting import LONG_S, join, start
 from trims_shim.batching import Batcher
 from trims_shim.batching.policies.auto import Auto
 from trims_shim.batching.policies.window import Window
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.rules import Rule
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import StagedBatching
-from trims_shim.batching.staged.stage_profile import StagedProfile
 
 LARGEST = 5
 NUMBERS = 24

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batching.checking import ms
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import (
     FLUSH,
     NEVER_NS,
@@ -25,8 +25,8 @@ from trims_shim.batching.protocol import (
 )
 from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.policies.registry import STAGED_POLICIES, staged_rule_maker
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import RunStage, StagedBatching, StageEnded
-from trims_shim.batching.staged.stage_profile import StagedProfile
 
 PLAIN = ("auto", "cork", "early_drop", "immediate", "window")
 every_policy = pytest.mark.parametrize("name", [*STAGED_POLICIES, *PLAIN])

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trims_shim.batching.staged.flow import NotJoinable, join, rows_of, take
+from trims_shim.batching.staged.drivers.flow import NotJoinable, join, rows_of, take
 from trims_shim.batching.staged.model import Shared
 from trims_shim.errors import BadBatch
 

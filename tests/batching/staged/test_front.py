@@ -14,10 +14,10 @@ from tests.batching.staged.rules import joining
 from tests.batching.waiting import LONG_S, join, start
 from trims_shim.batching import Batcher, Pad, batched
 from trims_shim.batching.policies.window import Window
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged import Loop, StagedModel, StagedProfile, Stepped
 from trims_shim.batching.staged.policies import STAGED_POLICIES
-from trims_shim.batching.staged.profile_files import SavedStages, save_staged_profile
+from trims_shim.batching.staged.profiles.profile_files import SavedStages, save_staged_profile
 from trims_shim.batching.staged.scheduler import StagedBatching
 from trims_shim.errors import BadBatch
 

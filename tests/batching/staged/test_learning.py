@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from tests.batching.staged.rules import joining
-from trims_shim.batching.learning import LateKey
-from trims_shim.batching.lengths import LengthCurve
+from trims_shim.batching.drivers.learning import LateKey
+from trims_shim.batching.drivers.replies import BatchFuture, Entry
 from trims_shim.batching.policies.immediate import Immediate
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.profile_store import ProfileStore
+from trims_shim.batching.profiles.lengths import LengthCurve
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.profiles.profile_store import ProfileStore
 from trims_shim.batching.protocol import Drop, DropReason, Request
-from trims_shim.batching.replies import BatchFuture, Entry
 from trims_shim.batching.single import Batching
-from trims_shim.batching.staged.batches import Batch, Part, Piece
-from trims_shim.batching.staged.jobs import StageJob
-from trims_shim.batching.staged.learning import LearnedStages, StagedLearning
-from trims_shim.batching.staged.running import StageOutput
+from trims_shim.batching.staged.drivers.jobs import StageJob
+from trims_shim.batching.staged.drivers.running import StageOutput
+from trims_shim.batching.staged.mechanism.batches import Batch, Part, Piece
+from trims_shim.batching.staged.profiles.learning import LearnedStages, StagedLearning
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import RunStage, StagedBatching
-from trims_shim.batching.staged.stage_profile import StagedProfile
 
 MS = 1_000_000
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged.model import EarlyExit, Loop, StagedModel, Stepped
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 PROFILE = StagedProfile.even(LatencyProfile.linear(1, 1, max_batch_size=4), 2)
 

@@ -7,8 +7,8 @@ from collections.abc import Collection
 import pytest
 
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.staged.batches import Batch, Part, PartState, Piece
-from trims_shim.batching.staged.pipeline import Pipeline
+from trims_shim.batching.staged.mechanism.batches import Batch, Part, PartState, Piece
+from trims_shim.batching.staged.mechanism.pipeline import Pipeline
 
 
 def requests(*numbers: int, key: str = "a") -> list[Request]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.staged.profile_files import (
+from trims_shim.batching.staged.profiles.profile_files import (
     SavedStages,
     load_saved_stages,
     save_staged_profile,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trims_shim.batching.staged.model import EarlyExit, Loop, StagedModel, Stepped
-from trims_shim.batching.staged.profiling import (
+from trims_shim.batching.staged.profiles.profiling import (
     MAX_TRIES,
     StagePasses,
     StagesTry,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from trims_shim.batching.functions import BatchFunction
-from trims_shim.batching.lanes import CpuLane, CudaLane
+from trims_shim.batching.drivers.functions import BatchFunction
+from trims_shim.batching.drivers.lanes import CpuLane, CudaLane
+from trims_shim.batching.drivers.replies import BatchFuture, Entry
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.replies import BatchFuture, Entry
 from trims_shim.batching.staged import EarlyExit, Loop, Shared, StagedModel, Stepped
-from trims_shim.batching.staged.batches import Piece
-from trims_shim.batching.staged.running import StageRunner, without_graph
+from trims_shim.batching.staged.drivers.running import StageRunner, without_graph
+from trims_shim.batching.staged.mechanism.batches import Piece
 from trims_shim.errors import BadBatch
 
 Keep = [lambda items: items]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trims_shim.batching.policies import Auto, Immediate
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import (
     FLUSH,
     NEVER_NS,
@@ -21,9 +21,9 @@ from trims_shim.batching.protocol import (
     Request,
 )
 from trims_shim.batching.rules import Rule
-from trims_shim.batching.staged.batches import Batch, Part
+from trims_shim.batching.staged.mechanism.batches import Batch, Part
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import RunStage, StagedBatching, StageEnded
-from trims_shim.batching.staged.stage_profile import StagedProfile
 from trims_shim.batching.staged.staged_rules import StagedRule
 
 PROFILE = StagedProfile([LatencyProfile([10, 20, 30, 40])] * 4)

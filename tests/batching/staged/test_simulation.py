@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trims_shim.batching.policies import Immediate, Window
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import (
     FLUSH,
     TIMER,
@@ -24,11 +24,11 @@ from trims_shim.batching.protocol import (
 )
 from trims_shim.batching.simulator import Report, poisson, requests, simulate
 from trims_shim.batching.single import Batching
-from trims_shim.batching.staged.batches import Batch, Part
+from trims_shim.batching.staged.mechanism.batches import Batch, Part
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import RunStage, StagedBatching, StageEnded
 from trims_shim.batching.staged.simulation import simulate_staged
 from trims_shim.batching.staged.stage_device import StageDevice, full_demand
-from trims_shim.batching.staged.stage_profile import StagedProfile
 from trims_shim.batching.staged.staged_rules import StagedRule
 
 MS = 1_000_000

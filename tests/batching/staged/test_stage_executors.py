@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.staged.batches import BatchTable, Part
-from trims_shim.batching.staged.stage_executors import (
+from trims_shim.batching.staged.mechanism.batches import BatchTable, Part
+from trims_shim.batching.staged.mechanism.stage_executors import (
     EXECUTOR_TRANSITIONS,
     ExecutorEvent,
     ExecutorState,

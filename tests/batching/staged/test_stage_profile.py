@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 tables = st.integers(1, 5).flatmap(
     lambda most: st.lists(

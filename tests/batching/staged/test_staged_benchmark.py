@@ -20,7 +20,7 @@ from benchmarks.staged_policies_report import Cell, gains, plot, report
 from benchmarks.staged_scenes import LOADS, SCENES, line_stages, measured_scene, run
 from benchmarks.staged_systems import PEAK_SYSTEMS, SYSTEMS, is_of
 from trims_shim.batching.simulator import Report
-from trims_shim.batching.staged.profile_files import SavedStages, save_staged_profile
+from trims_shim.batching.staged.profiles.profile_files import SavedStages, save_staged_profile
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.staged.batches import BatchTable
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.mechanism.batches import BatchTable
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.staged_rules import StagedRule
 
 PROFILE = StagedProfile([LatencyProfile([10, 20])] * 2)

@@ -24,7 +24,7 @@ from benchmarks import staged_cell, staged_serving, staged_serving_report  # noq
 from benchmarks.batching_load import Record  # noqa: E402
 from benchmarks.staged_models import LENGTHS, Served, make_served  # noqa: E402
 from benchmarks.staged_serving import LONE, QUICK, SIDES, phases_of  # noqa: E402
-from trims_shim.batching.collate import collate_of  # noqa: E402
+from trims_shim.batching.collating.collate import collate_of  # noqa: E402
 
 MS = 1_000_000
 served_of = functools.cache(make_served)

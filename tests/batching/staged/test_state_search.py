@@ -13,11 +13,11 @@ from batching.staged import policy_search, state_search
 from batching.staged.policy_search import PolicyLimits, search_policy
 from batching.staged.state_search import Limits, Search, search
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.staged.batches import Batch, BatchTable, Part, PartState
-from trims_shim.batching.staged.buffers import Buffer, BufferState
-from trims_shim.batching.staged.pipeline import Pipeline
+from trims_shim.batching.staged.mechanism.batches import Batch, BatchTable, Part, PartState
+from trims_shim.batching.staged.mechanism.buffers import Buffer, BufferState
+from trims_shim.batching.staged.mechanism.pipeline import Pipeline
+from trims_shim.batching.staged.mechanism.stage_executors import StageExecutor
 from trims_shim.batching.staged.scheduler import StagedBatching
-from trims_shim.batching.staged.stage_executors import StageExecutor
 
 PIPELINED = Limits()
 SERIAL = Limits(pairs=1, batches=3, devices=3)

@@ -7,7 +7,7 @@ Clipper's code, requests whose deadline has passed are given up before they are 
 
 from __future__ import annotations
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, DropReason, Finished
 from trims_shim.batching.rules import Rule
 

@@ -37,7 +37,7 @@ from trims_shim.batching.policies.company import Company
 from trims_shim.batching.policies.goodput import Goodput
 from trims_shim.batching.policies.recent import Recent
 from trims_shim.batching.policies.tempo import Tempo
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Finished, Request
 
 __all__ = ["Auto"]

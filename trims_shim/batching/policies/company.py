@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from math import floor
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 
 __all__ = ["Company"]
 

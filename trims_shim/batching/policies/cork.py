@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import DropReason, Finished, Request
 from trims_shim.batching.rules import Rule
 

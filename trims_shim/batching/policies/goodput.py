@@ -27,7 +27,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 
 from trims_shim.batching.policies.mixing import companions
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import DropReason
 from trims_shim.batching.rules import Rule
 

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from trims_shim.batching.policies.early_drop import EarlyDrop
 from trims_shim.batching.policies.recent import Recent
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Finished
 
 __all__ = ["LateRequests", "Proteus"]

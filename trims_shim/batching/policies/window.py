@@ -5,7 +5,7 @@ Ignores deadlines and latencies, drops nothing, and serves late requests.
 
 from __future__ import annotations
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.rules import Rule, duration_ns
 
 __all__ = ["Window"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.staged.activations import EarlyExit, Shared, Stepped
 from trims_shim.batching.staged.model import Loop, StagedModel
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.stage_statistics import StagedStats, StageStats
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trims_shim.batching.arrays import library_of
-from trims_shim.batching.structures import parts_of
+from trims_shim.batching.collating.arrays import library_of
+from trims_shim.batching.collating.structures import parts_of
 
 __all__ = ["is_close"]
 

@@ -24,8 +24,8 @@ from trims_shim.batching.protocol import (
 )
 from trims_shim.batching.rules import Rule
 from trims_shim.batching.single import Batching, urgency
-from trims_shim.batching.staged.batches import Batch, Part
-from trims_shim.batching.staged.pipeline import Pipeline
+from trims_shim.batching.staged.mechanism.batches import Batch, Part
+from trims_shim.batching.staged.mechanism.pipeline import Pipeline
 from trims_shim.batching.staged.staged_rules import StagedRule
 
 __all__ = ["RunStage", "StageEnded", "StagedBatching"]

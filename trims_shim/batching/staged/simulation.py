@@ -24,7 +24,7 @@ from trims_shim.batching.protocol import (
     Run,
 )
 from trims_shim.batching.simulator.loop import Execution, Outcome, check_progress, leave
-from trims_shim.batching.staged.batches import Part, Piece
+from trims_shim.batching.staged.mechanism.batches import Part, Piece
 from trims_shim.batching.staged.scheduler import RunStage, StageEnded
 from trims_shim.batching.staged.stage_device import DeviceTime, StageDevice
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 from typing import Generic, TypeVar
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 __all__ = [
     "DeviceTime",

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from trims_shim.batching.rules import Rule
-from trims_shim.batching.staged.batches import Batch, Part
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.mechanism.batches import Batch, Part
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 __all__ = ["StagedRule"]
 
@@ -38,10 +38,10 @@ class StagedRule(Rule):
 
         Called when a device is free, the queue is not empty and the batch, of the same key, can be
         stretched: it was not split, and newcomers would meet it
-        (:meth:`~trims_shim.batching.staged.pipeline.Pipeline.may_stretch`). ``room`` is at least 1.
-        Newcomers meet the part ahead before ``part.stage`` if it is not running, and else before
-        the next stage. Until then that part waits; bounding the wait is up to the rule. May give
-        requests up, as ``choose`` does.
+        (:meth:`~trims_shim.batching.staged.mechanism.pipeline.Pipeline.may_stretch`). ``room`` is
+        at least 1. Newcomers meet the part ahead before ``part.stage`` if it is not running, and
+        else before the next stage. Until then that part waits; bounding the wait is up to the rule.
+        May give requests up, as ``choose`` does.
         """
         return 0
 

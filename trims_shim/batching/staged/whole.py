@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trims_shim.batching.replies import FAILURES
-from trims_shim.batching.splitting import split
+from trims_shim.batching.collating.splitting import split
+from trims_shim.batching.drivers.replies import FAILURES
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 
 __all__ = ["answers_of", "run_steps", "run_whole"]

@@ -23,8 +23,8 @@ from tests.batching.staged.decoding.decoders import (
     without_cache,
 )
 from trims_shim.batching import Batcher, batched
-from trims_shim.batching.collate import collate_of
-from trims_shim.batching.padding import Pad
+from trims_shim.batching.collating.collate import collate_of
+from trims_shim.batching.collating.padding import Pad
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.staged.decoding.generating import generation
 from trims_shim.batching.staged.model import EarlyExit, StagedModel

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trims_shim.batching.padding import Pad, Padded
+from trims_shim.batching.collating.padding import Pad, Padded
 from trims_shim.batching.staged.decoding.prompts import PromptBatch, prompts_of
 
 ROWS = [[5, 6], [7], [1, 2, 3]]

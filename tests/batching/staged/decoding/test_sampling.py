@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.batching.staged.decoding.decoders import VOCABULARY, HandWritten
 from tests.batching.staged.decoding.test_generating import Arrivals, decoder, prompt
 from trims_shim.batching import Batcher
-from trims_shim.batching.padding import Pad
+from trims_shim.batching.collating.padding import Pad
 from trims_shim.batching.staged.decoding.generating import generation
 from trims_shim.batching.staged.decoding.sampling import (
     Chance,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.rules import Rule
-from trims_shim.batching.staged.batches import Batch, BatchTable, Part, PartState
+from trims_shim.batching.staged.mechanism.batches import Batch, BatchTable, Part, PartState
 
 __all__ = ["Place", "batch_at", "queue_up"]
 

@@ -13,16 +13,16 @@ import pytest
 
 from batching.staged.policies.boards import batch_at, queue_up
 from trims_shim.batching.policies import Auto, Immediate
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import Report, gamma, requests
-from trims_shim.batching.staged.diversity import Diversity
 from trims_shim.batching.staged.policies import DVABatch, LoadDiversity, OperatorDiversity
+from trims_shim.batching.staged.profiles.diversity import Diversity
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import StagedBatching
 from trims_shim.batching.staged.simulation import StagedOutcome, simulate_staged
 from trims_shim.batching.staged.stage_device import StageDevice, demand_of_best_size, full_demand
-from trims_shim.batching.staged.stage_profile import StagedProfile
 
 SIZE = 32
 LINE = StagedProfile([LatencyProfile.linear(0.3, 4, max_batch_size=SIZE)] * 4)

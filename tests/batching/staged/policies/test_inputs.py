@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from batching.checking import ms
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.staged.policies.inputs import InputDiversity
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 # The first stage takes 14 ms with a full batch; the whole takes 22 ms for one and 24 for two.
 PROFILE = StagedProfile([LatencyProfile.linear(1, 10, max_batch_size=4)] * 2)

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from batching.checking import ms
 from batching.staged.policies.boards import Place, batch_at, queue_up
 from trims_shim.batching.policies import Immediate
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, DropReason, Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator.arrivals import poisson
-from trims_shim.batching.staged.batches import Batch
+from trims_shim.batching.staged.mechanism.batches import Batch
 from trims_shim.batching.staged.policies.load import LoadDiversity
 from trims_shim.batching.staged.policies.staged_auto import StagedAuto
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import StagedBatching
 from trims_shim.batching.staged.simulation import simulate_staged
 from trims_shim.batching.staged.stage_device import StageDevice, full_demand
-from trims_shim.batching.staged.stage_profile import StagedProfile
 
 STAGE = LatencyProfile.linear(1, 10, max_batch_size=16)
 PROFILE = StagedProfile([STAGE] * 4)

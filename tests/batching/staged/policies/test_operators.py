@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from batching.checking import ms
 from batching.staged.policies.boards import batch_at, queue_up
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.batching.staged.policies.operators import OperatorDiversity, ways_to_split
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 
 def plateau(whole_ms: float, preferred: int) -> LatencyProfile:

@@ -6,10 +6,10 @@ import pytest
 
 from batching.checking import ms
 from batching.staged.policies.boards import batch_at, queue_up
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.batching.staged.policies.paper import PaperDVABatch
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 # Up to 4 take as long as 4.
 STEP = LatencyProfile(max(size, 4) for size in range(1, 17))

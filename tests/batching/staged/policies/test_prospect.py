@@ -6,7 +6,7 @@ from math import exp
 
 import pytest
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged.policies.prospect import Prospect
 
 ALPHA, BETA = 1000, 5000

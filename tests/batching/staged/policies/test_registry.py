@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from trims_shim.batching.policies import POLICIES
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.policies import STAGED_POLICIES, LoadDiversity, staged_rule_maker
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 PROFILE = StagedProfile([LatencyProfile([1, 2])] * 2)
 

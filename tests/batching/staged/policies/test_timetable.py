@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batching.staged.policies.boards import batch_at
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.staged.batches import BatchTable
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.staged.mechanism.batches import BatchTable
 from trims_shim.batching.staged.policies.timetable import Timetable, levels_of, together_ns
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 # Stages of 10 + 1 b, 20 + 2 b and 10 + 1 b.
 PROFILE = StagedProfile(

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from trims_shim.batching.arguments import whole
-from trims_shim.batching.arrays import torch_in_this_thread
+from trims_shim.batching.collating.arrays import torch_in_this_thread
 from trims_shim.batching.staged.decoding.key_values import (
     NOTHING_SEEN,
     GrowingCache,

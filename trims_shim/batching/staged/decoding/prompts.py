@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from trims_shim.batching.padding import Padded
+from trims_shim.batching.collating.padding import Padded
 from trims_shim.batching.staged.decoding.sampling import GREEDY, Chance, Sampling, chance_of
 
 __all__ = ["PromptBatch", "prompts_of"]

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.rules import Rule
-from trims_shim.batching.staged.batches import Batch, Part
-from trims_shim.batching.staged.diversity import Diversity
+from trims_shim.batching.staged.mechanism.batches import Batch, Part
 from trims_shim.batching.staged.policies.inputs import InputDiversity
 from trims_shim.batching.staged.policies.load import LoadDiversity
 from trims_shim.batching.staged.policies.operators import OperatorDiversity
 from trims_shim.batching.staged.policies.staged_auto import StagedAuto
+from trims_shim.batching.staged.profiles.diversity import Diversity
 
 __all__ = ["DVABatch"]
 

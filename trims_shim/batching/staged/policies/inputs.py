@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.batching.rules import Rule, duration_ns
 from trims_shim.batching.staged.policies.staged_auto import StagedAuto

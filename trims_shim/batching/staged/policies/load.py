@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, DropReason
 from trims_shim.batching.rules import duration_ns
-from trims_shim.batching.staged.batches import Batch
+from trims_shim.batching.staged.mechanism.batches import Batch
 from trims_shim.batching.staged.policies.staged_auto import RUN_NS, StagedAuto
 from trims_shim.batching.staged.policies.timetable import Level, levels_of, together_ns
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.staged.batches import Part
-from trims_shim.batching.staged.diversity import has_operator_diversity
+from trims_shim.batching.staged.mechanism.batches import Part
 from trims_shim.batching.staged.policies.staged_auto import RUN_NS, StagedAuto
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.profiles.diversity import has_operator_diversity
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 __all__ = ["OperatorDiversity", "ways_to_split"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trims_shim.batching.policies.immediate import Immediate
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.rules import duration_ns
-from trims_shim.batching.staged.batches import Batch, Part
+from trims_shim.batching.staged.mechanism.batches import Batch, Part
 from trims_shim.batching.staged.staged_rules import StagedRule
 
 __all__ = ["PaperDVABatch"]

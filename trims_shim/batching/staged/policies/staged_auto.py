@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 from trims_shim.batching.policies.auto import Auto
 from trims_shim.batching.policies.goodput import Goodput
-from trims_shim.batching.profile import LatencyProfile
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.rules import Rule
-from trims_shim.batching.staged.batches import Batch, Part, PartState
+from trims_shim.batching.staged.mechanism.batches import Batch, Part, PartState
 from trims_shim.batching.staged.policies.prospect import Answer, Prospect
 from trims_shim.batching.staged.policies.timetable import Timetable
-from trims_shim.batching.staged.stage_profile import WIDE
+from trims_shim.batching.staged.profiles.stage_profile import WIDE
 from trims_shim.batching.staged.staged_rules import StagedRule
 
 __all__ = ["RUN_NS", "StagedAuto"]

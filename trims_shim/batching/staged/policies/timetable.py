@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trims_shim.batching.staged.batches import Batch, Part, PartState
-from trims_shim.batching.staged.stage_profile import StagedProfile
+from trims_shim.batching.staged.mechanism.batches import Batch, Part, PartState
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 __all__ = ["Level", "Timetable", "levels_of", "together_ns"]
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from trims_shim.batching.arrays import torch_in_this_thread
+from trims_shim.batching.collating.arrays import torch_in_this_thread
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.block_calls import BlockCalls, Prelude, Shell

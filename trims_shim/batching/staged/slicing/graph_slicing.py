@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from trims_shim.batching.arguments import whole
-from trims_shim.batching.profile import LatencyProfile
-from trims_shim.batching.staged.diversity import preferred_size
+from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged.model import StagedModel
+from trims_shim.batching.staged.profiles.diversity import preferred_size
 from trims_shim.batching.staged.slicing.examples import Example, check_stages
 from trims_shim.batching.staged.slicing.graph_stages import GraphStage
 from trims_shim.batching.staged.slicing.tracing import Compiler, TracedModel

@@ -24,7 +24,7 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trims_shim.batching.arrays import torch_in_this_thread
+from trims_shim.batching.collating.arrays import torch_in_this_thread
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.slicing.cutting import Cut
 from trims_shim.batching.staged.slicing.examples import Example, are_identical, has_same_rows

@@ -1,0 +1,102 @@
+"""The engines of methods: one for each instance, gone with it.
+
+An engine that does not refer to its instance is kept beside it (:class:`Beside`). One that may is
+kept inside (:class:`Inside`), as that of a model whose stages are methods of the instance: a
+reference from outside to such an engine would keep both alive for good.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+from trims_shim.batching.drivers.engine import Engine
+
+__all__ = ["Beside", "Inside", "InstanceEngines"]
+
+
+class InstanceEngines(Protocol):
+    """The engines of one batcher. Methods may be called from any thread."""
+
+    def find(self, instance: object) -> Engine | None:
+        """The engine of the instance; None if it has none yet."""
+
+    def keep(self, instance: object, engine: Engine) -> Engine:
+        """Keep ``engine`` unless another thread was first; return the one that is kept."""
+
+
+class Beside:
+    """Engines by the instance's identity, as it need not be hashable. Raises TypeError for an
+    instance without weak references, and says what to do."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[weakref.ref[object], Engine]] = {}
+
+    def find(self, instance: object) -> Engine | None:
+        """See :class:`InstanceEngines`."""
+        found = self._kept.get(id(instance))
+        return found[1] if found is not None and found[0]() is instance else None
+
+    def keep(self, instance: object, engine: Engine) -> Engine:
+        """See :class:`InstanceEngines`."""
+        kept, number = self._kept, id(instance)
+        found = kept.get(number)
+        if found is not None and found[0]() is not instance:
+            _remove(kept, number, found[0])
+        try:
+            reference = weakref.ref(instance, lambda ref: _remove(kept, number, ref))
+        except TypeError:
+            raise TypeError(
+                f"a batched method needs weak references to its instance, and a "
+                f"{type(instance).__name__} has none: add '__weakref__' to its __slots__ "
+                "(of a dataclass: weakref_slot=True)"
+            ) from None
+        return kept.setdefault(number, (reference, engine))[1]
+
+
+class Inside:
+    """Engines in the instance's ``__dict__``, by the batcher's name; beside it if it has none."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"batcher of {name}"
+        self._beside = Beside()
+
+    def find(self, instance: object) -> Engine | None:
+        """See :class:`InstanceEngines`."""
+        attributes = getattr(instance, "__dict__", None)
+        if attributes is None:
+            return self._beside.find(instance)
+        found = attributes.get(self._name)
+        return found.engine if isinstance(found, _Kept) and found.owner() is instance else None
+
+    def keep(self, instance: object, engine: Engine) -> Engine:
+        """See :class:`InstanceEngines`."""
+        attributes = getattr(instance, "__dict__", None)
+        if attributes is None:
+            return self._beside.keep(instance, engine)
+        if self.find(instance) is None:
+            attributes.pop(self._name, None)  # that of the instance of which this one is a copy
+        kept: _Kept = attributes.setdefault(self._name, _Kept(instance, engine))
+        assert kept.engine is not None
+        return kept.engine
+
+
+class _Kept:
+    """An engine in its instance. A copy of the instance, or its pickle, gets an empty one."""
+
+    __slots__ = ("engine", "owner")
+
+    def __init__(self, instance: object = None, engine: Engine | None = None) -> None:
+        self.owner = (lambda: None) if instance is None else weakref.ref(instance)
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+def _remove(
+    kept: dict[int, tuple[weakref.ref[object], Engine]], number: int, ref: weakref.ref[object]
+) -> None:
+    found = kept.get(number)
+    if found is not None and found[0] is ref:
+        del kept[number]

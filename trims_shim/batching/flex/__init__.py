@@ -1,0 +1,1 @@
+"""Several models on the same devices, with preemption (Shepherd's Flex)."""

@@ -1,0 +1,183 @@
+"""Models in stages: several batch functions behind one batcher, with exit points between stages.
+
+Implements what a dispatch uses of :class:`~trims_shim.batching.drivers.functions.BatchFunction`,
+for models by name. Items are joined before the first stage and results split after the last. What
+one stage hands to the next is their own business.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from trims_shim.batching.collating.collate import Collate, CollateSpec, answers
+from trims_shim.batching.drivers.functions import BatchFunction
+from trims_shim.batching.drivers.lanes import Lane
+from trims_shim.batching.drivers.replies import Entry, Failure
+from trims_shim.batching.flex.exit_points import ExitPoints, GivenUp
+from trims_shim.batching.staged.model import Loop, check_stage
+from trims_shim.diagnostics import pass_on
+from trims_shim.errors import BadBatch
+
+__all__ = ["StagedFunctions", "Stages", "stages_of"]
+
+Stage = Callable[..., Any]
+Stages = Sequence[Stage] | Stage | Mapping[str, Sequence[Stage] | Stage]
+"""Callables in their order: the first gets the batch, each other one the previous one's result. An
+``nn.Sequential`` stands for its children; one callable is one stage. If each device has a copy of
+its own: a mapping of device names to stages."""
+
+
+def stages_of(model: Stages, device: str) -> list[Stage]:
+    """The stages of a model on a device. Raises ValueError for none, TypeError for a bad one."""
+    if isinstance(model, Mapping):
+        if device not in model:
+            raise ValueError(f"a model has no stages for {device}; it has {', '.join(model)}")
+        return stages_of(model[device], device)
+    # nn.Sequential is no Sequence, but iterates over its children; other modules do not.
+    stages = list(model) if isinstance(model, Iterable) else [model]
+    for stage in stages:
+        check_stage(stage)
+        if isinstance(stage, Loop):
+            raise TypeError(
+                "a model that ends in a Loop cannot start anew; serve it with a Batcher"
+            )
+    if not stages:
+        raise ValueError("a model needs at least one stage")
+    return stages
+
+
+class _Staged:
+    """One model: its stages on each device, and how its items become batches."""
+
+    def __init__(
+        self, name: str, stages: Mapping[str, list[Stage]], collate: CollateSpec, isolates: bool
+    ) -> None:
+        self.name = name
+        self.stages = stages
+        self.isolates = isolates
+        whole = {device: functools.partial(_run_all, each) for device, each in stages.items()}
+        self.functions = {
+            device: BatchFunction(
+                function,
+                collate=collate,
+                batch_sizes=None,
+                isolate_failures=isolates,
+                takes_owner=False,
+                name=name,
+            )
+            for device, function in whole.items()
+        }
+
+    @property
+    def any_function(self) -> BatchFunction:
+        return next(iter(self.functions.values()))
+
+
+def _run_all(stages: Sequence[Stage], *batch: Any) -> Any:
+    value = stages[0](*batch)
+    for stage in stages[1:]:
+        value = stage(value)
+    return value
+
+
+class StagedFunctions:
+    """Models by name; the ``owner`` of an entry is the name of its model.
+
+    ``devices`` are the names of the devices, ``lanes`` the ways to them, both indexed by the
+    policy's number of the device.
+    """
+
+    is_async = is_generator = False
+
+    def __init__(
+        self,
+        models: Mapping[str, Stages],
+        *,
+        devices: Sequence[str],
+        lanes: Sequence[Lane],
+        collate: CollateSpec,
+        isolate_failures: bool,
+        name: str,
+    ) -> None:
+        if not isinstance(models, Mapping):
+            raise TypeError(f"models is {models!r}; it has to be a mapping of models by name")
+        if not models:
+            raise ValueError("a batcher needs at least one model")
+        self.name = name
+        self.devices = tuple(devices)
+        self.lanes = tuple(lanes)
+        self._models = {
+            each: _Staged(
+                each,
+                {device: stages_of(model, device) for device in self.devices},
+                collate,
+                isolate_failures,
+            )
+            for each, model in models.items()
+        }
+
+    @property
+    def collate(self) -> Collate:
+        """The collate of all models."""
+        return next(iter(self._models.values())).any_function.collate
+
+    def number_of_stages(self, model: str) -> int:
+        """How many stages a model has on the first device."""
+        return len(self._models[model].stages[self.devices[0]])
+
+    def key(self, model: Any, arguments: tuple[Any, ...]) -> Hashable:
+        """Which requests may share a batch. Raises ValueError for an unknown model."""
+        try:
+            found = self._models[model]
+        except (KeyError, TypeError):
+            known = ", ".join(map(repr, self._models))
+            raise ValueError(f"{self.name} has no model {model!r}; it has {known}") from None
+        return model, found.any_function.key(arguments)
+
+    def run(self, entries: Sequence[Entry]) -> list[Any]:
+        """One result or failure for each entry, run on the first device without exit points."""
+        function = self._model_of(entries).functions[self.devices[0]]
+        lane = self.lanes[0]
+        with lane.enter():
+            results = function.run(entries)
+            lane.finish(results)
+        return results
+
+    def run_staged(
+        self, entries: Sequence[Entry], device: int, points: ExitPoints
+    ) -> list[Any] | None:
+        """One result or failure for each entry; None if the batch was given up."""
+        model, name = self._model_of(entries), self.devices[device]
+        function, lane = model.functions[name], self.lanes[device]
+        try:
+            with lane.enter(), points:
+                collate, items, batch = function.joined(entries)
+                value = self._through(model.stages[name], batch, points)
+                lane.finish(value)
+            return answers(collate, value, items, function=model.name)
+        except GivenUp:
+            lane.finish()
+            return None
+        except Exception as error:
+            pass_on(error)  # a time limit of the thread is no fault of an item
+            if len(entries) == 1 or not model.isolates or isinstance(error, BadBatch):
+                return [Failure(error)] * len(entries)
+        # Halves are not given up: when they end, their callers have waited for two batches.
+        middle = len(entries) // 2
+        with lane.enter():
+            results = function.run(entries[:middle]) + function.run(entries[middle:])
+            lane.finish(results)
+        return results
+
+    def _model_of(self, entries: Sequence[Entry]) -> _Staged:
+        name: Any = entries[0].owner
+        return self._models[name]
+
+    def _through(self, stages: Sequence[Stage], batch: Sequence[Any], points: ExitPoints) -> Any:
+        value = stages[0](*batch)
+        for stage in stages[1:]:
+            points.check()
+            value = stage(value)
+        return value

@@ -1,0 +1,1 @@
+"""What obeys staged policies with real models: threads that run stages."""

@@ -1,0 +1,238 @@
+"""Learn how long each stage takes while stages run.
+
+Like :class:`~trims_shim.batching.drivers.learning.Learning`, with a profile for each stage of each
+key. The rules of the policy get them as one :class:`StagedProfile`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from trims_shim.batching.collating.collates import padded_size
+from trims_shim.batching.drivers.jobs import Job
+from trims_shim.batching.drivers.learning import Learning, plain_key
+from trims_shim.batching.profiles.lengths import LengthCurve
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.profiles.profile_store import ProfileStore
+from trims_shim.batching.profiles.profiling import LearnedProfile
+from trims_shim.batching.protocol import Policy
+from trims_shim.batching.rules import RuleMaker
+from trims_shim.batching.staged.drivers.jobs import StageJob
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
+from trims_shim.batching.staged.scheduler import StagedBatching
+
+__all__ = ["LearnedStages", "StagedLearning"]
+
+
+_UNREACHED: Mapping[int, float] = {1: 1.0}
+"""Of a stage that was not measured because all rows had left before it."""
+
+
+class LearnedStages(LearnedProfile):
+    """A learned profile for each stage, and the profile of the whole that they make."""
+
+    def __init__(
+        self,
+        stages: int,
+        prior: LatencyProfile | None = None,
+        *,
+        batch_sizes: Sequence[int] | None = None,
+        width: float | None = None,
+        curves: Sequence[LengthCurve] = (),
+        length: int = 0,
+    ) -> None:
+        """``width``: used if ``prior`` has none. ``curves``: one for each stage, or none at all."""
+        super().__init__(prior, batch_sizes=batch_sizes)
+        if prior is not None and not isinstance(prior, StagedProfile):
+            prior = StagedProfile.even(prior, stages)
+        priors = prior.stages if prior is not None else (None,) * stages
+        self.stages = tuple(
+            LearnedProfile(each, batch_sizes=batch_sizes, curve=curve, length=length)
+            for each, curve in zip(priors, curves or (None,) * stages, strict=True)
+        )
+        self._has_curves = bool(curves)
+        self._preferred: Sequence[float] | None = None
+        if prior is not None:
+            # Preferring the largest known size sets no limit: larger ones may gain more.
+            known = prior.max_batch_size
+            self._preferred = [math.inf if each >= known else each for each in prior.preferred]
+        self.has_width = prior is not None and prior.width is not None
+        """The width was measured, not assumed."""
+        self._width = prior.width if prior is not None and self.has_width else width
+        self._whole: StagedProfile | None = None
+        self._news = set(range(stages))
+        """Stages with observations that the whole does not include yet."""
+
+    @property
+    def is_doubted(self) -> bool:
+        """See :class:`LearnedProfile`: whether any stage is."""
+        return any(each.is_doubted for each in self.stages)
+
+    @property
+    def count(self) -> int:
+        """See :class:`LearnedProfile`: that of the stage with the fewest."""
+        return min(each.count for each in self.stages)
+
+    def observe(self, size: int, duration_ns: int, part: int = 0) -> bool:
+        """See :class:`LearnedProfile`."""
+        self._news.add(part)
+        return self.stages[part].observe(size, duration_ns)
+
+    def doubt(self) -> bool:
+        """See :class:`LearnedProfile`."""
+        found = [each.doubt() for each in self.stages]  # a list: any() would stop at the first
+        self._news.update(range(len(found)))
+        return any(found)
+
+    def profile(self, max_batch_size: int) -> StagedProfile:
+        """See :class:`LearnedProfile`."""
+        whole, stages, news = self._whole, self.stages, self._news
+        if whole is None or whole.max_batch_size != max_batch_size:
+            return self._made_of([each.profile(max_batch_size) for each in stages])
+        if self._has_curves:  # other lengths may have brought news for any stage
+            news.update(n for n, each in enumerate(stages) if each.is_due(max_batch_size))
+        for stage in news:
+            if stages[stage].is_due(max_batch_size):
+                break
+        else:
+            return whole
+        # Renew all at once: rules spend more on a new profile than it takes to make.
+        parts = [
+            each.renewed(max_batch_size) if stage in news else part
+            for stage, (each, part) in enumerate(zip(stages, whole.stages, strict=True))
+        ]
+        news.clear()
+        return self._made_of(parts)
+
+    def _made_of(self, parts: Sequence[LatencyProfile]) -> StagedProfile:
+        largest = min(each.max_batch_size for each in parts)
+        sure = [int(min(each.largest_sure, largest)) for each in self.stages]
+        preferred = None
+        if self._preferred is not None:
+            preferred = [int(min(each, largest)) for each in self._preferred]
+        self._whole = StagedProfile(parts, preferred=preferred, width=self._width, sure=sure)
+        return self._whole
+
+
+class StagedLearning(Learning):
+    """Makes policies for a model of ``stages`` stages, and keeps their profiles fresh.
+
+    ``pairs``, ``has_loop`` and ``max_active`` are those of :class:`StagedBatching`. ``width`` is
+    assumed for the device where it was not measured. With ``is_whole`` the only stage runs like any
+    function, under a plain :class:`Batching`.
+    """
+
+    def __init__(
+        self,
+        maker: RuleMaker,
+        *,
+        stages: int,
+        is_whole: bool,
+        has_loop: bool,
+        pairs: int,
+        max_active: int | None,
+        width: float | None = None,
+        **others: Any,
+    ) -> None:
+        """``others`` are those of :class:`Learning`."""
+        # Set these first: the base class makes a policy to check that it can.
+        self._parts = stages
+        self._is_whole = is_whole
+        self._has_loop = has_loop
+        self._pairs = pairs
+        self._max_active = max_active
+        self._width = width
+        super().__init__(maker, **others)
+        self.mixes_lengths = self.mixes_lengths and not has_loop
+
+    def make_policy(self) -> Policy:
+        """See :class:`Learning`."""
+        if self._is_whole:
+            return super().make_policy()
+        return StagedBatching(
+            self._make_rule,
+            stages=self._parts,
+            devices=self._devices,
+            pairs=self._pairs,
+            has_loop=self._has_loop,
+            max_active=self._max_active,
+            max_weight=self._max_batch_weight,
+        )
+
+    def _learn(self, policy: Policy, job: Job) -> bool:
+        first, rows, is_beside = 0, len(job.live or ()), False
+        durations_ns = [job.ended_ns - job.started_ns]
+        if isinstance(job, StageJob):
+            first, rows, durations_ns = job.stage, job.size, job.durations_ns
+            is_beside = job.is_beside
+        key = plain_key(job.key)
+        size = padded_size(rows, self._batch_sizes)
+        learned = self._learned_of(key)
+        assert isinstance(learned, LearnedStages)
+        if is_beside and learned.has_width and not learned.is_doubted:
+            return True  # rules start from the duration alone, and that was measured with the width
+        kin = self._kin_of(key)
+        counts = [
+            kin.observe(learned, size, duration_ns, stage)
+            for stage, duration_ns in enumerate(durations_ns, first)
+        ]
+        self._refresh(policy, key, learned)
+        if kin.curves:
+            self._refresh_another(policy, kin)
+        return all(counts)
+
+    def measured_stages(
+        self,
+        key: Hashable,
+        durations_ns: Sequence[Mapping[int, float]],
+        *,
+        width: float | None = None,
+    ) -> LatencyProfile:
+        """Like :meth:`measured`, with the durations of each stage and the width of the device."""
+        pads = self._batch_sizes is not None
+        largest = max(max(each) for each in durations_ns if each)
+        prior = StagedProfile(
+            [
+                LatencyProfile.measured(each or _UNREACHED, max_batch_size=largest, pads=pads)
+                for each in durations_ns
+            ],
+            width=width,
+        )
+        return self._start_anew(key, prior, durations_ns)
+
+    def _make_learned(
+        self, prior: LatencyProfile | None, curves: Sequence[LengthCurve], length: int
+    ) -> LearnedProfile:
+        return LearnedStages(
+            self._parts,
+            prior,
+            batch_sizes=self._batch_sizes,
+            width=self._width,
+            curves=curves,
+            length=length,
+        )
+
+    def _trial_profile(self) -> LatencyProfile:
+        return StagedProfile([super()._trial_profile()] * self._parts)
+
+    # --- kept for the next process ----------------------------------------------------------------
+
+    def _kept(
+        self, key: Hashable, learned: LearnedProfile
+    ) -> list[tuple[Hashable, Mapping[int, float]]]:
+        assert isinstance(learned, LearnedStages)
+        return [
+            (self._kept_as(key, stage), each.known_latencies_ns(self.max_batch_size))
+            for stage, each in enumerate(learned.stages)
+        ]
+
+    def _load(self, name: str, key: Hashable, store: ProfileStore) -> LatencyProfile | None:
+        saved = [store.load(name, self._kept_as(key, stage)) for stage in range(self._parts)]
+        parts = [each.profile for each in saved if each is not None]
+        return StagedProfile(parts) if len(parts) == self._parts else None
+
+    def _kept_as(self, key: Hashable, stage: int) -> Hashable:
+        # The number of stages is in the key: slicing the model differently gives other stages.
+        return key, f"stage {stage} of {self._parts}"
