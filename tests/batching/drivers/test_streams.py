@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.batching.test_aio import run
+from tests.batching.drivers.test_aio import run
 from tests.batching.waiting import LONG_S, Endless, wait_until
 from trims_shim.batching import Batcher
 from trims_shim.batching.policies.window import Window
