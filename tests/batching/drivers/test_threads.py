@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
-from trims_shim.batching import Batcher, threads
+from trims_shim.batching import Batcher
+from trims_shim.batching.drivers import threads
 from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.replies import BatchFuture, Entry, Seat
 from trims_shim.batching.policies.window import Window
