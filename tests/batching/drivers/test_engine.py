@@ -208,7 +208,8 @@ def test_what_is_queued_is_answered_before_the_end(prefix: str) -> None:
 
 def test_a_batch_that_hangs_does_not_keep_the_interpreter() -> None:
     result = run_script("""
-        from trims_shim.batching import Batcher, engine
+        from trims_shim.batching import Batcher
+        from trims_shim.batching.drivers import engine
         engine.EXIT_S = 0.2
         started = threading.Event()
         def hang(items):
