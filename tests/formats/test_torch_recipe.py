@@ -237,6 +237,11 @@ def _recursive_through_tuple() -> Any:
     return values
 
 
+def _shared_without_elements() -> Any:
+    tensor = torch.zeros(0)
+    return [tensor, tensor.view(0, 3)]
+
+
 def _tensor_attribute() -> Any:
     state = OrderedDict(a=1)
     state.extra = _tensor(1)  # type: ignore[attr-defined]
@@ -271,6 +276,7 @@ _REFUSED: dict[str, Any] = {
     "recursion": _recursive,
     "recursion through a tuple": _recursive_through_tuple,
     "tensor attribute": _tensor_attribute,
+    "shared storage without elements": _shared_without_elements,
     "huge integer": lambda: 1 << 3000,
     "nested key": lambda: {((1,),): 2},
     "function": lambda: os.getcwd,

@@ -487,6 +487,27 @@ def test_who_watches_gets_torchs_own(
     assert devices.opened == []
 
 
+@pytest.mark.parametrize("is_of_thread", [False, True], ids=["older", "2.15"])
+def test_sparse_tensors_that_a_failed_load_left_are_torchs_to_validate(
+    devices: Devices,
+    save: Callable[..., str],
+    is_of_thread: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[torch.Tensor] = []
+    older = (torch._utils, "_sparse_tensors_to_validate")
+    newer = (torch.serialization._serialization_tls, "sparse_tensors_to_validate")
+    there, absent = (newer, older) if is_of_thread else (older, newer)
+    monkeypatch.setattr(*there, left, raising=False)
+    monkeypatch.delattr(*absent, raising=False)
+    assert torch_load.POINTS[1].probe() is None
+    path = save(state())
+    assert shared(torch.load(path, map_location="cuda")["table"])
+    left.append(torch.eye(3).to_sparse())
+    outcome(lambda: torch.load(path, map_location="cuda"))
+    assert len(devices.opened) == 1
+
+
 class Watching(torch.overrides.TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -132,6 +132,15 @@ def zero_elements(work: Work, shape: tuple[int, ...]) -> object:
     return _loaded_in_both_ways(work, with_bulk([torch.empty(shape), torch.empty(shape)]))
 
 
+@cases({"dtype": torch.float32, "dtypes": torch.int32}, served=True)
+def zero_elements_shared(work: Work, dtype: torch.dtype) -> object:
+    """Such tensors share a storage from torch 2.15 on, and have each their own before."""
+    empty = torch.empty(0)
+    path = work.file("model.pt", saved(with_bulk([empty, empty.view(dtype)])))
+    tensors = torch.load(path)["value"]
+    return [tensors, len({tensor.untyped_storage()._cdata for tensor in tensors})]
+
+
 @case(served=True)
 def many_small_tensors(work: Work) -> object:
     values = {f"layer.{number}": counting(7, start=number) for number in range(300)}

@@ -15,7 +15,7 @@ pickle that turns out to be refused:
 Invariant: the result is what ``torch.load`` returns for the same bytes, with and without
 ``weights_only``: in types, order, and which objects are the same object. What one of them refuses,
 warns about or treats differently is refused here (``torch/_weights_only_unpickler.py``,
-``torch/_utils.py`` and ``_load`` of ``torch/serialization.py``, read at 2.13). So is any memo
+``torch/_utils.py`` and ``_load`` of ``torch/serialization.py``, read at 2.15). So is any memo
 numbering but the consecutive one that every CPython pickler writes.
 
 A table maps opcodes to actions. Nearly all bytes of a state dict are the same thirty opcodes again
@@ -224,7 +224,7 @@ class _Reader:
         return _resolved(self._root, values)
 
     def share_storage(self, kind: Global, key: Any, location: Any, elements: Any) -> int:
-        """Index of the storage of this key, anew if it is empty; it must be described the same."""
+        """Index of the storage of this key; it must be described the same each time."""
         if type(key) is not str or type(location) is not str or type(elements) is not int:
             raise UnsupportedFormat(f"storage {reprlib.repr((key, location, elements))}: not plain")
         element = STORAGE_TYPES[kind.name]
@@ -239,8 +239,8 @@ class _Reader:
         elif self.storages[index] != spec:
             raise UnsupportedFormat(f"storage {key!r}: described in two ways")
         elif not elements:
-            index = len(self.storages)
-            self.storages.append(spec)
+            # The tensors share one storage from torch 2.15 on, and have each their own before.
+            raise UnsupportedFormat(f"storage {key!r}: empty, and used twice")
         return index
 
     # Stack machine

@@ -327,8 +327,18 @@ def _is_plain_torch() -> bool:
         and not serialization._serialization_tls.skip_data
         and list(serialization._package_registry) == _STOCK_REGISTRY
         and tuple(_rebuilders()) == _STOCK_REBUILDERS
-        and not torch._utils._sparse_tensors_to_validate
+        and not _sparse_tensors()
     )
+
+
+def _sparse_tensors() -> Any:
+    """Return the sparse tensors that torch has yet to validate, also those of a load that failed.
+
+    Raises AttributeError in a torch that keeps them elsewhere.
+    """
+    name = "sparse_tensors_to_validate"  # this thread's own, from torch 2.15 on
+    of_thread = getattr(serialization._serialization_tls, name, None)
+    return torch._utils._sparse_tensors_to_validate if of_thread is None else of_thread
 
 
 def _rebuilders() -> tuple[Any, ...]:
@@ -438,13 +448,13 @@ def _empty(reader: Any, name: str) -> Any:
 def _probe_load() -> str | None:
     for path in (
         "torch._utils:_rebuild_tensor_v2",
-        "torch._utils:_sparse_tensors_to_validate",
         "torch.serialization:_package_registry",
         "torch.serialization:_serialization_tls",
     ):
         module, _, name = path.partition(":")
         if name not in vars(sys.modules[module]):
             return f"{path} is gone"
+    _sparse_tensors()
     return None
 
 
