@@ -517,9 +517,10 @@ def test_captures_of_programs_that_share_nothing(
 
 
 def test_both_ends_of_a_capture_are_seams() -> None:
-    names = ("torch.cuda.CUDAGraph.capture_begin", "torch.cuda.CUDAGraph.capture_end")
-    assert tuple(each.name for each in torch_unshare.POINTS[3:5]) == names
-    for each in torch_unshare.POINTS[3:5]:
+    of_cuda = ("torch.cuda.CUDAGraph.capture_begin", "torch.cuda.CUDAGraph.capture_end")
+    of_any = ("torch.accelerator.Graph.capture_begin", "torch.accelerator.Graph.capture_end")
+    assert tuple(each.name for each in torch_unshare.POINTS[3:7]) == of_cuda + of_any
+    for each in torch_unshare.POINTS[3 : 7 if "torch.accelerator.graphs" in sys.modules else 5]:
         assert callable(points.resolve(each.target).original)
 
 

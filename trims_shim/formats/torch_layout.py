@@ -33,11 +33,7 @@ _MAX_DIMENSIONS = 64
 
 # Named tuples, not dataclasses: the builder unpacks hundreds of them while a load waits.
 class StorageSpec(NamedTuple):
-    """A storage: the record ``data/<key>``, of ``elements`` elements of ``dtype``.
-
-    Storages without elements appear once for each reference, as in torch, which shares only
-    storages that have memory.
-    """
+    """A storage: the record ``data/<key>``, of ``elements`` elements of ``dtype``."""
 
     key: str
     storage_type: str

@@ -348,6 +348,20 @@ POINTS: tuple[PatchPoint, ...] = (
         wrap=_wrap_capture_end,
     ),
     PatchPoint(
+        name="torch.accelerator.Graph.capture_begin",
+        target="torch.accelerator.graphs:Graph.capture_begin",
+        supported="about 2.12 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_capture,
+    ),
+    PatchPoint(
+        name="torch.accelerator.Graph.capture_end",
+        target="torch.accelerator.graphs:Graph.capture_end",
+        supported="about 2.12 and newer",
+        probe=torch_device.missing_capability,
+        wrap=_wrap_capture_end,
+    ),
+    PatchPoint(
         name="torch.optim.Optimizer.load_state_dict",
         target="torch.optim.optimizer:Optimizer.load_state_dict",
         supported="2.4 and newer",
