@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
-import io
 import os
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from trims_shim import config
 from trims_shim.config import SETTINGS, Config, ShareOrSize, load, parse_size
 from trims_shim.errors import ConfigError
+from trims_shim.memory import limits
 
 GIB = 1 << 30
 
@@ -201,7 +200,7 @@ class TestParsers:
             parse_size(text)
 
     def test_percentages_are_of_the_memory_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(config, "memory_limit_bytes", lambda: 1000)
+        monkeypatch.setattr(limits, "memory_limit_bytes", lambda: 1000)
         assert [parse_size(text) for text in ("0%", "40%", "12.5 %", "100%")] == [0, 400, 125, 1000]
 
     @pytest.mark.parametrize(
@@ -228,7 +227,7 @@ class TestParsers:
     def test_a_share_of_a_device_is_not_one_of_the_machine(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(config, "memory_limit_bytes", lambda: pytest.fail("looked at RAM"))
+        monkeypatch.setattr(limits, "memory_limit_bytes", lambda: pytest.fail("looked at RAM"))
         assert load({}, host_bytes="1G", device_bytes="40%").device_bytes.of(10) == 4
 
     @pytest.mark.parametrize("text", ["", "%", "101%", "-1%", "nan%", "1X", "-1", "99999999T"])
@@ -295,46 +294,6 @@ class TestParsers:
             assert settings.text(name) == text
             return
         assert f"TRIMS_{name.upper()} (argument)" in refusal
-
-
-class TestMemoryLimit:
-    def limit(self, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> int:
-        def fake_open(path: str, *_: object, **__: object) -> io.StringIO:
-            if path not in files:
-                raise FileNotFoundError(path)
-            return io.StringIO(files[path])
-
-        monkeypatch.setattr(builtins, "open", fake_open)
-        limit = config.memory_limit_bytes()
-        monkeypatch.undo()
-        return limit
-
-    def test_ram_without_cgroups(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        assert self.limit(monkeypatch, {}) == ram
-        files = {"/proc/self/cgroup": "0::/a\n", "/sys/fs/cgroup/a/memory.max": "max\n"}
-        assert self.limit(monkeypatch, files) == ram
-
-    def test_the_tightest_of_version_2(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        files = {
-            "/proc/self/cgroup": "0::/outer/inner\n",
-            "/sys/fs/cgroup/outer/inner/memory.max": "9000\n",
-            "/sys/fs/cgroup/outer/memory.max": "5000\n",
-            "/sys/fs/cgroup/memory.max": "7000\n",
-        }
-        assert self.limit(monkeypatch, files) == 5000
-
-    def test_at_the_root_of_a_container(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        files = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/memory.max": "4096\n"}
-        assert self.limit(monkeypatch, files) == 4096
-
-    def test_version_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        files = {
-            "/proc/self/cgroup": "5:cpu:/x\n4:hugetlb,memory:/a\nnonsense\n",
-            "/sys/fs/cgroup/memory/a/memory.limit_in_bytes": "8192",
-            "/sys/fs/cgroup/memory/x/memory.limit_in_bytes": "1",
-        }
-        assert self.limit(monkeypatch, files) == 8192
 
 
 class TestConfig:

@@ -29,7 +29,6 @@ __all__ = [
     "is_setting",
     "load",
     "load_usable",
-    "memory_limit_bytes",
     "parse_size",
     "platform_problem",
 ]
@@ -133,6 +132,8 @@ def parse_size(text: str) -> int:
     """Return the bytes in ``512``, ``64K``, ``1.5GiB`` or ``40%`` (of this process's memory)."""
     body = text.strip().upper()
     if body.endswith("%"):
+        from trims_shim.memory.limits import memory_limit_bytes
+
         return int(memory_limit_bytes() * _share(body[:-1], text))
     for suffix in ("IB", "B"):
         if body.endswith(suffix):
@@ -198,45 +199,6 @@ def _share(number: str, text: str) -> float:
     if not 0 <= percent <= 100:
         raise ConfigError(f"{text!r} is not between 0% and 100%")
     return percent / 100
-
-
-def memory_limit_bytes() -> int:
-    """Return the memory this process may use: RAM, or the tightest cgroup limit around it."""
-    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _cgroup_limit_files():
-        try:
-            with open(path) as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        if text.isdecimal():
-            limit = min(limit, int(text))
-    return limit
-
-
-def _cgroup_limit_files() -> list[str]:
-    files = []
-    try:
-        with open("/proc/self/cgroup") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number != "0" and "memory" not in controllers.split(","):
-            continue
-        root, name = (
-            ("/sys/fs/cgroup", "memory.max")
-            if number == "0"
-            else ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
-        )
-        while True:
-            files.append(f"{root}{path.rstrip('/')}/{name}")
-            if path in ("/", ""):
-                break
-            path = os.path.dirname(path)
-    return files
 
 
 def _any(text: str) -> str:

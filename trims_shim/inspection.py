@@ -33,6 +33,7 @@ from trims_shim.daemon.prepared import directory as prepared_directory
 from trims_shim.daemon.prepared.directory import PreparedSettings
 from trims_shim.errors import ConfigError, PatchError, TrimsError
 from trims_shim.memory import copying_native
+from trims_shim.memory.limits import machine_bytes, memory_limit_bytes
 from trims_shim.memory.nvml import INSTALL
 from trims_shim.patches.points import resolve
 from trims_shim.wire.endpoint import Endpoint
@@ -534,8 +535,8 @@ def _limits() -> LimitStatus:
     return LimitStatus(
         open_files_soft=soft,
         open_files_hard=hard,
-        memory_bytes=configuration.memory_limit_bytes(),
-        physical_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=memory_limit_bytes(),
+        physical_memory_bytes=machine_bytes(),
     )
 
 

@@ -19,7 +19,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from trims_shim.config import Config, ShareOrSize, memory_limit_bytes
+from trims_shim.config import Config, ShareOrSize
 from trims_shim.daemon.device.loader import DeviceLoader
 from trims_shim.daemon.device.peer_copying import PeerCopies
 from trims_shim.daemon.device.uploading import Uploader
@@ -31,7 +31,7 @@ from trims_shim.errors import DriverFailure, TrimsError, UnknownDevice, UnknownI
 from trims_shim.memory import nvml
 from trims_shim.memory.device import DeviceMemory
 from trims_shim.memory.driver import driver
-from trims_shim.memory.host import available_bytes
+from trims_shim.memory.limits import available_bytes, memory_limit_bytes
 from trims_shim.specs import HOST_TIER, DeviceId, Digest, Identity
 from trims_shim.wire import admin
 

@@ -38,7 +38,6 @@ __all__ = [
     "SealedSegment",
     "TmpfsMemory",
     "WritableSegment",
-    "available_bytes",
     "open_best",
     "open_memory",
     "probe",
@@ -280,15 +279,6 @@ def _close_failed(held: Held, writable: int, readable: int) -> None:
     for descriptor in (writable, readable):
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def available_bytes() -> int:
-    """Return the memory available without swapping (MemAvailable), page cache included."""
-    with open("/proc/meminfo", "rb") as file:
-        for line in file:
-            if line.startswith(b"MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return 1 << 62  # Unknown before Linux 3.14: no reason to refuse.
 
 
 @dataclass(frozen=True, slots=True)

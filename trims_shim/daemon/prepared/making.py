@@ -32,7 +32,7 @@ from trims_shim.daemon.prepared.manifest import FileStamp, Manifest
 from trims_shim.daemon.prepared.preparing import Preparation
 from trims_shim.daemon.workers import Workers
 from trims_shim.errors import NotServed, TrimsError
-from trims_shim.memory.host import available_bytes
+from trims_shim.memory.limits import available_bytes
 from trims_shim.memory.memfd import is_sealed
 from trims_shim.specs import Identity
 from trims_shim.wire import duties, messages

@@ -69,7 +69,7 @@ from trims_shim.errors import (
     NotServed,
     TooManyRequests,
 )
-from trims_shim.memory.host import available_bytes
+from trims_shim.memory.limits import available_bytes
 from trims_shim.specs import Identity
 from trims_shim.wire import admin, messages
 
