@@ -267,7 +267,7 @@ def test_a_packet_is_enough(connection: Connection, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(zmq, "Context", context)
     assert connection.open_prepared(asked()).outcome == "unknown"
     assert not made
-    long = asked(search_path=("/" + "a" * messages.HANDOVER_PACKET_LIMIT_BYTES,))
+    long = asked(digest="e" * 64, search_path=("/" + "a" * messages.HANDOVER_PACKET_LIMIT_BYTES,))
     assert connection.open_prepared(long).outcome == "unknown"
     assert [each.closed for each in made] == [True]
 

@@ -111,6 +111,25 @@ class TestOpening:
         started(store, asking())
         assert store.open(asking(), 1, may_start=False) == Wait()
 
+    def test_one_at_a_time_may_offer_what_nobody_knows(self) -> None:
+        store = new_store()
+
+        def ask(session: int, now: int = 1, *, key: str = A, offers: bool = False) -> object:
+            return store.open(asking(key, session=session, flight=key), now, may_start=offers)
+
+        assert ask(1) == Unknown()
+        assert [ask(1), ask(2), ask(3)] == [Wait()] * 3
+        assert ask(2, key=B) == Unknown()
+        store.close_session(1, 2)
+        assert [ask(2), ask(3)] == [Unknown(), Wait()]
+        assert ask(3, 59 * SECOND) == Wait()
+        assert ask(3, 61 * SECOND) == Unknown(), "the other one took too long"
+        assert ask(2, 60 * SECOND) == Unknown(), "the clock was set back"
+        job = ask(4, 62 * SECOND, offers=True)
+        assert isinstance(job, Start)
+        store.unwanted(job.job)
+        assert ask(1, 62 * SECOND) == Unknown(), "the offer was not wanted after all"
+
     def test_a_limited_number_waits(self) -> None:
         store = new_store()
         jobs = [started(store, asking(flight=n)) for n in range(prepared_store.JOBS_LIMIT)]

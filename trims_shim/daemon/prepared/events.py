@@ -116,7 +116,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """There is no such entry, and the request may not start anything."""
+    """There is no such entry. The request may not start anything, but may be followed by one."""
 
 
 Answer: TypeAlias = Grant | Start | Wait | Unknown | Failure

@@ -9,7 +9,8 @@ Rules
    (:meth:`PreparedStore.learn`).
 2. No request waits: while a model is prepared, the answer says so. There is one preparation for
    each flight (the model as it was offered, and the recipe) and for each key, and a limit on how
-   many wait for their turn.
+   many wait for their turn. Of those who ask for the same unknown content, one at a time is told
+   that it may be offered.
 3. Room is reserved when the content is known, and the real size is charged when the model is made.
    Entries that nobody leases are dropped for it, least recently used first; all or nothing.
 4. A leased entry is never evicted. One whose files are damaged is lost, leases or not: mappings
@@ -52,6 +53,9 @@ JOBS_LIMIT = 32
 """Each job holds a descriptor, and the last one waits for all the others."""
 _KNOWN_LIMIT = 4096
 _NAMES_PER_ENTRY = 16
+_AWAITED_LIMIT = 256
+_AWAITED_NS = 60 * 10**9
+"""A client offers a content when it has made its own session of it, if at all."""
 
 
 @dataclass(slots=True)
@@ -92,6 +96,8 @@ class PreparedStore:
         self._known: Recent[tuple[Identity, str], Known] = Recent(_KNOWN_LIMIT)
         self._refusals = Refusals()
         self._leases: Leases[str] = Leases(numbers)
+        self._awaited: Recent[str, tuple[int, int]] = Recent(_AWAITED_LIMIT)
+        """The session that may offer a content, and since when."""
 
     # --- what files hold --------------------------------------------------------------------------
 
@@ -125,7 +131,8 @@ class PreparedStore:
         if failure is not None:
             return failure
         if not may_start:
-            return Unknown()
+            return self._await_offer(asking, now_ns)
+        self._awaited.pop(asking.key, None)
         if len(self._jobs) >= JOBS_LIMIT:
             message = f"{JOBS_LIMIT} models wait to be prepared; load it again later"
             return Failure("busy", message, is_lasting=False)
@@ -145,6 +152,8 @@ class PreparedStore:
         """The connection is gone, and with it its leases; preparations go on."""
         for key in self._leases.close_session(session):
             self._use(self._entries[key], now_ns)
+        for key in [key for key, (owner, _) in self._awaited.items() if owner == session]:
+            del self._awaited[key]
 
     # --- preparations -----------------------------------------------------------------------------
 
@@ -274,6 +283,16 @@ class PreparedStore:
         # The clock may have been set back: a use now is still the last one.
         entry.used_ns = now_ns if now_ns >= self._last_used_ns else self._last_used_ns + 1
         self._last_used_ns = entry.used_ns
+
+    def _await_offer(self, asking: Asking, now_ns: int) -> Unknown | Wait:
+        """Let one client copy the content for us; the others would do it in vain."""
+        if asking.key in self._awaited:
+            _, since_ns = self._awaited[asking.key]
+            if 0 <= now_ns - since_ns < _AWAITED_NS:
+                return Wait()
+        if asking.key:
+            self._awaited.put(asking.key, (asking.session, now_ns))
+        return Unknown()
 
     def _is_under_way(self, asking: Asking) -> bool:
         return any(
