@@ -17,7 +17,7 @@ from harness import wait_until
 from preparations import apply_points
 
 from trims_shim.daemon.preparer.installation import installation
-from trims_shim.errors import NotServed
+from trims_shim.errors import MemoryFailure, NotServed
 from trims_shim.patches import onnxruntime_models as models
 from trims_shim.patches import onnxruntime_recipe as recipes
 from trims_shim.wire.messages import SessionRecipe
@@ -340,6 +340,14 @@ def test_a_sealed_copy_of_bytes() -> None:
             os.ftruncate(descriptor, 0)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_bytes_are_not_copied_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "available_bytes", lambda: 400)
+    with models.offered(bytes(100)):
+        pass
+    with pytest.raises(MemoryFailure, match="101 bytes"), models.offered(bytes(101)):
+        pass
 
 
 def test_digests_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:

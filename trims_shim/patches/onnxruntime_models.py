@@ -18,6 +18,7 @@ from trims_shim.client.threads import can_start
 from trims_shim.config import Config
 from trims_shim.errors import MemoryFailure, NotServed
 from trims_shim.late_imports import ensure_imported
+from trims_shim.memory.limits import available_bytes
 from trims_shim.memory.memfd import new_memfd, seal_memfd
 
 __all__ = [
@@ -38,6 +39,9 @@ _LEAST_FACTOR = 4
 _THREADS_LIMIT = 8
 _THREADS_WORTH_BYTES = 4 << 20
 _LOOK_LIMIT_BYTES = 16 << 20
+_OFFERED_FRACTION = 4
+"""A copy for the daemon may take one part in this many of the free memory. The program does not
+need it, and may be in a cgroup of its own."""
 _LOCATION = re.compile(rb"\x0a\x08location\x12([\x01-\x7f])")
 """StringStringEntryProto {key: "location", value: of up to 127 bytes} in a serialised model."""
 
@@ -175,7 +179,12 @@ def digest_of(data: bytes) -> str:
 
 @contextlib.contextmanager
 def offered(data: bytes) -> Iterator[int]:
-    """A sealed memfd with a copy of these bytes, closed after the block. Raises MemoryFailure."""
+    """A sealed memfd with a copy of these bytes, closed after the block.
+
+    Raises MemoryFailure, also where too little memory is free for a copy that only others need.
+    """
+    if len(data) > available_bytes() // _OFFERED_FRACTION:
+        raise MemoryFailure(f"too little memory is free to copy a model of {len(data)} bytes")
     try:
         descriptor = new_memfd("trims-model")
     except OSError as error:
