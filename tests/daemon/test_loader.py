@@ -315,3 +315,40 @@ def test_loads_that_are_stuck_keep_nobody_waiting(
     assert harness.loader.stuck_count() == 0
     for each in ended:
         harness.loader.discard(each.ingest)
+
+
+def test_the_end_waits_for_loads_that_are_not_stuck(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_back, is_closing = threading.Event(), threading.Event()
+    begun: list[str] = []
+    ended: list[str] = []
+
+    def fill(*_: Any, name: str, **__: Any) -> str:
+        begun.append(name)
+        if name == "/hung":
+            assert is_back.wait(PATIENCE_S)
+        else:
+            assert is_closing.wait(PATIENCE_S)
+            time.sleep(0.05)  # It works.
+        ended.append(name)
+        return DIGEST
+
+    def is_stuck(load: Any, _: float) -> bool:
+        return bool(load.meter.total_bytes == len(CONTENT))
+
+    monkeypatch.setattr(ingest, "fill", fill)
+    monkeypatch.setattr(loader_module._Load, "is_stuck", is_stuck)
+    identity = Identity.from_stat(harness.path.stat())
+    for number, name in enumerate(("/hung", "/fine")):
+        opening = Opening(1, 1, 0, identity, name, lead_bytes=number)
+        descriptor = os.open(harness.path, os.O_RDONLY)
+        harness.loader.start(StartIngest(number, opening, False), descriptor)
+    wait_until(lambda: len(begun) == 2)
+    is_closing.set()
+    harness.loader.close()
+    is_back.set()
+    assert ended[:1] == ["/fine"]
+    finished: list[Finished] = []
+    wait_until(lambda: finished.extend(harness.loader.take_finished()) or finished != [])
+    harness.loader.discard(0)

@@ -15,7 +15,7 @@ import os
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -42,6 +42,7 @@ __all__ = [
 CONCURRENT_LOADS = 4
 _STUCK_AFTER_S = 5.0
 """A load without progress for this long does not count as one of them."""
+_POLL_S = 0.05
 _SETTLED_AFTER_NS = 100_000_000
 """Local file systems stamp changes at least every 10 ms (CONFIG_HZ=100); ten times that."""
 _SETTLED_AFTER_REMOTE_NS = 2_000_000_000
@@ -95,6 +96,7 @@ class _Load:
     meter: Meter
     done_bytes: int = 0
     at_s: float = math.inf
+    future: Future[None] | None = None
 
     def is_stuck(self, now_s: float) -> bool:
         if self.meter.done_bytes != self.done_bytes:
@@ -133,7 +135,7 @@ class Loads(abc.ABC, Generic[_Segment]):
         ``digest``: that of the content, if the descriptor is an image's segment and not a file.
         """
         load = self._loads[action.ingest] = _Load(Meter(action.opening.image_bytes))
-        self._pool.submit(self._run, action, descriptor, digest, load)
+        load.future = self._pool.submit(self._run, action, descriptor, digest, load)
 
     def deliver(self, finished: Finished[_Segment]) -> None:
         """A load that was done elsewhere has ended. Any thread may call this."""
@@ -213,14 +215,22 @@ class Loads(abc.ABC, Generic[_Segment]):
             self._pool.replace(self.stuck_count())
 
     def close(self) -> None:
-        """Wait for the loads, unless one is stuck, then give up every segment."""
+        """Wait for the loads that are not stuck, then give up every segment."""
         self._aside.shutdown(wait=True)
-        self._pool.shutdown(wait=not self.stuck_count(), cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        while healthy := self._healthy():
+            wait(healthy, timeout=_POLL_S)
         self.take_finished()
         for segment in [*self._segments.values(), *self._pending.values()]:
             self._give_up(segment)
         self._segments.clear()
         self._pending.clear()
+
+    def _healthy(self) -> list[Future[None]]:
+        """Loads under way that make progress."""
+        now_s = time.monotonic()
+        futures = [each.future for each in self._loads.values() if not each.is_stuck(now_s)]
+        return [each for each in futures if each is not None and not each.done()]
 
     def _give_up(self, segment: _Segment) -> None:
         segment.close()
