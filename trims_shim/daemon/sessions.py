@@ -157,7 +157,9 @@ class Sessions:
                 raise MalformedMessage("FileOffer before Hello")
             if descriptors_are_scarce(packet.descriptor):
                 raise TooManyRequests("the daemon is almost out of file descriptors")
-            if ticket in session.offers or len(session.offers) >= self.limits.offers:
+            if ticket in session.offers:
+                raise MalformedMessage(f"a file has been offered under ticket {ticket}")
+            if len(session.offers) >= self.limits.offers:
                 raise TooManyRequests(f"more than {self.limits.offers} unclaimed file offers")
         except BaseException:
             self.closer.close(packet.descriptor)
