@@ -233,6 +233,18 @@ class TestRequests:
             assert server is not None
         assert server.counters["client.open:miss"] == 1
 
+    def test_any_number_of_counters_is_reported(self, path: str) -> None:
+        diagnostics.take_unreported()
+        names = [f"fallback:{number}{'é' * 30}" for number in range(100)] + ["é" * 99]
+        with FakeDaemon() as daemon:
+            load(path)
+            for name in names:
+                diagnostics.count(name)
+            server = daemon._server
+            assert server is not None
+        assert [server.counters[f"client.{name}"] for name in names[:-1]] == [1] * 100
+        assert server.counters[f"client.{'é' * 50}"] == 1
+
     def test_the_cache_before_is_put_back(self) -> None:
         before = caches._cache
         with FakeDaemon() as outer:

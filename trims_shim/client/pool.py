@@ -8,6 +8,7 @@ a request.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,12 +31,15 @@ from trims_shim.errors import (
     TooManyRequests,
 )
 from trims_shim.specs import HOST_TIER
-from trims_shim.wire import messages
+from trims_shim.wire import handover, messages
 from trims_shim.wire.endpoint import Endpoint
 
 __all__ = ["Line", "Pool"]
 
 _CONNECTIONS_LIMIT = 16
+_COUNTERS_IN_A_PACKET = 32
+_COUNTER_NAME_BYTES = 100
+"""Daemons take no longer ones. 32 are below messages.HANDOVER_PACKET_LIMIT_BYTES."""
 _DRAIN_PATIENCE_S = 5.0
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0
 _Result = TypeVar("_Result")
@@ -89,7 +93,8 @@ class Pool:
         """At exit: report the counters and close idle connections."""
         idle, self._idle = self._idle, []
         for connection in idle:
-            connection.report(diagnostics.take_unreported())
+            for counters in _in_packets(diagnostics.take_unreported()):
+                connection.report(counters)
             connection.close()
 
     def ask(self, ask: Callable[[Line], _Result], *, may_start: bool) -> _Result:
@@ -261,3 +266,10 @@ def _is_older(welcome: messages.Welcome) -> bool:
 
 def _version_key(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def _in_packets(counters: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Yield the counters in parts that fit a packet each."""
+    rows = iter(counters.items())
+    while part := list(itertools.islice(rows, _COUNTERS_IN_A_PACKET)):
+        yield {handover.clipped(name, limit_bytes=_COUNTER_NAME_BYTES): n for name, n in part}
