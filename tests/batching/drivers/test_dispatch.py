@@ -486,3 +486,43 @@ def test_a_submitter_that_waits_for_room_gets_it_or_is_told() -> None:
     assert len(outcomes) == 2
     assert all(isinstance(each.exception(0), BatcherClosed) for each in outcomes)
     dispatch.check_empty()
+
+
+@pytest.mark.parametrize("policy_fails", [False, True])
+def test_a_request_that_comes_after_the_end_keeps_no_place(
+    policy_fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took the place that came free, before the request behind the full queue could."""
+    dispatch = ManualDispatch(functools.partial(Window, wait_ms=0), queue_size=1)
+    first, _ = dispatch.make()
+    second, _ = dispatch.make()
+    third, behind = dispatch.make(3)
+    assert dispatch.running
+    assert not behind.payload.has_room
+    dispatch.close(cancel=False)
+    leave, admit, errors = dispatch._leave, dispatch._admit, [ValueError()] * policy_fails
+
+    def lose_place(requests: Any) -> None:
+        leave(requests)
+        dispatch._room.pop()
+
+    def fail(now_ns: int, request: Request) -> None:
+        admit(now_ns, request)
+        for error in errors:
+            errors.clear()
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "_leave", lose_place)
+        second.cancel()
+    assert not behind.payload.is_admitted
+    late = BatchFuture()
+    monkeypatch.setattr(dispatch, "_admit", fail)
+    entry = Entry((), late, NEVER_NS, None)
+    dispatch.post(Request(0, dispatch.now_ns, NEVER_NS, 0, None, 1, entry))
+    assert isinstance(late.exception(0), BatcherClosed)
+    while dispatch.launched:
+        dispatch.run(dispatch.launched[0])
+    assert first.done()
+    assert isinstance(third.exception(0), ValueError) if policy_fails else third.result(0) == 3
+    dispatch.check_empty()

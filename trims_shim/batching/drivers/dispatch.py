@@ -263,6 +263,9 @@ class Dispatch(ABC):
             return  # seen before, when this was interrupted
         if self._is_shut:
             self._fail([request], self._closed())
+            if request.payload.has_room:
+                request.payload.has_room = False
+                self._room.append(None)
         elif request.payload.has_room:
             self._admit(now_ns, request)
         else:
@@ -388,8 +391,10 @@ class Dispatch(ABC):
             del self._waiting[request.number]
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
-        self.record.failed += len(requests)
         for request in requests:
+            if not request.payload.has_failed:  # else it is failed once more
+                request.payload.has_failed = True
+                self.record.failed += 1
             self._lose(request, error)
 
     def _lose(self, request: Request, error: BaseException) -> None:
@@ -485,9 +490,8 @@ class Dispatch(ABC):
         self.post(shut)
 
     def _give_up(self, now_ns: int, error: BaseException) -> None:
-        overflow = list(self._overflow)
+        self._fail(self._overflow, error)
         self._overflow.clear()
-        self._fail(overflow, error)
         while self._waiting:
             request = next(iter(self._waiting.values()))
             self._fail([request], error)

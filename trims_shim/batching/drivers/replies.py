@@ -82,6 +82,7 @@ class Entry:
         "arguments",
         "deadline_ns",
         "gate",
+        "has_failed",
         "has_room",
         "is_admitted",
         "owner",
@@ -103,6 +104,8 @@ class Entry:
         """Whether it has a place in the queue, or else waits for one."""
         self.is_admitted = False
         """Whether the policy was told about it."""
+        self.has_failed = False
+        """Whether it was counted as failed."""
         self.gate: threading.Lock | None = None
         """Released when it gets its place, or is lost; its caller may wait for that."""
         self.padded: int | None = None
