@@ -136,16 +136,28 @@ def test_profile_of_random_tensors_for_each_argument(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "message", "code"),
     [
-        (["profile", "builtins:list", "--item", "batch_app:add"], "is called with 0 arguments"),
-        (["simulate", *SMALL, "--policy", "window:wait=5"], "no option 'wait'; there are wait_ms"),
+        (
+            ["profile", "builtins:list", "--item", "batch_app:add"],
+            "is called with 0 arguments",
+            Exit.FAILED,
+        ),
+        (
+            ["simulate", *SMALL, "--policy", "window:wait=5"],
+            "no option 'wait'; there are wait_ms",
+            Exit.USAGE,
+        ),
     ],
 )
 def test_what_a_name_lacks_is_said(
-    words: list[str], message: str, app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    code: Exit,
+    app: Callable[[], Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["batch", *words]) == Exit.USAGE
+    assert main(["batch", *words]) == code
     assert message in capsys.readouterr().err
 
 
@@ -153,7 +165,7 @@ def test_random_tensors_need_torch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert main(["batch", "profile", "builtins:list", "--shape", "3"]) == Exit.USAGE
+    assert main(["batch", "profile", "builtins:list", "--shape", "3"]) == Exit.FAILED
     assert "make items with --item" in capsys.readouterr().err
 
 
@@ -176,7 +188,6 @@ def test_profile_of_a_batcher_has_its_collate_for_each_argument(
 @pytest.mark.parametrize(
     ("target", "item", "complaint"),
     [
-        ("batch_app", "batch_app:one", "write MODULE:NAME"),
         ("nosuch_app:double", "batch_app:one", "there is no module nosuch_app"),
         ("batch_app:nosuch", "batch_app:one", "batch_app has no nosuch"),
         ("batch_app:one", "batch_app:one", "is int, not a function"),
@@ -190,15 +201,22 @@ def test_profile_of_what_is_not_there(
     app: Callable[[], Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["batch", "profile", target, "--item", item]) == Exit.USAGE
+    assert main(["batch", "profile", target, "--item", item]) == Exit.FAILED
     assert complaint in capsys.readouterr().err
+
+
+def test_a_target_is_an_object_in_a_module(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["batch", "profile", "batch_app", "--item", "batch_app:one"]) == Exit.USAGE
+    assert "write MODULE:NAME" in capsys.readouterr().err
 
 
 def test_profile_on_a_device_that_is_not_there(
     app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["profile", "batch_app:double", "--shape", "3", "--device", "nosuch"]
-    assert main(["batch", *words]) == Exit.USAGE
+    assert main(["batch", *words]) == Exit.FAILED
     assert "trims: --device nosuch: " in capsys.readouterr().err
 
 
@@ -298,7 +316,6 @@ def test_traces_are_merged_and_have_objectives_of_their_own(
     [
         ("0,1,300\nlater\n", [], "line 2 of the trace"),
         ("", [], "there is no request in it"),
-        ("0\n", [], "give one with --slo-ms"),
     ],
 )
 def test_what_is_no_trace(
@@ -306,8 +323,17 @@ def test_what_is_no_trace(
 ) -> None:
     path = tmp_path / "trace.txt"
     path.write_text(text)
-    assert main(["batch", "simulate", "--line", "2,20", "--trace", str(path)]) == Exit.USAGE
+    assert main(["batch", "simulate", "--line", "2,20", "--trace", str(path)]) == Exit.FAILED
     assert complaint in capsys.readouterr().err
+
+
+def test_a_trace_that_needs_an_objective(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.txt"
+    path.write_text("0\n")
+    assert main(["batch", "simulate", "--line", "2,20", "--trace", str(path)]) == Exit.USAGE
+    assert "give one with --slo-ms" in capsys.readouterr().err
 
 
 def test_a_profile_does_not_know_larger_batches(
@@ -327,7 +353,7 @@ def test_a_profile_does_not_know_larger_batches(
 def test_a_file_that_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
     path.write_text("[]")
-    assert main(["batch", "simulate", "--profile", str(path)]) in (Exit.FAILED, Exit.USAGE)
+    assert main(["batch", "simulate", "--profile", str(path)]) == Exit.FAILED
     assert str(path) in capsys.readouterr().err
     assert main(["batch", "simulate", "--profile", str(tmp_path / "nosuch")]) == Exit.FAILED
     assert "nosuch" in capsys.readouterr().err
@@ -404,7 +430,7 @@ def test_plot_without_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     words = ["plot", "profile", *SMALL, "-o", str(tmp_path / "plot.png")]
-    assert main(["batch", *words]) == Exit.USAGE
+    assert main(["batch", *words]) == Exit.FAILED
     assert "pip install matplotlib" in capsys.readouterr().err
 
 

@@ -30,7 +30,7 @@ def test_stop_returns_when_the_process_is_gone(trims: Trims, model: Path) -> Non
     assert process_state(pid) in ("", "Z"), "not every machine has an init that buries it"
     assert done.returncode == Exit.OK
     assert f"daemon {pid}" in done.stdout
-    assert "0 hits, 1 misses" in done.stdout
+    assert "0 hits, 1 miss, 0 joined loads, 0 refusals" in done.stdout
     assert trims("stop").returncode == Exit.NO_DAEMON
 
 

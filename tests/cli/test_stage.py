@@ -259,14 +259,29 @@ def test_no_batch_is_begun_after_the_limit(
     ("words", "complaint"),
     [
         (["stage_app", *STAGED[2:]], "write MODULE:NAME"),
+        ([*STAGED[1:], "--stages", "3"], "has its stages already (2)"),
+        (["stage_app:adding", "--shape", "N"], "say with --lengths"),
+        (["stage_app:adding", "--shape", "3", "--lengths", "2"], "write N where the length is"),
+    ],
+)
+def test_words_that_do_not_fit(
+    words: list[str],
+    complaint: str,
+    app: Callable[[], Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["stage", "profile", *words]) == Exit.USAGE
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
         (["stage_app:nosuch", *STAGED[2:]], "stage_app has no nosuch"),
         (["stage_app:one", *STAGED[2:]], "is int: not a StagedModel"),
         (["stage_app:plain", *STAGED[2:]], "a function without stages; `trims batch profile`"),
         (["stage_app:make_items", *STAGED[2:]], "is list: not a StagedModel"),
         (["nosuch.onnx", "--shape", "3"], "there is no file nosuch.onnx"),
-        ([*STAGED[1:], "--stages", "3"], "has its stages already (2)"),
-        (["stage_app:adding", "--shape", "N"], "say with --lengths"),
-        (["stage_app:adding", "--shape", "3", "--lengths", "2"], "write N where the length is"),
         (["stage_app:leaving", *STAGED[2:]], "is finished before stage 1"),
         ([*STAGED[1:], "--device", "nosuch"], "--device nosuch: device 'nosuch'"),
     ],
@@ -277,7 +292,7 @@ def test_what_cannot_be_measured(
     app: Callable[[], Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["stage", "profile", *words]) == Exit.USAGE
+    assert main(["stage", "profile", *words]) == Exit.FAILED
     assert complaint in capsys.readouterr().err
 
 

@@ -21,7 +21,7 @@ def test_status_shows_memory_images_and_counters(warmed: Trims, model: Path) -> 
     done = warmed("status")
     assert done.returncode == Exit.OK
     assert "2.0 MiB of 64.0 MiB resident (#)\n" in done.stdout
-    assert "1 misses" in done.stdout
+    assert "0 hits, 1 miss, 0 joined" in done.stdout
     assert [line for line in done.stdout.splitlines() if len(line) > 80 and "/" not in line] == []
     assert str(model) in done.stdout
     assert str(warmed.sockets) in done.stdout

@@ -25,7 +25,7 @@ from trims_shim.batching.profiles.profiling import measure, sizes_to_measure
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.targets import import_from_here, items_of, named
 from trims_shim.cli.text import print_json, table
-from trims_shim.errors import ConfigError
+from trims_shim.errors import TrimsError
 
 __all__ = ["profile"]
 
@@ -88,7 +88,7 @@ class _Target:
 def _target(arguments: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> _Target:
     found = named(arguments.target)
     if not callable(found):
-        raise ConfigError(f"{arguments.target} is {type(found).__name__}, not a function")
+        raise TrimsError(f"{arguments.target} is {type(found).__name__}, not a function")
     values = items_of(arguments)
     function, collate, largest = found, collate_of("auto"), _DEFAULT_MAX_BATCH_SIZE
     if isinstance(found, Batcher):

@@ -29,7 +29,7 @@ from trims_shim.batching.simulator import (
     uniform,
 )
 from trims_shim.batching.single import Batching
-from trims_shim.errors import ConfigError
+from trims_shim.errors import ConfigError, FormatError
 
 __all__ = ["Setup", "made_up", "policies", "rate_of", "slo_ns_of", "trace"]
 
@@ -194,10 +194,13 @@ def _times_ns(arguments: argparse.Namespace, rate_qps: float) -> Iterator[int]:
 
 
 def trace(arguments: argparse.Namespace) -> list[Request]:
-    """The requests of the files, merged. Raises ConfigError for a file that is no trace."""
+    """The requests of the files, merged.
+
+    Raises FormatError for a file that is no trace, ConfigError for one without objectives.
+    """
     found = list(merged(*(_read(path, arguments.slo_ms) for path in arguments.trace)))
     if not found:
-        raise ConfigError(f"{', '.join(arguments.trace)}: there is no request in it")
+        raise FormatError(f"{', '.join(arguments.trace)}: there is no request in it")
     if any(request.deadline_ns == NEVER_NS for request in found):
         raise ConfigError("the trace has no objective for some requests: give one with --slo-ms")
     return found[: arguments.requests]
@@ -208,4 +211,4 @@ def _read(path: str, slo_ms: float | None) -> list[Request]:
         try:
             return list(read_trace(file, slo_ms=slo_ms))
         except ValueError as error:
-            raise ConfigError(f"{path}: {error}") from None
+            raise FormatError(f"{path}: {error}") from None

@@ -141,6 +141,8 @@ def _describe(stopped: Stopped) -> Iterator[str]:
         yield (
             f"it ran for {duration((last.now_ns - last.started_ns) / 1e9)}, held "
             f"{counted(len(images), 'image')} ({size(resident_bytes)}), and answered "
-            f"{counters.get('open_hit', 0)} hits, {counters.get('open_miss', 0)} misses, "
-            f"{counters.get('open_joined', 0)} joined loads, {counters.get('refused', 0)} refusals"
+            f"{counted(counters.get('open_hit', 0), 'hit')}, "
+            f"{counted(counters.get('open_miss', 0), 'miss')}, "
+            f"{counted(counters.get('open_joined', 0), 'joined load')}, "
+            f"{counted(counters.get('refused', 0), 'refusal')}"
         )

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import print_json
-from trims_shim.errors import ConfigError
+from trims_shim.errors import ConfigError, TrimsError
 
 __all__ = ["Drawing", "Line", "Panel", "show"]
 
@@ -58,11 +58,11 @@ def show(make: Callable[[], Drawing], arguments: argparse.Namespace) -> Exit:
 
 
 def _check_output(path: str | None) -> None:
-    """Raise ConfigError if ``path`` cannot be drawn; to be called before the work, not after."""
+    """Raise an error if ``path`` cannot be drawn; to be called before the work, not after."""
     if not path or os.path.splitext(path)[1].lower() not in _SUFFIXES:
         raise ConfigError(f"--output has to name a file that ends in {', '.join(_SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
+        raise TrimsError(
             "matplotlib draws the picture, and is not installed: run `pip install matplotlib`, "
             "or print the data with --json"
         )

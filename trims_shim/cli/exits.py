@@ -8,7 +8,11 @@ __all__ = ["Exit"]
 
 
 class Exit(enum.IntEnum):
-    """Exit statuses, documented in ``trims --help``; ``trims run`` has those of its program."""
+    """Exit statuses, documented in ``trims --help``; ``trims run`` has those of its program.
+
+    Usage is wrong where other words are needed whatever there is. A file, an object or a device
+    that is named and not there, or of another kind, is a failure.
+    """
 
     OK = 0
     FAILED = 1
@@ -26,7 +30,7 @@ class Exit(enum.IntEnum):
 
 _MEANINGS = {
     Exit.OK: "done",
-    Exit.FAILED: "refused, failed, or damage found",
+    Exit.FAILED: "refused, failed, damage found, or what is named is not there",
     Exit.USAGE: "wrong usage, or a setting that cannot be used",
     Exit.NO_DAEMON: "no daemon runs (and none was started)",
     Exit.NOT_EXECUTABLE: "run: the command cannot be executed",

@@ -179,7 +179,7 @@ def _width(
 def _check_reached(name: str, latencies_ns: Sequence[dict[int, int]]) -> None:
     for number, stage in enumerate(latencies_ns):
         if not stage:
-            raise ConfigError(
+            raise StagingError(
                 f"the item is finished before stage {number} of {name}: measure one that goes "
                 "through all stages"
             )

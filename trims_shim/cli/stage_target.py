@@ -13,7 +13,7 @@ from trims_shim.batching.collating.collate import Collate, collate_of, columns
 from trims_shim.batching.collating.collates import Columns
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.cli.targets import items_of, made, named
-from trims_shim.errors import ConfigError, StagingError
+from trims_shim.errors import ConfigError, StagingError, TrimsError
 
 __all__ = ["StageTarget"]
 
@@ -41,7 +41,7 @@ class StageTarget:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> StageTarget:
-        """From the command line. Raises ConfigError."""
+        """From the command line. Raises ConfigError, or TrimsError for what is not there."""
         found = _found(arguments.model)
         collate, largest = collate_of(arguments.collate or "auto"), _DEFAULT_MAX_BATCH_SIZE
         if isinstance(found, Batcher):
@@ -171,14 +171,14 @@ def _found(name: str) -> Any:
     """A StagedModel, a Batcher, a torch module, or the path of an .onnx file."""
     if name.endswith(".onnx"):
         if not os.path.isfile(name):
-            raise ConfigError(f"there is no file {name}")
+            raise TrimsError(f"there is no file {name}")
         return name
     found = named(name)
     if _is_model(found):
         return found
     model = made(found, name)
     if not _is_model(model):
-        raise ConfigError(
+        raise TrimsError(
             f"{name} is {type(model).__name__}: not a StagedModel, a torch module, nor a function "
             "that makes one"
         )
@@ -196,7 +196,7 @@ def _is_module(found: Any) -> bool:
 
 def _model_of(batcher: Batcher, name: str) -> StagedModel:
     if batcher.model is None:
-        raise ConfigError(
+        raise TrimsError(
             f"{name} is a batcher of a function without stages; `trims batch profile` measures it"
         )
     return batcher.model

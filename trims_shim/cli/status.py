@@ -120,8 +120,8 @@ def headline(reply: GetStatusReply) -> list[str]:
         f"host      {account(memory)}",
         *device_lines(reply),
         *prepared_lines(reply),
-        f"opens     {opens['hits']} hits, {opens['misses']} misses, {opens['joined']} joined, "
-        f"{opens['refused']} refused",
+        f"opens     {counted(opens['hits'], 'hit')}, {counted(opens['misses'], 'miss')}, "
+        f"{opens['joined']} joined, {opens['refused']} refused",
         f"loads     served {_by_reason(clients['served'])}; copies elided "
         f"{_by_reason(clients['elided'])}; {size(clients['bytes_shared'])} shared "
         "(of ended processes)",

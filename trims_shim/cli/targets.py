@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trims_shim.errors import ConfigError
+from trims_shim.errors import ConfigError, TrimsError
 
 __all__ = ["import_from_here", "items_of", "made", "named", "on_device", "random_tensor"]
 
@@ -23,7 +23,10 @@ def import_from_here() -> None:
 
 
 def named(name: str) -> Any:
-    """The object that ``MODULE:NAME`` names. Raises ConfigError if there is none."""
+    """The object that ``MODULE:NAME`` names.
+
+    Raises ConfigError for another form, TrimsError if there is no such object.
+    """
     module_name, colon, path = name.partition(":")
     if not colon or not module_name or not path:
         raise ConfigError(f"{name!r} names nothing; write MODULE:NAME, such as app:classify")
@@ -32,26 +35,26 @@ def named(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module_name.partition(".")[0] and error.name != module_name:
             raise  # The module exists, and imports one that does not.
-        raise ConfigError(
+        raise TrimsError(
             f"there is no module {module_name} in {os.getcwd()} or on the path of {sys.executable}"
         ) from None
     for part in path.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise ConfigError(f"{module_name} has no {path}") from None
+            raise TrimsError(f"{module_name} has no {path}") from None
     return found
 
 
 def made(found: Any, name: str, *how: Any) -> Any:
-    """Call ``found`` if it is a function. Raises ConfigError unless it takes ``how``."""
+    """Call ``found`` if it is a function. Raises TrimsError unless it takes ``how``."""
     if not callable(found):
         return found
     try:
         inspect.signature(found).bind(*how)
     except TypeError as error:
         takes = f"is called with {len(how)} arguments here"
-        raise ConfigError(f"{name} {takes}, to make what is measured: {error}") from None
+        raise TrimsError(f"{name} {takes}, to make what is measured: {error}") from None
     except ValueError:
         pass  # A compiled function does not say what it takes.
     return found(*how)
@@ -75,12 +78,12 @@ def items_of(arguments: argparse.Namespace, *, length: int | None = None) -> lis
 def random_tensor(shape: Sequence[Any], dtype_name: str, device: str) -> Any:
     """A torch tensor, the same each time.
 
-    Raises ConfigError without torch, for an unknown data type, or a device that is not there.
+    Raises ConfigError for an unknown data type, TrimsError without torch or the device.
     """
     try:
         import torch
     except ImportError as error:
-        raise ConfigError(
+        raise TrimsError(
             f"--shape makes tensors of torch ({error}): install it, or make items with --item"
         ) from error
 
@@ -99,8 +102,8 @@ def random_tensor(shape: Sequence[Any], dtype_name: str, device: str) -> Any:
 
 @contextlib.contextmanager
 def on_device(device: str) -> Iterator[None]:
-    """Raise ConfigError for errors that torch raises if there is no such device."""
+    """Raise TrimsError for errors that torch raises if there is no such device."""
     try:
         yield
     except (ValueError, RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {device}: {error}") from None
+        raise TrimsError(f"--device {device}: {error}") from None

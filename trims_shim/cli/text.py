@@ -12,8 +12,9 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 image``, ``2 images``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """``1 image``, ``2 images``, ``2 misses``."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{ending}"
 
 
 def size(size_bytes: float) -> str:

@@ -434,7 +434,7 @@ class Store:
         leases = self._leases.of(digest)
         if leases or image.is_pinned:
             why = "is pinned; unpin it first" if image.is_pinned else "is in use"
-            raise NoSpace(f"image {digest[:12]} {why} ({leases} leases)")
+            raise NoSpace(f"image {digest[:12]} {why} (leases: {leases})")
         if image.holds:
             raise NoSpace(f"image {digest[:12]} is being copied to another device; try again")
         return self._drop(image)
