@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import importlib
+import inspect
 import json
 import math
 import os
@@ -14,7 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy
 import pytest
@@ -441,3 +443,17 @@ def test_info_is_json(daemon: FakeDaemon) -> None:
     described: dict[str, Any] = trims_shim.info()
     assert json.loads(json.dumps(described)).keys() == described.keys()
     assert daemon.opened == []
+
+
+@pytest.mark.parametrize(
+    "package", ["trims_shim", "trims_shim.batching", "trims_shim.batching.simulator"]
+)
+def test_annotations_can_be_evaluated(package: str) -> None:
+    """As libraries do that inject dependencies, which import nothing for it."""
+    module = importlib.import_module(package)
+    names = [name for name in module.__all__ if name[0] != "_"]
+    public = [getattr(module, name) for name in names]
+    classes = [each for each in public if isinstance(each, type)]
+    methods = [each for kind in classes for each in vars(kind).values()]
+    for function in filter(inspect.isfunction, public + methods):
+        assert get_type_hints(function).keys() == function.__annotations__.keys()

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from trims_shim import diagnostics, patches
 from trims_shim.config import platform_problem
@@ -25,6 +25,10 @@ if not platform_problem:
 
 if TYPE_CHECKING:
     import torch
+
+    _TorchDevice: TypeAlias = torch.device
+else:  # annotations can be evaluated without a framework
+    _TorchDevice = Any
 
 __all__ = [
     "DeviceHandle",
@@ -90,7 +94,7 @@ def warm(
     path: str | os.PathLike[str],
     *,
     pin: bool = False,
-    device: str | int | torch.device | None = None,
+    device: str | int | _TorchDevice | None = None,
     waiting: Callable[[], None] | None = None,
 ) -> str:
     """Load a model file into the cache without using it; blocks until it is there.
@@ -148,7 +152,7 @@ def open(
 def open(
     path: str | os.PathLike[str],
     *,
-    device: str | int | torch.device | None,
+    device: str | int | _TorchDevice | None,
     access: _Access = ...,
 ) -> Handle | DeviceHandle: ...
 
@@ -156,7 +160,7 @@ def open(
 def open(
     path: str | os.PathLike[str],
     *,
-    device: str | int | torch.device | None = None,
+    device: str | int | _TorchDevice | None = None,
     access: _Access = "shared",
 ) -> Handle | DeviceHandle:
     """Open a model file of any size through the cache; the caller closes the handle.
@@ -191,7 +195,7 @@ def _check_platform() -> None:
         raise DaemonUnavailable(platform_problem)
 
 
-def _device_id(device: str | int | torch.device) -> DeviceId | None:
+def _device_id(device: str | int | _TorchDevice) -> DeviceId | None:
     """Return the id of the named device; None for the host. Raises ValueError, DriverFailure."""
     ensure_imported("trims_shim.client.device_arenas")
     from trims_shim.client.device_arenas import device_id

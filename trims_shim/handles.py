@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats import read_archive, read_header
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
     from trims_shim.client.arenas import Arena
     from trims_shim.client.device_arenas import DeviceArena
+
+    _NumpyArray: TypeAlias = numpy.ndarray[Any, Any]
+    _TorchTensor: TypeAlias = torch.Tensor
+else:  # annotations can be evaluated without a framework
+    Arena = DeviceArena = _NumpyArray = _TorchTensor = Any
 
 __all__ = ["DeviceHandle", "Handle"]
 
@@ -94,7 +99,7 @@ class Handle(_Opened["Arena"]):
         """All bytes of the file, writable and private."""
         return memoryview(self._open_arena().buffer).cast("B")
 
-    def numpy(self, name: str) -> numpy.ndarray[Any, Any]:
+    def numpy(self, name: str) -> _NumpyArray:
         """A record as an array: with dtype and shape (safetensors), else as bytes [size].
 
         Raises KeyError, UnsupportedFormat for a dtype that numpy does not have.
@@ -109,7 +114,7 @@ class Handle(_Opened["Arena"]):
         part = part[record.span.offset_bytes : record.span.end_bytes]
         return part.view(dtype).reshape(record.shape)
 
-    def torch(self, name: str) -> torch.Tensor:
+    def torch(self, name: str) -> _TorchTensor:
         """A record as a tensor on the CPU, as :meth:`numpy`. Raises KeyError."""
         ensure_imported("torch", "trims_shim.patches.torch_storage")
         import torch
@@ -154,7 +159,7 @@ class DeviceHandle(_Opened["DeviceArena"]):
             self._records = MappingProxyType(there)
         return self._records
 
-    def torch(self, name: str) -> torch.Tensor:
+    def torch(self, name: str) -> _TorchTensor:
         """A record as a tensor on the device: with dtype and shape (safetensors), else as bytes.
 
         It has ``__dlpack__`` like any other. Raises KeyError.

@@ -33,8 +33,8 @@ def prepared_lines(reply: GetStatusReply) -> list[str]:
         f"          in {storage.directory}",
         f"          {counted(states.count('ready'), 'ONNX model')}, {states.count('preparing')} in "
         f"preparation, {states.count('refused')} not servable;",
-        f"          {counted(became['hit'], 'hit')}, {became['made']} made, {became['failed']} failed, "
-        f"{became['refused']} refused",
+        f"          {counted(became['hit'], 'hit')}, {became['made']} made, "
+        f"{became['failed']} failed, {became['refused']} refused",
     ]
 
 

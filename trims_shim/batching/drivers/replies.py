@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trims_shim.batching.signatures import Answer
 else:
     Answer = TypeVar("Answer")
+    Dispatch = Job = Request = Any  # annotations can be evaluated
 
 __all__ = [
     "FAILURES",

@@ -11,12 +11,14 @@ import heapq
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import accumulate, count, repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.protocol import NEVER_NS, Request
 
 if TYPE_CHECKING:
     from random import Random
+else:
+    Random = Any  # annotations can be evaluated
 
 __all__ = ["bursty", "gamma", "merged", "poisson", "requests", "uniform"]
 
