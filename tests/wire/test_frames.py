@@ -13,8 +13,17 @@ from harness import PATIENCE_S
 
 from trims_shim.errors import MalformedMessage, MessageTooLarge, UnknownMessage
 from trims_shim.wire import codec, duties, frames
+from trims_shim.wire.messages import CONTROL_MESSAGE_LIMIT_BYTES
 
-LONG = duties.PrepareReply(message="x" * 900_000)
+
+def reply_of(size_bytes: int) -> duties.PrepareReply:
+    """A long message that is encoded in so many bytes."""
+    empty = duties.PrepareReply(message="x" * (1 << 16))
+    spare = size_bytes - len(codec.encode(empty))
+    return duties.PrepareReply(message=empty.message + "x" * spare)
+
+
+LONGEST = reply_of(CONTROL_MESSAGE_LIMIT_BYTES)
 
 
 @pytest.fixture
@@ -39,11 +48,12 @@ def test_messages_arrive_in_order(pair: Pair) -> None:
     assert [frames.receive(theirs, deadline_s=soon()) for _ in sent] == sent
 
 
-def test_a_message_longer_than_a_socket_buffer(pair: Pair) -> None:
+def test_the_longest_message(pair: Pair) -> None:
+    """It is longer than a socket's buffer."""
     ours, theirs = pair
-    sender = threading.Thread(target=frames.send, args=(ours, LONG))
+    sender = threading.Thread(target=frames.send, args=(ours, LONGEST))
     sender.start()
-    assert frames.receive(theirs, deadline_s=soon()) == LONG
+    assert frames.receive(theirs, deadline_s=soon()) == LONGEST
     sender.join(PATIENCE_S)
     assert not sender.is_alive()
 
@@ -69,14 +79,14 @@ def test_an_end_inside_of_a_message(pair: Pair, kept: int) -> None:
 def test_a_message_that_is_too_long_is_not_sent(pair: Pair) -> None:
     ours, theirs = pair
     with pytest.raises(MessageTooLarge):
-        frames.send(ours, duties.PrepareReply(message="x" * (1 << 20)))
+        frames.send(ours, reply_of(CONTROL_MESSAGE_LIMIT_BYTES + 1))
     ours.close()
     assert frames.receive(theirs, deadline_s=soon()) is None
 
 
 def test_an_announced_length_is_not_believed(pair: Pair) -> None:
     ours, theirs = pair
-    ours.sendall(struct.pack("<I", (1 << 20) + 1))
+    ours.sendall(struct.pack("<I", CONTROL_MESSAGE_LIMIT_BYTES + 1))
     with pytest.raises(MessageTooLarge):
         frames.receive(theirs, deadline_s=soon())
 
@@ -104,12 +114,13 @@ def test_silence_ends_at_the_deadline(pair: Pair) -> None:
 def test_a_receiver_that_does_not_read(pair: Pair) -> None:
     ours, _ = pair
     with pytest.raises(TimeoutError):
-        frames.send(ours, LONG, deadline_s=time.monotonic() + 0.05)
+        frames.send(ours, LONGEST, deadline_s=time.monotonic() + 0.05)
 
 
-def test_a_deadline_that_has_passed(pair: Pair) -> None:
+def test_a_deadline_that_is_now(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pair
-    with pytest.raises(TimeoutError):
-        frames.send(ours, duties.PrepareVerdict(True), deadline_s=time.monotonic())
-    with pytest.raises(TimeoutError):
-        frames.receive(theirs, deadline_s=time.monotonic())
+    monkeypatch.setattr(time, "monotonic", lambda: 5.0)
+    with pytest.raises(TimeoutError, match="deadline has passed"):
+        frames.send(ours, duties.PrepareVerdict(True), deadline_s=5.0)
+    with pytest.raises(TimeoutError, match="deadline has passed"):
+        frames.receive(theirs, deadline_s=5.0)

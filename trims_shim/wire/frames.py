@@ -68,10 +68,8 @@ def _read(connection: socket.socket, size: int, deadline_s: float | None) -> byt
 
 
 def _wait_until(connection: socket.socket, deadline_s: float | None) -> None:
-    if deadline_s is None:
-        connection.settimeout(None)
-        return
-    left = deadline_s - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the deadline has passed")
-    connection.settimeout(left)
+    if deadline_s is not None:
+        left = deadline_s - time.monotonic()
+        if left <= 0:  # A timeout of 0 would mean not to wait, and another error.
+            raise TimeoutError("the deadline has passed")
+        connection.settimeout(left)
