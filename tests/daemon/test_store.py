@@ -91,6 +91,7 @@ class TestIdentity:
         load(store, opening(), loaded(is_settled=False))
         action = started(store.open(opening(2), 2))
         assert action.is_likely_known
+        assert not action.is_only_hashed, "there is room for other content"
         actions = store.ingest_done(action.ingest, loaded(), 3)
         assert actions[0] == DiscardSegment(action.ingest)
         assert granted(actions).is_settled
@@ -349,7 +350,10 @@ class TestHolding:
         load(store, opening(), loaded())
         assert store.pin(A, is_pinned=True) == [Announce("pinned", A, 10)]
         assert store.pin(A, is_pinned=True) == []
+        store.close_session(1, 2)
+        assert store.is_needed()
         assert store.pin(A, is_pinned=False) == [Announce("unpinned", A, 10)]
+        assert not store.is_needed()
 
     def test_a_lease_can_be_released_once_and_only_by_its_owner(self) -> None:
         store = new_store()
@@ -465,7 +469,7 @@ class TestNames:
         assert [row.digest for row in store.images()] == [B, A]
         store.open(opening(inode=1), 3)
         row = store.images()[0]
-        assert (row.digest, row.used_ns, row.loaded_ns, row.opens, row.leases) == (A, 3, 1, 2, 2)
+        assert (row.digest, row.used_ns, row.loaded_ns, row.leases) == (A, 3, 1, 2)
 
     def test_hits_are_the_opens_that_read_nothing(self) -> None:
         """Whoever loaded the image: nobody has waited for one that came from another tier."""
@@ -590,6 +594,7 @@ class TestLeads:
         actions = store.ingest_done(action.ingest, loaded(B, 18), 2)
         assert not any(isinstance(each, GrantLease) for each in actions)
         assert store.load(aligned, 3) == [], "it is there"
+        assert new_store(17).load(aligned, 3) == [], "there is no room"
         assert granted(store.open(aligned, 3)).outcome == "hit"  # type: ignore[arg-type]
 
     def test_who_asks_during_such_a_load_waits_for_it(self) -> None:

@@ -378,14 +378,12 @@ class Openings:
             return None
 
     def _grant(self, tier: Tier, grant: GrantLease) -> None:
-        session = self._front.sessions.get(grant.opening.session)
-        if session is None:
-            return
-        self._front.counters[f"open_{grant.outcome}"] += 1
-        segment = tier.loader.segment(grant.digest)
-        waiting = self._waiting.get(session.number, grant.opening.request)
+        waiting = self._waiting.get(grant.opening.session, grant.opening.request)
         if waiting is None:
             return
+        self._front.counters[f"open_{grant.outcome}"] += 1
+        session = waiting.request.session
+        segment = tier.loader.segment(grant.digest)
         try:
             for part, descriptor in enumerate(_parts(segment)):
                 packet = messages.SegmentGrant(waiting.offer.ticket, grant.lease, part)
@@ -437,7 +435,7 @@ def _opening(
 
 def _after(tier: Tier, finished: Finished[Any]) -> list[Action]:
     result, error = finished.result, finished.error
-    is_known = result is not None and finished.segment is None
+    is_known = finished.segment is None
     if result is not None and is_known and not tier.store.is_resident(result.digest):
         error = FileChanged("the equal image was evicted meanwhile; load it again")
     if error is not None or result is None:

@@ -258,7 +258,6 @@ class ImageRow:
     is_pinned: bool
     loaded_ns: int
     used_ns: int
-    opens: int
     hits: int
     load_ns: int
     names: tuple[NameKey, ...]
@@ -519,7 +518,6 @@ class Store:
                 image.is_pinned,
                 image.loaded_ns,
                 image.used_ns,
-                image.opens,
                 image.hits,
                 image.load_ns,
                 tuple(image.names),

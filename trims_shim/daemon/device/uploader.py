@@ -347,9 +347,3 @@ def _collect(count: int, held: list[int], inbox: Inbox) -> list[int]:
 
 def _failed(job: int, error: TrimsError) -> duties.UploadFailed:
     return duties.UploadFailed(job, type(error).__name__, handover.clipped(str(error)))
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])

@@ -238,7 +238,3 @@ def _check_runtime(request: PrepareRequest) -> None:
             f"{recipe.runtime} ({recipe.build}) from {request.package}",
             is_lasting=False,
         )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
