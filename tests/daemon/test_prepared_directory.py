@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from trims_shim import config
 from trims_shim.daemon.prepared import directory as prepared_directory
 from trims_shim.daemon.prepared.directory import (
     PreparedSettings,
+    Space,
     directory_of,
     examine,
     space_of,
@@ -113,11 +115,31 @@ def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
     assert caught.value.reason == "prepared_off"
 
 
-def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("right", [os.R_OK, os.W_OK, os.X_OK])
+def test_rights_that_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: int) -> None:
+    """Also where the kernel asks more than the mode; root has all rights of the mode."""
+    path = tmp_path / "prepared"
+    monkeypatch.setattr(os, "access", lambda _, asked: not asked & right)
+    expected = "" if right == os.R_OK else f"{path} cannot be made: {tmp_path} cannot be written"
+    assert examine(str(path)).partition(";")[0] == expected
+    path.mkdir(0o700)
+    assert examine(str(path)).startswith(f"{path} cannot be written;")
+
+
+def test_space(tmp_path: Path) -> None:
     space = space_of(str(tmp_path / "not" / "there"))
     status = os.statvfs(tmp_path)
     assert space.total_bytes == status.f_blocks * status.f_frsize
     assert space.spare_bytes < status.f_bavail * status.f_frsize
+
+
+@pytest.mark.parametrize(("total", "left"), [(20 << 30, 1 << 30), (2 << 30, (2 << 30) // 20)])
+def test_a_part_of_the_space_is_left_to_others(
+    monkeypatch: pytest.MonkeyPatch, total: int, left: int
+) -> None:
+    found = SimpleNamespace(f_blocks=total >> 12, f_frsize=1 << 12, f_bavail=1 << 17)
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
+    assert space_of("/") == Space(total, (1 << 29) - left)
 
 
 @pytest.mark.parametrize("exists", [True, False])

@@ -87,11 +87,11 @@ class TestIdentity:
         assert (grant.digest, grant.outcome, grant.is_settled) == (A, "hit", True)
 
     def test_an_unsettled_identity_is_read_again(self) -> None:
-        store = new_store()
+        store = new_store(20)
         load(store, opening(), loaded(is_settled=False))
         action = started(store.open(opening(2), 2))
         assert action.is_likely_known
-        assert not action.is_only_hashed, "there is room for other content"
+        assert not action.is_only_hashed, "there is just room for other content"
         actions = store.ingest_done(action.ingest, loaded(), 3)
         assert actions[0] == DiscardSegment(action.ingest)
         assert granted(actions).is_settled
@@ -148,6 +148,18 @@ class TestIdentity:
         assert started(store.open(opening(2), 3)).is_likely_known
         store.forget(B)
         assert not started(store.open(opening(3, user=1002), 3)).is_likely_known
+
+    def test_a_file_that_was_replaced_leaves_the_others_of_its_image(self) -> None:
+        """And when the image goes, nothing is left of them."""
+        store = new_store(1000)
+        for inode in (1, 2):
+            load(store, opening(inode=inode), loaded(A, is_settled=False))
+        load(store, opening(2, inode=2), loaded(B, is_settled=False))
+        store.forget(A)
+        assert not started(store.open(opening(3, inode=1), 3)).is_likely_known
+        store.forget(B)
+        for pointers in (store._identities, store._hints):
+            assert (pointers._digests, pointers._keys) == ({}, {})
 
     def test_to_forget_an_image_does_not_take_the_longer_the_more_there_are(self) -> None:
         """Nobody is served meanwhile; of 5000 each took milliseconds."""
@@ -601,6 +613,6 @@ class TestLeads:
         store = new_store()
         aligned = dataclasses.replace(opening(), lead_bytes=8)
         action = started(store.load(aligned, 1))  # type: ignore[arg-type]
-        assert store.open(aligned, 1) == []
+        assert store.open(dataclasses.replace(aligned), 1) == []
         done = store.ingest_done(action.ingest, loaded(B, 18), 2)
         assert granted(done).outcome == "joined"  # type: ignore[arg-type]

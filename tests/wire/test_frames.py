@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from harness import PATIENCE_S
@@ -56,6 +59,16 @@ def test_the_longest_message(pair: Pair) -> None:
     assert frames.receive(theirs, deadline_s=soon()) == LONGEST
     sender.join(PATIENCE_S)
     assert not sender.is_alive()
+
+
+def test_a_message_that_comes_in_pieces() -> None:
+    """And the next one right behind it."""
+    sent = [duties.PrepareReply(message="first"), duties.PrepareReply(message="second")]
+    encoded = map(codec.encode, sent)
+    stream = io.BytesIO(b"".join(struct.pack("<I", len(data)) + data for data in encoded))
+    dribble: Any = SimpleNamespace(recv=lambda size: stream.read(min(size, 3)))
+    assert [frames.receive(dribble) for _ in sent] == sent
+    assert frames.receive(dribble) is None
 
 
 def test_the_end(pair: Pair) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import os
+import resource
+import select
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -51,6 +56,39 @@ def test_a_descriptor_arrives_with_its_message(pair: Pair) -> None:
     handover.close_all([packet.descriptor, reader, writer])
 
 
+def test_the_sender_is_who_the_kernel_says(pair: Pair) -> None:
+    handover.watch_senders(pair[1])
+    handover.send(pair[0], messages.FileOffer(3), descriptor=0)
+    packet = handover.receive(pair[1])
+    assert packet is not None
+    assert (packet.message, packet.user) == (messages.FileOffer(3), os.getuid())
+    assert packet.descriptor is not None
+    os.close(packet.descriptor)
+
+
+def test_a_sandbox_may_not_tell_senders() -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(92, "Protocol not available")
+
+    connection: Any = SimpleNamespace(setsockopt=refuse)
+    handover.watch_senders(connection)
+
+
+@pytest.mark.parametrize("has_poll", [True, False])
+def test_readiness(pair: Pair, monkeypatch: pytest.MonkeyPatch, has_poll: bool) -> None:
+    if not has_poll:
+        monkeypatch.delattr(select, "poll")
+    ours, theirs = pair
+    assert handover.wait_until_ready(ours, 0, is_for_room=True)
+    assert not handover.wait_until_ready(theirs, 0)
+    handover.send(ours, messages.LeaseRelease(1))
+    assert handover.wait_until_ready(theirs.fileno(), 0)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            handover.send(ours, messages.LeaseRelease(1))
+    assert not handover.wait_until_ready(ours, 0, is_for_room=True)
+
+
 def test_packets_keep_their_borders(pair: Pair) -> None:
     for number in range(50):
         handover.send(pair[0], messages.LeaseRelease(number))
@@ -78,6 +116,40 @@ def test_a_packet_that_is_too_long_is_refused(pair: Pair) -> None:
         handover.receive(pair[1])
     handover.send(pair[0], messages.LeaseRelease(1))
     assert handover.receive(pair[1]) is not None
+
+
+def test_the_beginning_of_a_packet_that_is_too_long_is_no_message(pair: Pair) -> None:
+    limit = messages.HANDOVER_PACKET_LIMIT_BYTES
+    spare = limit - len(codec.encode(messages.Goodbye("x" * 1000)))
+    longest = codec.encode(messages.Goodbye("x" * (1000 + spare)))
+    send_raw(pair[0], longest, [])
+    assert handover.receive(pair[1]) is not None
+    send_raw(pair[0], longest + b"x", [])
+    with pytest.raises(MalformedMessage, match="too long"):
+        handover.receive(pair[1])
+
+
+def test_a_packet_whose_descriptor_finds_no_room_is_refused(pair: Pair) -> None:
+    handover.send(pair[0], messages.LeaseRelease(1), descriptor=0)
+    lowest = os.dup(0)
+    os.close(lowest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(MalformedMessage, match="descriptors"):
+            handover.receive(pair[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_receiver_may_say_how_descriptors_are_discarded(pair: Pair) -> None:
+    discarded: list[int] = []
+    send_raw(pair[0], b"?", [0, 0])
+    with pytest.raises(MalformedMessage):
+        handover.receive(pair[1], discard=discarded.extend)
+    assert len(discarded) == 2
+    for descriptor in discarded:
+        os.close(descriptor)
 
 
 def test_a_closed_peer_is_no_packet(pair: Pair) -> None:

@@ -188,7 +188,7 @@ class _Image(Candidate):
 
 @dataclass(slots=True)
 class _Ingest:
-    """A load. ``first`` is the waiting request that began it; None if there was none."""
+    """A load. ``first`` is the request that began it; None for an image of another tier."""
 
     keys: tuple[IdentityKey, ...]
     names: tuple[NameKey, ...]
@@ -558,7 +558,7 @@ class Store:
             ((opening.user, opening.name),),
             opening.image_bytes,
             needed,
-            waiters[0] if waiters else None,
+            opening,
             waiters,
         )
         self._begin(ingest, load)

@@ -34,13 +34,12 @@ __all__ = [
     "watch_senders",
 ]
 
-_MSG_CMSG_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0x40000000)
-_DESCRIPTORS_PER_PACKET = 1
 _CREDENTIALS = struct.Struct("3i")
 # Room for more than allowed, so that surplus descriptors are received (and closed), not truncated.
 _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array.array("i").itemsize) + socket.CMSG_SPACE(
     _CREDENTIALS.size
 )
+_CLIPPED_BYTES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def receive(
     (its descriptors are closed, by ``discard`` if given), OSError of the socket.
     """
     data, ancillary, message_flags, _ = connection.recvmsg(
-        HANDOVER_PACKET_LIMIT_BYTES, _ANCILLARY_BYTES, _MSG_CMSG_CLOEXEC
+        HANDOVER_PACKET_LIMIT_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
     )
     descriptors = _descriptors(ancillary)
     if not data and not descriptors:
@@ -113,7 +112,7 @@ def receive(
     try:
         if message_flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise MalformedMessage("handover packet is too long or carries too many descriptors")
-        if len(descriptors) > _DESCRIPTORS_PER_PACKET:
+        if len(descriptors) > 1:
             raise MalformedMessage(f"handover packet carries {len(descriptors)} descriptors")
         message = codec.decode(data)
     except BaseException:
@@ -134,9 +133,9 @@ def wait_until_ready(
     return bool(poll.poll(1000 * timeout_s))
 
 
-def clipped(text: str, *, limit_bytes: int = 1000) -> str:
+def clipped(text: str) -> str:
     """Return the beginning of a text of any length and origin, short enough for a packet."""
-    return text.encode(errors="backslashreplace")[:limit_bytes].decode(errors="ignore")
+    return text.encode(errors="backslashreplace")[:_CLIPPED_BYTES].decode(errors="ignore")
 
 
 def close_all(descriptors: list[int]) -> None:
@@ -158,5 +157,5 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     found = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+            found.frombytes(data)  # The kernel passes whole ones only.
     return list(found)
