@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from trims_shim.daemon.prepared.directory import (
     Space,
     directory_of,
     examine,
+    problem_of,
     space_of,
 )
 from trims_shim.daemon.prepared.files import PreparedFiles
@@ -88,6 +91,16 @@ def test_a_bad_one(tmp_path: Path, spoil: Callable[[Path], object], what: str) -
     assert caught.value.reason == "prepared_off"
     with pytest.raises((NotServed, OSError)):
         files.make()
+
+
+def test_what_belongs_to_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be above our directory, but not be it."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    status: Any = SimpleNamespace(st_mode=stat.S_IFDIR | 0o755, st_uid=0)
+    assert problem_of("/d", status, may_be_roots=True) == ""
+    assert problem_of("/d", status, may_be_roots=False) == "/d belongs to user 0"
+    status.st_uid = 1
+    assert problem_of("/d", status, may_be_roots=True) == "/d belongs to user 1"
 
 
 def test_a_sticky_cache_directory_will_do(tmp_path: Path) -> None:

@@ -431,6 +431,7 @@ class TestNames:
         assert len(kept) == 16
         assert kept[-1] == "/5"
         assert "/3" not in kept
+        assert [store.named(name, user=1000) for name in ("/3", "/5")] == [None, A]
 
     def test_find(self) -> None:
         store = new_store()

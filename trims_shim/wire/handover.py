@@ -62,8 +62,8 @@ class Packet:
 
 
 def new_socket() -> socket.socket:
-    """Make an unconnected handover socket, closed on exec."""
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    """Make an unconnected handover socket; as all of Python's, it is closed on exec."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def peer_of(connection: socket.socket) -> Peer:
