@@ -1,0 +1,284 @@
+"""What each request does, and whose images it does it to. No socket: tests/faults has the whole."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fronts import FakeFront
+
+from trims_shim import config
+from trims_shim.daemon import ingest, requests
+from trims_shim.daemon.eviction import LeastRecentlyUsed
+from trims_shim.daemon.front import Request
+from trims_shim.daemon.loader import Finished, Hashing, Loader
+from trims_shim.daemon.openings import Openings
+from trims_shim.daemon.requests import add_counters, handle
+from trims_shim.daemon.sessions import Session
+from trims_shim.daemon.store import Ingested, Opening, StartIngest, Store
+from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tiers
+from trims_shim.errors import (
+    AccessDenied,
+    MalformedMessage,
+    NoSpace,
+    ReadFailed,
+    TooManyRequests,
+    UnknownDevice,
+    UnknownImage,
+    UnknownMessage,
+)
+from trims_shim.memory.host import MemfdMemory
+from trims_shim.specs import Digest, Identity, SegmentKind
+from trims_shim.wire import admin, messages
+from trims_shim.wire.handover import Peer
+
+OWN, ROOT, ALICE, BOB = os.geteuid(), 0, 70_001, 70_002
+LOADING = 99
+"""The session that loads images in these tests."""
+
+
+class Server(FakeFront):
+    """What the handlers need of one, with a host tier."""
+
+    memory_reason, started_ns, idle_exit_s, config_hash = "reason", 1, 5.0, "hash"
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.memory = MemfdMemory(SegmentKind.MEMFD)
+        loader = Loader(self.memory, threads=1, wake=lambda: None)
+        numbers = itertools.count(1)
+        store = Store(1 << 20, policy=LeastRecentlyUsed(), numbers=numbers)
+        self.host = HostTier(store, loader)
+        settings = DeviceSettings.of(config.load({}))
+        self.tiers = Tiers(self.host, settings, numbers=numbers, wake=lambda: None)
+        self.openings = Openings(self, self.tiers)
+        storage = admin.PreparedStorage("/cache", 1, 2)
+        self.prepared_rows: list[admin.PreparedStatus] = []
+        self.prepared = SimpleNamespace(
+            lease_count=lambda _: 100, rows=lambda: self.prepared_rows, storage=lambda: storage
+        )
+        self.jobs: list[Callable[[], Any]] = []
+        self.inodes = itertools.count(1)
+        self.may_verify = True
+
+    def check_jobs(self, session: Session) -> None:
+        if not self.may_verify:
+            raise TooManyRequests("more than 0")
+
+    def run_later(self, request: Request, tier: Any, work: Callable[[], Any]) -> None:
+        self.jobs.append(work)
+
+    def stop(self) -> None:
+        self.is_stopping = True
+
+    def session(self, user: int) -> Session:
+        """A further client."""
+        number = len(self.sessions) + 1
+        session = Session(number, socket.socket(), Peer(1000 + number, user, user), 3, b"token")
+        self.sessions._by_number[number] = session
+        return session
+
+    def load(self, content: bytes, *, user: int, name: str = "/m.pt", now: int = 1) -> Digest:
+        """An image that a user has loaded and leases no more."""
+        identity = Identity(1, next(self.inodes), len(content), 0, 0)
+        actions = self.host.store.open(Opening(LOADING, 1, user, identity, name), now)
+        segment = self.memory.create(len(content))
+        segment.view[:] = content
+        sealed = segment.seal()
+        digest = ingest.hash_segment(sealed.descriptor, len(content))
+        (start,) = actions
+        assert isinstance(start, StartIngest)
+        result = Ingested(digest, sealed.resident_bytes(), True, 1)
+        self.host.loader.deliver(Finished(start.ingest, result, sealed, None))
+        self.openings.finish()
+        self.tiers.close_session(LOADING, now)
+        return digest
+
+    def ask(self, session: Session, message: Any) -> Any:
+        server: Any = self
+        return handle(server, Request(session, 1, b"route"), message)
+
+    def status(self, session: Session) -> admin.GetStatusReply:
+        reply = self.ask(session, admin.GetStatusRequest())
+        assert isinstance(reply, admin.GetStatusReply)
+        return reply
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    session = Session(1, socket.socket(), Peer(1001, OWN, OWN), 3, b"token", "1.2", 77)
+    server = Server(session)
+    yield server
+    for each in server.sessions:
+        server.sessions.close(each)
+    server.tiers.close()
+
+
+def own(server: Server) -> Session:
+    session = server.sessions.get(1)
+    assert session is not None
+    return session
+
+
+BY_IMAGE: dict[str, Callable[[str], Any]] = {
+    "pin": lambda image: admin.PinImageRequest(image, True),
+    "unpin": lambda image: admin.PinImageRequest(image, False),
+    "evict": admin.EvictImageRequest,
+    "evict from host": lambda image: admin.EvictImageRequest(image, "host"),
+    "verify": admin.VerifyImageRequest,
+}
+
+
+@pytest.mark.parametrize("kind", BY_IMAGE)
+def test_an_image_is_its_users(server: Server, kind: str) -> None:
+    """Not even that somebody uses a path is told to others; who knows a digest learns no more."""
+    alice, bob = server.session(ALICE), server.session(BOB)
+    digest = server.load(b"alice's", user=ALICE, name="/alice.pt")
+    with pytest.raises(UnknownImage):
+        server.ask(bob, BY_IMAGE[kind]("/alice.pt"))
+    for text in (digest, digest[:8]):
+        with pytest.raises(AccessDenied, match="is not yours"):
+            server.ask(bob, BY_IMAGE[kind](text))
+    assert (server.jobs, server.host.store.is_resident(digest)) == ([], True)
+    server.ask(alice, BY_IMAGE[kind]("/alice.pt"))
+
+
+@pytest.mark.parametrize("user", [OWN, ROOT])
+@pytest.mark.parametrize("kind", BY_IMAGE)
+def test_the_daemons_own_user_and_root_may_do_all(server: Server, kind: str, user: int) -> None:
+    server.load(b"alice's", user=ALICE, name="/alice.pt")
+    server.ask(server.session(user), BY_IMAGE[kind]("/alice.pt"))
+
+
+def test_only_privileged_users_stop_the_daemon_or_evict_everything(server: Server) -> None:
+    digest = server.load(b"alice's", user=ALICE)
+    for tier in ("", "host"):
+        with pytest.raises(AccessDenied):
+            server.ask(server.session(ALICE), admin.EvictImageRequest(tier=tier))
+    with pytest.raises(AccessDenied):
+        server.ask(server.session(ALICE), admin.StopDaemonRequest())
+    assert (server.is_stopping, server.host.store.is_resident(digest)) == (False, True)
+    evicted = server.ask(own(server), admin.EvictImageRequest())
+    assert evicted == admin.EvictImageReply((digest,), 4096)
+    assert server.ask(own(server), admin.StopDaemonRequest()).pid == os.getpid()
+    assert server.is_stopping
+
+
+def test_the_status_tells_each_what_is_theirs(server: Server) -> None:
+    server.load(b"shared", user=ALICE, name="/alice.pt")
+    server.load(b"shared", user=BOB, name="/bob.pt")
+    alice = server.session(ALICE)
+    server.session(BOB).token = b""  # has not said Hello
+    asked_by_alice, asked_by_us = server.status(alice), server.status(own(server))
+    assert [each.names for each in asked_by_alice.images] == [("/alice.pt",)]
+    assert [each.names for each in asked_by_us.images] == [("/alice.pt", "/bob.pt")]
+    assert [(each.pid, each.user) for each in asked_by_alice.clients] == [(alice.peer.pid, ALICE)]
+    assert [each.pid for each in asked_by_us.clients] == [77, alice.peer.pid]
+    assert [each.leases for each in asked_by_us.clients] == [100, 100]
+    assert (asked_by_alice.storage, asked_by_alice.prepared) == (None, ())
+    assert asked_by_us.storage == server.prepared.storage()
+
+
+def test_a_status_fits_a_reply(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_IMAGES_IN_STATUS", 2)
+    monkeypatch.setattr(requests, "_CLIENTS_IN_STATUS", 2)
+    monkeypatch.setattr(requests, "_PREPARED_IN_STATUS", 2)
+    monkeypatch.setattr(requests, "_STATUS_NAMES_LIMIT_BYTES", 2 * (8 + 9))
+    monkeypatch.setattr(requests, "_PREPARED_NAMES_LIMIT_BYTES", 8 + 9)
+    for number, content in enumerate((b"old", b"new", b"newest"), 1):
+        server.load(content, user=OWN, name=f"/name-{number}00", now=number)
+        server.session(OWN)
+    server.prepared_rows = [
+        admin.PreparedStatus(key, "ready", 1, 0, 0, 0, 0, ("/name-\udcff", "/x"), "1.20")
+        for key in "abc"
+    ]
+    status = server.status(own(server))
+    assert [each.names for each in status.images] == [("/name-300",), ("/name-200",)]
+    assert len(status.clients) == 2
+    # What is not UTF-8 is sent as an escape, which is longer.
+    assert [(each.key, each.names) for each in status.prepared] == [("a", ()), ("b", ())]
+
+
+def test_what_is_in_use_is_not_evicted(server: Server) -> None:
+    kept, free = server.load(b"kept", user=OWN, name="/kept"), server.load(b"free", user=OWN)
+    server.ask(own(server), admin.PinImageRequest(kept, True))
+    with pytest.raises(NoSpace, match="pinned"):
+        server.ask(own(server), admin.EvictImageRequest("/kept"))
+    assert server.ask(own(server), admin.EvictImageRequest()).digests == (free,)
+    with pytest.raises(UnknownDevice):
+        server.ask(own(server), admin.EvictImageRequest(tier="GPU-1"))
+    assert server.ask(own(server), admin.PinImageRequest(kept, False)).digest == kept
+    assert server.ask(own(server), admin.EvictImageRequest("/kept")).digests == (kept,)
+
+
+class TestVerifying:
+    def test_what_is_as_it_was(self, server: Server) -> None:
+        digest = server.load(b"sound", user=OWN)
+        assert server.ask(own(server), admin.VerifyImageRequest(digest)) is None
+        (work,) = server.jobs
+        check = admin.TierCheck("host", digest)
+        assert work() == admin.VerifyImageReply(digest, digest, (check,))
+
+    def test_what_cannot_be_read_or_is_something_else(
+        self, server: Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail() -> Digest:
+            raise ReadFailed("x" * 2000)
+
+        digest = server.load(b"damaged", user=OWN)
+        closed: list[None] = []
+        for compute in (lambda: "f" * 64, fail):
+            hashing = Hashing(compute, lambda: closed.append(None))
+            monkeypatch.setattr(server.host.loader, "hashing", lambda _, made=hashing: made)
+            server.ask(own(server), admin.VerifyImageRequest(digest))
+        other, failed = (work() for work in server.jobs)
+        assert (other.computed, failed.computed) == ("f" * 64, "")
+        assert failed.tiers == (admin.TierCheck("host", "", "x" * 1000),)
+        assert len(closed) == 2
+
+    def test_only_so_many_at_a_time(self, server: Server) -> None:
+        digest = server.load(b"sound", user=OWN)
+        server.may_verify = False
+        with pytest.raises(TooManyRequests):
+            server.ask(own(server), admin.VerifyImageRequest(digest))
+
+
+def test_what_is_no_request(server: Server) -> None:
+    for message in (messages.DrainRequest("1"), admin.StopDaemonReply(1)):
+        with pytest.raises(UnknownMessage, match="is not a request"):
+            server.ask(own(server), message)
+
+
+class TestCounters:
+    @staticmethod
+    def report(counters: Counter[str], **amounts: int) -> None:
+        server: Any = SimpleNamespace(counters=counters)
+        add_counters(server, messages.StatsReport(amounts))
+
+    def test_they_add_up_and_stay_within_64_bits(self) -> None:
+        counters: Counter[str] = Counter()
+        for amount in (3, 4, -5):
+            self.report(counters, served=amount)
+        assert counters == {"client.served": 7}
+        for _ in range(1 << 14):
+            self.report(counters, served=1 << 63)
+        assert counters["client.served"] == 1 << 62
+
+    def test_names_are_short(self) -> None:
+        counters: Counter[str] = Counter()
+        self.report(counters, **{"x" * 100: 1})
+        with pytest.raises(MalformedMessage):
+            self.report(counters, y=1, **{"x" * 101: 1})
+        assert counters == {"client." + "x" * 100: 1}
+
+    def test_there_are_only_so_many(self) -> None:
+        counters: Counter[str] = Counter()
+        self.report(counters, **{f"c{number}": 1 for number in range(600)})
+        self.report(counters, c0=1)
+        assert (len(counters), counters["client.c0"]) == (512, 2)
