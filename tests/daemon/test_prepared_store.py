@@ -109,6 +109,7 @@ class TestOpening:
         assert store.open(asking(A), 1, may_start=False) == Unknown()
         assert not store.is_needed()
         started(store, asking())
+        assert store.is_needed()
         assert store.open(asking(), 1, may_start=False) == Wait()
 
     def test_one_at_a_time_may_offer_what_nobody_knows(self) -> None:
@@ -198,6 +199,29 @@ class TestRoom:
         store.close_session(1, 11)
         assert make(store, "d" * 64, now=12) == [DropEntry(B, 10)]
         assert sorted(store.keys()) == [A, C, "d" * 64]
+
+    @pytest.mark.parametrize("is_released", [True, False])
+    def test_it_is_used_until_its_lease_ends(self, is_released: bool) -> None:
+        store = new_store(30)
+        for moment, key in enumerate((A, B, C), start=1):
+            make(store, key, now=moment)
+        lease = granted(store, A, now=10)
+        granted(store, B, session=2, now=11)
+        store.close_session(2, 12)
+        if is_released:
+            store.release(1, lease, 13)
+        else:
+            store.close_session(1, 13)
+        assert make(store, "d" * 64, now=14) == [DropEntry(C, 10)]
+        assert make(store, "e" * 64, now=15) == [DropEntry(B, 10)]
+
+    def test_two_preparations_of_one_model_make_it_once(self) -> None:
+        store = new_store()
+        jobs = [started(store, asking(flight=number)) for number in range(2)]
+        for job in jobs:
+            assert store.hashed(job, A, 1, needed_bytes=10).is_wanted
+        assert [store.made(job, entry(), 2) for job in jobs] == [[], []]
+        assert (store.keys(), store.resident_bytes(), store.job_count()) == ([A], 10, 0)
 
     def test_a_leased_one_stays_and_nothing_goes_in_vain(self) -> None:
         store = new_store(30)
@@ -313,7 +337,7 @@ class TestRefusals:
         store = new_store()
         fail(store, DIED)
         make(store, A, now=10**12)
-        store.evict(A)
+        store.lose(A)
         assert fail(store, DIED, now=10**13) == []
 
     def test_it_is_remembered_from_a_daemon_before(self) -> None:
@@ -417,6 +441,12 @@ def test_rows() -> None:
         ("ready", A, 1, 1, ""),
         ("ready", B, 0, 0, ""),
         ("refused", "", 0, 0, "preparer_stalled"),
+    ]
+    assert [(row.size_bytes, row.used_ns, row.prepare_ns) for row in rows] == [
+        (0, 9, 0),
+        (10, 7, 5),
+        (10, 2, 5),
+        (0, 8, 0),
     ]
     assert rows[0].names == ("/y",)
     assert len(store.rows(100 * SECOND)) == 3, "a refusal that has expired is no news"

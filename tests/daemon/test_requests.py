@@ -166,6 +166,7 @@ def test_only_privileged_users_stop_the_daemon_or_evict_everything(server: Serve
     assert (server.is_stopping, server.host.store.is_resident(digest)) == (False, True)
     evicted = server.ask(own(server), admin.EvictImageRequest())
     assert evicted == admin.EvictImageReply((digest,), 4096)
+    assert server.ask(own(server), admin.EvictImageRequest()) == admin.EvictImageReply((), 0)
     assert server.ask(own(server), admin.StopDaemonRequest()).pid == os.getpid()
     assert server.is_stopping
 

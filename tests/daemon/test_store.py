@@ -280,7 +280,7 @@ class TestBudget:
         for inode, digest in ((1, A), (2, B), (3, "c" * 64)):
             store.release(1, load(store, opening(inode=inode), loaded(digest), now=inode), inode)
         store.release(1, granted(store.open(opening(inode=1), 9)).lease, 9)
-        actions = store.open(opening(inode=4), 10)
+        actions = store.open(opening(inode=4, size=1), 10)
         assert actions[:2] == [DropImage(B), Announce("evicted", B, 10)]
         assert started(actions)
         assert {row.digest for row in store.images()} == {A, "c" * 64}

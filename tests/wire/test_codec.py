@@ -120,6 +120,15 @@ def test_an_integer_is_a_float_where_one_is_expected() -> None:
     assert type(decoded.idle_exit_s) is float
 
 
+def test_an_integer_has_64_bits() -> None:
+    """Maps that were read elsewhere may hold larger ones, and could not be sent on."""
+    for value in (-(1 << 63), (1 << 64) - 1):
+        assert codec.checked(int, value) == value
+    for value in (-(1 << 63) - 1, 1 << 64):
+        with pytest.raises(MalformedMessage, match="64 bits"):
+            codec.checked(int, value)
+
+
 @pytest.mark.parametrize("verb", ["Nothing", "Any", "dataclass", "", 7, None, ["Hello"], b"Hello"])
 def test_unknown_verbs_are_refused(verb: object) -> None:
     with pytest.raises(UnknownMessage):

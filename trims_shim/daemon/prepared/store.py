@@ -179,7 +179,7 @@ class PreparedStore:
     def made(self, job: int, entry: Entry, now_ns: int) -> list[Action]:
         """The model is prepared; it is dropped again if it does not fit after all."""
         task = self._jobs.pop(job)
-        self._refusals.forget(task.key, task.flight, entry.key)
+        self._refusals.forget(task.flight, entry.key)
         if entry.key in self._entries:
             return []
         missing = self.resident_bytes() + self._reserved_bytes() + entry.size_bytes
