@@ -353,9 +353,9 @@ class TestRefusals:
 class TestEviction:
     def test_by_name_by_key_and_all(self) -> None:
         store = new_store()
-        for key, name in ((A, "/a"), (B, "/b"), (C, "/b")):
+        for key, name in ((A, "/a"), (B, "/models/b"), (C, "/models/b")):
             store.adopt(entry(key, name=name))
-        assert store.evict("/b") == [DropEntry(B, 10), DropEntry(C, 10)]
+        assert store.evict("/models/b") == [DropEntry(B, 10), DropEntry(C, 10)]
         assert store.evict(A[:6]) == [DropEntry(A, 10)]
         store.adopt(entry(A))
         store.adopt(entry(B))
@@ -363,6 +363,7 @@ class TestEviction:
         fail_job = started(store, asking(flight="x"))
         store.failed(fail_job, SLOW, 1)
         assert store.evict() == [DropEntry(B, 10)]
+        assert store.evict() == [], "what is in use stays"
         assert isinstance(store.open(asking(flight="x"), 2, may_start=True), Start)
 
     def test_one_in_use(self) -> None:

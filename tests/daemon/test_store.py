@@ -364,8 +364,9 @@ class TestHolding:
         assert store.pin(A, is_pinned=True) == []
         store.close_session(1, 2)
         assert store.is_needed()
+        assert store.images()[0].is_pinned
         assert store.pin(A, is_pinned=False) == [Announce("unpinned", A, 10)]
-        assert not store.is_needed()
+        assert (store.is_needed(), store.images()[0].is_pinned) == (False, False)
 
     def test_a_lease_can_be_released_once_and_only_by_its_owner(self) -> None:
         store = new_store()
@@ -577,7 +578,7 @@ class TestTiers:
         store.pin(A, is_pinned=True)
         assert store.forget(A) == [DropImage(A), Announce("evicted", A, 10)]
         assert store.forget(A) == []
-        assert (store.lease_count(), store.images()) == (0, [])
+        assert (store.lease_count(), store.images(), store.is_needed()) == (0, [], False)
         assert not store.release(1, lease, 3)
         store.close_session(1, 4)
         assert started(store.open(opening(), 5))

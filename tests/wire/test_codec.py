@@ -203,6 +203,11 @@ def test_an_envelope_needs_a_short_token(token: object) -> None:
         codec.decode_envelope(msgpack.packb(body))
 
 
+def test_the_longest_token() -> None:
+    body = {"verb": "GetStatusRequest", "id": 1, "token": b"x" * 64}
+    assert codec.decode_envelope(msgpack.packb(body)).token == b"x" * 64
+
+
 def test_a_reply_needs_no_token() -> None:
     body = {"verb": "StopDaemonReply", "pid": 5, "id": 1}
     assert codec.decode_envelope(msgpack.packb(body)).token == b""

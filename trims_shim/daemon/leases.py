@@ -37,10 +37,9 @@ class Leases(Generic[_Key]):
 
     def release(self, session: int, lease: int) -> _Key | None:
         """End a lease; return what was leased, None if it is not the session's own."""
-        owner, key = self._held.get(lease, (None, None))
-        if key is None or owner != session:
+        if lease not in self._by_session.get(session, ()):
             return None
-        del self._held[lease]
+        _, key = self._held.pop(lease)
         self._by_session[session].discard(lease)
         self._by_key[key].discard(lease)
         return key

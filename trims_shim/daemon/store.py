@@ -180,7 +180,6 @@ Action: TypeAlias = (
 @dataclass(slots=True)
 class _Image(Candidate):
     size_bytes: int
-    is_pinned: bool = False
     holds: int = 0
     hits: int = 0
     names: Recent[NameKey, None] = field(default_factory=lambda: Recent(_NAMES_PER_IMAGE))
@@ -413,9 +412,8 @@ class Store:
     def pin(self, digest: Digest, *, is_pinned: bool) -> list[Action]:
         """Keep an image, or allow it to go. Raises UnknownImage."""
         image = self._image(digest)
-        if image.is_pinned == is_pinned:
+        if (digest in self._pinned) == is_pinned:
             return []
-        image.is_pinned = is_pinned
         (self._pinned.add if is_pinned else self._pinned.discard)(digest)
         return [Announce("pinned" if is_pinned else "unpinned", digest, image.size_bytes)]
 
@@ -430,9 +428,9 @@ class Store:
     def evict(self, digest: Digest) -> list[Action]:
         """Drop one image. Raises UnknownImage, or NoSpace saying why it has to stay."""
         image = self._image(digest)
-        leases = self._leases.of(digest)
-        if leases or image.is_pinned:
-            why = "is pinned; unpin it first" if image.is_pinned else "is in use"
+        leases, is_pinned = self._leases.of(digest), digest in self._pinned
+        if leases or is_pinned:
+            why = "is pinned; unpin it first" if is_pinned else "is in use"
             raise NoSpace(f"image {digest[:12]} {why} (leases: {leases})")
         if image.holds:
             raise NoSpace(f"image {digest[:12]} is being copied to another device; try again")
@@ -515,7 +513,7 @@ class Store:
                 image.size_bytes,
                 image.resident_bytes,
                 self._leases.of(image.digest),
-                image.is_pinned,
+                image.digest in self._pinned,
                 image.loaded_ns,
                 image.used_ns,
                 image.hits,
@@ -664,4 +662,5 @@ class Store:
             raise UnknownImage(f"no resident image {digest[:12]}; `trims ls` shows them") from None
 
     def _is_free(self, image: _Image) -> bool:
-        return not (image.is_pinned or image.holds or self._leases.of(image.digest))
+        digest = image.digest
+        return not (digest in self._pinned or image.holds or self._leases.of(digest))
