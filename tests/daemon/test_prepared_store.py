@@ -136,7 +136,7 @@ class TestOpening:
         jobs = [started(store, asking(flight=n)) for n in range(prepared_store.JOBS_LIMIT)]
         answer = store.open(asking(flight="one more"), 1, may_start=True)
         assert isinstance(answer, Failure)
-        assert answer.reason == "busy"
+        assert (answer.reason, answer.is_lasting) == ("busy", False)
         assert store.job_count() == prepared_store.JOBS_LIMIT
         store.unwanted(jobs[0])
         started(store, asking(flight="one more"))

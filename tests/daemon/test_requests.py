@@ -38,7 +38,7 @@ from trims_shim.specs import Digest, Identity, SegmentKind
 from trims_shim.wire import admin, messages
 from trims_shim.wire.handover import Peer
 
-OWN, ROOT, ALICE, BOB = os.geteuid(), 0, 70_001, 70_002
+ROOT, OWN, ALICE, BOB = 0, 70_000, 70_001, 70_002
 LOADING = 99
 """The session that loads images in these tests."""
 
@@ -111,7 +111,9 @@ class Server(FakeFront):
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Not root's, whoever runs the test."""
+    monkeypatch.setattr(os, "geteuid", lambda: OWN)
     session = Session(1, socket.socket(), Peer(1001, OWN, OWN), 3, b"token", "1.2", 77)
     server = Server(session)
     yield server
@@ -248,6 +250,20 @@ class TestVerifying:
         server.may_verify = False
         with pytest.raises(TooManyRequests):
             server.ask(own(server), admin.VerifyImageRequest(digest))
+
+
+def test_models_are_opened_where_they_are_kept(server: Server) -> None:
+    """Images of files by the openings, which answer later; prepared ones by their own."""
+    asked: list[Any] = []
+    recipe = messages.SessionRecipe("1", "b", (), "all")
+    for place, name, message in (
+        (server.openings, "open", messages.OpenImageRequest(1, "/m.pt")),
+        (server.prepared, "open", messages.OpenPreparedRequest(1, "/m", "", recipe, "/o")),
+        (server.prepared, "evict", admin.EvictPreparedRequest()),
+    ):
+        setattr(place, name, lambda request, message: asked.append(message) or "answer")
+        assert server.ask(own(server), message) == "answer"
+        assert asked.pop() == message
 
 
 def test_what_is_no_request(server: Server) -> None:

@@ -43,6 +43,8 @@ def test_counted_by_session_and_user(connection: socket.socket) -> None:
     assert [waiting.count_of_user(user) for user in (ALICE, BOB, 0)] == [3, 1, 0]
     assert waiting.get(1, 7) == Waiting(first, offer)
     assert waiting.get(2, 8) is None
+    waiting.pop(1, 8)
+    assert waiting.pop(1, 7) == Waiting(first, offer)
 
 
 def test_an_answer_makes_room_once(connection: socket.socket) -> None:
@@ -52,6 +54,7 @@ def test_an_answer_makes_room_once(connection: socket.socket) -> None:
     assert waiting.pop(1, 7) == Waiting(request, offer)
     assert waiting.pop(1, 7) is None
     assert (waiting.count(1), waiting.count_of_user(ALICE)) == (0, 0)
+    assert (waiting._by_session, waiting._of_user) == ({}, {})
 
 
 def test_a_session_takes_its_requests_and_their_files_along(connection: socket.socket) -> None:

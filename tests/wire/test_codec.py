@@ -219,6 +219,16 @@ def test_a_path_that_is_not_utf8_arrives_as_escapes() -> None:
     assert decoded.name == r"/models/\udcff\udcfe.pt"
 
 
+def test_the_messages_of_a_load_can_be_inspected_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known: dict[Any, Any] = {}
+    monkeypatch.setattr(codec, "_FIELDS", known)
+    codec.prepare()
+    loads = {kind for kind in KINDS if kind.__module__ == messages.__name__}
+    assert loads <= known.keys() < set(KINDS)
+
+
 def test_memoryviews_are_decoded() -> None:
     data = codec.encode_envelope(Envelope(1, b"t", admin.GetStatusRequest()))
     assert codec.decode_envelope(memoryview(data)).message == admin.GetStatusRequest()

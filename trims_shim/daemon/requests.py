@@ -57,32 +57,12 @@ def handle(server: Server, request: Request, message: Any) -> Any:
     return handler(server, request, message)
 
 
-def _is_privileged(session: Session) -> bool:
-    return session.peer.uid in (0, os.geteuid())
-
-
 def _find(server: Server, session: Session, text: str, *, tier: str = "") -> Digest:
-    user, may_see_all = session.peer.uid, _is_privileged(session)
+    user, may_see_all = session.peer.uid, session.is_privileged
     digest = server.tiers.find(text, user=user, may_see_all=may_see_all, tier=tier)
     if may_see_all or any(each.store.is_named_by(digest, user) for each in server.tiers):
         return digest
     raise AccessDenied(f"image {digest[:12]} is not yours; load its file first")
-
-
-def _open_image(server: Server, request: Request, message: messages.OpenImageRequest) -> None:
-    server.openings.open(request, message)
-
-
-def _open_prepared(
-    server: Server, request: Request, message: messages.OpenPreparedRequest
-) -> messages.OpenPreparedReply | None:
-    return server.prepared.open(request, message)
-
-
-def _evict_prepared(
-    server: Server, request: Request, message: admin.EvictPreparedRequest
-) -> admin.EvictPreparedReply | None:
-    return server.prepared.evict(request, message)
 
 
 def _status(
@@ -99,7 +79,7 @@ def _status(
         totals.reserved_bytes,
         host.lingering_bytes(),
     )
-    may_see_prepared = _is_privileged(session)
+    may_see_prepared = session.is_privileged
     return admin.GetStatusReply(
         package=__version__,
         protocol=messages.PROTOCOL_VERSION,
@@ -125,7 +105,7 @@ def _images_status(server: Server, session: Session) -> list[admin.ImageStatus]:
     limit = _IMAGES_IN_STATUS
     rows = [(tier.name, row) for tier in server.tiers for row in tier.store.images(limit)]
     rows.sort(key=lambda each: -each[1].used_ns)
-    may_see_all, user = _is_privileged(session), session.peer.uid
+    may_see_all, user = session.is_privileged, session.peer.uid
     for tier, row in rows[:limit]:
         names = [path for owner, path in row.names if may_see_all or owner == user]
         fitting, left = _fitting(names, left)
@@ -180,7 +160,7 @@ def _client_status(server: Server, session: Session) -> list[admin.ClientStatus]
             each.connected_ns,
         )
         for each in server.sessions
-        if each.is_greeted and (_is_privileged(session) or each.peer.uid == session.peer.uid)
+        if each.is_greeted and (session.is_privileged or each.peer.uid == session.peer.uid)
     ]
 
 
@@ -199,7 +179,7 @@ def _evict(
     if message.image:
         digest = _find(server, request.session, message.image, tier=message.tier)
         tiers = server.tiers.holding(digest, tier=message.tier)
-    elif _is_privileged(request.session):
+    elif request.session.is_privileged:
         digest = ""
         tiers = [server.tiers.named(message.tier)] if message.tier else list(server.tiers)
     else:
@@ -265,16 +245,16 @@ def add_counters(server: Server, report: messages.StatsReport) -> None:
 def _stop(
     server: Server, request: Request, message: admin.StopDaemonRequest
 ) -> admin.StopDaemonReply:
-    if not _is_privileged(request.session):
+    if not request.session.is_privileged:
         raise AccessDenied("only the daemon's own user may stop it")
     server.stop()
     return admin.StopDaemonReply(os.getpid())
 
 
 _HANDLERS: dict[type, Callable[[Server, Request, Any], Any]] = {
-    messages.OpenImageRequest: _open_image,
-    messages.OpenPreparedRequest: _open_prepared,
-    admin.EvictPreparedRequest: _evict_prepared,
+    messages.OpenImageRequest: lambda server, *asked: server.openings.open(*asked),
+    messages.OpenPreparedRequest: lambda server, *asked: server.prepared.open(*asked),
+    admin.EvictPreparedRequest: lambda server, *asked: server.prepared.evict(*asked),
     admin.GetStatusRequest: _status,
     admin.PinImageRequest: _pin,
     admin.EvictImageRequest: _evict,

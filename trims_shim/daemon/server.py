@@ -296,7 +296,7 @@ class Server(Front):
         handover.send(session.connection, welcome)
 
     def _drain(self, session: Session, request: messages.DrainRequest) -> None:
-        if session.peer.uid not in (0, os.geteuid()):
+        if not session.is_privileged:
             raise AccessDenied("only the daemon's own user may replace it")
         _logger.info("replaced by a client of version %.40s", request.package)
         self.stop()

@@ -6,6 +6,7 @@ ends when its connection does; whoever closes it tells the store.
 
 from __future__ import annotations
 
+import os
 import resource
 import secrets
 import socket
@@ -56,6 +57,11 @@ class Session:
     def is_greeted(self) -> bool:
         """Whether Hello has been received."""
         return bool(self.token)
+
+    @property
+    def is_privileged(self) -> bool:
+        """Whether it is the daemon's own user's, or root's, who may see and do everything."""
+        return self.peer.uid in (0, os.geteuid())
 
 
 class Sessions:

@@ -152,7 +152,7 @@ class Prepared:
         self, request: Request, message: admin.EvictPreparedRequest
     ) -> admin.EvictPreparedReply | None:
         """Forget models; None: the reply is later. Raises AccessDenied, UnknownImage, NoSpace."""
-        if request.session.peer.uid not in (0, os.geteuid()):
+        if not request.session.is_privileged:
             raise AccessDenied("prepared models are the daemon's own user's")
         return self._when_open(request, lambda: self._evict(message.model))
 
