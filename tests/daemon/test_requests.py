@@ -168,6 +168,7 @@ def test_only_privileged_users_stop_the_daemon_or_evict_everything(server: Serve
     assert (server.is_stopping, server.host.store.is_resident(digest)) == (False, True)
     evicted = server.ask(own(server), admin.EvictImageRequest())
     assert evicted == admin.EvictImageReply((digest,), 4096)
+    assert server.memory.held_bytes() == 0
     assert server.ask(own(server), admin.EvictImageRequest()) == admin.EvictImageReply((), 0)
     assert server.ask(own(server), admin.StopDaemonRequest()).pid == os.getpid()
     assert server.is_stopping
@@ -192,7 +193,7 @@ def test_a_status_fits_a_reply(server: Server, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(requests, "_IMAGES_IN_STATUS", 2)
     monkeypatch.setattr(requests, "_CLIENTS_IN_STATUS", 2)
     monkeypatch.setattr(requests, "_PREPARED_IN_STATUS", 2)
-    monkeypatch.setattr(requests, "_STATUS_NAMES_LIMIT_BYTES", 2 * (8 + 9))
+    monkeypatch.setattr(requests, "_STATUS_NAMES_LIMIT_BYTES", 2 * (8 + 9) - 1)
     monkeypatch.setattr(requests, "_PREPARED_NAMES_LIMIT_BYTES", 8 + 9)
     for number, content in enumerate((b"old", b"new", b"newest"), 1):
         server.load(content, user=OWN, name=f"/name-{number}00", now=number)
@@ -202,7 +203,10 @@ def test_a_status_fits_a_reply(server: Server, monkeypatch: pytest.MonkeyPatch) 
         for key in "abc"
     ]
     status = server.status(own(server))
-    assert [each.names for each in status.images] == [("/name-300",), ("/name-200",)]
+    assert [each.names for each in status.images] == [("/name-300",), ()]
+    monkeypatch.setattr(requests, "_STATUS_NAMES_LIMIT_BYTES", 2 * (8 + 9))
+    names = [each.names for each in server.status(own(server)).images]
+    assert names == [("/name-300",), ("/name-200",)]
     assert len(status.clients) == 2
     # What is not UTF-8 is sent as an escape, which is longer.
     assert [(each.key, each.names) for each in status.prepared] == [("a", ()), ("b", ())]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections.abc import Iterator
 
 import pytest
 from harness import World
 
-from trims_shim.daemon.sessions import Limits, Session, Sessions
+from trims_shim.daemon.sessions import Limits, Session, Sessions, descriptors_are_scarce
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
 from trims_shim.wire import handover, messages
 
@@ -28,7 +29,9 @@ class Client:
 
     def offer(self, ticket: int) -> None:
         handover.send(self.connection, messages.FileOffer(ticket), descriptor=0)
-        self.sessions.receive(self.session)
+        packet = self.sessions.receive(self.session)
+        assert packet is not None
+        assert packet.message == messages.FileOffer(ticket)
 
     def close(self) -> None:
         self.sessions.close(self.session)
@@ -160,6 +163,33 @@ def test_closing_closes_unclaimed_offers(client: Client, sessions: Sessions) -> 
     assert len(World.descriptors(os.getpid()).items() - before) == 2
     sessions.close(client.session)
     assert World.descriptors(os.getpid()).items() < before, "nor is its own there"
+    assert sessions.claim_offer(client.session, 1) is None
+
+
+def test_the_daemon_keeps_descriptors_for_itself(
+    client: Client, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions.greet(client.session, "", 0)
+    for limit, first_scarce in ((1000, 750), (100_000, 100_000 - 8192)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=limit: (soft, soft))
+        for reserved in (0, 10):
+            newest = first_scarce - reserved
+            assert descriptors_are_scarce(newest, reserved=reserved)
+            assert not descriptors_are_scarce(newest - 1, reserved=reserved)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+    with pytest.raises(TooManyRequests, match="out of file descriptors"):
+        client.offer(1)
+
+
+@pytest.mark.parametrize(
+    ("own", "user", "is_privileged"), [(5, 5, True), (5, 0, True), (5, 6, False), (0, 6, False)]
+)
+def test_who_is_privileged(
+    client: Client, monkeypatch: pytest.MonkeyPatch, own: int, user: int, is_privileged: bool
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: own)
+    session = Session(1, client.connection, handover.Peer(1, user, user), 0)
+    assert session.is_privileged == is_privileged
 
 
 def test_nothing_to_read(client: Client, sessions: Sessions) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -65,9 +68,30 @@ class TestChoice:
     ) -> None:
         user = f"trims-{os.geteuid()}"
         monkeypatch.setattr(os.path, "isdir", lambda path: path in ("/tmp", str(tmp_path)))
-        for temp_dir, expected in (str(tmp_path), tmp_path / user), ("/gone", f"/tmp/{user}"):
-            chosen = _choose("", runtime_dir="/gone", temp_dir=temp_dir)
+        file = tmp_path / "file"
+        file.touch()
+        for temp_dir, expected in (
+            (tmp_path, tmp_path / user),
+            ("/gone", f"/tmp/{user}"),
+            (file, f"/tmp/{user}"),
+        ):
+            chosen = _choose("", runtime_dir="/gone", temp_dir=str(temp_dir))
             assert chosen.directory == str(expected)
+
+    @pytest.mark.parametrize(("usable", "expected"), [("/var/tmp", "/var/tmp"), ("/", "/tmp")])
+    def test_at_last_one_of_the_system(
+        self, monkeypatch: pytest.MonkeyPatch, usable: str, expected: str
+    ) -> None:
+        monkeypatch.setattr(endpoint, "_is_writable", lambda directory: directory == usable)
+        assert os.path.dirname(_choose("", runtime_dir="/gone").directory) == expected
+
+    @pytest.mark.parametrize("right", [os.W_OK, os.X_OK])
+    def test_rights_that_lack(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, right: int
+    ) -> None:
+        monkeypatch.setattr(os, "access", lambda _, asked: not asked & right)
+        chosen = _choose("", runtime_dir=str(tmp_path))
+        assert not chosen.directory.startswith(str(tmp_path))
 
     def test_a_program_may_still_choose_its_own_temporary_directory(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -85,6 +109,9 @@ class TestLength:
         Endpoint("/" + "x" * (room - 1)).check_path()
         with pytest.raises(ConfigError, match="107"):
             Endpoint("/" + "x" * room).check_path()
+        with pytest.raises(ConfigError, match="107"):
+            Endpoint(str(tmp_path / ("x" * room))).create()
+        assert list(tmp_path.iterdir()) == []
 
     def test_bytes_count_not_characters(self) -> None:
         with pytest.raises(ConfigError):
@@ -122,7 +149,8 @@ class TestOwner:
         self, absent: Endpoint, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(os, "access", lambda path, mode: False)
-        with pytest.raises(DaemonUnavailable, match=r"may not write to .*TRIMS_SOCKET_DIR"):
+        advice = f"may not write to {os.path.dirname(absent.directory)}:.*TRIMS_SOCKET_DIR"
+        with pytest.raises(DaemonUnavailable, match=advice):
             absent.check_owner()
 
     def test_a_file_in_its_place(self, absent: Endpoint) -> None:
@@ -151,6 +179,18 @@ class TestOwner:
             monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
         with pytest.raises(UnusableSocketDir, match="belongs to user"):
             absent.check_owner()
+
+    def test_of_root(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Who could change everything anyway."""
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        status: Any = SimpleNamespace(st_mode=stat.S_IFDIR | 0o750, st_uid=0)
+        monkeypatch.setattr(os, "stat", lambda _: status)
+        endpoint._check_status("/d", status)
+        assert endpoint._unless_others("/d") == "/d"
+        status.st_uid = 1
+        with pytest.raises(UnusableSocketDir, match="belongs to user 1"):
+            endpoint._check_status("/d", status)
+        assert endpoint._unless_others("/d") == ""
 
     def test_writable_by_its_group(self, absent: Endpoint) -> None:
         """A machine-wide daemon's group may enter, not write: it could swap the socket."""

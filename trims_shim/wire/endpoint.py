@@ -24,7 +24,7 @@ _LONGEST_NAME = "control-0123456789abcdef.sock"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Names inside one socket directory."""
+    """Names inside one socket directory, which is absolute."""
 
     directory: str
 
@@ -85,7 +85,7 @@ class Endpoint:
         """Return the advice of errors that report a missing daemon."""
         place = self.directory
         while not os.path.lexists(place):
-            place = os.path.dirname(place) or "/"
+            place = os.path.dirname(place)
         if not _is_writable(place):
             return (
                 f"you may not write to {place}: whoever may can start one, or set TRIMS_SOCKET_DIR "
@@ -109,7 +109,7 @@ class Endpoint:
         """Make the directory if it is missing, and check it. Raises UnusableSocketDir."""
         self.check_path()
         try:
-            os.makedirs(os.path.dirname(self.directory) or "/", exist_ok=True)
+            os.makedirs(os.path.dirname(self.directory), exist_ok=True)
             os.mkdir(self.directory, mode)
         except FileExistsError:
             pass

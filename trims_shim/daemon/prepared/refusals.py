@@ -64,9 +64,9 @@ class Refusals:
         before = self._refusals.get(place)
         attempts = 1 if before is None else before.attempts + 1
         deaths = (0 if before is None else before.deaths) + (failure.reason == _DEATH)
-        if failure.reason == _DEATH and deaths > _DEATHS_ALLOWED:
+        if deaths > _DEATHS_ALLOWED:
             failure = Failure(failure.reason, failure.message, is_lasting=True)
-        pause = min(_LONGEST_PAUSE_NS, _FIRST_PAUSE_NS * _PAUSE_GROWTH ** min(attempts - 1, 10))
+        pause = min(_LONGEST_PAUSE_NS, _FIRST_PAUSE_NS * _PAUSE_GROWTH ** (attempts - 1))
         names = (name,) if name else ()
         self._refusals.put(
             place,
