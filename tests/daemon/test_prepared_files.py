@@ -103,6 +103,25 @@ def publish(files: PreparedFiles, key: str = A, *, weights: bytes | None = b"w" 
         files.delete(making)
 
 
+def test_whatever_a_preparer_leaves_is_deleted(files: PreparedFiles, tmp_path: Path) -> None:
+    """In the place of its directory, too; a link is not followed."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    for leave in (
+        lambda path: path.write_text("a file"),
+        lambda path: path.symlink_to(kept),
+        lambda path: path.symlink_to("nowhere"),
+        lambda path: (path.mkdir(), (path / "link").symlink_to(kept)),
+    ):
+        path = tmp_path / "left"
+        leave(path)
+        files.delete(str(path))
+        assert not os.path.lexists(path)
+    files.delete(str(path))
+    assert (kept / "file").exists()
+
+
 def names(files: PreparedFiles) -> list[str]:
     return sorted(os.listdir(files.directory))
 

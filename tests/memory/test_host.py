@@ -7,11 +7,13 @@ import ctypes
 import fcntl
 import mmap
 import os
+import shutil
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -264,6 +266,8 @@ class TestChoice:
             ("always within_size advise [never] deny force", False),
             ("always within_size advise never [deny] force", False),
             ("[always] within_size advise never deny force", True),
+            ("always [within_size] advise never deny force", True),
+            ("always within_size advise never deny [force]", True),
             ("always within_size [advise] never deny force", True),
             ("", False),
         ],
@@ -279,6 +283,50 @@ class TestChoice:
         else:
             with pytest.raises(MemoryFailure, match="shmem_enabled"):
                 host.open_memory(SegmentKind.MEMFD_HUGE, budget_bytes=BUDGET)
+
+    def test_memfd_huge_without_the_setting(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(host, "_SHMEM_HUGE", str(tmp_path / "gone"))
+        with pytest.raises(MemoryFailure, match="gone"):
+            host.open_memory(SegmentKind.MEMFD_HUGE, budget_bytes=BUDGET)
+
+    @pytest.mark.parametrize(
+        ("kind", "namespaces"),
+        [
+            (SegmentKind.TMPFS_HUGE, ["--mount"]),
+            (SegmentKind.TMPFS_HUGE_USERNS, ["--mount", "--user", "--map-root-user"]),
+        ],
+    )
+    def test_what_the_machine_allows_is_available(
+        self, kind: SegmentKind, namespaces: list[str]
+    ) -> None:
+        """A bug looks like a machine that allows none: the tests of the kind would be skipped."""
+        mount = "mount -t tmpfs -o huge=within_size none /mnt"
+        release = tuple(map(int, os.uname().release.split(".")[:2]))
+        if release < (5, 12) or shutil.which("unshare") is None:
+            pytest.skip("the kernel is too old, or there is no unshare(1)")
+        if subprocess.run(["unshare", *namespaces, "sh", "-c", mount]).returncode != 0:
+            pytest.skip(f"{' '.join(namespaces)}: not allowed on this machine")
+        host.open_memory(kind, budget_bytes=BUDGET).close()
+
+    def test_a_mount_that_cannot_be_sealed_is_closed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(host, "_new_tmpfs", lambda _: os.open(os.devnull, os.O_RDONLY))
+        monkeypatch.setattr(host, "_SYS_MOUNT_SETATTR", -1)
+        with pytest.raises(MemoryFailure, match=r"mount_setattr|open_tree"):
+            host.open_memory(SegmentKind.TMPFS_HUGE, budget_bytes=BUDGET)
+
+    def test_memory_that_makes_no_segment_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        closed: list[MemfdMemory] = []
+        monkeypatch.setattr(MemfdMemory, "close", lambda memory: closed.append(memory))
+
+        def fail(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", fail)
+        with pytest.raises(MemoryFailure, match="No space left"):
+            host.open_memory(SegmentKind.MEMFD, budget_bytes=BUDGET)
+        assert len(closed) == 1
 
     def test_without_any_kind(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(kind: SegmentKind, *, budget_bytes: int) -> HostMemory:
@@ -307,10 +355,21 @@ class TestChoice:
         with pytest.raises(ChildProcessError):
             os.waitpid(child, os.WNOHANG)
 
+    def test_a_child_that_dies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(host, "_send_mounts_and_exit", lambda *_: os._exit(1))
+        with pytest.raises(MemoryFailure, match="the child died"):
+            host.open_memory(SegmentKind.TMPFS_HUGE_USERNS, budget_bytes=BUDGET)
+
+    def test_a_kernel_without_user_namespaces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(host, "_libc", SimpleNamespace(unshare=lambda _: -1))
+        with pytest.raises(MemoryFailure, match="unshare"):
+            host._enter_user_namespace()
+
 
 def test_the_mount_is_in_no_mount_table(memory: HostMemory) -> None:
     if not isinstance(memory, TmpfsMemory):
         return
+    assert not any(map(os.get_inheritable, (memory._mount, memory._sealed)))
     device = os.fstat(memory._mount).st_dev
     with open("/proc/self/mountinfo") as file:
         assert f" {os.major(device)}:{os.minor(device)} " not in file.read()
