@@ -1,14 +1,16 @@
-"""Offers that are answered where they came: whatever goes wrong costs that client, and nobody else.
+"""Offers and requests: who gets which image, and that what goes wrong costs nobody else.
 
-What openings do otherwise is tested with a whole daemon (tests/faults, tests/client).
+Here with a host tier and without sockets; tests/faults and tests/client have a whole daemon.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
+import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fronts import FakeFront
+from fronts import FakeFront, HostFront
 
 from trims_shim.daemon.front import Request
 from trims_shim.daemon.offers import Offer
@@ -25,7 +27,14 @@ from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.store import GrantLease, Opening, RefuseRequest
 from trims_shim.daemon.waiting import Waiting
-from trims_shim.errors import NoSpace, TooManyRequests
+from trims_shim.errors import (
+    AccessDenied,
+    DaemonUnavailable,
+    NoSpace,
+    ReadFailed,
+    TooManyRequests,
+    TrimsError,
+)
 from trims_shim.wire import messages
 from trims_shim.wire.handover import Peer
 
@@ -161,3 +170,295 @@ def test_what_may_wait_is_limited(
     assert (taken[session.number], taken.total()) == (of_session, of_user)
     for each in (session, other):
         openings.close_session(each.number)
+
+
+# --- with a host tier -----------------------------------------------------------------------------
+
+OWN, OTHER = os.geteuid(), 70_001
+GPU = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+@pytest.fixture
+def front(session: Session) -> Iterator[HostFront]:
+    front = HostFront(session)
+    yield front
+    front.close()
+
+
+class File:
+    """A file that clients offer."""
+
+    def __init__(self, path: Path, content: bytes = b"weights") -> None:
+        self.path, self.content = path, content
+        path.write_bytes(content)
+        self.tickets = itertools.count(1)
+
+    def offered(self, session: Session, *, flags: int = os.O_RDONLY) -> int:
+        """The ticket of an open descriptor."""
+        ticket = next(self.tickets)
+        session.offers[ticket] = Offer(ticket, os.open(self.path, flags))
+        return ticket
+
+    def request(self, front: HostFront, session: Session, **fields: Any) -> int:
+        """Ask for the image, with a number that is returned."""
+        number = self.offered(session)
+        message = messages.OpenImageRequest(number, str(self.path), **fields)
+        front.openings.open(Request(session, number, b"route"), message)
+        return number
+
+    def offer(self, front: HostFront, session: Session, **fields: Any) -> messages.OfferReply:
+        """Offer it as one packet; what comes back as one."""
+        ticket = self.offered(session)
+        offer = messages.FileOffer(ticket, "host", str(self.path), **fields)
+        front.openings.offer(session, offer)
+        reply = front.sent.pop()
+        assert isinstance(reply, messages.OfferReply)
+        assert reply.ticket == ticket
+        return reply
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> File:
+    return File(tmp_path / "m.pt")
+
+
+def replies(front: HostFront) -> dict[int, Any]:
+    return {number: message for _, number, message in front.replies}
+
+
+@pytest.mark.usefixtures("no_leak")
+class TestOpening:
+    def test_one_loads_and_the_others_share(self, front: HostFront, file: File) -> None:
+        session, other = front.client(OWN), front.client(OWN)
+        first, second = (file.request(front, each) for each in (session, other))
+        assert (front.replies, front.sent) == ([], []), "nobody has it yet"
+        front.work()
+        third = file.request(front, other)
+        assert {n: each.outcome for n, each in replies(front).items()} == {
+            first: "miss",
+            second: "joined",
+            third: "hit",
+        }
+        assert {(each.digest, each.size_bytes) for each in replies(front).values()} == {
+            (front.host.store.images()[0].digest, len(file.content))
+        }
+        leases = {number: each.lease for number, each in replies(front).items()}
+        assert front.sent == [
+            messages.SegmentGrant(ticket, leases[ticket]) for ticket in (first, second, third)
+        ]
+        assert all(os.pread(each, 100, 0) == file.content for each in front.descriptors)
+        opens = {name: count for name, count in front.counters.items() if "open_" in name}
+        assert opens == {"open_miss": 1, "open_joined": 1, "open_hit": 1}
+        assert front.counters["images_loaded"] == 1
+
+    def test_progress_is_told_to_all_who_wait(self, front: HostFront, file: File) -> None:
+        number = file.request(front, front.client(OWN))
+        front.openings.report_progress()
+        assert replies(front) == {number: messages.Progress(0, len(file.content))}
+        front.work()
+
+    def test_what_is_another_users_is_read_again(self, front: HostFront, file: File) -> None:
+        """An equal identity proves nothing; the file is read by what this user has opened."""
+        file.request(front, front.client(OWN))
+        front.work()
+        other = front.client(OTHER)
+        assert file.offer(front, other).opened is None
+        number = file.request(front, other)
+        assert number not in replies(front)
+        front.work()
+        assert replies(front)[number].outcome == "miss"
+        assert len(front.host.store.images()) == 1
+        assert file.offer(front, other).opened is not None
+
+    @pytest.mark.parametrize(
+        ("spoil", "error"),
+        [
+            (lambda path: path.write_bytes(b""), ReadFailed),
+            (lambda path: (path.unlink(), os.mkfifo(path)), AccessDenied),
+        ],
+        ids=["empty", "no file"],
+    )
+    def test_what_is_no_model_is_refused(
+        self,
+        front: HostFront,
+        file: File,
+        spoil: Callable[[Path], object],
+        error: type[TrimsError],
+    ) -> None:
+        spoil(file.path)
+        client = front.client(OWN)
+        client.offers[1] = Offer(1, os.open(file.path, os.O_RDONLY | os.O_NONBLOCK))
+        with pytest.raises(error):
+            front.openings.open(Request(client, 1), messages.OpenImageRequest(1, "m"))
+        assert client.offers == {}
+
+    def test_what_is_not_open_for_reading_is_refused(self, front: HostFront, file: File) -> None:
+        client = front.client(OWN)
+        file.request(front, client)
+        front.work()
+        for flags in (os.O_WRONLY, os.O_PATH):
+            ticket = file.offered(client, flags=flags)
+            front.openings.offer(client, messages.FileOffer(ticket, "host", "m"))
+            assert front.sent.pop() == messages.OfferReply(ticket), "to be told at a request"
+            with pytest.raises(AccessDenied):
+                front.openings.open(Request(client, 1), messages.OpenImageRequest(ticket, "m"))
+
+    @pytest.mark.parametrize(("tier", "lead"), [("host", -1), ("host", 64), ("GPU-1", 1)])
+    def test_an_image_begins_with_fewer_zeros_than_an_alignment(
+        self, front: HostFront, file: File, tier: str, lead: int
+    ) -> None:
+        client = front.client(OWN)
+        with pytest.raises(AccessDenied, match="bytes before the file"):
+            file.request(front, client, tier=tier, lead_bytes=lead)
+        file.request(front, client, lead_bytes=63)
+        front.work()
+        assert os.pread(front.descriptors[0], 100, 0) == bytes(63) + file.content
+
+    def test_limits(self, front: HostFront, file: File) -> None:
+        front.sessions.limits = Limits(leases=2)
+        client = front.client(OWN)
+        for _ in range(2):
+            number = file.request(front, client)
+            front.work()
+        assert file.offer(front, client).opened is None, "to be told at a request"
+        with pytest.raises(TooManyRequests, match="more than 2 leases"):
+            file.request(front, client)
+        front.host.store.release(client.number, replies(front)[number].lease, 1)
+        assert file.offer(front, client).opened is not None
+        front.sessions.limits = Limits()
+        number = file.request(front, client, tier=GPU)
+        client.offers[number] = Offer(number, os.open(file.path, os.O_RDONLY))
+        with pytest.raises(TooManyRequests, match=f"request {number} is open"):
+            front.openings.open(Request(client, number), messages.OpenImageRequest(number, "m"))
+        front.is_stopping = True
+        with pytest.raises(DaemonUnavailable, match="stopping"):
+            file.request(front, client)
+
+    def test_a_long_name_is_cut(self, front: HostFront, file: File) -> None:
+        client = front.client(OWN)
+        ticket = file.offered(client)
+        message = messages.OpenImageRequest(ticket, "x" * 5000)
+        front.openings.open(Request(client, ticket, b"route"), message)
+        front.work()
+        assert front.host.store.images()[0].names == ((OWN, "x" * 4096),)
+
+    def test_who_has_gone_is_given_nothing(self, front: HostFront, file: File) -> None:
+        client = front.client(OWN)
+        file.request(front, client)
+        front.openings.close_session(client.number)
+        front.work()
+        assert (front.sent, front.replies) == ([], [])
+
+    def test_who_takes_no_segments_is_let_go(self, front: HostFront, file: File) -> None:
+        def full() -> None:
+            raise BlockingIOError("its buffer is full")
+
+        file.request(front, front.client(OWN))
+        front.send = full
+        front.work()
+        (reason,) = front.ended
+        assert "does not take its segments: its buffer is full" in reason
+        assert front.replies == []
+
+    def test_a_bug_costs_one_request(
+        self, front: HostFront, file: File, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        front.host.store.open = None  # type: ignore[method-assign, assignment]
+        with caplog.at_level(logging.CRITICAL, "trims_shim.daemon"):
+            number = file.request(front, front.client(OWN))
+        assert replies(front)[number].error == "DaemonError"
+        assert front.counters["refused"] == front.counters["internal_errors"] == 1
+
+    def test_an_equal_image_that_went_meanwhile(self, front: HostFront, file: File) -> None:
+        """The load was only hashed, and there is nothing to share any more."""
+        client = front.client(OWN)
+        file.request(front, client)
+        front.work()
+        number = file.request(front, front.client(OTHER))
+        (image,) = front.host.store.images()
+        front._pool.run()
+        front.tiers.close_session(client.number, 1)
+        front.openings.execute(front.host, front.host.store.evict(image.digest))
+        front.work()
+        reply = replies(front)[number]
+        assert (reply.error, "evicted meanwhile" in reply.message) == ("FileChanged", True)
+
+    def test_images_hold_half_of_the_descriptors_at_most(
+        self, front: HostFront, file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Unused ones make room; without any, who comes is told why."""
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+        for name in "abc":
+            client = front.client(OWN)
+            number = File(tmp_path / name, name.encode()).request(front, client)
+            front.work()
+            assert replies(front)[number].outcome == "miss"
+            front.tiers.close_session(client.number, 1)
+        assert len(front.host.store.images()) == 2
+        for image in front.host.store.images():
+            front.host.store.pin(image.digest, is_pinned=True)
+        number = file.request(front, front.client(OWN))
+        reply = replies(front)[number]
+        assert (reply.error, "ulimit -n" in reply.message) == ("NoSpace", True)
+
+    def test_unused_images_go_when_the_machine_is_short_of_memory(
+        self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client = front.client(OWN)
+        file.request(front, client)
+        front.work()
+        for missing, leases, left in ((1, 1, 1), (0, 0, 1), (1, 0, 0)):
+            if not leases:
+                front.tiers.close_session(client.number, 1)
+            monkeypatch.setattr(front.host, "missing_bytes", lambda missing=missing: missing)
+            front.openings.relieve_pressure()
+            assert len(front.host.store.images()) == left
+        assert front.counters["evicted_under_pressure"] == 1
+        assert front.counters["images_evicted"] == 1
+
+
+@pytest.mark.usefixtures("no_leak")
+class TestLeads:
+    """Images that begin with zeros: nobody waits for one, and the second who asks has it made."""
+
+    def test_it_is_made_for_later(self, front: HostFront, file: File) -> None:
+        client = front.client(OWN)
+        assert not file.offer(front, client, lead_bytes=8).is_loading
+        front.work()
+        assert front.host.store.images() == []
+        assert not file.offer(front, client, lead_bytes=8).is_loading, "but it begins"
+        assert client.offers == {}, "these offers do not stand"
+        assert file.offer(front, client, lead_bytes=8).is_loading
+        assert len(client.offers) == 1, "this one does, to wait for it"
+        front.work()
+        opened = file.offer(front, client, lead_bytes=8).opened
+        assert opened is not None
+        assert (opened.outcome, opened.size_bytes) == ("hit", 8 + len(file.content))
+        client.offers.popitem()[1].close()
+
+    def test_other_zeros_are_another_image(self, front: HostFront, file: File) -> None:
+        client = front.client(OWN)
+        for lead in (8, 16):
+            file.offer(front, client, lead_bytes=lead)
+        front.work()
+        assert front.host.store.ingest_count() == 0
+        assert front.host.store.images() == []
+
+    def test_where_there_is_no_room_it_is_tried_again(
+        self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client = front.client(OWN)
+        with monkeypatch.context() as patch:
+            patch.setattr(front.host, "withheld_bytes", lambda: 1 << 30)
+            for _ in range(3):
+                file.offer(front, client, lead_bytes=8)
+        assert front.host.store.ingest_count() == 0
+        file.offer(front, client, lead_bytes=8)
+        assert front.host.store.ingest_count() == 1
+        front.work()
+
+    def test_what_will_be_refused_stands(self, front: HostFront, file: File) -> None:
+        client = front.client(OWN)
+        assert file.offer(front, client, lead_bytes=64).is_loading
+        assert len(client.offers) == 1
+        client.offers.popitem()[1].close()

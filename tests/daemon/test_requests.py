@@ -11,18 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fronts import FakeFront
+from fronts import HostFront
 
-from trims_shim import config
 from trims_shim.daemon import ingest, requests
-from trims_shim.daemon.eviction import LeastRecentlyUsed
 from trims_shim.daemon.front import Request
-from trims_shim.daemon.loader import Finished, Hashing, Loader
-from trims_shim.daemon.openings import Openings
+from trims_shim.daemon.loader import Finished, Hashing
 from trims_shim.daemon.requests import add_counters, handle
 from trims_shim.daemon.sessions import Session
-from trims_shim.daemon.store import Ingested, Opening, StartIngest, Store
-from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tiers
+from trims_shim.daemon.store import Ingested, Opening, StartIngest
 from trims_shim.errors import (
     AccessDenied,
     MalformedMessage,
@@ -33,8 +29,7 @@ from trims_shim.errors import (
     UnknownImage,
     UnknownMessage,
 )
-from trims_shim.memory.host import MemfdMemory
-from trims_shim.specs import Digest, Identity, SegmentKind
+from trims_shim.specs import Digest, Identity
 from trims_shim.wire import admin, messages
 from trims_shim.wire.handover import Peer
 
@@ -43,29 +38,21 @@ LOADING = 99
 """The session that loads images in these tests."""
 
 
-class Server(FakeFront):
-    """What the handlers need of one, with a host tier."""
+class Server(HostFront):
+    """What the handlers need of one."""
 
     memory_reason, started_ns, idle_exit_s, config_hash = "reason", 1, 5.0, "hash"
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self.memory = MemfdMemory(SegmentKind.MEMFD)
-        loader = Loader(self.memory, threads=1, wake=lambda: None)
-        numbers = itertools.count(1)
-        store = Store(1 << 20, policy=LeastRecentlyUsed(), numbers=numbers)
-        self.host = HostTier(store, loader)
-        settings = DeviceSettings.of(config.load({}))
-        self.tiers = Tiers(self.host, settings, numbers=numbers, wake=lambda: None)
-        self.openings = Openings(self, self.tiers)
         storage = admin.PreparedStorage("/cache", 1, 2)
         self.prepared_rows: list[admin.PreparedStatus] = []
         self.prepared = SimpleNamespace(
             lease_count=lambda _: 100, rows=lambda: self.prepared_rows, storage=lambda: storage
         )
         self.jobs: list[Callable[[], Any]] = []
-        self.inodes = itertools.count(1)
         self.may_verify = True
+        self.inodes = itertools.count(1)
 
     def check_jobs(self, session: Session) -> None:
         if not self.may_verify:
@@ -76,13 +63,6 @@ class Server(FakeFront):
 
     def stop(self) -> None:
         self.is_stopping = True
-
-    def session(self, user: int) -> Session:
-        """A further client."""
-        number = len(self.sessions) + 1
-        session = Session(number, socket.socket(), Peer(1000 + number, user, user), 3, b"token")
-        self.sessions._by_number[number] = session
-        return session
 
     def load(self, content: bytes, *, user: int, name: str = "/m.pt", now: int = 1) -> Digest:
         """An image that a user has loaded and leases no more."""
@@ -117,9 +97,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     session = Session(1, socket.socket(), Peer(1001, OWN, OWN), 3, b"token", "1.2", 77)
     server = Server(session)
     yield server
-    for each in server.sessions:
-        server.sessions.close(each)
-    server.tiers.close()
+    server.close()
 
 
 def own(server: Server) -> Session:
@@ -140,7 +118,7 @@ BY_IMAGE: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("kind", BY_IMAGE)
 def test_an_image_is_its_users(server: Server, kind: str) -> None:
     """Not even that somebody uses a path is told to others; who knows a digest learns no more."""
-    alice, bob = server.session(ALICE), server.session(BOB)
+    alice, bob = server.client(ALICE), server.client(BOB)
     digest = server.load(b"alice's", user=ALICE, name="/alice.pt")
     with pytest.raises(UnknownImage):
         server.ask(bob, BY_IMAGE[kind]("/alice.pt"))
@@ -155,16 +133,16 @@ def test_an_image_is_its_users(server: Server, kind: str) -> None:
 @pytest.mark.parametrize("kind", BY_IMAGE)
 def test_the_daemons_own_user_and_root_may_do_all(server: Server, kind: str, user: int) -> None:
     server.load(b"alice's", user=ALICE, name="/alice.pt")
-    server.ask(server.session(user), BY_IMAGE[kind]("/alice.pt"))
+    server.ask(server.client(user), BY_IMAGE[kind]("/alice.pt"))
 
 
 def test_only_privileged_users_stop_the_daemon_or_evict_everything(server: Server) -> None:
     digest = server.load(b"alice's", user=ALICE)
     for tier in ("", "host"):
         with pytest.raises(AccessDenied):
-            server.ask(server.session(ALICE), admin.EvictImageRequest(tier=tier))
+            server.ask(server.client(ALICE), admin.EvictImageRequest(tier=tier))
     with pytest.raises(AccessDenied):
-        server.ask(server.session(ALICE), admin.StopDaemonRequest())
+        server.ask(server.client(ALICE), admin.StopDaemonRequest())
     assert (server.is_stopping, server.host.store.is_resident(digest)) == (False, True)
     evicted = server.ask(own(server), admin.EvictImageRequest())
     assert evicted == admin.EvictImageReply((digest,), 4096)
@@ -177,8 +155,8 @@ def test_only_privileged_users_stop_the_daemon_or_evict_everything(server: Serve
 def test_the_status_tells_each_what_is_theirs(server: Server) -> None:
     server.load(b"shared", user=ALICE, name="/alice.pt")
     server.load(b"shared", user=BOB, name="/bob.pt")
-    alice = server.session(ALICE)
-    server.session(BOB).token = b""  # has not said Hello
+    alice = server.client(ALICE)
+    server.client(BOB).token = b""  # has not said Hello
     asked_by_alice, asked_by_us = server.status(alice), server.status(own(server))
     assert [each.names for each in asked_by_alice.images] == [("/alice.pt",)]
     assert [each.names for each in asked_by_us.images] == [("/alice.pt", "/bob.pt")]
@@ -197,7 +175,7 @@ def test_a_status_fits_a_reply(server: Server, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(requests, "_PREPARED_NAMES_LIMIT_BYTES", 8 + 9)
     for number, content in enumerate((b"old", b"new", b"newest"), 1):
         server.load(content, user=OWN, name=f"/name-{number}00", now=number)
-        server.session(OWN)
+        server.client(OWN)
     server.prepared_rows = [
         admin.PreparedStatus(key, "ready", 1, 0, 0, 0, 0, ("/name-\udcff", "/x"), "1.20")
         for key in "abc"
