@@ -82,6 +82,25 @@ def test_adopt(harness: Harness) -> None:
         harness.loader.segment(DIGEST)
 
 
+def test_a_segment_of_ours_is_settled_however_young(harness: Harness) -> None:
+    """A client may offer it: it never changes, as long as it is an image."""
+    began_ns = time.time_ns()
+    finished = harness.load()
+    assert finished.result is not None
+    assert 0 <= finished.result.load_ns <= time.time_ns() - began_ns
+    harness.loader.adopt(finished.ingest, DIGEST)
+    held = os.dup(harness.loader.segment(DIGEST).descriptor)
+    harness.path = Path(f"/proc/self/fd/{held}")
+    for is_own in (True, False):
+        again = harness.load()
+        assert again.result is not None
+        assert (again.result.digest, again.result.is_settled) == (DIGEST, is_own)
+        harness.loader.discard(again.ingest)
+        if is_own:
+            harness.loader.drop(DIGEST)
+    os.close(held)
+
+
 def test_discard(harness: Harness) -> None:
     before = len(os.listdir("/proc/self/fd"))
     finished = harness.load()

@@ -69,6 +69,10 @@ class TestStatus:
 
 
 class TestOffer:
+    def test_there_may_be_none(self) -> None:
+        offer = Offer()
+        assert (offer.ticket, offer.descriptor) == (0, -1)
+
     def test_is_looked_at_once(self, opened: int, monkeypatch: pytest.MonkeyPatch) -> None:
         with Offer(1, opened, Closer()) as offer:
             identity = offer.identity()

@@ -249,6 +249,7 @@ class TestScan:
             lambda path: _replace(path / "entry.json", b"{" * 100_000),
             lambda path: _replace(path / "entry.json", b'{"layout": 1}'),
             lambda path: _replace(path / "entry.json", b"\xff"),
+            lambda path: _move(path / "entry.json"),
         ],
         ids=[
             "no-manifest",
@@ -261,6 +262,7 @@ class TestScan:
             "nested",
             "fields",
             "unicode",
+            "link",
         ],
     )
     def test_what_is_not_whole_is_deleted(
@@ -272,6 +274,29 @@ class TestScan:
         scan = PreparedFiles(files.directory).open()
         assert [each.manifest.key for each in scan.published] == [B]
         assert names(files) == [B]
+
+    def test_the_longest_record(
+        self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        publish(files, A)
+        size = os.stat(os.path.join(files.directory, A, "entry.json")).st_size
+        monkeypatch.setattr(prepared_files, "_RECORD_LIMIT_BYTES", size)
+        assert files.load(A) is not None
+        monkeypatch.setattr(prepared_files, "_RECORD_LIMIT_BYTES", size - 1)
+        assert files.load(A) is None
+
+    def test_a_record_that_cannot_be_written_leaves_nothing(
+        self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        files.delete(files.make())
+
+        def fail(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "rename", fail)
+        with pytest.raises(OSError, match="No space left"):
+            files.keep_refusal(refusal())
+        assert names(files) == []
 
     def test_a_link_is_not_followed(self, files: PreparedFiles, tmp_path: Path) -> None:
         publish(files, A)
@@ -376,6 +401,13 @@ class TestScan:
 
 def refusals_of(files: PreparedFiles, key: str = "") -> list[Path]:
     return sorted(Path(files.directory).glob(f"{key}*.refused"))
+
+
+def _move(path: Path) -> None:
+    """Out of the way, behind a link."""
+    target = path.parent.parent.parent / path.name
+    path.rename(target)
+    path.symlink_to(target)
 
 
 def _replace(path: Path, data: bytes) -> None:
