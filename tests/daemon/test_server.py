@@ -1,0 +1,291 @@
+"""What the server makes of packets and frames, turn by turn; tests/faults has it as a process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trims_shim import config
+from trims_shim._version import __version__
+from trims_shim.daemon import main as daemon_main
+from trims_shim.daemon.front import Request
+from trims_shim.daemon.server import Server
+from trims_shim.daemon.sessions import Limits
+from trims_shim.errors import AccessDenied, TooManyRequests
+from trims_shim.wire import admin, codec, endpoint, handover, messages
+
+OTHER = 70_001
+HELLO = messages.Hello(messages.PROTOCOL_VERSION, "1.2", 5)
+RECIPE = messages.SessionRecipe("1", "b", (), "all")
+
+
+class Client:
+    """A connection of a user, and the session at its other end."""
+
+    def __init__(self, server: Server, user: int) -> None:
+        self.server = server
+        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.setblocking(False)
+        self.connection.setblocking(False)
+        peer = handover.Peer(os.getpid(), user, user)
+        self.session = server.sessions.add(theirs, peer, 0)
+
+    def send(self, message: Any, *, descriptor: int | None = None) -> None:
+        handover.send(self.connection, message, descriptor=descriptor)
+
+    def say(self, message: Any, *, descriptor: int | None = None) -> list[Any]:
+        """Send a packet, which is read; the answers."""
+        self.send(message, descriptor=descriptor)
+        self.server._read_session(self.session, 1)
+        return self.heard()
+
+    def heard(self) -> list[Any]:
+        found = []
+        try:
+            while (packet := handover.receive(self.connection)) is not None:
+                found.append(packet.message)
+        except BlockingIOError:
+            pass
+        return found
+
+    @property
+    def is_open(self) -> bool:
+        return self.server.sessions.get(self.session.number) is self.session
+
+
+@pytest.fixture
+def server(socket_directory: Path, tmp_path: Path) -> Iterator[Server]:
+    settings = config.load(
+        {},
+        socket_dir=str(socket_directory / "s"),
+        cache_dir=str(tmp_path),
+        memory_kind="memfd",
+        host_bytes="16M",
+        prepared_bytes="0",
+        idle_exit="600",
+    )
+    directory = endpoint.choose(settings)
+    directory.create()
+    server = daemon_main._build(directory, settings)
+    yield server
+    server.stop()
+    server.run()
+    os.close(server._wake_descriptor)
+
+
+@pytest.fixture
+def connect(server: Server) -> Iterator[Callable[..., Client]]:
+    clients: list[Client] = []
+
+    def connect(user: int = os.geteuid(), *, hello: bool = True) -> Client:
+        clients.append(Client(server, user))
+        if hello:
+            clients[-1].say(HELLO)
+        return clients[-1]
+
+    yield connect
+    for each in clients:
+        each.connection.close()
+
+
+Connect = Callable[..., Client]
+
+
+class TestGreeting:
+    def test_the_token_is_for_control_requests(self, server: Server, connect: Connect) -> None:
+        client = connect(hello=False)
+        (welcome,) = client.say(HELLO)
+        assert (welcome.protocol, welcome.package) == (messages.PROTOCOL_VERSION, __version__)
+        assert (welcome.instance, welcome.pid) == (server.instance, os.getpid())
+        assert server.sessions.authenticated(welcome.token) is client.session
+
+    def test_another_version_gets_no_token(self, server: Server, connect: Connect) -> None:
+        """It learns ours, and may ask again or take leave."""
+        client = connect(hello=False)
+        for protocol in (0, messages.PROTOCOL_VERSION + 1):
+            (welcome,) = client.say(messages.Hello(protocol, "9", 5))
+            assert (welcome.protocol, welcome.token) == (messages.PROTOCOL_VERSION, b"")
+        assert client.is_open
+        assert not client.session.is_greeted
+
+    @pytest.mark.parametrize(
+        "message",
+        [
+            messages.OpenPreparedRequest(0, "/m", "", RECIPE, "/o"),
+            messages.Goodbye("no message of a client"),
+            admin.GetStatusRequest(),
+        ],
+        ids=lambda message: type(message).__name__,
+    )
+    def test_what_comes_instead_ends_the_connection(
+        self, server: Server, connect: Connect, message: Any
+    ) -> None:
+        client = connect(hello=False)
+        (goodbye,) = client.say(message)
+        assert isinstance(goodbye, messages.Goodbye)
+        assert type(message).__name__ in goodbye.reason
+        assert not client.is_open
+        assert (server.counters["rejected_packets"], server.counters["requests"]) == (1, 0)
+
+    def test_only_a_newer_client_of_our_own_makes_us_go(
+        self, server: Server, connect: Connect
+    ) -> None:
+        (goodbye,) = connect(OTHER).say(messages.DrainRequest("9"))
+        assert "own user" in goodbye.reason
+        assert not server.is_stopping
+        assert connect().say(messages.DrainRequest("9")) == []
+        assert server.is_stopping
+
+
+class TestPackets:
+    def test_a_reason_is_cut(self, server: Server, connect: Connect) -> None:
+        client = connect()
+        server.end_session(client.session, "x" * 501)
+        assert client.heard() == [messages.Goodbye("x" * 500)]
+
+    def test_so_many_are_read_at_a_time(self, server: Server, connect: Connect) -> None:
+        client = connect()
+        for _ in range(3):
+            client.send(messages.StatsReport({"n": 1}))
+        server._read_session(client.session, 2)
+        assert server.counters["client.n"] == 2
+        server._read_session(client.session, 2)
+        assert server.counters["client.n"] == 3
+        client.connection.close()
+        server._read_session(client.session, 2)
+        assert not client.is_open
+        assert server.counters["rejected_packets"] == 0, "it has only gone"
+
+    def test_what_is_offered_later_is_found(self, server: Server, connect: Connect) -> None:
+        """The offer was sent before the request, but on another socket."""
+        client = connect()
+        with open(__file__) as file:
+            for ticket in (4, 5, 6):
+                client.send(messages.FileOffer(ticket), descriptor=file.fileno())
+            expected = os.fstat(file.fileno()).st_ino
+        offer = server.take_offer(Request(client.session, 1, b"route"), 5)
+        assert offer.identity().inode == expected
+        offer.close()
+        assert list(client.session.offers) == [4], "what follows is left in its place"
+        with pytest.raises(AccessDenied, match="ticket 6"):
+            server.take_offer(Request(client.session), 6)
+        with pytest.raises(AccessDenied, match="ticket 5"):
+            server.take_offer(Request(client.session, 2, b"route"), 5)
+
+    def test_a_packet_that_is_a_request_is_counted(self, server: Server, connect: Connect) -> None:
+        client = connect()
+        with open(__file__) as file:
+            (reply,) = client.say(messages.FileOffer(1, "host", "x"), descriptor=file.fileno())
+            assert isinstance(reply, messages.OfferReply)
+            assert client.say(messages.FileOffer(2), descriptor=file.fileno()) == []
+        (refused,) = client.say(messages.OpenPreparedRequest(0, "/m", "", RECIPE, "/o"))
+        assert refused.reason == "prepared_off"
+        assert (server.counters["requests"], client.session.requests) == (2, 2)
+
+
+class TestFrames:
+    @pytest.fixture
+    def control(self, server: Server) -> Any:
+        """Notes what the control socket is told to do."""
+        control = SimpleNamespace(replies=[], condemned=[], is_there=True)
+
+        def reply(routing: bytes, number: int, message: Any) -> bool:
+            control.replies.append((routing, number, message))
+            return bool(control.is_there)
+
+        server._control.reply = reply  # type: ignore[method-assign]
+        server._control.condemn = control.condemned.append  # type: ignore[method-assign]
+        return control
+
+    @staticmethod
+    def frames(*parts: bytes) -> Any:
+        return [SimpleNamespace(bytes=part, buffer=memoryview(part)) for part in (b"r", *parts)]
+
+    def test_a_request_with_a_token_is_served(
+        self, server: Server, connect: Connect, control: Any
+    ) -> None:
+        client = connect()
+        request = codec.Envelope(7, client.session.token, admin.PinImageRequest("x", True))
+        server._on_frames(self.frames(codec.encode_envelope(request)))
+        ((routing, number, reply),) = control.replies
+        assert (routing, number, reply.error) == (b"r", 7, "UnknownImage")
+        assert (control.condemned, client.session.requests) == ([], 1)
+
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_without_one_the_connection_is_closed(
+        self, server: Server, connect: Connect, control: Any, is_there: bool
+    ) -> None:
+        """After the answer, if it was sent: the number could be another connection's by now."""
+        control.is_there = is_there
+        token = connect().session.token
+        good = codec.encode_envelope(codec.Envelope(7, token, admin.StopDaemonRequest()))
+        forged = codec.encode_envelope(codec.Envelope(7, b"x" * 16, admin.StopDaemonRequest()))
+        none = codec.encode_envelope(codec.Envelope(7, b"", admin.StopDaemonRequest()))
+        long = codec.encode_envelope(codec.Envelope(7, token, messages.Goodbye("x" * (64 << 10))))
+        bad = [(forged,), (none,), (long,), (good, good), (), (b"?",)]
+        for parts in bad:
+            server._on_frames(self.frames(*parts))
+        assert [reply.error for _, _, reply in control.replies] == [
+            "AccessDenied",
+            "AccessDenied",
+            "MessageTooLarge",
+            "MalformedMessage",
+            "MalformedMessage",
+            "MalformedMessage",
+        ]
+        assert len(control.condemned) == (len(bad) if is_there else 0)
+        assert (server.is_stopping, server.counters["rejected_messages"]) == (False, len(bad))
+
+
+class TestLife:
+    def test_jobs_of_a_user_are_limited(self, server: Server, connect: Connect) -> None:
+        server.sessions.limits = Limits(checks_per_user=1)
+        client, other = connect(), connect(OTHER)
+        request = Request(client.session)
+        server.check_jobs(client.session)
+        server.run_later(request, server.tiers.host, lambda: messages.Goodbye("done"))
+        assert not server._is_finished()
+        with pytest.raises(TooManyRequests):
+            server.check_jobs(client.session)
+        server.check_jobs(other.session)
+        server.stop()
+        while not server._is_finished():
+            server._turn()
+        server.check_jobs(client.session)
+        assert messages.Goodbye("done") in client.heard()
+
+    @pytest.mark.parametrize("idle_exit_s", [0.0, 10.0])
+    def test_it_ends_when_it_was_not_used_for_long(
+        self, server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch, idle_exit_s: float
+    ) -> None:
+        server.idle_exit_s = idle_exit_s
+        now = server._last_active
+        monkeypatch.setattr(time, "monotonic", lambda: now + 10)
+        assert not server._is_finished()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 10.01)
+        assert server._is_finished() == (idle_exit_s > 0)
+        monkeypatch.setattr(server.tiers, "is_needed", lambda: True)
+        assert not server._is_finished(), "it is in use"
+        monkeypatch.undo()
+
+    def test_it_makes_way_where_its_socket_is_gone(self, server: Server) -> None:
+        def fail() -> bool:
+            raise PermissionError("it cannot be seen")
+
+        stopped: list[int] = []
+        server.on_stop = lambda: stopped.append(1)
+        for is_reachable in (lambda: True, fail):
+            server.is_reachable = is_reachable
+            server._make_way_if_lost()
+        assert stopped == []
+        server.is_reachable = lambda: False
+        for _ in range(2):
+            server._make_way_if_lost()
+        assert stopped == [1]
