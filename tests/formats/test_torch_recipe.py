@@ -435,6 +435,60 @@ def test_one_storage_described_in_two_ways(tools: Any) -> None:
         read_recipe(both)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"X\x03\0\0\x0011N", b"X\x02\0\0\x0011N"), (b"X\x02\0\0\x0011q", b"X\x01\0\0\x0011q")],
+)
+def test_a_name_is_as_long_as_it_says_also_in_a_run(old: bytes, new: bytes, tools: Any) -> None:
+    pickled = tools.pickle_of(tools.save({f"{i}N": _tensor(2) for i in range(12)}))
+    assert pickled.count(old) == 1
+    with pytest.raises(FormatError):
+        read_recipe(pickled.replace(old, new))
+
+
+@pytest.mark.parametrize("count", [12, 50])
+def test_memo_numbers_are_consecutive_also_in_a_run(count: int, tools: Any) -> None:
+    pickled = tools.pickle_of(tools.save({f"{i}N": _tensor(2) for i in range(count)}))
+    place = pickled.index(f"{count - 1}N".encode()) + 4
+    assert pickled[place - 1 : place] == (b"q" if count == 12 else b"r")
+    with pytest.raises(UnsupportedFormat, match="memo"):
+        read_recipe(pickled[:place] + bytes([pickled[place] + 1]) + pickled[place + 1 :])
+
+
+@pytest.mark.parametrize("is_size_missing", [True, False])
+def test_a_size_needs_a_stride_also_in_a_run(is_size_missing: bool, tools: Any) -> None:
+    pickled = tools.pickle_of(tools.save({f"{i}N": _tensor(2) for i in range(3)}))
+    before, size, numbers = pickled.rpartition(
+        b"K\x02\x85q\x19" if is_size_missing else b"K\x01\x85q\x1a"
+    )
+    for number in range(size[-1] + 1, 30):
+        numbers = numbers.replace(b"q%c" % number, b"q%c" % (number - 1))
+    with pytest.raises(UnsupportedFormat, match="0 dimensions|1 dimensions"):
+        read_recipe(before + b")" + numbers)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"h\x02(", b"h\x04("),  # the function
+        (b"(h\x03", b"(h\x06"),  # "storage"
+        (b"h\x04X", b"h\x06X"),  # the storage's type
+        (b"h\x04X", b"h\x02X"),
+        (b"h\x06K", b"h\x04K"),  # its location
+        (b"h\x06K", b"h\xffK"),
+        (b"h\n)R", b"h\x02)R"),  # what makes the hooks
+        (b"\x89", b"\x88"),  # requires_grad
+    ],
+)
+def test_an_odd_entry_is_not_taken_for_one_of_a_run(old: bytes, new: bytes, tools: Any) -> None:
+    """The others of its run are fine; so is a run's first entry, which is read by opcodes."""
+    state = {f"{i}N": _tensor(2, dtype=torch.int64) for i in range(3)}
+    before, found, after = tools.pickle_of(tools.save(state)).rpartition(old)
+    assert found
+    with pytest.raises(FormatError):
+        read_recipe(before + new + after)
+
+
 def test_deep_nesting_ends_in_an_answer() -> None:
     depth = 100_000
     recipe = read_recipe(b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b".")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import mmap
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -84,14 +85,11 @@ def test_archives_of_other_writers(plain: bytes) -> None:
     _assert_as_torch(plain, archive)
 
 
-def test_ctypes_arrays_and_memoryviews_are_read_in_place(saved: bytes) -> None:
-    array = (ctypes.c_char * len(saved)).from_buffer_copy(saved)
-    assert read_archive(array) == read_archive(memoryview(saved)) == read_archive(saved)
-
-
-def test_wider_items_are_a_mistake_of_the_caller(saved: bytes) -> None:
-    with pytest.raises(TypeError, match="buffer of bytes"):
-        read_archive(memoryview(saved[: len(saved) // 4 * 4]).cast("i"))
+def test_arrays_of_any_type_and_memoryviews_are_read_in_place(saved: bytes) -> None:
+    assert read_archive(memoryview(saved)) == read_archive(saved)
+    for kind in (ctypes.c_char, ctypes.c_char * 1):
+        array = (kind * len(saved)).from_buffer_copy(saved)
+        assert read_archive(array) == read_archive(saved)
 
 
 def test_zip64_local_headers(tools: Any) -> None:
@@ -183,7 +181,7 @@ def test_other_files(data: bytes, error: type[FormatError], message: str) -> Non
         (30, b"\x01\x00", CorruptFile, "central directory|wrong signature"),
         (32, b"\x01\x00", UnsupportedFormat, "comment"),
         (34, b"\x01\x00", UnsupportedFormat, "another disk"),
-        (34, b"\xff\xff", CorruptFile, "announces a zip64 field"),
+        (34, b"\xff\xff", UnsupportedFormat, "another disk"),
         (38, b"\x10", UnsupportedFormat, "marked as a directory"),
         (42, b"\x00\x00\x00\x00", CorruptFile, "overlaps"),
         (42, b"\xff\xff\xff\x7f", CorruptFile, "not before the directory"),
@@ -226,9 +224,9 @@ def test_a_bad_local_header(field: int, value: bytes, message: str, plain: bytes
         (6, b"\xff\xff", UnsupportedFormat, "several disks"),
         (8, b"\x01\x00", UnsupportedFormat, "on this disk"),
         (8, b"\x00\x00\x00\x00", UnsupportedFormat, "no records"),
-        (8, b"\xfe\xff\xfe\xff", CorruptFile, "do not fit"),
+        (8, b"\xfe\xff\xfe\xff", CorruptFile, "ends after 4 of 65534"),
         (8, b"\x03\x00\x03\x00", CorruptFile, "after its last record"),
-        (8, b"\x05\x00\x05\x00", CorruptFile, "ends after 4 of 5|do not fit"),
+        (8, b"\x05\x00\x05\x00", CorruptFile, "ends after 4 of 5"),
         (12, b"\x00", CorruptFile, "central directory of"),
         (16, b"\xff\xff\xff\xff", CorruptFile, "central directory of"),
         (20, b"\x01\x00", TruncatedFile, "comment"),
@@ -262,13 +260,16 @@ def test_a_bad_zip64_end_record(
         read_archive(_patched(saved, len(saved) + field, value))
 
 
-def test_the_number_of_records_is_bounded_before_anything_is_allocated() -> None:
-    count = (1 << 20) + 1
-    end = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, count * 46, 4)
-    locator = struct.pack("<IIQI", 0x07064B50, 0, 4 + count * 46, 1)
-    last = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 0xFFFF, 0xFFFF, (1 << 32) - 1, 4, 0)
-    with pytest.raises(UnsupportedFormat, match="central directory of 1048577 records"):
-        read_archive(b"PK\x03\x04" + bytes(count * 46) + end + locator + last)
+@pytest.mark.parametrize(("surplus", "error"), [(0, CorruptFile), (1, UnsupportedFormat)])
+def test_the_directory_is_bounded_before_anything_is_allocated(
+    surplus: int, error: type[FormatError]
+) -> None:
+    size = (64 << 20) + surplus
+    end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 1, 1, size, 4, 0)
+    with mmap.mmap(-1, 4 + size + len(end)) as data:
+        data[:4], data[4 + size :] = b"PK\x03\x04", end
+        with pytest.raises(error, match="central directory"):
+            read_archive(data)
 
 
 def test_a_zip64_field_that_is_too_short(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def _launch(executable: str, endpoint: Endpoint, writer: int) -> int:
     with contextlib.ExitStack() as stack:
         log = os.open(endpoint.log, flags, 0o600)
         stack.callback(os.close, log)
-        log, report = _above(_REPORT, log, stack), _above(_REPORT, writer, stack)
+        log, report = _above_report(log, stack), _above_report(writer, stack)
         # Not closed by file actions, which refuse numbers beyond the limit (`ulimit -S -n`).
         surplus = [each for each in _inheritable() if each > _REPORT]
         arguments = [str(_REPORT), json.dumps(search_path()), json.dumps(surplus)]
@@ -189,9 +189,9 @@ def _launch(executable: str, endpoint: Endpoint, writer: int) -> int:
         )
 
 
-def _above(number: int, descriptor: int, stack: contextlib.ExitStack) -> int:
-    """Return a duplicate above ``number``: the program may have closed its standard streams."""
-    duplicate = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, number + 1)
+def _above_report(descriptor: int, stack: contextlib.ExitStack) -> int:
+    """Return a duplicate above :data:`_REPORT`: the program may have closed its own streams."""
+    duplicate = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _REPORT + 1)
     stack.callback(os.close, duplicate)
     return duplicate
 

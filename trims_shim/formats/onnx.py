@@ -90,7 +90,7 @@ def is_ort_format(prefix: bytes) -> bool:
 
 
 def read_model(buffer: Any) -> OnnxModel:
-    """The model that fills ``buffer`` (one-dimensional, of single bytes).
+    """The model that fills ``buffer`` (contiguous).
 
     Raises TruncatedFile, CorruptFile or UnsupportedFormat.
     """

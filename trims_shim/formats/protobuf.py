@@ -89,7 +89,7 @@ def encode_field(key: int, content: bytes) -> bytes:
 
 
 class WireReader:
-    """Reads the messages in one buffer (one-dimensional, of single bytes), which it does not copy.
+    """Reads the messages in one contiguous buffer, which it does not copy.
 
     A context manager: afterwards the buffer is free and a mapping can be closed, even while an
     error's traceback is held. Raises UnsupportedFormat for a buffer of 2 GiB and more.
@@ -99,11 +99,8 @@ class WireReader:
 
     def __init__(self, buffer: Any, *, max_fields: int = _MAX_FIELDS) -> None:
         with memoryview(buffer) as view:
-            if view.itemsize != 1 or view.ndim != 1 or not view.c_contiguous:
-                raise TypeError("WireReader needs a contiguous one-dimensional buffer of bytes")
-            if len(view) > MAX_MESSAGE_BYTES:
-                raise UnsupportedFormat(f"{len(view)} bytes: protobuf's messages are below 2 GiB")
-            # Items of "c" or "b" are no numbers from 0 to 255.
+            if view.nbytes > MAX_MESSAGE_BYTES:
+                raise UnsupportedFormat(f"{view.nbytes} bytes: protobuf's messages are below 2 GiB")
             self.view = view.cast("B")
         self._fields_left = max_fields
 

@@ -60,13 +60,11 @@ _NEGATIVE_ZERO = re.compile(r"[\[,:][ \t\r\n]*-0")
 
 
 def read_header(buffer: Any) -> tuple[Record, ...]:
-    """The tensors of the file that fills ``buffer`` (one-dimensional, of single bytes).
+    """The tensors of the file that fills ``buffer`` (contiguous).
 
     Raises TruncatedFile, CorruptFile or UnsupportedFormat.
     """
-    view = memoryview(buffer)
-    if view.itemsize != 1 or view.ndim != 1 or not view.c_contiguous:
-        raise TypeError("read_header needs a contiguous one-dimensional buffer of bytes")
+    view = memoryview(buffer).cast("B")
     text, start = _read_text(view)
     tensors = _parse(text)
     _check_metadata(tensors.pop(_METADATA, None))

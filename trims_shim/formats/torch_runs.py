@@ -137,13 +137,8 @@ class TensorRuns:
             hooks, put5, put6, put7 = groups[18:]
             if name_bytes[0] != len(name) or key_bytes[0] != len(key):
                 break
-            if size is None or stride is None:
-                if size is not stride:
-                    break
-                size = stride = b""
-                puts = [put0, put1, put2, put5, put6, put7]
-            else:
-                puts = [put0, put1, put2, put3, put4, put5, put6, put7]
+            # The size and stride of a scalar are in no memo.
+            puts = filter(None, (put0, put1, put2, put3, put4, put5, put6, put7))
             begin = len(memo)
             if begin // _BLOCK != block:
                 block = begin // _BLOCK
@@ -154,7 +149,7 @@ class TensorRuns:
             context = contexts.get(identity)
             if context is None:
                 context = contexts[identity] = self._look_up(identity)
-            shape = (elements, offset, size, stride)
+            shape = (elements, offset, size or b"", stride or b"")
             view = views.get(shape)
             if view is None:
                 view = views[shape] = _read_view(shape)

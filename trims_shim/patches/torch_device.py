@@ -361,7 +361,8 @@ def take_back(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
     user keeps the shared memory.
     """
     tensors = list({id(each): each for each in tensors}.values())
-    shared = list({each._cdata: each for each in map(_storage_of, tensors)}.values())
+    storages = (each.untyped_storage() for each in tensors)
+    shared = list({each._cdata: each for each in storages}.values())
     arenas = {each._cdata: _arenas().find(each.data_ptr(), each.nbytes())[0] for each in shared}
     was_on = [each.untyped_storage()._cdata for each in tensors]
     copies = [_copy_of(each) for each in shared]
@@ -371,10 +372,6 @@ def take_back(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
     for tensor, address in zip(tensors, was_on, strict=True):
         _end_hold(tensor.untyped_storage(), arenas[address])
     return len(shared), left
-
-
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
 
 
 def _end_hold(storage: torch.UntypedStorage, arena: DeviceArena) -> None:

@@ -178,11 +178,10 @@ class _Call:
 
     def _elide_in_host(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         size = src.nbytes
-        if size < MIN_SIZE_BYTES or not is_byte_copy(dst, src) or self._scanner is None:
+        if size < MIN_SIZE_BYTES or not is_byte_copy(dst, src):
             return False
-        address = src.data_ptr()
-        found = arenas.find(address, size)
-        if found is None or not self._scanner.is_pristine(address, size):
+        found = arenas.find(src.data_ptr(), size)
+        if found is None or not self._is_pristine(src, size):
             return False
         image, offset = found
         if self._is_there_already(dst, image, offset, size):
@@ -231,10 +230,8 @@ class _Call:
         self, dst: torch.Tensor, image: arenas.Image, offset: int, size: int
     ) -> bool:
         """Whether ``dst`` already shows these bytes of the image: tied entries, a second load."""
-        address = dst.data_ptr()
-        if arenas.find(address, size) != (image, offset) or self._scanner is None:
-            return False
-        return self._scanner.is_pristine(address, size)
+        is_there = arenas.find(dst.data_ptr(), size) == (image, offset)
+        return is_there and self._is_pristine(dst, size)
 
     def _is_replaceable(self, dst: torch.Tensor, size: int) -> bool:
         """Whether moving ``dst`` off its memory is unnoticeable, and worth it.
@@ -248,12 +245,10 @@ class _Call:
             return False
         if dst.untyped_storage().resizable():
             return True
-        address = dst.data_ptr()
-        return (
-            _is_ours(address, size)
-            and self._scanner is not None
-            and self._scanner.is_pristine(address, size)
-        )
+        return _is_ours(dst.data_ptr(), size) and self._is_pristine(dst, size)
+
+    def _is_pristine(self, tensor: torch.Tensor, size: int) -> bool:
+        return self._scanner is not None and self._scanner.is_pristine(tensor.data_ptr(), size)
 
     def _swap(self, dst: torch.Tensor, fresh: torch.UntypedStorage, size: int) -> None:
         old = torch_repoint.replace(dst, fresh)

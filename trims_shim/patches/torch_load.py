@@ -79,7 +79,7 @@ class _Served:
     def record(self, name: str, size_bytes: int) -> Span | None:
         """Return the place of a record; None unless it is aligned and of exactly this size."""
         span = self.archive.records.get(name)
-        if span is None or span.size_bytes != size_bytes or size_bytes <= 0:
+        if span is None or span.size_bytes != size_bytes:
             return None
         return None if span.offset_bytes % _RECORD_ALIGNMENT_BYTES else span
 

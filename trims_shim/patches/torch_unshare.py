@@ -52,7 +52,6 @@ __all__ = [
     "trained",
     "unshare",
     "unshare_module",
-    "unshare_own_writes",
     "writes_own_parameters",
 ]
 
@@ -113,12 +112,8 @@ def unshare_module(module: torch.nn.Module, why: str) -> None:
         unshare(_tensors(module), why)
 
 
-def unshare_own_writes(module: torch.nn.Module, why: str) -> None:
-    """Make private the tensors that a module tree writes itself: buffers and some parameters."""
-    unshare(_own_writes(module), why)
-
-
 def _own_writes(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield the tensors that a module tree writes itself: buffers and some parameters."""
     for each in module.modules():
         yield from each._buffers.values()
         if writes_own_parameters(each):
@@ -300,7 +295,7 @@ def guarded_load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         unshare_module(args[0], "load_state_dict")
     result = original(*args, **kwargs)
     # Assigned tensors are the state dict's own. A mark in the state dict also makes torch assign.
-    unshare_own_writes(args[0], "buffer")
+    unshare(_own_writes(args[0]), "buffer")
     return result
 
 
