@@ -236,9 +236,9 @@ class Description:
     settings: tuple[SettingStatus, ...]
 
 
-def describe(*, with_libraries: bool = False) -> dict[str, Any]:
+def describe() -> dict[str, Any]:
     """:func:`look`, as JSON-able data."""
-    return asdict(look(with_libraries=with_libraries))
+    return asdict(look())
 
 
 def look(*, with_libraries: bool = False) -> Description:
@@ -402,14 +402,20 @@ def _memory() -> tuple[MemoryKind, ...]:
 
 def _device(settings: Config) -> DeviceSupport:
     problem, driver, nvml = "", "", "not asked"
+    no_package = "" if _has_nvml_package() else "nvidia-ml-py is not installed"
     devices: tuple[DeviceFound, ...] = ()
     try:
         problem, driver, rows = _ask_child(_DEVICE_PROBE)
         devices = tuple(DeviceFound(*row) for row in rows)
-        nvml = "" if driver else _why_no_nvml()
+        nvml = "" if driver else no_package or "it does not answer"
     except _NoAnswer as error:
         problem = f"not tried: {error}"
-    problem = _device_off(settings) or problem or _no_nvml() or _unfit(devices, settings)
+    problem = (
+        _device_off(settings)
+        or problem
+        or (no_package and f"{no_package}; {INSTALL}")
+        or _unfit(devices, settings)
+    )
     return DeviceSupport(
         is_available=not problem,
         problem=problem,
@@ -428,10 +434,6 @@ def _device_off(settings: Config) -> str:
     return ""
 
 
-def _no_nvml() -> str:
-    return "" if _is_installed("nvidia-ml-py") else f"{_why_no_nvml()}; {INSTALL}"
-
-
 def _unfit(devices: tuple[DeviceFound, ...], settings: Config) -> str:
     if not devices:
         return "this process sees no CUDA device; look at CUDA_VISIBLE_DEVICES and `nvidia-smi -L`"
@@ -440,15 +442,9 @@ def _unfit(devices: tuple[DeviceFound, ...], settings: Config) -> str:
     return ""
 
 
-def _why_no_nvml() -> str:
-    if not _is_installed("nvidia-ml-py"):
-        return "nvidia-ml-py is not installed"
-    return "it does not answer"
-
-
-def _is_installed(distribution: str) -> bool:
+def _has_nvml_package() -> bool:
     try:
-        importlib.metadata.version(distribution)
+        importlib.metadata.version("nvidia-ml-py")
     except importlib.metadata.PackageNotFoundError:
         return False
     return True

@@ -408,7 +408,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceSupport]:
             return answer
 
         monkeypatch.setattr(inspection, "_ask_child", ask)
-        monkeypatch.setattr(inspection, "_is_installed", lambda name: True)
+        monkeypatch.setattr(inspection, "_has_nvml_package", lambda: True)
         return inspection._device(config.load({}, **settings))
 
     return look
@@ -442,7 +442,7 @@ def test_why_device_memory_is_not_shared(machine: Callable[..., DeviceSupport]) 
 def test_devices_are_not_shared_without_nvmls_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from trims_shim import config
 
-    monkeypatch.setattr(inspection, "_is_installed", lambda name: False)
+    monkeypatch.setattr(inspection, "_has_nvml_package", lambda: False)
     monkeypatch.setattr(inspection, "_ask_child", lambda code: ["", "", [ROW]])
     found = inspection._device(config.load({}))
     assert not found.is_available

@@ -300,12 +300,15 @@ def test_parts_of_a_refused_request(daemon: Daemon) -> None:
 def test_parts_of_a_request_that_was_given_up(daemon: Daemon) -> None:
     """They come while the next request waits; its own are told apart, and their lease ends."""
 
+    given_up: list[int] = []
+
     def late(ticket: int) -> None:
+        given_up.append(ticket)
         daemon.reply(messages.ErrorReply("UnknownImage", "not now"))
 
     def second(ticket: int) -> None:
         for part in range(3):
-            daemon.grant(ticket - 1, part, lease=6)
+            daemon.grant(given_up[0], part, lease=6)
         for part in range(2):
             daemon.grant(ticket, part)
         daemon.reply(reply(1000))

@@ -477,12 +477,15 @@ def test_a_size_needs_a_stride_also_in_a_run(is_size_missing: bool, tools: Any) 
         (b"h\x06K", b"h\x04K"),  # its location
         (b"h\x06K", b"h\xffK"),
         (b"h\n)R", b"h\x02)R"),  # what makes the hooks
+        (b"K\x02t", b"J\xff\xff\xff\xfft"),  # its elements
+        (b"K\x02K\x01\x86", b"K\x02K\x01\x85"),  # the tensor's size
+        (b"K\x01K\x01\x86", b"K\x01K\x01\x85"),  # its stride
         (b"\x89", b"\x88"),  # requires_grad
     ],
 )
 def test_an_odd_entry_is_not_taken_for_one_of_a_run(old: bytes, new: bytes, tools: Any) -> None:
     """The others of its run are fine; so is a run's first entry, which is read by opcodes."""
-    state = {f"{i}N": _tensor(2, dtype=torch.int64) for i in range(3)}
+    state = {f"{i}N": _tensor(2, 1, dtype=torch.int64) for i in range(3)}
     before, found, after = tools.pickle_of(tools.save(state)).rpartition(old)
     assert found
     with pytest.raises(FormatError):

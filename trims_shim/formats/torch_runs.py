@@ -86,7 +86,6 @@ _LAST_SHORT = 255
 _SHORT_NUMBERS = bytes(range(_LAST_SHORT + 1))
 _WIDTHS = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
 _TUPLE = ord("t")
-_MAX_ELEMENTS = (1 << 31) - 1
 _Context = tuple[Global, str, bool, str]
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
@@ -190,8 +189,6 @@ class TensorRuns:
 def _read_view(shape: tuple[bytes, ...]) -> _View | tuple[()]:
     """(elements, offset, size, stride) from their opcodes; () if they need a closer look."""
     (elements,), (offset,), size, stride = [_integers(part) for part in shape]
-    if not 0 <= elements <= _MAX_ELEMENTS:
-        return ()
     for opcodes, numbers in ((shape[2], size), (shape[3], stride)):
         # TUPLE1 to TUPLE3 take a fixed number; TUPLE takes all since its MARK.
         if opcodes and opcodes[-1] != _TUPLE and len(numbers) != opcodes[-1] - 0x84:
