@@ -457,6 +457,36 @@ def test_a_daemon_that_reads_nothing(
     connection.close()
 
 
+def test_a_release_that_finds_no_room_goes_before_the_next_request(daemon: Daemon) -> None:
+    accepting = daemon.talk()
+    connection = connect(daemon)
+    accepting.join(PATIENCE_S)
+
+    def fill() -> None:
+        while True:
+            handover.send(connection._handover, messages.DrainRequest("1"))
+
+    with pytest.raises(BlockingIOError):
+        fill()
+    connection.release(7)
+    heard: list[object] = []
+
+    def serve() -> None:
+        while (packet := daemon.hear()).descriptor is None:
+            heard.append(packet.message)
+        os.close(packet.descriptor)
+        daemon.welcome()
+        daemon.grant(packet.message.ticket)
+        daemon.answer(reply(), ticket=packet.message.ticket)
+
+    thread = daemon._start(serve)
+    os.close(open_null(connection).descriptor)
+    thread.join(PATIENCE_S)
+    connection.close()
+    assert heard[-1] == messages.LeaseRelease(7)
+    assert heard.count(heard[-1]) == 1
+
+
 def test_an_aligned_image_is_leased_where_it_is(daemon: Daemon) -> None:
     def turn(ticket: int) -> None:
         assert (daemon.offer.tier, daemon.offer.lead_bytes) == ("host", 8)

@@ -463,7 +463,7 @@ def test_a_size_needs_a_stride_also_in_a_run(is_size_missing: bool, tools: Any) 
     )
     for number in range(size[-1] + 1, 30):
         numbers = numbers.replace(b"q%c" % number, b"q%c" % (number - 1))
-    with pytest.raises(UnsupportedFormat, match="0 dimensions|1 dimensions"):
+    with pytest.raises(UnsupportedFormat, match="dimensions"):
         read_recipe(before + b")" + numbers)
 
 

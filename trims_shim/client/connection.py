@@ -256,13 +256,13 @@ class Connection:
 
     def report(self, counters: dict[str, int]) -> None:
         """Add counters to the daemon's totals; best effort, for the end of a process."""
-        if counters and self.pid == os.getpid() and self._own.is_open():
+        if counters and self._is_ours():
             with contextlib.suppress(OSError):
                 handover.send(self._handover, messages.StatsReport(counters))
 
     def release(self, lease: int) -> None:
         """Give up a lease. Never blocks, raises or locks; safe in a finalizer."""
-        if self.pid != os.getpid() or not self._own.is_open():
+        if not self._is_ours():
             return
         try:
             handover.send(self._handover, messages.LeaseRelease(lease))
@@ -270,6 +270,10 @@ class Connection:
             self._unsent.append(lease)
         except OSError:
             pass  # The connection is gone, and all of its leases with it.
+
+    def _is_ours(self) -> bool:
+        """Whether this process has made the connection, and the program has not closed it."""
+        return self.pid == os.getpid() and self._own.is_open()
 
     def drain(self) -> None:
         """Ask the daemon to finish its requests and make room for a newer one."""
