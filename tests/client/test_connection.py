@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -521,6 +522,41 @@ def test_an_aligned_image_that_is_being_loaded_is(daemon: Daemon) -> None:
         granted = opening.open_aligned()
         assert granted is not None
         os.close(granted.descriptor)
+
+
+def test_a_control_socket_that_is_gone(daemon: Daemon) -> None:
+    os.unlink(daemon.endpoint.control(INSTANCE))
+    thread = daemon.talk(daemon.hear, daemon.welcome)
+    connection = connect(daemon)
+    with pytest.raises(DaemonUnavailable, match="is gone"):
+        connection.request(REQUEST)
+    thread.join(PATIENCE_S)
+    connection.close()
+
+
+def test_a_control_socket_that_nobody_reads(daemon: Daemon) -> None:
+    """What was not sent does not keep the client from giving up."""
+    path = daemon.endpoint.control(INSTANCE)
+    os.unlink(path)
+    thread = daemon.talk(daemon.hear, daemon.welcome)
+    said: list[str] = []
+
+    def run() -> None:
+        connection = Connection(daemon.endpoint, config_hash="", stall_timeout_s=0.2)
+        with pytest.raises(DaemonTimeout) as raised:
+            connection.request(REQUEST)
+        connection.close()
+        said.append(str(raised.value))
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        client = threading.Thread(target=run, daemon=True)
+        client.start()
+        client.join(PATIENCE_S)
+    thread.join(PATIENCE_S)
+    assert len(said) == 1, "it waits for ever"
+    assert "no progress" in said[0]
 
 
 # --- the first request goes out with the Hello ----------------------------------------------------

@@ -234,7 +234,8 @@ class Connection:
                 token=self.welcome.token, stall_timeout_s=self._stall_timeout_s
             )
         envelope = conversation.begin(message, time.monotonic())
-        self._send_control(control, envelope)
+        # On a socket of its own nothing is waiting to be sent: this never blocks.
+        control.send(codec.encode_envelope(envelope), zmq.NOBLOCK)
         poller = zmq.Poller()
         poller.register(control, zmq.POLLIN)
         poller.register(self._handover.fileno(), zmq.POLLIN)
@@ -330,7 +331,6 @@ class Connection:
         with zmq.Context(io_threads=1) as context, context.socket(zmq.DEALER) as control:
             control.setsockopt(zmq.LINGER, 0)
             control.setsockopt(zmq.MAXMSGSIZE, messages.CONTROL_MESSAGE_LIMIT_BYTES)
-            control.setsockopt(zmq.SNDTIMEO, int(_CONNECT_TIMEOUT_S * 1000))
             control.connect(f"ipc://{path}")
             yield control
 
@@ -339,14 +339,6 @@ class Connection:
         pid = handover.peer_of(self._handover).pid  # 0 in another namespace
         end = f"; `kill -9 {pid}` ends it, and loads start another within a minute" if pid else ""
         return DaemonTimeout(f"the daemon {what}: it hangs, or the machine is very busy{end}")
-
-    def _send_control(self, control: zmq.Socket[bytes], envelope: codec.Envelope) -> None:
-        import zmq
-
-        try:
-            control.send(codec.encode_envelope(envelope))
-        except zmq.Again as error:
-            raise self._timeout("does not take requests") from error
 
     def _send_handover(self, message: Any, descriptor: int | None) -> None:
         try:

@@ -187,7 +187,7 @@ class Pool:
                 return connection
             connection.close()
 
-    def _connect(self, may_start: bool, *, is_heard: bool = False) -> Line:
+    def _connect(self, may_start: bool, *, is_heard: bool) -> Line:
         """Connect. ``is_heard``: wait for the Welcome, since a dying daemon accepts connections."""
         if self._dial_other is not None:
             return self._dial_other()

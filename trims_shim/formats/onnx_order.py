@@ -71,7 +71,7 @@ def _listed(reader: WireReader, start: int, end: int) -> bytes:
     nodes: list[tuple[int, int]] = []
     others = []
     position = start
-    for key, _, first, stop in read_children(reader, Message.GRAPH, start, end, depth=1):
+    for key, first, stop in reader.fields(start, end):
         if key == GRAPH_NODE:
             nodes.append((first, stop))
         else:

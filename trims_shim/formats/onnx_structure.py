@@ -117,13 +117,10 @@ _CHILDREN: Mapping[Message, Mapping[int, Message]] = {
 _SINGULAR: Mapping[Message, frozenset[int]] = {
     Message.MODEL: frozenset({MODEL_GRAPH}),
     Message.TRAINING: frozenset({delimited(1), delimited(2)}),
-    Message.FUNCTION: frozenset(),
-    Message.GRAPH: frozenset(),
-    Message.NODE: frozenset(),
     Message.ATTRIBUTE: frozenset({_ATTRIBUTE_TENSOR, _ATTRIBUTE_GRAPH, _ATTRIBUTE_SPARSE}),
     Message.SPARSE_TENSOR: frozenset({delimited(1), delimited(2)}),
-    Message.TENSOR: frozenset(),
 }
+"""Children that a message has once at most."""
 
 TENSOR_DIM = varint(1)
 TENSOR_DIMS = delimited(1)
@@ -210,15 +207,14 @@ def read_children(
     if depth > MAX_DEPTH:
         raise UnsupportedFormat(f"{message.value} at {start}: inside more than {MAX_DEPTH} others")
     children = _CHILDREN[message]
-    singular = _SINGULAR[message]
+    singular = _SINGULAR.get(message, frozenset())
     seen: set[int] = set()
     for key, first, stop in reader.fields(start, end):
-        child = children.get(key)
-        if child is not None and key in singular:
+        if key in singular:
             if key in seen:
                 raise UnsupportedFormat(f"{message.value} at {start}: field {key >> 3} twice")
             seen.add(key)
-        yield key, child, first, stop
+        yield key, children.get(key), first, stop
 
 
 def read_tensor(reader: WireReader, start: int, end: int) -> TensorHeader:

@@ -435,7 +435,7 @@ def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
 
 def _torch_computes_offsets() -> bool:
     """Whether torch.load(mmap=True) computes the offsets of records instead of reading them."""
-    return bool(_config.load.calculate_storage_offsets) if _config is not None else False
+    return _config is not None and bool(_config.load.calculate_storage_offsets)
 
 
 def _empty(reader: Any, name: str) -> Any:
