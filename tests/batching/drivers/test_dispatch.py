@@ -6,6 +6,7 @@ Jobs are run by hand here, so that each order of events is possible and none is 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections import Counter
 from typing import Any
@@ -263,16 +264,18 @@ def test_an_interrupt_under_the_lock_leaves_the_event_to_somebody_else() -> None
     dispatch.check_empty()
 
 
+@pytest.mark.parametrize("queue_size", [1, 9])
+@pytest.mark.parametrize("before", [0, 1, 2])
 @pytest.mark.parametrize("step", ["_arrive", "_admit", "_settled"])
 def test_an_event_for_which_there_was_no_memory_is_taken_again(
-    step: str, monkeypatch: pytest.MonkeyPatch
+    step: str, before: int, queue_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dispatch = waiting_dispatch(queue_size=9)
-    do, errors = getattr(dispatch, step), iter([MemoryError])
+    dispatch = waiting_dispatch(queue_size=queue_size)
+    do, numbers = getattr(dispatch, step), itertools.count()
 
     def without_memory(*arguments: Any) -> None:
-        for error in errors:
-            raise error
+        if next(numbers) == before:
+            raise MemoryError
         do(*arguments)
 
     monkeypatch.setattr(dispatch, step, without_memory)
@@ -460,6 +463,21 @@ def test_who_waits_behind_a_full_queue_is_found_without_looking_at_all() -> None
     while dispatch.launched:
         dispatch.run(dispatch.launched[0])
     assert [made[item][0].result(0) for item in (1, 2, 3, 6, 7)] == [1, 2, 3, 6, 7]
+    dispatch.check_empty()
+
+
+def test_a_caller_may_take_the_place_that_one_behind_the_full_queue_is_about_to_get() -> None:
+    class Late(EarlyDrop):
+        def on_arrival(self, now_ns: int, request: Request) -> None:
+            if request.payload.arguments == ("behind",):
+                made.append(dispatch.make("meanwhile"))  # as from another thread: without the lock
+
+    dispatch = ManualDispatch(Late, queue_size=1)
+    made: list[tuple[BatchFuture, Request]] = []
+    made += [dispatch.make(item) for item in ("runs", "waits", "behind")]
+    while dispatch.launched:
+        dispatch.run(dispatch.launched[0])
+    assert [future.result(0) for future, _ in made] == ["runs", "waits", "behind", "meanwhile"]
     dispatch.check_empty()
 
 

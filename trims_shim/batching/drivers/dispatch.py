@@ -102,7 +102,8 @@ class Dispatch(ABC):
         if not has_stack and me is not None:
             me.is_away = True  # a batch that fails on a full stack would fail its neighbours, too
         try:
-            self._take_room(request)
+            if not self._take_place():
+                self._go_without(request)
             self.post(request, me)
         except QueueFull:
             raise
@@ -110,17 +111,22 @@ class Dispatch(ABC):
             self.recover()
             raise
 
-    def _take_room(self, request: Request) -> None:
+    def _take_place(self) -> bool:
+        """Take a place in the queue; False if none is free. Callers do it without the lock."""
         try:
             self._room.pop()
         except IndexError:
-            if self.options.rejects_when_full:
-                self.post(self.record.add_rejection)
-                raise QueueFull(
-                    f"{self.function.name}: as many wait as queue_size allows, "
-                    f"{self.options.queue_size}"
-                ) from None
-            request.payload.has_room = False
+            return False
+        return True
+
+    def _go_without(self, request: Request) -> None:
+        if self.options.rejects_when_full:
+            self.post(self.record.add_rejection)
+            raise QueueFull(
+                f"{self.function.name}: as many wait as queue_size allows, "
+                f"{self.options.queue_size}"
+            )
+        request.payload.has_room = False
 
     def submit_and_wait_for_room(self, request: Request) -> None:
         """As :meth:`submit`, but blocks until it is in the queue, or lost."""
@@ -285,14 +291,16 @@ class Dispatch(ABC):
         """Queue late requests that are served nevertheless, and those that had no room so far."""
         while self._late:
             self._queue(now_ns, self._late.popleft())
-        while self._overflow and self._room:
+        while self._overflow:
             # In this order an interrupt between any two of them loses no request.
             request = self._overflow[0]
+            if not (request.payload.has_room or (self._room and self._take_place())):
+                return
+            request.payload.has_room = True
             if not request.payload.is_admitted:
                 self._admit(now_ns, request)
             request.payload.open_gate()
             self._overflow.pop(0)
-            self._room.pop()
 
     def _end(self, now_ns: int, job: Job) -> None:
         if job not in self._jobs:

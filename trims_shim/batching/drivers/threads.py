@@ -267,15 +267,12 @@ class ThreadDispatch(Dispatch):
         if isinstance(reply, BatchFuture):
             reply.requeue()
         self._waiting[request.number] = request
-        try:
-            self._room.pop()
-        except IndexError:
+        if not self._take_place():
             self._debt += 1  # it was in the queue before the request that has its place now
 
     def _leave(self, requests: Sequence[Request]) -> None:
         super()._leave(requests)
-        while self._debt and self._room:
-            self._room.pop()
+        while self._debt and self._take_place():
             self._debt -= 1
 
     # --- who does what; under the lock ------------------------------------------------------------
