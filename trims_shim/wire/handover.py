@@ -133,9 +133,9 @@ def wait_until_ready(
     return bool(poll.poll(1000 * timeout_s))
 
 
-def clipped(text: str) -> str:
+def clipped(text: str, *, limit_bytes: int = _CLIPPED_BYTES) -> str:
     """Return the beginning of a text of any length and origin, short enough for a packet."""
-    return text.encode(errors="backslashreplace")[:_CLIPPED_BYTES].decode(errors="ignore")
+    return text.encode(errors="backslashreplace")[:limit_bytes].decode(errors="ignore")
 
 
 def close_all(descriptors: list[int]) -> None:
