@@ -231,14 +231,10 @@ class PolicyWorld:
             pair = pairs.setdefault(batch.pair, len(pairs))
             parts = tuple((p.stage, p.order, p.state.value, self._who(p)) for p in batch.parts)
             rows.append((batch.key, pair, batch.is_split, parts))
-        executors = tuple(
-            tuple((part.batch.number, part.order, part.stage) for part in each.queue)
-            for each in self.policy.pipeline._executors
-        )
         first = min((batch.number for batch in self.policy.pipeline.table), default=0)
         queues = tuple(
-            tuple((number - first, order, stage) for number, order, stage in queue)
-            for queue in executors
+            tuple((part.batch.number - first, part.order, part.stage) for part in queue)
+            for queue in self.policy.pipeline._queues
         )
         waiting = tuple(
             (key, len(self.policy.rules[key].queue))

@@ -21,18 +21,16 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from unittest import mock
 
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.staged.mechanism import buffers, stage_executors
+from trims_shim.batching.staged.mechanism import buffers
 from trims_shim.batching.staged.mechanism.batches import Batch, Part, PartState
 from trims_shim.batching.staged.mechanism.buffers import BUFFER_TRANSITIONS, BufferState
 from trims_shim.batching.staged.mechanism.pipeline import Pipeline
-from trims_shim.batching.staged.mechanism.stage_executors import EXECUTOR_TRANSITIONS, ExecutorState
 
 __all__ = ["Limits", "Search", "Violation", "World", "search"]
 
@@ -72,12 +70,12 @@ class Search:
     facts: set[str] = field(default_factory=set)
     """What was seen to happen."""
     transitions: set[Hashable] = field(default_factory=set)
-    """Of the tables, those that were used."""
+    """Of the table of buffers, those that were used."""
 
     @property
     def missed(self) -> set[Hashable]:
-        """Transitions of the tables that were not."""
-        return {*BUFFER_TRANSITIONS, *EXECUTOR_TRANSITIONS} - self.transitions
+        """Transitions of the table that were not."""
+        return {*BUFFER_TRANSITIONS} - self.transitions
 
 
 def check(condition: bool, what: str) -> None:
@@ -267,15 +265,11 @@ class World:
             check(self.parts == [part], "what nobody is told of is not alone")
             check(part.state is PartState.RUNNING, "what nobody is told of does not run")
             return
-        executor = self.pipeline._executors[part.stage]
-        is_held = executor.part is part
-        is_queued = part in executor.queue
-        expected = {
-            PartState.WAITING: not is_held and not is_queued,
-            PartState.QUEUED: is_queued or (is_held and executor.state is ExecutorState.CHECKING),
-            PartState.RUNNING: is_held and executor.state is ExecutorState.WORKING,
-        }
-        check(expected[part.state], f"a part that is {part.state.value} is elsewhere")
+        queues, running = self.pipeline._queues, self.pipeline._running
+        places = [(PartState.QUEUED, stage) for stage, each in enumerate(queues) if part in each]
+        places += [(PartState.RUNNING, stage) for stage, each in enumerate(running) if each is part]
+        expected = [] if part.state is PartState.WAITING else [(part.state, part.stage)]
+        check(places == expected, f"a part that is {part.state.value} is elsewhere")
 
     def _check_merged(self, part: Part) -> None:
         if part.state is not PartState.QUEUED or part.batch.is_split:
@@ -335,24 +329,18 @@ class World:
             )
             for batch in batches
         )
-        executors = tuple(
-            (each.state.value, tuple(part_names[id(part)] for part in each.queue))
-            for each in self.pipeline._executors
+        queues = tuple(
+            tuple(part_names[id(part)] for part in queue) for queue in self.pipeline._queues
         )
-        return rows, executors, self.left, self.made, self.cancelled
-
-
-_TABLES = ((buffers, "BUFFER_TRANSITIONS"), (stage_executors, "EXECUTOR_TRANSITIONS"))
+        return rows, queues, self.left, self.made, self.cancelled
 
 
 def search(limits: Limits, *, most_states: int = 10_000_000) -> Search:
-    """Everything within the limits. Raises :class:`Violation`, or RuntimeError of a table."""
+    """Everything within the limits. Raises :class:`Violation`, or RuntimeError of the table."""
     found = Search(limits)
-    with ExitStack() as stack:
-        for module, name in _TABLES:
-            table = _Recording(getattr(module, name))
-            table.used = found.transitions
-            stack.enter_context(mock.patch.object(module, name, table))
+    table = _Recording(BUFFER_TRANSITIONS)
+    table.used = found.transitions
+    with mock.patch.object(buffers, "BUFFER_TRANSITIONS", table):
         _explore(World(limits), found, most_states)
     return found
 
@@ -397,7 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     is_grid = options.pop("grid")
     limits = Limits(**options)
-    unused = {*BUFFER_TRANSITIONS, *EXECUTOR_TRANSITIONS}
+    unused = {*BUFFER_TRANSITIONS}
     total = Search(limits)
     for each in _grid(limits) if is_grid else [limits]:
         found = _print_search(each)

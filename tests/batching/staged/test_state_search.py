@@ -16,7 +16,6 @@ from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.mechanism.batches import Batch, BatchTable, Part, PartState
 from trims_shim.batching.staged.mechanism.buffers import Buffer, BufferState
 from trims_shim.batching.staged.mechanism.pipeline import Pipeline
-from trims_shim.batching.staged.mechanism.stage_executors import StageExecutor
 from trims_shim.batching.staged.scheduler import StagedBatching
 
 PIPELINED = Limits()
@@ -64,7 +63,7 @@ def test_everything_happens_that_can() -> None:
     }
 
 
-def test_every_transition_of_the_tables_is_used() -> None:
+def test_every_transition_of_the_table_is_used() -> None:
     assert not found(PIPELINED).missed
 
 
@@ -149,17 +148,6 @@ def stretches_before_its_own_buffers(pipeline: Pipeline, batch: Batch) -> bool:
     return pipeline._may_enter(batch) and not any(each.key == batch.key for each in newer)
 
 
-def forgets_to_look(
-    pipeline: Pipeline,
-    part: Part,
-    left: Collection[Request],
-    through: int | None = None,
-    original: Callable[..., list[Part]] = Pipeline.finish,
-) -> list[Part]:
-    with mock.patch.object(pipeline, "_look"):
-        return original(pipeline, part, left, through=through)
-
-
 def takes_the_running_away(
     pipeline: Pipeline,
     part: Part,
@@ -175,8 +163,15 @@ def keeps_the_withdrawn(part: Part, gone: Collection[Request]) -> None:
     part.pieces = [piece for piece in part.pieces if piece.requests]
 
 
-def takes_the_last_first(executor: StageExecutor, part: Part) -> None:
-    executor.part = None
+def leaves_it_queued(
+    pipeline: Pipeline,
+    part: Part,
+    request: Request,
+    original: Callable[..., None] = Pipeline._withdraw,
+) -> None:
+    if part.state is PartState.QUEUED:
+        part.state = PartState.WAITING
+    original(pipeline, part, request)
 
 
 def tells_nobody(pipeline: Pipeline, part: Part) -> None:
@@ -205,16 +200,9 @@ MUTATIONS: dict[str, tuple[Mutation, Limits]] = {
         replaced(Pipeline, "may_stretch", stretches_before_its_own_buffers),
         LIMITS["a loop after four stages"],
     ),
-    "executors do not look after an end": (
-        replaced(Pipeline, "finish", forgets_to_look),
-        PIPELINED,
-    ),
     "who runs is taken away": (replaced(Pipeline, "_withdraw", takes_the_running_away), PIPELINED),
     "who is withdrawn stays": (replaced(Part, "leave_out", keeps_the_withdrawn), PIPELINED),
-    "discarded parts stay queued": (
-        replaced(StageExecutor, "discard", takes_the_last_first),
-        PIPELINED,
-    ),
+    "who is withdrawn stays queued": (replaced(Pipeline, "_withdraw", leaves_it_queued), PIPELINED),
     "what was alone stays untold": (replaced(Pipeline, "_tell_of", tells_nobody), SINGLE),
     "batches are made too early": (replaced(Pipeline, "_is_clear", clears_nothing), SERIAL),
 }

@@ -434,7 +434,8 @@ def test_where_all_is_a_loop_a_new_batch_gets_its_turn() -> None:
 
 def states(pipeline: Pipeline) -> list[object]:
     buffers = [buffer.state for row in pipeline._buffers for buffer in row]
-    return [*buffers, *[each.state for each in pipeline._executors]]
+    running = [part is not None for part in pipeline._running]
+    return [*buffers, *running, *map(len, pipeline._queues)]
 
 
 def test_what_is_alone_and_leaves_is_told_to_nobody() -> None:

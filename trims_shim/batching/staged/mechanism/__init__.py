@@ -1,1 +1,1 @@
-"""What may run when: batches, buffers and stage executors, without a clock and decisions."""
+"""What may run when: batches, buffers and queues, without a clock and decisions."""

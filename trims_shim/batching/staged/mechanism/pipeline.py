@@ -24,16 +24,12 @@ Source: DVABatch (ATC'22), section 5.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.mechanism.batches import Batch, BatchTable, Part, PartState
 from trims_shim.batching.staged.mechanism.buffers import Buffer, BufferEvent, BufferState
-from trims_shim.batching.staged.mechanism.stage_executors import (
-    ExecutorEvent,
-    ExecutorState,
-    StageExecutor,
-)
 
 __all__ = ["Pipeline"]
 
@@ -50,10 +46,13 @@ class Pipeline:
         self.has_loop = has_loop
         self.last = stages - 1
         """The last stage."""
-        self._executors = [StageExecutor() for _ in range(stages)]
+        self._queues: list[deque[Part]] = [deque() for _ in range(stages)]
+        """The batch queue of each stage: only its first part may start."""
+        self._running: list[Part | None] = [None] * stages
+        """What each stage runs: one part at a time."""
         self._buffers = [[Buffer() for _ in range(pairs)] for _ in range(stages)]
         self._untold: Part | None = None
-        """The part of :meth:`new_alone` while buffers and executors do not know of it."""
+        """The part of :meth:`new_alone` while buffers and queues do not know of it."""
 
     @property
     def active(self) -> int:
@@ -73,13 +72,12 @@ class Pipeline:
         assert pair is not None
         part = self.table.new(now_ns, requests, pair=pair)
         self._enter(part)
-        self._look((0,))
         return part.batch
 
     def new_alone(self, now_ns: int, requests: Sequence[Request]) -> Part:
         """Do ``new`` and ``start`` if nothing is under way or will run beside it.
 
-        Buffers and executors are told when it has finished its stages, unless all its requests have
+        Buffers and queues are told when it has finished its stages, unless all its requests have
         left by then, as is usual. Until then only ``withdraw`` and ``finish`` may be called.
         """
         part = self._untold = self.table.new(now_ns, requests, pair=0)
@@ -87,10 +85,9 @@ class Pipeline:
         return part
 
     def _tell_of(self, part: Part) -> None:
-        """Tell buffers and executors of the part of :meth:`new_alone`: it entered and runs."""
+        """Tell buffers and queues of the part of :meth:`new_alone`: it entered and runs."""
         running, part.state = part.running, PartState.WAITING
         self._enter(part)
-        self._look((0,))
         self.start(part)
         part.running = running  # not from part.pieces, which are those after its stage
 
@@ -116,19 +113,17 @@ class Pipeline:
         newcomers = self.table.stretch(batch, requests)
         for part in batch.parts:
             if part.state is PartState.QUEUED and not self._goes_on(part):
-                self._executors[part.stage].discard(part)
+                self._queues[part.stage].remove(part)
                 part.state = PartState.WAITING
         self._enter(newcomers)
-        self._look()
 
     def split(self, part: Part, sizes: Sequence[int]) -> None:
         """See the module docstring. ``part`` is queued and is all of its batch."""
-        executor = self._executors[part.stage]
-        executor.discard(part)
+        queue = self._queues[part.stage]
+        queue.remove(part)
         for each in self.table.split(part, sizes):
             each.state = PartState.QUEUED
-            executor.queue.append(each)
-        self._look()
+            queue.append(each)
 
     def _enter(self, part: Part) -> None:
         self._entrance(part.batch.pair).handle(BufferEvent.ENTER, part.batch)
@@ -141,9 +136,8 @@ class Pipeline:
         """
         if not len(self.table):
             return 0
-        first = self._executors[0]
         # If the only stage is a loop, a new batch takes turns with the batches that are in it.
-        if not first.is_idle and not (self._is_loop(0) and first.state is ExecutorState.CHECKING):
+        if self._running[0] is not None or (self._queues[0] and not self._is_loop(0)):
             return None
         pairs = [pair for pair in range(len(self._buffers[0])) if self._is_clear(pair)]
         if len(pairs) < 2:
@@ -159,8 +153,7 @@ class Pipeline:
 
     def _may_enter(self, batch: Batch) -> bool:
         """Whether newcomers would run the first stage before any other batch does."""
-        first = self._executors[0]
-        part = first.part or next(iter(first.queue), None)
+        part = self._running[0] or next(iter(self._queues[0]), None)
         is_next = part is None or part.batch is batch
         return is_next and self._entrance(batch.pair).may_write(batch)
 
@@ -176,11 +169,9 @@ class Pipeline:
         parts that catch up before those they catch up with.
         """
         parts = [
-            part
-            for executor in self._executors
-            if executor.state is ExecutorState.CHECKING
-            and (part := executor.part) is not None
-            and self._is_legal(part)
+            queue[0]
+            for queue, running in zip(self._queues, self._running, strict=True)
+            if queue and running is None and self._is_legal(queue[0])
         ]
         if len(parts) > 1:
             parts.sort(key=self._precedence)
@@ -195,7 +186,10 @@ class Pipeline:
 
     def start(self, part: Part) -> None:
         """Start the stage of a part from :meth:`ready`."""
-        self._executors[part.stage].handle(ExecutorEvent.START)
+        first = self._queues[part.stage].popleft()
+        assert first is part
+        assert self._running[part.stage] is None
+        self._running[part.stage] = part
         self._run(part)
         self._input(part).handle(BufferEvent.READ, part.batch)
         output = self._output(part)
@@ -230,7 +224,7 @@ class Pipeline:
                 self.table.end(batch)
                 return []
             self._tell_of(part)
-        output, executor = self._output(part), self._executors[stage]
+        output = self._output(part)
         if not part.pieces:
             batch.parts.remove(part)
         elif output is not None:
@@ -246,14 +240,8 @@ class Pipeline:
             output.handle(BufferEvent.WRITTEN if is_written else BufferEvent.NOTHING_WRITTEN, batch)
         if part.pieces and through > stage:
             self._input(part).handle(BufferEvent.ENTER, batch)
-        executor.part = None
-        executor.handle(ExecutorEvent.DONE)
-        queued = self._gather(batch)
-        # Its input is the output of the stage before; its output is the input of the next one.
-        beside = range(max(0, stage - 1), min(through + 1, self.last) + 1)
-        self._look(beside)
-        self._look([each.stage for each in queued if each.stage not in beside])
-        return queued
+        self._running[stage] = None
+        return self._gather(batch)
 
     def withdraw(self, request: Request) -> bool:
         """Take a cancelled request out; False if it is not under way."""
@@ -273,14 +261,14 @@ class Pipeline:
             return
         batch = part.batch
         batch.parts.remove(part)
-        self._executors[part.stage].discard(part)
+        if part.state is PartState.QUEUED:
+            self._queues[part.stage].remove(part)
         if not batch.has_part_at(part.stage):
             buffer = self._input(part)
             # If the stage before is writing to it, its end will set the state.
             if buffer.may_read(batch):
                 buffer.handle(BufferEvent.CLEARED, batch)
         self._gather(batch)
-        self._look()
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -296,7 +284,7 @@ class Pipeline:
             first = self._queued_before(part)
             if first is None:
                 part.state = PartState.QUEUED
-                self._executors[part.stage].queue.append(part)
+                self._queues[part.stage].append(part)
                 first = part
             else:
                 first.absorb(part)
@@ -322,31 +310,6 @@ class Pipeline:
             ),
             None,
         )
-
-    def _look(self, stages: Iterable[int] | None = None) -> None:
-        """Let executors take parts after a change at these stages; None for all stages."""
-        for stage in range(len(self._executors)) if stages is None else stages:
-            executor = self._executors[stage]
-            if executor.part is not None:
-                continue
-            is_legal = self._has_legal_pair(stage)
-            if executor.state is ExecutorState.INACTIVE and is_legal:
-                executor.handle(ExecutorEvent.PAIR_LEGAL)
-            elif executor.state is ExecutorState.ACTIVE and not is_legal:
-                executor.handle(ExecutorEvent.NO_PAIR_LEGAL)
-            if executor.state is ExecutorState.ACTIVE and executor.queue:
-                executor.part = executor.queue.popleft()
-                executor.handle(ExecutorEvent.TAKE)
-
-    def _has_legal_pair(self, stage: int) -> bool:
-        if stage == self.last:
-            return True
-        outputs = self._buffers[stage + 1]
-        for pair, buffer in enumerate(self._buffers[stage]):
-            owner = buffer.owner
-            if owner is not None and buffer.may_read(owner) and outputs[pair].may_write(owner):
-                return True
-        return False
 
     def _is_legal(self, part: Part) -> bool:
         output = self._output(part)
