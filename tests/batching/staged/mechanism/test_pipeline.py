@@ -123,6 +123,21 @@ def test_a_new_batch_takes_buffers_of_which_nobody_is_left() -> None:
     assert pipeline.new(0, requests(2)).pair == first.pair
 
 
+def test_a_new_batch_takes_buffers_that_hold_nobody_up() -> None:
+    pipeline = Pipeline(5, pairs=2)
+    first = pipeline.new(0, requests(0))
+    step(pipeline)
+    step(pipeline)
+    # The first has left the first two borders of its buffers, and is before it on the way.
+    second = pipeline.new(0, requests(1))
+    assert second.pair != first.pair
+    run(pipeline)  # the first batch: it is at the third stage
+    step(pipeline)
+    step(pipeline)
+    # Both have; the first is further on.
+    assert pipeline.new(0, requests(2)).pair == first.pair
+
+
 # --- stretch --------------------------------------------------------------------------------------
 
 
@@ -415,6 +430,17 @@ def test_a_loop_is_not_joined_through_buffers_that_a_newer_batch_has() -> None:
     pipeline.new(0, requests(1, key="b"))
     step(pipeline)
     assert not pipeline.may_stretch(first)
+
+
+def test_a_loop_is_not_joined_behind_another_batch() -> None:
+    pipeline, first = looping()
+    other = pipeline.new(0, requests(1, key="b"))
+    assert other.pair != first.pair
+    assert not pipeline.may_stretch(first)
+    pipeline.start(other.parts[0])
+    assert not pipeline.may_stretch(first)
+    pipeline.finish(other.parts[0], ())
+    assert pipeline.may_stretch(first)
 
 
 def test_where_all_is_a_loop_a_new_batch_gets_its_turn() -> None:
