@@ -52,6 +52,8 @@ class TestMaking:
         assert StagedModel([abs, abs], profile=PROFILE).profile is PROFILE
         with pytest.raises(ValueError, match="2 stages for a model of 1"):
             StagedModel([abs], profile=PROFILE)
+        with pytest.raises(TypeError, match="has to be a StagedProfile"):
+            StagedModel([abs], profile=PROFILE.stages[0])  # type: ignore[arg-type]
 
 
 class TestTheWhole:

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, ClassVar
 
 import pytest
@@ -585,6 +586,27 @@ def test_a_future_can_be_cancelled_until_its_last_stage() -> None:
         stats = batcher.stats()
     assert third.batches == [[0], [1]]
     assert (stats.answered, stats.cancelled) == (2, 1)
+
+
+def test_who_is_cancelled_at_the_last_moment_does_not_run_the_last_stage() -> None:
+    """A stage runs on to the next one while nobody has told of an event."""
+    last = Held()
+    futures: list[Any] = []
+    is_there = threading.Event()
+
+    def first(items: list[str]) -> list[str]:
+        if items == ["given up"]:
+            is_there.wait(LONG_S)
+            Future.cancel(futures[0])  # as BatchFuture.cancel, before it tells of it
+        return items
+
+    with plain(StagedModel([first, last]), max_batch_size=1) as batcher:
+        futures.append(batcher.submit("given up"))
+        is_there.set()
+        last.gate.open()
+        assert batcher("kept") == "kept"
+        assert futures[0].cancelled()
+        assert last.batches == [["kept"]]
 
 
 def test_a_cancelled_task_leaves_between_two_stages() -> None:

@@ -92,6 +92,12 @@ class TestTake:
         assert isinstance(taken, Pair)
         assert (taken.left["a"].tolist(), taken.right) == ([2], ["z"])
 
+    def test_arrays_without_axes_have_no_rows(self) -> None:
+        scale = torch.tensor(2.0)
+        rows, taken = take((torch.arange(3), scale), [2])
+        assert rows.tolist() == [2]
+        assert taken is scale
+
     def test_no_rows(self) -> None:
         assert take(torch.zeros(3, 2), []).shape == (0, 2)
 
@@ -133,6 +139,7 @@ class TestJoin:
             ((torch.zeros(1),), (torch.zeros(1), torch.zeros(1))),
             ((torch.zeros(1), "a"), (torch.zeros(1), "b")),
             ((torch.zeros(1), Shared(1)), (torch.zeros(1), Shared(2))),
+            ((torch.zeros(1), Shared(1)), (torch.zeros(1), Shared(1.0))),
             ((torch.zeros(1), Shared(torch.ones(2))), (torch.zeros(1), Shared(torch.ones(3)))),
             (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
         ],

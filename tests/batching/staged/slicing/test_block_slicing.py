@@ -266,6 +266,27 @@ class TestWhatCannotBeCut:
         with pytest.raises(StagingError, match="stand-ins for its blocks 'blocks'"):
             slice_blocks(Shaped().eval(), torch.rand(2, 3), 2)
 
+    def test_blocks_without_tensors(self) -> None:
+        class Scale(nn.Module):
+            def forward(self, number: int) -> int:
+                return 2 * number
+
+        class Scaled(nn.Sequential):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * super().forward(1)
+
+        with pytest.raises(StagingError, match="calls its blocks with no tensor"):
+            slice_blocks(Scaled(Scale(), Scale()).eval(), torch.rand(2, 5), 2)
+
+    def test_blocks_whose_class_has_no_others(self) -> None:
+        class Final(nn.Linear):
+            def __init_subclass__(cls) -> None:
+                raise TypeError("this class is final")
+
+        model = nn.Sequential(Final(3, 3), Final(3, 3)).eval()
+        with pytest.raises(StagingError, match="type Final cannot be stood in for"):
+            slice_blocks(model, torch.rand(2, 3), 2)
+
     def test_no_blocks(self) -> None:
         with pytest.raises(StagingError, match=r"no nn\.ModuleList or nn\.Sequential"):
             slice_blocks(nn.Linear(2, 2).eval(), torch.rand(2, 2), 2)

@@ -12,6 +12,7 @@ pytest.importorskip("onnxruntime")
 
 from tests.onnx_models import FLOAT, Graph  # noqa: E402
 from trims_shim.batching.staged.slicing.onnx_graph import OnnxGraph  # noqa: E402
+from trims_shim.errors import StagingError  # noqa: E402
 
 
 @pytest.fixture
@@ -31,6 +32,21 @@ def graph(tmp_path: Path) -> OnnxGraph:
         made.model(), path, save_as_external_data=True, location="weights.bin", size_threshold=0
     )
     return OnnxGraph(str(path))
+
+
+def test_sparse_weights_are_refused(tmp_path: Path) -> None:
+    made = Graph()
+    made.node("Add", made.input("x", ["batch", 4]), "w", outputs=["y"])
+    made.output("y", ["batch", 4])
+    model = made.model()
+    values = onnx.helper.make_tensor("w", FLOAT, [1], [2.0])
+    place = onnx.helper.make_tensor("place", onnx.TensorProto.INT64, [1], [3])
+    sparse = onnx.helper.make_sparse_tensor(values, place, [4])
+    model.graph.sparse_initializer.append(sparse)
+    path = tmp_path / "model.onnx"
+    onnx.save_model(model, path)
+    with pytest.raises(StagingError, match="sparse initializers"):
+        OnnxGraph(str(path))
 
 
 def test_what_crosses(graph: OnnxGraph) -> None:

@@ -110,6 +110,22 @@ def test_rows_of_two_batches_can_be_joined_at_every_border(path: str, kind: str)
         np.testing.assert_allclose(second(twice)[rows:], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_several_outputs_are_arrays_by_name(path: str) -> None:
+    graph = Graph("two")
+    first = graph.node("Relu", graph.input("x", ["batch", 8]), outputs=["first"])
+    second = graph.node("MatMul", first, graph.weight("w", 8, 8))
+    graph.node("Relu", graph.node("MatMul", second, graph.weight("v", 8, 8)), outputs=["last"])
+    for name in ("first", "last"):
+        graph.output(name, ["batch", 8])
+    feeds = {"x": np.random.RandomState(1).rand(3, 8).astype(np.float32)}
+    save(Sample(graph.model(), (feeds,)))(Path(path))
+    model = slice_onnx(path, 3)
+    assert len(model) == 3
+    found = model(feeds)
+    assert list(found) == ["first", "last"]
+    assert bits(list(found.values())) == bits(whole(path, feeds))
+
+
 def test_external_data(path: str) -> None:
     made = sample("transformer")
     save_external(made, size_threshold=1024)(Path(path))

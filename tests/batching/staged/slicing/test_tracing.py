@@ -69,6 +69,16 @@ class TestEveryLegalCut:
     def test_skips_and_operations_in_place(self) -> None:
         self.every(TracedModel(UNet().eval(), torch.rand(2, 3, 8, 8)), least=10)
 
+    def test_any_number_of_arguments(self) -> None:
+        class Sum(nn.Module):
+            def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+                for each in others:
+                    x = torch.relu(x + each)
+                return x
+
+        example = tuple(torch.rand(2, 3) for _ in range(3))
+        self.every(TracedModel(Sum().eval(), example), least=3)
+
     def test_channels_last(self) -> None:
         x = torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last)
         model = UNet().to(memory_format=torch.channels_last).eval()
