@@ -17,10 +17,11 @@ writes what, who is behind whom.
 from __future__ import annotations
 
 import argparse
+import enum
 import pickle
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -33,6 +34,28 @@ from trims_shim.batching.staged.mechanism.buffers import BUFFER_TRANSITIONS, Buf
 from trims_shim.batching.staged.mechanism.pipeline import Pipeline
 
 __all__ = ["Limits", "Search", "Violation", "World", "search"]
+
+
+class Executor(enum.Enum):
+    """What the executor of a stage does (DVABatch, section 5.3 and figure 9).
+
+    A buffer pair is legal if its input may be read and its output written.
+    """
+
+    INACTIVE = "nothing is queued, and no pair is legal"
+    ACTIVE = "nothing is queued"
+    CHECKING = "the first in the queue waits for its pair or for a device"
+    WORKING = "a part runs"
+
+
+EXECUTOR_TRANSITIONS = {
+    (Executor.INACTIVE, Executor.ACTIVE),
+    (Executor.ACTIVE, Executor.INACTIVE),
+    (Executor.ACTIVE, Executor.CHECKING),
+    (Executor.CHECKING, Executor.ACTIVE),
+    (Executor.CHECKING, Executor.WORKING),
+    (Executor.WORKING, Executor.ACTIVE),
+}
 
 
 class Violation(AssertionError):
@@ -71,6 +94,8 @@ class Search:
     """What was seen to happen."""
     transitions: set[Hashable] = field(default_factory=set)
     """Of the table of buffers, those that were used."""
+    changes: set[tuple[Executor, Executor]] = field(default_factory=set)
+    """Of the executors' states, from one state of the pipeline to the next."""
 
     @property
     def missed(self) -> set[Hashable]:
@@ -260,6 +285,19 @@ class World:
         if not self.parts:
             check(not len(self.pipeline.table), "a batch of nothing is kept")
 
+    def executors(self) -> list[Executor]:
+        """Of each stage; these states follow from what the pipeline keeps."""
+        pipeline, found = self.pipeline, []
+        for stage in range(self.limits.stages):
+            if pipeline._running[stage] is not None:
+                found.append(Executor.WORKING)
+            elif pipeline._queues[stage]:
+                found.append(Executor.CHECKING)
+            else:
+                is_legal = any(pipeline._is_legal(p) for p in self.parts if p.stage == stage)
+                found.append(Executor.ACTIVE if is_legal else Executor.INACTIVE)
+        return found
+
     def _check_place(self, part: Part) -> None:
         if part is self.pipeline._untold:
             check(self.parts == [part], "what nobody is told of is not alone")
@@ -361,10 +399,12 @@ def _explore(start: World, found: Search, most_states: int) -> None:
         saved = frontier.pop()
         for move in pickle.loads(saved).moves():
             world = pickle.loads(saved)
+            before = world.executors()
             what = move(world)
             if not what:
                 continue
             world.check()
+            found.changes |= checked(zip(before, world.executors(), strict=True))
             found.steps += 1
             found.facts.add(what)
             key = world.key()
@@ -372,6 +412,15 @@ def _explore(start: World, found: Search, most_states: int) -> None:
                 seen.add(key)
                 frontier.append(pickle.dumps(world))
     found.states = len(seen)
+
+
+def checked(changes: Iterable[tuple[Executor, Executor]]) -> set[tuple[Executor, Executor]]:
+    """Return the changes of states; those in several steps have all of them at an active one."""
+    found = {(before, after) for before, after in changes if before is not after}
+    for before, after in found - EXECUTOR_TRANSITIONS:
+        steps = {(before, Executor.ACTIVE), (Executor.ACTIVE, after)}
+        check(steps <= EXECUTOR_TRANSITIONS, f"{before.name} became {after.name}")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

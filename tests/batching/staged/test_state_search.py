@@ -11,7 +11,7 @@ import pytest
 
 from batching.staged import policy_search, state_search
 from batching.staged.policy_search import PolicyLimits, search_policy
-from batching.staged.state_search import Limits, Search, search
+from batching.staged.state_search import EXECUTOR_TRANSITIONS, Executor, Limits, Search, search
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.mechanism.batches import Batch, BatchTable, Part, PartState
 from trims_shim.batching.staged.mechanism.buffers import Buffer, BufferState
@@ -65,6 +65,17 @@ def test_everything_happens_that_can() -> None:
 
 def test_every_transition_of_the_table_is_used() -> None:
     assert not found(PIPELINED).missed
+
+
+def test_stages_behave_like_the_papers_executors() -> None:
+    """Which changes of state are allowed is checked at each step; here: that all of them happen."""
+    assert found(PIPELINED).changes >= EXECUTOR_TRANSITIONS
+
+
+@pytest.mark.parametrize("before", [Executor.INACTIVE, Executor.ACTIVE])
+def test_what_was_not_queued_does_not_run(before: Executor) -> None:
+    with pytest.raises(state_search.Violation, match=f"{before.name} became WORKING"):
+        state_search.checked([(before, Executor.WORKING)])
 
 
 def test_with_one_buffer_pair_neighbouring_stages_take_turns() -> None:

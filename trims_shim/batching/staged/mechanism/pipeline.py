@@ -18,6 +18,9 @@ The last stage may be a *loop*: a step that runs again until its requests are fi
 own time. A part in the loop does not wait for the parts behind it; they merge with it between two
 steps. Batches that are in the loop at the same time take turns.
 
+The executor of a stage is its queue and the part that it runs; the states that the paper gives it
+(section 5.3 and figure 9) follow from these and from the buffers.
+
 Sans I/O, no clock, no decisions. The caller obeys ``may_new``, ``may_stretch`` and ``ready``.
 Source: DVABatch (ATC'22), section 5.
 """
