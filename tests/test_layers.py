@@ -17,7 +17,16 @@ ROOT = Path(trims_shim.__file__).parent
 # From left to right; a module may import from its own layer and those before it. The longest
 # prefix that fits a module's name decides.
 LAYERS = (
-    ("_version", "errors", "specs", "config", "memory.limits", "stack", "late_imports"),
+    (
+        "_version",
+        "errors",
+        "specs",
+        "config",
+        "memory.limits",
+        "stack",
+        "suggestions",
+        "late_imports",
+    ),
     ("children",),
     (
         "diagnostics",
@@ -103,6 +112,7 @@ PURE = (
     "batching.staged.simulation",
     "batching.staged.stage_device",
     "errors",
+    "suggestions",
     "wire.messages",
     "wire.admin",
     "wire.duties",

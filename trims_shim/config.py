@@ -542,9 +542,8 @@ def _as_text(value: object) -> str:
 def _check_known(name: str, what: str) -> None:
     if name in _BY_NAME:
         return
-    import difflib
+    from trims_shim.suggestions import did_you_mean
 
     spell = _variable if what.startswith("environment") else str
-    near = difflib.get_close_matches(name, _BY_NAME, n=1)
-    hint = f"did you mean {spell(near[0])}?" if near else "`trims info` lists all settings"
-    raise ConfigError(f"{what} is not a setting of trims_shim; {hint}")
+    hint = did_you_mean(name, _BY_NAME, spell=spell) or "; `trims info` lists all settings"
+    raise ConfigError(f"{what} is not a setting of trims_shim{hint}")

@@ -6,12 +6,12 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
-import difflib
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from trims_shim.cli.values import count, counts, output
+from trims_shim.suggestions import did_you_mean
 
 __all__ = [
     "Commands",
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         """Refuse unknown arguments here: a command's own parser knows best what was meant."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            meant = _meant(unknown[0].partition("=")[0], self._option_string_actions)
+            meant = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return found, unknown
 
@@ -49,13 +49,8 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += _meant(value, action.choices or ())
+            error.message += did_you_mean(value, action.choices or ())
             raise
-
-
-def _meant(word: str, known: Iterable[str]) -> str:
-    close: Sequence[str] = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def add_command(

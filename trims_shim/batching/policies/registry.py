@@ -17,6 +17,7 @@ from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.policies.proteus import Proteus
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.rules import RuleMaker
+from trims_shim.suggestions import did_you_mean
 
 __all__ = ["POLICIES", "rule_maker"]
 
@@ -40,10 +41,7 @@ def rule_maker(policy: str | RuleMaker, known: Mapping[str, RuleMaker] = POLICIE
     """
     if isinstance(policy, str):
         if policy not in known:
-            import difflib
-
-            near = difflib.get_close_matches(policy, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(policy, known)
             raise ValueError(f"there is no policy {policy!r}; there are {', '.join(known)}{hint}")
         return known[policy]
     if not callable(policy):
