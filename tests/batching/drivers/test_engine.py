@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -106,6 +106,69 @@ def test_a_fork_while_a_batch_runs_and_others_wait() -> None:
         gate.open(2)
         assert [future.result(LONG_S) for future in (running, *waiting)] == [0, 1, 2]
         assert called == [waiting[0]]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_stream_of_the_parent_ends_in_the_child() -> None:
+    may_go_on = threading.Event()
+
+    def count(items: list[int]) -> Iterator[list[int]]:
+        yield items
+        assert may_go_on.wait(LONG_S)
+        yield items
+
+    with greedy(count) as batcher:
+        stream = batcher.stream(7)
+        assert next(stream) == 7
+
+        def check() -> None:
+            with pytest.raises(BatchingError, match="parent"):
+                next(stream)
+
+        in_child(check)
+        may_go_on.set()
+        assert list(stream) == [7]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("queue_size", [1, 2])
+def test_a_fork_in_a_signal_handler_of_a_caller_that_waits(queue_size: int) -> None:
+    """It waits for its answer, or for its place in the queue."""
+    gate, parent, ended = Gate(), os.getpid(), []
+
+    def fork(*_: object) -> None:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(round(LONG_S))
+            return
+        ended.append(os.waitpid(child, 0)[1])
+        gate.open(3)
+
+    def signal_it() -> None:
+        wait_until(lambda: batcher.stats().queued == 2)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, fork)
+    try:
+        with greedy(gate, queue_size=queue_size) as batcher:
+            futures = [batcher.submit(0)]
+            gate.wait_entered()
+            futures.append(batcher.submit(1))
+            thread = threading.Thread(target=signal_it)
+            thread.start()
+            try:
+                answer = batcher(2)
+            except BatchingError as error:
+                if os.getpid() != parent:
+                    os._exit("parent" not in str(error))
+                raise
+            if os.getpid() != parent:
+                os._exit(1)
+            thread.join()
+            assert [answer, *(future.result(LONG_S) for future in futures)] == [2, 0, 1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ended == [0]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -27,7 +27,7 @@ from trims_shim.batching.drivers.functions import BatchFunction
 from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.learning import LateKey
 from trims_shim.batching.drivers.options import Options
-from trims_shim.batching.drivers.replies import FAILURES, BatchFuture, Seat
+from trims_shim.batching.drivers.replies import FAILURES, BatchFuture, BlockedCall, Seat
 from trims_shim.batching.protocol import (
     FLUSH,
     NEVER_NS,
@@ -43,6 +43,7 @@ from trims_shim.batching.protocol import (
     Run,
 )
 from trims_shim.batching.statistics import BatcherStats, Record
+from trims_shim.batching.streams import StreamReply
 from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
 from trims_shim.stack import check_stack
@@ -541,12 +542,16 @@ class Dispatch(ABC):
         return self.record.snapshot(queued=self.queued, running=self.running, now_ns=now_ns)
 
     def forget(self) -> None:
-        """In a forked child: start anew; futures of the parent's requests fail. Takes no lock."""
+        """In a forked child: start anew; requests of the parent fail. Takes no lock.
+
+        Those of event loops do not: in a child no loop of the parent runs.
+        """
         unseen = [event for event in self._inbox if type(event) is Request]
         for request in [*self._open_requests(), *unseen]:
             reply = request.payload.reply
-            if isinstance(reply, BatchFuture):
+            if isinstance(reply, BatchFuture | BlockedCall | StreamReply):
                 reply.orphan()
+            request.payload.open_gate()
         self._era += 1
         self._set_up()
 

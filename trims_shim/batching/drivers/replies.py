@@ -30,6 +30,7 @@ else:
 
 __all__ = [
     "FAILURES",
+    "OTHER_PROCESS",
     "BatchFuture",
     "BlockedCall",
     "Entry",
@@ -41,7 +42,7 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-_OTHER_PROCESS = (
+OTHER_PROCESS = (
     "this request was made before a fork and belongs to the parent process; make it again in this "
     "one, its batcher works"
 )
@@ -231,6 +232,11 @@ class BlockedCall(Seat):
         self.is_done = True
         self.wake()
 
+    def orphan(self) -> None:
+        """In a child that was forked while its thread waited, as by a signal handler: fail."""
+        if self.job is None:  # else it runs its batch here
+            self.fail(BatchingError(OTHER_PROCESS))
+
     def take(self) -> Any:
         """The result; raises the error."""
         if self._error is None:
@@ -330,7 +336,7 @@ class BatchFuture(Future[Answer]):
             self._condition = _Condition()
             self._waiters.clear()
             self.__dict__["_done_callbacks"] = []
-            self._exception = BatchingError(_OTHER_PROCESS)
+            self._exception = BatchingError(OTHER_PROCESS)
             self._state = "FINISHED"
         self._let_go()
 

@@ -11,7 +11,8 @@ import queue
 from collections.abc import Sequence
 from typing import Any
 
-from trims_shim.batching.drivers.replies import Entry, Failure
+from trims_shim.batching.drivers.replies import OTHER_PROCESS, Entry, Failure
+from trims_shim.errors import BatchingError
 
 __all__ = ["END", "StreamReply", "Streaming"]
 
@@ -47,6 +48,10 @@ class StreamReply:
     def fail(self, error: BaseException) -> None:
         """See :class:`~trims_shim.batching.drivers.replies.Reply`."""
         self._put(Failure(error))
+
+    def orphan(self) -> None:
+        """In a forked child: no more pieces come."""
+        self.fail(BatchingError(OTHER_PROCESS))
 
     def get(self) -> Any:
         """The next piece, or END. Blocks; raises the error."""
