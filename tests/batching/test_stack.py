@@ -103,6 +103,22 @@ def test_a_caller_without_stack_loses_nobody_elses_request(
     assert raised > 5
 
 
+def test_a_future_is_cancelled_altogether_or_not_at_all() -> None:
+    raised = 0
+    with Batcher(double, policy=functools.partial(Window, wait_ms=1e6), collate="list") as batcher:
+        for left in range(30, 90):
+            future = batcher.submit(1)
+            try:
+                assert with_left(left, future.cancel)
+            except RecursionError:
+                raised += 1
+                assert not future.done()
+                assert batcher.stats().queued == 1
+                assert future.cancel()
+            assert batcher.stats().queued == 0
+    assert 20 < raised < 60
+
+
 def test_a_batch_runs_on_no_stack_that_is_half_full() -> None:
     ran_in: list[int] = []
 

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from trims_shim.batching.protocol import Cancelled
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BatchingError
+from trims_shim.stack import check_stack
 
 if TYPE_CHECKING:
     from trims_shim.batching.drivers.dispatch import Dispatch
@@ -280,7 +282,12 @@ class BatchFuture(Future[Answer]):
         self._dispatch, self._request = dispatch, request
 
     def cancel(self) -> bool:
-        """Give the request up unless its batch runs already; True if it was given up."""
+        """Give the request up unless its batch runs already; True if it was given up.
+
+        Raises RecursionError on a stack without room for it, and then does nothing.
+        """
+        if self._dispatch is not None:
+            check_stack()
         # A second cancel() succeeds as well, as the first one's promise still holds.
         if not super().cancel():
             return False
@@ -288,7 +295,7 @@ class BatchFuture(Future[Answer]):
         dispatch, request = self._dispatch, self._request
         self._let_go()
         if dispatch is not None and request is not None:
-            dispatch.cancel(request)
+            dispatch.post(Cancelled(request))
         return True
 
     def result(self, timeout: float | None = None) -> Answer:
