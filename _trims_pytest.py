@@ -11,7 +11,6 @@ Precedence: ``--trims`` or ``--no-trims``, then TRIMS_ENABLED=0 in the environme
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 import secrets
@@ -32,7 +31,6 @@ _SOCKET_DIR_LIMIT = 70
 """Longest directory with which socket names surely fit the kernel's 107 bytes."""
 _IDLE_EXIT_S = "300"
 """The daemon of a test run that was killed exits by itself."""
-_STOP_TIMEOUT_S = 10.0
 _OUTPUT_KEY = "trims_stats"
 _RUN_DIRECTORY = "_TRIMS_PYTEST_SOCKET_DIR"
 """Names the run to its pytest-xdist workers, which inherit the environment.
@@ -223,7 +221,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         return
     del config.stash[_run_key]
     if run.is_owner:
-        _stop_daemon(run.socket_dir)
+        if os.path.isdir(run.socket_dir):
+            from trims_shim.cli.daemon import stop_if_running
+            from trims_shim.wire.endpoint import Endpoint
+
+            stop_if_running(Endpoint(run.socket_dir))
         if run.is_directory_ours:
             shutil.rmtree(run.socket_dir, ignore_errors=True)
     _restore(run)
@@ -243,17 +245,6 @@ def _deactivate(run: _Run) -> None:
         run.was_active = False
     if not run.was_active:
         trims_shim.disable()
-
-
-def _stop_daemon(socket_dir: str) -> None:
-    if not os.path.isdir(socket_dir):
-        return
-    from trims_shim.cli.daemon import stop_daemon
-    from trims_shim.errors import DaemonUnavailable
-    from trims_shim.wire.endpoint import Endpoint
-
-    with contextlib.suppress(DaemonUnavailable):
-        stop_daemon(Endpoint(socket_dir), timeout_s=_STOP_TIMEOUT_S)
 
 
 # --- reports --------------------------------------------------------------------------------------
@@ -277,15 +268,18 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     stats = _since(run.before)
     for each in run.workers:
         stats = _combine(stats, each, operator.add)
+    from trims_shim.cli.text import counted
+
     terminalreporter.section("trims")
     terminalreporter.line(
-        f"{stats.served} loads served ({stats.hits} hits, {stats.misses} misses), "
-        f"{stats.bytes_shared / 1e6:.0f} MB shared, {stats.elided_copies} copies elided"
+        f"{counted(stats.served, 'load')} served ({counted(stats.hits, 'hit')}, "
+        f"{counted(stats.misses, 'miss')}), {stats.bytes_shared / 1e6:.0f} MB shared, "
+        f"{stats.elided_copies} copies elided"
     )
     if stats.fallbacks:
         reasons = ", ".join(f"{name} {n}" for name, n in sorted(stats.fallbacks.items()))
         total = sum(stats.fallbacks.values())
-        terminalreporter.line(f"{total} loads by the framework's own loader: {reasons}")
+        terminalreporter.line(f"{counted(total, 'load')} by the framework's own loader: {reasons}")
 
 
 def _endpoint_directory() -> str:

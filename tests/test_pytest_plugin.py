@@ -103,8 +103,8 @@ def test_on_one_process(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(
         [
             "trims: on, socket *trims-pytest-*, isolated (from --trims)",
-            "4 loads served (4 hits, 1 misses)*",  # The other hit is of warm().
-            "1 loads by the framework's own loader: small_file 1",
+            "4 loads served (4 hits, 1 miss)*",  # The other hit is of warm().
+            "1 load by the framework's own loader: small_file 1",
         ]
     )
 

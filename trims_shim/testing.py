@@ -23,7 +23,6 @@ child finds no daemon and loads privately.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import secrets
@@ -41,7 +40,7 @@ from typing import Any, cast
 from trims_shim import api
 from trims_shim import config as configuration
 from trims_shim._version import __version__
-from trims_shim.cli.daemon import stop_daemon
+from trims_shim.cli.daemon import stop_if_running
 from trims_shim.client import cache as caches
 from trims_shim.client.connection import Granted
 from trims_shim.client.pool import Line
@@ -67,7 +66,6 @@ from trims_shim.wire.handover import Peer
 
 __all__ = ["FakeDaemon", "Opened", "TrimsDaemon"]
 
-_STOP_TIMEOUT_S = 10.0
 _Open = (messages.OpenImageRequest, messages.OpenPreparedRequest)
 
 
@@ -204,8 +202,7 @@ class TrimsDaemon:
 
     def stop(self) -> None:
         """Stop it, and wait until it is gone; the next load starts another."""
-        with contextlib.suppress(DaemonUnavailable):
-            stop_daemon(caches.cache().endpoint, timeout_s=_STOP_TIMEOUT_S)
+        stop_if_running(caches.cache().endpoint)
 
 
 @dataclass(slots=True)

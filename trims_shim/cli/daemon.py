@@ -21,9 +21,10 @@ from trims_shim.wire import admin, handover, messages
 from trims_shim.wire import endpoint as endpoints
 from trims_shim.wire.endpoint import Endpoint
 
-__all__ = ["Stopped", "serve", "stop", "stop_daemon"]
+__all__ = ["Stopped", "serve", "stop", "stop_daemon", "stop_if_running"]
 
 _POLL_S = 0.02
+_TEST_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,12 @@ def stop_daemon(endpoint: Endpoint, *, timeout_s: float) -> Stopped:
                 )
             time.sleep(_POLL_S)
     return Stopped(welcome.pid, welcome.package, last)
+
+
+def stop_if_running(endpoint: Endpoint) -> None:
+    """Stop the daemon of a test run, if there is one. Raises DaemonTimeout."""
+    with contextlib.suppress(DaemonUnavailable):
+        stop_daemon(endpoint, timeout_s=_TEST_TIMEOUT_S)
 
 
 def _endpoint() -> Endpoint:
