@@ -7,6 +7,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from harness import wait_until
@@ -94,6 +96,18 @@ class TestOffer:
                 offer.identity()
             offer.close()
 
+    @pytest.mark.usefixtures("remote")
+    def test_of_a_server_is_closed_by_a_thread(self, opened: int) -> None:
+        """Whether it was looked at or not."""
+        for is_looked_at in (True, False):
+            closed: list[int] = []
+            closer: Any = SimpleNamespace(close=closed.append)
+            offer = Offer(1, opened, closer)
+            if is_looked_at:
+                offer.identity()
+            offer.close()
+            assert closed == [opened]
+
 
 class TestCloser:
     def test_local_files_at_once(self, opened: int) -> None:
@@ -166,9 +180,10 @@ class TestCloser:
         closer.tend()
         wait_until(lambda: not is_open(opened))
         assert is_open(dead)
+        closer.shutdown()
         answers.set()
         wait_until(lambda: not is_open(dead))
-        closer.shutdown()
+        wait_until(lambda: not closer._begun)
 
 
 class TestReadableFile:

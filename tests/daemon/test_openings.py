@@ -334,6 +334,11 @@ class TestOpening:
         with pytest.raises(DaemonUnavailable, match="stopping"):
             file.request(front, client)
 
+    def test_a_device_that_is_none(self, front: HostFront, file: File) -> None:
+        number = file.request(front, front.client(OWN), tier="cuda:0")
+        assert replies(front)[number].error == "UnknownDevice"
+        assert (front.counters["refused"], front.counters["internal_errors"]) == (1, 0)
+
     def test_a_long_name_is_cut(self, front: HostFront, file: File) -> None:
         client = front.client(OWN)
         ticket = file.offered(client)

@@ -245,6 +245,19 @@ class TestFrames:
 
 
 class TestLife:
+    def test_what_threads_have_done_wakes_it(
+        self, server: Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        finished: list[str] = []
+        for name in ("openings", "prepared"):
+            part = getattr(server, name)
+            monkeypatch.setattr(part, "finish", lambda name=name: finished.append(name))
+        server._turn()
+        assert finished == []
+        server.tiers.host.loader._wake()
+        server._turn()
+        assert finished == ["openings", "prepared"]
+
     def test_jobs_of_a_user_are_limited(self, server: Server, connect: Connect) -> None:
         server.sessions.limits = Limits(checks_per_user=1)
         client, other = connect(), connect(OTHER)
