@@ -292,6 +292,24 @@ def test_closing_frees_what_was_not_fetched(no_leak: None, tmp_path: Path) -> No
     harness.loader.close()
 
 
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_closing_waits_for_loads_unless_one_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: int
+) -> None:
+    loader = Harness(tmp_path / "model").loader
+    waited: list[bool] = []
+    shutdown = loader._pool.shutdown
+
+    def note(*, wait: bool, cancel_futures: bool) -> None:
+        waited.append(wait)
+        shutdown(wait=True, cancel_futures=cancel_futures)
+
+    monkeypatch.setattr(loader._pool, "shutdown", note)
+    monkeypatch.setattr(loader, "stuck_count", lambda: stuck)
+    loader.close()
+    assert waited == [not stuck]
+
+
 def test_meters_show_loads_under_way(harness: Harness) -> None:
     work: list[Callable[[], None]] = []
 

@@ -36,10 +36,11 @@ class ModelFiles:
         """``path`` is empty for a model that the client has in memory only."""
         self._descriptor = descriptor
         self._path = path
-        self._identity = Identity.from_stat(os.fstat(descriptor))
+        status = os.fstat(descriptor)
+        self._identity = Identity.from_stat(status)
         self._externals: tuple[ExternalFile, ...] = ()
         self.digest = ""
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise Refusal("no_file", f"{path} is no regular file")
         self.check_unchanged()
 
