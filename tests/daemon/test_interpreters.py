@@ -42,6 +42,17 @@ class TestInterpreter:
             child.kill()
             child.wait(20)
 
+    def test_a_name_that_is_another_file_by_now(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It would be started in the place of the program that the client runs."""
+        other = tmp_path / "python3"
+        other.touch()
+        monkeypatch.setattr(os, "readlink", lambda _: str(other))
+        with pytest.raises(NotServed, match="was replaced") as caught:
+            interpreter_of(os.getpid(), os.getuid())
+        assert caught.value.reason == "not_python"
+
     def test_a_program_that_embeds_python(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ours, when it is the same version's library that it has loaded."""
         monkeypatch.setattr(interpreters, "_LIBRARY", "libc.so")

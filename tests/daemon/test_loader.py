@@ -298,6 +298,8 @@ def test_closing_waits_for_loads_unless_one_is_stuck(
 ) -> None:
     loader = Harness(tmp_path / "model").loader
     waited: list[bool] = []
+    closed: list[None] = []
+    monkeypatch.setattr(loader.memory, "close", lambda: closed.append(None))
     shutdown = loader._pool.shutdown
 
     def note(*, wait: bool, cancel_futures: bool) -> None:
@@ -308,6 +310,7 @@ def test_closing_waits_for_loads_unless_one_is_stuck(
     monkeypatch.setattr(loader, "stuck_count", lambda: stuck)
     loader.close()
     assert waited == [not stuck]
+    assert len(closed) == 1
 
 
 def test_meters_show_loads_under_way(harness: Harness) -> None:

@@ -19,6 +19,7 @@ from trims_shim.daemon.prepared.events import Content, Known
 from trims_shim.daemon.prepared.files import (
     PreparedFiles,
     Published,
+    Scan,
 )
 from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.daemon.prepared.manifest import (
@@ -130,6 +131,7 @@ class TestPublication:
     def test_what_is_published_is_complete_private_and_read_only(
         self, files: PreparedFiles, no_leak: None
     ) -> None:
+        assert files.open() == Scan()
         assert not os.path.exists(files.directory), "made only when it is needed"
         published = publish(files)
         assert names(files) == [A]
@@ -177,6 +179,17 @@ class TestPublication:
         files.delete(making)
         assert names(files) == []
         assert other.stat().st_mode & 0o777 != 0o400
+
+    def test_a_directory_that_cannot_be_renamed(
+        self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise OSError(13, "Permission denied")
+
+        monkeypatch.setattr(os, "rename", fail)
+        with pytest.raises(PermissionError):
+            publish(files)
+        assert names(files) == []
 
     def test_who_is_second_takes_what_is_there(
         self, open_files: Callable[[], PreparedFiles]

@@ -75,8 +75,9 @@ def server(socket_directory: Path, tmp_path: Path) -> Iterator[Server]:
     directory.create()
     server = daemon_main._build(directory, settings)
     yield server
-    server.stop()
-    server.run()
+    if server._selector.get_map() is not None:
+        server.stop()
+        server.run()
     os.close(server._wake_descriptor)
 
 
@@ -245,6 +246,101 @@ class TestFrames:
 
 
 class TestLife:
+    def test_who_connects_is_let_in(self, server: Server) -> None:
+        clients = [handover.new_socket() for _ in range(3)]
+        for each in clients:
+            each.connect(server.endpoint.handover)
+            handover.send(each, HELLO)
+            each.setblocking(False)
+        server.sessions.limits = Limits(sessions_per_user=2)
+        server._turn()
+        for each in clients[:2]:
+            packet = handover.receive(each)
+            assert packet is not None
+            assert len(packet.message.token) == 16
+        with pytest.raises(ConnectionError):
+            clients[2].send(b"?")
+        assert len(server.sessions) == 2
+        for each in clients:
+            each.close()
+
+    def test_the_end_of_a_session_is_told_to_all(
+        self, server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client = connect()
+        told: list[int] = []
+        for part in (server.tiers, server.openings, server.prepared):
+            monkeypatch.setattr(part, "close_session", lambda number, *_: told.append(number))
+        client.connection.close()
+        server._turn()
+        server._read_session(client.session, 1)
+        assert told == [client.session.number] * 3
+
+    def test_all_ends_with_it(
+        self, server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        closed: list[str] = []
+        for name in ("prepared", "tiers", "_control", "_events"):
+            part = getattr(server, name)
+
+            def close(*, name: str = name, close: Any = part.close, **arguments: Any) -> None:
+                closed.append(name)
+                close(**arguments)
+
+            monkeypatch.setattr(part, "close", close)
+        client = connect()
+        server.stop()
+        server.run()
+        assert closed == ["prepared", "tiers", "_control", "_events"]
+        assert client.heard() == [messages.Goodbye("the daemon has stopped")]
+
+    def test_what_is_done_now_and_then(
+        self, server: Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        done: list[str] = []
+        often = [(server.openings, "report_progress"), (server._control, "reap")]
+        seldom = [
+            (server, "_make_way_if_lost"),
+            (server._events, "tend"),
+            (server, "_guard_against_bloat"),
+            (server.sessions.closer, "tend"),
+            (server.tiers, "tend"),
+            (server.openings, "relieve_pressure"),
+        ]
+        for part, name in [*often, *seldom]:
+            monkeypatch.setattr(part, name, lambda name=name: done.append(name))
+        started = time.monotonic()
+        expected: list[str] = []
+        for seconds, due in (
+            (0, [*often, *seldom]),
+            (0, []),
+            (0.25, often),
+            (1, [*often, *seldom]),
+        ):
+            monkeypatch.setattr(time, "monotonic", lambda now=started + seconds: now)
+            os.eventfd_write(server._wake_descriptor, 1)
+            server._turn()
+            expected += [name for _, name in due]
+            assert done == expected, seconds
+        monkeypatch.undo()
+
+    @pytest.mark.parametrize("is_bloated", [True, False])
+    def test_messages_without_end_cost_all_connections(
+        self,
+        server: Server,
+        connect: Connect,
+        monkeypatch: pytest.MonkeyPatch,
+        is_bloated: bool,
+    ) -> None:
+        reset: list[str] = []
+        monkeypatch.setattr(server._control, "is_bloated", lambda: is_bloated)
+        monkeypatch.setattr(server._control, "reset", lambda: reset.append("control"))
+        monkeypatch.setattr(server._events, "reset", lambda: reset.append("events"))
+        client = connect()
+        server._guard_against_bloat()
+        assert (len(reset), client.is_open) == ((2, False) if is_bloated else (0, True))
+        assert server.counters["control_resets"] == is_bloated
+
     def test_what_threads_have_done_wakes_it(
         self, server: Server, monkeypatch: pytest.MonkeyPatch
     ) -> None:

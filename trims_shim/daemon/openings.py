@@ -438,9 +438,9 @@ def _after(tier: Tier, finished: Finished[Any]) -> list[Action]:
     is_known = finished.segment is None
     if result is not None and is_known and not tier.store.is_resident(result.digest):
         error = FileChanged("the equal image was evicted meanwhile; load it again")
-    if error is not None or result is None:
-        tier.loader.discard(finished.ingest)
-        return tier.store.ingest_failed(finished.ingest, error or ReadFailed("no result"))
+    if error is not None:
+        return tier.store.ingest_failed(finished.ingest, error)
+    assert result is not None
     return tier.store.ingest_done(finished.ingest, result, time.time_ns())
 
 
