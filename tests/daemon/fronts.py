@@ -42,6 +42,7 @@ class FakeFront(Front):
         self.ended: list[str] = []
         self.sent: list[Any] = []
         self.replies: list[tuple[bytes, int, Any]] = []
+        self.published: list[Announce] = []
         self.send = send
 
     def take_offer(self, request: Request, ticket: int) -> Offer:
@@ -58,7 +59,7 @@ class FakeFront(Front):
         self.ended.append(reason)
 
     def publish(self, event: Announce) -> None:
-        """Nobody listens."""
+        self.published.append(event)
 
 
 class Later(Executor):

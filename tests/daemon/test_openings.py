@@ -25,7 +25,7 @@ from trims_shim.daemon.front import Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.sessions import Limits, Session, Sessions
-from trims_shim.daemon.store import GrantLease, Opening, RefuseRequest
+from trims_shim.daemon.store import Announce, GrantLease, Opening, RefuseRequest
 from trims_shim.daemon.waiting import Waiting
 from trims_shim.errors import (
     AccessDenied,
@@ -250,6 +250,8 @@ class TestOpening:
         opens = {name: count for name, count in front.counters.items() if "open_" in name}
         assert opens == {"open_miss": 1, "open_joined": 1, "open_hit": 1}
         assert front.counters["images_loaded"] == 1
+        digest = front.host.store.images()[0].digest
+        assert front.published == [Announce("loaded", digest, len(file.content))]
 
     def test_progress_is_told_to_all_who_wait(self, front: HostFront, file: File) -> None:
         number = file.request(front, front.client(OWN))
@@ -405,6 +407,10 @@ class TestOpening:
         number = file.request(front, front.client(OWN))
         reply = replies(front)[number]
         assert (reply.error, "ulimit -n" in reply.message) == ("NoSpace", True)
+        resident = File(tmp_path / "c", b"c")
+        other = resident.request(front, client := front.client(OWN))
+        front.tiers.close_session(client.number, 1)
+        assert replies(front)[other].error == "NoSpace", "the file is another one"
 
     def test_unused_images_go_when_the_machine_is_short_of_memory(
         self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch

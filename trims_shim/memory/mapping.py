@@ -76,10 +76,9 @@ def map_private(descriptor: int, size_bytes: int) -> int:
     except MemoryFailure:
         _libc.munmap(base, reserved)
         raise
-    if address > base:
-        _libc.munmap(base, address - base)
-    if base + reserved > end:
-        _libc.munmap(end, base + reserved - end)
+    # The ends of the reservation; the kernel refuses an empty one.
+    _libc.munmap(base, address - base)
+    _libc.munmap(end, base + reserved - end)
     return address
 
 
@@ -98,7 +97,7 @@ def _mmap_call(
     address: int | None, length: int, protection: int, flags: int, descriptor: int
 ) -> int:
     result = _libc.mmap(address, length, protection, flags, descriptor, 0)
-    if result is None or result == _MAP_FAILED:
+    if result == _MAP_FAILED:
         error = ctypes.get_errno()
         raise MemoryFailure(f"mmap of {length} bytes failed: {os.strerror(error)}")
     return int(result)
