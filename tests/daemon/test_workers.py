@@ -62,6 +62,9 @@ def test_what_replaced_them_goes_when_they_are_back(stuck: threading.Event) -> N
         return threading.active_count() == before + 2
 
     wait_until(has_shrunk)
+    for _ in range(5):
+        workers.submit(str, 1).result(PATIENCE_S)
+    assert threading.active_count() == before + 2, "as many as at first stay"
     workers.shutdown()
     assert threading.active_count() == before
 

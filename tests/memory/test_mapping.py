@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 from collections.abc import Iterator
 
 import pytest
 
 from trims_shim.errors import MemoryFailure
+from trims_shim.memory import mapping
 from trims_shim.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, map_private, round_up, unmap
 
 pytestmark = pytest.mark.usefixtures("no_leak")
@@ -75,7 +77,20 @@ def test_the_descriptor_may_be_closed_meanwhile(segment: int) -> None:
     unmap(address, SIZE)
 
 
-def test_unmapping_returns_the_address_space() -> None:
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_unmapping_returns_the_address_space(
+    monkeypatch: pytest.MonkeyPatch, is_aligned: bool
+) -> None:
+    """Wherever the kernel begins a reservation: newer ones begin large ones at a huge page."""
+    reserve = mapping._reserve
+
+    def reserve_unaligned(length: int) -> tuple[int, int]:
+        base, reserved = reserve(length + PAGE_BYTES)
+        unmap(base, PAGE_BYTES)
+        return base + PAGE_BYTES, reserved - PAGE_BYTES
+
+    if not is_aligned:
+        monkeypatch.setattr(mapping, "_reserve", reserve_unaligned)
     descriptor = os.memfd_create("test")
     size = 64 << 20
     os.ftruncate(descriptor, size)
@@ -95,3 +110,16 @@ def test_a_refusal_leaves_nothing_mapped(segment: int) -> None:
             with pytest.raises(MemoryFailure, match="mmap"):
                 map_private(descriptor, size)
     assert virtual_bytes() - before < 8 << 20
+
+
+@pytest.mark.parametrize("limited", [resource.RLIMIT_AS, resource.RLIMIT_DATA, None])
+def test_addresses_are_scarce_where_one_limit_is_set(
+    monkeypatch: pytest.MonkeyPatch, limited: int | None
+) -> None:
+    unlimited = resource.RLIM_INFINITY
+
+    def limits(which: int) -> tuple[int, int]:
+        return (1 << 40 if which == limited else unlimited), unlimited
+
+    monkeypatch.setattr(resource, "getrlimit", limits)
+    assert mapping.are_addresses_limited() == (limited is not None)
