@@ -329,6 +329,7 @@ class TestOpening:
         assert file.offer(front, client).opened is not None
         front.sessions.limits = Limits()
         number = file.request(front, client, tier=GPU)
+        assert file.offer(front, client).opened is not None, "whatever numbers requests have"
         client.offers[number] = Offer(number, os.open(file.path, os.O_RDONLY))
         with pytest.raises(TooManyRequests, match=f"request {number} is open"):
             front.openings.open(Request(client, number), messages.OpenImageRequest(number, "m"))
