@@ -137,3 +137,5 @@ def test_a_deadline_that_is_now(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> 
         frames.send(ours, duties.PrepareVerdict(True), deadline_s=5.0)
     with pytest.raises(TimeoutError, match="deadline has passed"):
         frames.receive(theirs, deadline_s=5.0)
+    frames.send(ours, duties.PrepareVerdict(True), deadline_s=5.5)
+    assert frames.receive(theirs, deadline_s=5.5) == duties.PrepareVerdict(True)
