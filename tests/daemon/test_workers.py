@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,19 @@ def test_results_and_errors() -> None:
     assert workers.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         workers.submit(divmod, 7, 0).result(PATIENCE_S)
+    workers.shutdown()
+
+
+def test_what_a_task_was_given_is_not_kept_until_the_next_one() -> None:
+    class Thing:
+        """Can be watched."""
+
+    thing = Thing()
+    gone = weakref.ref(thing)
+    workers = Workers(1)
+    workers.submit(id, thing).result(PATIENCE_S)
+    del thing
+    wait_until(lambda: gone() is None)
     workers.shutdown()
 
 
