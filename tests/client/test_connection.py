@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -421,6 +422,17 @@ def test_what_answers_nothing_does_not_prolong_the_wait(daemon: Daemon) -> None:
             opening.open()
         given_up.set()
     assert len(said) < 500
+
+
+def test_time_that_is_up_is_not_waited_for(daemon: Daemon) -> None:
+    """Not even for what is there: more may follow without end."""
+    thread = daemon.talk(daemon.hear, daemon.welcome)
+    connection = connect(daemon)
+    thread.join(PATIENCE_S)
+    with pytest.raises(DaemonTimeout, match="does not answer"):
+        connection._next_packet(time.monotonic())
+    assert connection.welcome.instance == INSTANCE
+    connection.close()
 
 
 def test_a_program_that_has_no_poll(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -407,6 +407,8 @@ def test_tensors_that_torch_would_refuse_or_treat_differently(fields: dict[str, 
         (b"c_codecs\nencode\nX\x02\0\0\0\xc4\x80X\x06\0\0\0latin1\x86R.", UnsupportedFormat),
         (b"c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0utf-8\x86R.", UnsupportedFormat),
         (b"]q\x00h\x00a.", UnsupportedFormat),
+        (b"ccollections\nOrderedDict\n\x85.", UnsupportedFormat),
+        (b"ccollections\nOrderedDict\n\x85\x85.", UnsupportedFormat),
     ],
 )
 def test_odd_pickles(code: bytes, error: type[FormatError]) -> None:
