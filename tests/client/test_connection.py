@@ -424,6 +424,18 @@ def test_what_answers_nothing_does_not_prolong_the_wait(daemon: Daemon) -> None:
     assert len(said) < 500
 
 
+def test_a_descriptor_that_the_program_has_closed(daemon: Daemon) -> None:
+    """The daemon has not died of a request: it may be asked again at once."""
+    thread = daemon.talk()
+    connection = connect(daemon)
+    thread.join(PATIENCE_S)
+    os.close(connection._handover.fileno())
+    with pytest.raises(DaemonUnavailable) as raised:
+        connection.drain()
+    assert type(raised.value) is DaemonUnavailable
+    connection.close()
+
+
 def test_time_that_is_up_is_not_waited_for(daemon: Daemon) -> None:
     """Not even for what is there: more may follow without end."""
     thread = daemon.talk(daemon.hear, daemon.welcome)
@@ -534,6 +546,21 @@ def test_an_aligned_image_that_is_being_loaded_is(daemon: Daemon) -> None:
         granted = opening.open_aligned()
         assert granted is not None
         os.close(granted.descriptor)
+
+
+def test_only_a_reply_answers_a_request_for_a_prepared_model(daemon: Daemon) -> None:
+    thread = daemon.talk(
+        daemon.hear,
+        daemon.hear,
+        daemon.welcome,
+        lambda: daemon.answer(None, ticket=9),
+        lambda: handover.send(daemon.peer, messages.ErrorReply("NoSpace", "full")),
+    )
+    connection = connect(daemon)
+    with pytest.raises(NoSpace, match="full"):
+        connection.open_prepared(REQUEST)
+    thread.join(PATIENCE_S)
+    connection.close()
 
 
 def test_a_control_socket_that_is_gone(daemon: Daemon) -> None:
