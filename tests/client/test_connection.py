@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -422,6 +423,31 @@ def test_what_answers_nothing_does_not_prolong_the_wait(daemon: Daemon) -> None:
             opening.open()
         given_up.set()
     assert len(said) < 500
+
+
+def test_a_program_without_descriptors_left(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def new_socket() -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    thread = daemon.talk()
+    with monkeypatch.context() as patch:
+        patch.setattr(handover, "new_socket", new_socket)
+        with pytest.raises(DaemonUnavailable, match=r"no socket can be opened: .* Too many"):
+            connect(daemon)
+    connection = connect(daemon)
+    thread.join(PATIENCE_S)
+    connection.close()
+
+
+def test_a_daemon_of_another_user(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger = os.geteuid() + 1
+    thread = daemon.talk()
+    monkeypatch.setattr(handover, "peer_of", lambda _: handover.Peer(1, stranger, 0))
+    with pytest.raises(DaemonUnavailable, match=f"served by user {stranger}"):
+        connect(daemon)
+    thread.join(PATIENCE_S)
 
 
 def test_a_descriptor_that_the_program_has_closed(daemon: Daemon) -> None:

@@ -114,16 +114,16 @@ def _parse(text: str) -> dict[str, Any]:
     if "-0" in text and _NEGATIVE_ZERO.search(text):
         raise UnsupportedFormat("header may hold a negative zero")
     try:
-        parsed = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        # It begins with a brace, so it is no other value.
+        parsed: dict[str, Any] = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_refuse_constant
+        )
         if "\\u" in text:
             json.dumps(parsed, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise CorruptFile("header escapes half a surrogate pair") from error
-    # ValueError: also an integer of more digits than Python converts. RecursionError: nesting.
+    # ValueError: also an integer of more digits than Python converts, and half a surrogate pair
+    # in an escape. RecursionError: nesting.
     except (ValueError, RecursionError) as error:
         raise CorruptFile(f"header is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise CorruptFile("header is not a JSON object")
     return parsed
 
 
