@@ -455,7 +455,9 @@ def test_a_descriptor_that_the_program_has_closed(daemon: Daemon) -> None:
     thread = daemon.talk()
     connection = connect(daemon)
     thread.join(PATIENCE_S)
+    assert connection.is_alive()
     os.close(connection._handover.fileno())
+    assert not connection.is_alive()
     with pytest.raises(DaemonUnavailable) as raised:
         connection.drain()
     assert type(raised.value) is DaemonUnavailable
