@@ -195,8 +195,9 @@ def test_a_start_that_fails_is_not_tried_for_each_file(
     assert len(starts) == 2
 
 
+@pytest.mark.parametrize("may_start", [True, False])
 def test_a_daemon_that_hangs_is_asked_less_and_less(
-    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch, may_start: bool
 ) -> None:
     cache = Cache(config.load({}, socket_dir=str(socket_directory)))
     asked: list[int] = []
@@ -211,13 +212,13 @@ def test_a_daemon_that_hangs_is_asked_less_and_less(
     monkeypatch.setattr(pool.time, "monotonic", lambda: now_s)
     while now_s < 200:
         with pytest.raises(DaemonTimeout, match="it hangs"):
-            connections.ask(hang, may_start=True)
+            connections.ask(hang, may_start=may_start)
         now_s += 1
     assert asked == [0, 5, 15, 35, 75, 135, 195]
     Path(cache.endpoint.handover).touch()  # another one
-    assert connections.ask(lambda line: "answer", may_start=True) == "answer"
+    assert connections.ask(lambda line: "answer", may_start=may_start) == "answer"
     with pytest.raises(DaemonTimeout):
-        connections.ask(hang, may_start=True)
+        connections.ask(hang, may_start=may_start)
     assert connections._pause is not None
     assert connections._pause.length_s == pool._LEAST_PAUSE_S, "it had answered"
 
