@@ -129,6 +129,16 @@ def test_not_more_than_once() -> None:
     assert len(dialled.lines) == 2
 
 
+def test_what_a_signal_handler_has_ended_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool.diagnostics, "signalled", lambda error: error)
+    dialled = Dialled(fail(DaemonUnavailable("interrupted")))
+    with pytest.raises(DaemonUnavailable):
+        dialled.cache._pool.ask(lambda line: line.request("once"), may_start=True)
+    assert len(dialled.lines) == 1
+
+
 def test_lines_are_limited() -> None:
     entered, leave = threading.Semaphore(0), threading.Event()
 
@@ -336,13 +346,16 @@ def test_an_older_daemon_that_may_not_be_replaced_is_not_waited_for(
             listener.listen()
             is_listening.set()
             listener.settimeout(10)
-            while heard.count("DrainRequest") < 1 or heard.count("Hello") < 3:
+            while heard.count("DrainRequest") < 1 or heard.count("Hello") < 4:
                 _refuse_to_drain(listener.accept()[0], older, heard)
 
     is_listening = threading.Event()
     daemon = threading.Thread(target=serve)
     daemon.start()
     assert is_listening.wait(PATIENCE_S)
+    content = Cache(config.load({}, socket_dir=str(socket_directory)))
+    assert content.welcome() == older, "who may start no daemon takes it as it is"
+    content._pool._idle.pop().close()
     errors: list[Exception] = []
 
     def ask() -> None:
@@ -359,7 +372,7 @@ def test_an_older_daemon_that_may_not_be_replaced_is_not_waited_for(
         "daemon 1 (trims_shim 0.0.1) is older than this process and could not be replaced; "
         "run `trims stop`"
     ]
-    assert heard == ["Hello", "Hello", "DrainRequest", "Hello"]
+    assert heard == ["Hello", "Hello", "Hello", "DrainRequest", "Hello"]
 
 
 def test_a_daemon_that_dies_before_its_welcome_has_a_successor(
