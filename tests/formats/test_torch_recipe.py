@@ -448,6 +448,17 @@ def test_a_name_is_as_long_as_it_says_also_in_a_run(old: bytes, new: bytes, tool
         read_recipe(pickled.replace(old, new))
 
 
+@pytest.mark.parametrize("offset", [1, 10], ids=["length", "memo"])
+def test_an_odd_entry_of_metadata_is_not_taken_for_one_of_a_run(
+    offset: int, model_state: Any, tools: Any
+) -> None:
+    pickled = tools.pickle_of(tools.save(model_state))
+    place = pickled.index(b"X\x04\0\0\x0011.0r") + offset
+    odd = pickled[:place] + bytes([(pickled[place] - 1) % 256]) + pickled[place + 1 :]
+    with pytest.raises(FormatError):
+        read_recipe(odd)
+
+
 @pytest.mark.parametrize("count", [12, 50])
 def test_memo_numbers_are_consecutive_also_in_a_run(count: int, tools: Any) -> None:
     pickled = tools.pickle_of(tools.save({f"{i}N": _tensor(2) for i in range(count)}))

@@ -480,7 +480,8 @@ def _with_graph() -> nn.Module:
 
 def _negative_view() -> nn.Module:
     module = nn.Module()
-    module.register_buffer("weight", torch._neg_view(torch.randn(ROWS, COLUMNS)))
+    # Detached: a view would keep its base, which reaches the same memory.
+    module.register_buffer("weight", torch._neg_view(torch.randn(ROWS, COLUMNS)).detach())
     return module
 
 
@@ -601,6 +602,22 @@ def _converted(state: OrderedDict[str, torch.Tensor]) -> None:
 
 def _a_subclass(state: OrderedDict[str, torch.Tensor]) -> None:
     state["weight"] = Special(state["weight"])
+
+
+@pytest.mark.parametrize("is_source", [True, False])
+def test_a_conjugate_is_copied(is_source: bool, prepare: Callable[..., None]) -> None:
+    def conjugate(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.conj(tensor).detach()  # else its base reaches the same memory
+
+    module = nn.Module()
+    module.register_buffer("weight", torch.randn(ROWS, COLUMNS, dtype=torch.complex64))
+    state = cached(copy.deepcopy(module.state_dict()))
+    state["weight"] = conjugate(state["weight"]) if is_source else state["weight"]
+    module.weight = module.weight if is_source else conjugate(module.weight.clone())
+    prepare(module)
+    module.load_state_dict(state)
+    assert torch.equal(module.weight, state["weight"])
+    assert elided() == 0
 
 
 SOURCES = [

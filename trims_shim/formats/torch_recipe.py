@@ -316,15 +316,12 @@ class _Reader:
         end = start
         for match in consecutive(METADATA_RUN, data, start):
             length, name, put, _, second, key, number = match.groups()
-            count = len(memo)
-            index = key[1] if len(key) == 2 else _COUNT4.unpack_from(key, 1)[0]
-            if len(put) == 2:
-                expected = (b"q%c" % count, b"q%c" % (count + 1)) if count < 255 else None
-            else:
-                expected = (b"r" + _COUNT4.pack(count), b"r" + _COUNT4.pack(count + 1))
-            if length[0] != len(name) or expected != (put, second):
+            first, next_one, index = [
+                int.from_bytes(each[1:], "little") for each in (put, second, key)
+            ]
+            if length[0] != len(name) or (first, next_one) != (len(memo), len(memo) + 1):
                 break
-            if index >= count or type(memo[index]) is not str:
+            if type(memo[index]) is not str:
                 break
             text, inner = name.decode(), {memo[index]: number[0]}
             memo += (text, inner)
