@@ -248,6 +248,12 @@ def _tensor_attribute() -> Any:
     return state
 
 
+def _tuple_attribute() -> Any:
+    state = OrderedDict(a=1)
+    state.extra = (_tensor(1),)  # type: ignore[attr-defined]
+    return state
+
+
 def _python_attribute() -> Any:
     tensor = _tensor(2)
     tensor.note = "kept"  # type: ignore[attr-defined]
@@ -277,6 +283,7 @@ _REFUSED: dict[str, Any] = {
     "recursion through a tuple": _recursive_through_tuple,
     "tensor attribute": _tensor_attribute,
     "shared storage without elements": _shared_without_elements,
+    "tensor in an attribute": _tuple_attribute,
     "huge integer": lambda: 1 << 3000,
     "nested key": lambda: {((1,),): 2},
     "function": lambda: os.getcwd,
@@ -409,6 +416,8 @@ def test_tensors_that_torch_would_refuse_or_treat_differently(fields: dict[str, 
         (b"]q\x00h\x00a.", UnsupportedFormat),
         (b"ccollections\nOrderedDict\n\x85.", UnsupportedFormat),
         (b"ccollections\nOrderedDict\n\x85\x85.", UnsupportedFormat),
+        (b"]ccollections\nOrderedDict\n\x85a.", UnsupportedFormat),
+        (b"c_codecs\nencode\n](X\x01\0\0\0aX\x06\0\0\0latin1eR.", UnsupportedFormat),
     ],
 )
 def test_odd_pickles(code: bytes, error: type[FormatError]) -> None:
@@ -427,6 +436,28 @@ def test_a_refused_pickle_is_not_kept() -> None:
         assert sys.getrefcount(data) == before
     finally:
         gc.enable()
+
+
+_UNTYPED, _TYPED = b"ctorch.storage\nUntypedStorage\n", b"ctorch\nDoubleStorage\n"
+
+
+@pytest.mark.parametrize(
+    ("storage", "dtype"),
+    [
+        (_UNTYPED, b"N"),
+        (_UNTYPED, b"ctorch\nDoubleStorage\n"),
+        (_TYPED, b"ctorch\nuint16\n"),
+        (_TYPED, b"N"),  # to torch no double, but its default dtype
+    ],
+)
+def test_a_dtype_is_given_to_untyped_storages_only(
+    storage: bytes, dtype: bytes, tools: Any
+) -> None:
+    pickled = tools.pickle_of(tools.save(_tensor(2, dtype=torch.uint16)))
+    odd = pickled.replace(_UNTYPED, storage).replace(b"ctorch\nuint16\n", dtype)
+    assert odd != pickled
+    with pytest.raises(UnsupportedFormat):
+        read_recipe(odd)
 
 
 def test_one_storage_described_in_two_ways(tools: Any) -> None:

@@ -577,6 +577,21 @@ def test_a_copy_that_autograd_records_is_torchs() -> None:
     assert elided() == 0
 
 
+def test_a_copy_that_autograd_refuses_is_refused() -> None:
+    state, module = cached(weight().state_dict()), weight()
+
+    def hook(*_: object) -> None:
+        with pytest.raises(RuntimeError, match="leaf"):
+            module.weight.copy_(state["weight"])
+        refused.append(True)
+
+    refused: list[bool] = []
+    module._register_load_state_dict_pre_hook(hook)
+    module.load_state_dict(state)
+    assert refused
+    assert elided() == 1  # torch's own, without gradients
+
+
 # --- it copies: the source ------------------------------------------------------------------------
 
 

@@ -458,7 +458,7 @@ class _Reader:
             self.stack.append(OrderedDict())
         elif function is _TENSOR_V2 and len(items) == 6:
             self._add_tensor(items, None)
-        elif function is _TENSOR_V3 and len(items) == 7:
+        elif function is _TENSOR_V3 and len(items) == 7 and items[6] is not None:
             self._add_tensor(items[:6], items[6])
         elif function is _PARAMETER and len(items) == 3:
             self._add_parameter(*items)
