@@ -417,6 +417,10 @@ def test_tensors_that_torch_would_refuse_or_treat_differently(fields: dict[str, 
         (b"ccollections\nOrderedDict\n\x85.", UnsupportedFormat),
         (b"ccollections\nOrderedDict\n\x85\x85.", UnsupportedFormat),
         (b"]ccollections\nOrderedDict\n\x85a.", UnsupportedFormat),
+        (
+            b"ctorch._utils\n_rebuild_parameter\nN\x89ccollections\nOrderedDict\n)R\x87R.",
+            UnsupportedFormat,
+        ),
         (b"c_codecs\nencode\n](X\x01\0\0\0aX\x06\0\0\0latin1eR.", UnsupportedFormat),
     ],
 )
@@ -458,6 +462,19 @@ def test_a_dtype_is_given_to_untyped_storages_only(
     assert odd != pickled
     with pytest.raises(UnsupportedFormat):
         read_recipe(odd)
+
+
+def test_a_parameter_of_integers_has_no_gradient(tools: Any) -> None:
+    parameter = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+    before, _, after = tools.pickle_of(tools.save(parameter)).rpartition(b"\x89")
+    with pytest.raises(UnsupportedFormat, match="with gradients"):
+        read_recipe(before + b"\x88" + after)
+
+
+def test_hooks_are_no_part_of_the_result() -> None:
+    tensor = _one_tensor(rest=b"\x89h\x00tR")[2:-1]
+    with pytest.raises(UnsupportedFormat, match="backward hooks"):
+        read_recipe(b"\x80\x02" + _HOOKS + b"q\x00" + tensor + b"\x86.")
 
 
 def test_one_storage_described_in_two_ways(tools: Any) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import inspect
 import io
+import mmap
 import os
 import pickle
 import resource
@@ -459,6 +460,12 @@ def _borrowed_from_bytes() -> nn.Module:
     return weight(torch.frombuffer(memory, dtype=torch.float32).view(ROWS, COLUMNS))
 
 
+def _borrowed_and_never_touched() -> nn.Module:
+    size, private = ROWS * COLUMNS * 4, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, size, flags=private)
+    return weight(torch.frombuffer(memory, dtype=torch.float32).view(ROWS, COLUMNS))
+
+
 def _subclass() -> nn.Module:
     module = weight()
     module.weight = Special(module.weight.data)
@@ -492,6 +499,7 @@ DESTINATIONS = [
     _other_dtype,
     _shared,
     _borrowed_from_bytes,
+    _borrowed_and_never_touched,
     _subclass,
     _with_graph,
     _negative_view,
