@@ -95,6 +95,30 @@ def test_a_daemon_that_fails_where_there_is_no_room_for_the_reason(
 
 
 @pytest.mark.usefixtures("many_descriptors")
+def test_a_failure_of_before_is_no_reason_not_to_try(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint.create()
+    Path(endpoint.start_lock).write_text("no memory then")
+    spawned: list[Endpoint] = []
+    monkeypatch.setattr(spawn, "_spawn", lambda endpoint, _: spawned.append(endpoint))
+    spawn.start(endpoint, timeout_s=5)
+    assert spawned == [endpoint]
+    assert Path(endpoint.start_lock).read_text() == ""
+
+
+def test_the_lock_ends_although_another_process_has_it_open(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that another thread forks meanwhile inherits it."""
+    inherited: list[int] = []
+    monkeypatch.setattr(spawn, "_spawn", lambda *_: inherited.append(os.dup(spawn._locks[0])))
+    spawn.start(endpoint, timeout_s=5)
+    with open(endpoint.start_lock) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(inherited[0])
+
+
 def test_a_program_with_thousands_of_descriptors(
     endpoint: Endpoint, run_instead: Callable[[str], None]
 ) -> None:
