@@ -95,6 +95,14 @@ def test_a_daemon_that_fails_where_there_is_no_room_for_the_reason(
 
 
 @pytest.mark.usefixtures("many_descriptors")
+def test_a_daemon_that_says_nothing_is_not_waited_for(
+    endpoint: Endpoint, run_instead: Callable[[str], None]
+) -> None:
+    run_instead("exec sleep 2")
+    with pytest.raises(DaemonTimeout, match="did not report in time"):
+        spawn.start(endpoint, timeout_s=0.1)
+
+
 def test_a_failure_of_before_is_no_reason_not_to_try(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

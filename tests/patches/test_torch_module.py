@@ -466,6 +466,11 @@ def _borrowed_and_never_touched() -> nn.Module:
     return weight(torch.frombuffer(memory, dtype=torch.float32).view(ROWS, COLUMNS))
 
 
+def _of_another_mapping() -> nn.Module:
+    """Arrays of a handle may lie there, too."""
+    return weight(cached(weight().state_dict())["weight"])
+
+
 def _subclass() -> nn.Module:
     module = weight()
     module.weight = Special(module.weight.data)
@@ -500,6 +505,7 @@ DESTINATIONS = [
     _shared,
     _borrowed_from_bytes,
     _borrowed_and_never_touched,
+    _of_another_mapping,
     _subclass,
     _with_graph,
     _negative_view,
