@@ -28,7 +28,8 @@ from trims_shim.formats import (
     read_recipe,
 )
 from trims_shim.formats.device_layout import ALIGNMENT_BYTES
-from trims_shim.specs import Span
+from trims_shim.formats.onnx_directory import directory_of
+from trims_shim.specs import Record, Span
 
 _FUZZ = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -278,3 +279,18 @@ class TestHostileFiles:
         for head in (b"", b"PK\x03\x04", (40).to_bytes(8, "little") + b"{"):
             with pytest.raises(FormatError):
                 layout_of(head + data)
+
+
+def test_weights_with_a_directory_at_their_end() -> None:
+    records = (
+        Record("a", Span(64, 12), "FLOAT", (3,)),
+        Record("b", Span(128, 4), "FLOAT", (1,)),
+    )
+    layout = layout_of(bytes(256) + directory_of(records))
+    assert layout.contents == records
+    assert [(each.source, each.offset_bytes) for each in layout.placed] == [
+        (Span(64, 12), 0),
+        (Span(128, 4), 512),
+    ]
+    with pytest.raises(UnsupportedFormat, match="header begins with"):
+        layout_of(bytes(256))
