@@ -50,9 +50,23 @@ class Foreign:
     def __array_namespace__(self) -> type[Foreign]:
         return Foreign
 
+    def __getitem__(self, index: Any) -> Any:
+        return np.array(self.values)[index]
+
     @staticmethod
     def stack(arrays: list[Any]) -> np.ndarray:
         return np.stack([each.values for each in arrays])
+
+    @staticmethod
+    def concat(arrays: list[Any]) -> np.ndarray:
+        return np.concatenate([each.values for each in arrays])
+
+
+class Both(tuple[Any, ...]):
+    """A tuple that is made of two values."""
+
+    def __new__(cls, first: Any, second: Any) -> Both:
+        return super().__new__(cls, (first, second))
 
 
 AUTO = collate_of("auto")
@@ -117,12 +131,16 @@ def test_arrays_keep_their_type(dtype: str) -> None:
     batch = AUTO.join([array, array])
     assert batch.shape == (2, 2)
     assert batch.dtype == np.dtype(dtype)
+    batch = collate_of("concatenate").join([array, array])
+    assert batch.shape == (4,)
+    assert batch.dtype == np.dtype(dtype)
 
 
 def test_arrays_of_strings_of_different_widths_share_a_batch() -> None:
     short, long = np.array(["a", "b"]), np.array(["abc", "d"])
     assert share_batch(short, long)
     assert AUTO.join([short, long]).tolist() == [["a", "b"], ["abc", "d"]]
+    assert collate_of("concatenate").join([short, long]).tolist() == ["a", "b", "abc", "d"]
 
 
 def test_arrays_of_objects_are_stacked_as_objects() -> None:
@@ -148,6 +166,12 @@ def test_other_libraries_stack_by_the_standard() -> None:
     assert share_batch(*items)
     assert not share_batch(Foreign([1.0]), items[0])
     assert AUTO.join(items).tolist() == [[1, 2], [3, 4]]
+    assert collate_of("concatenate").join(items).tolist() == [1, 2, 3, 4]
+    whole = Foreign([1.0, 2.0, 3.0])
+    assert split(whole) == [1, 2, 3]
+    parts = collate_of("concatenate").split(whole, [[0], [0, 0]])
+    assert [part.tolist() for part in parts] == [[1], [2, 3]]
+    assert split(Foreign([]), 0) == []
 
 
 def test_anything_else_is_listed_as_it_is() -> None:
@@ -187,6 +211,12 @@ def test_a_named_tuple_that_is_made_of_something_else() -> None:
     assert type(batch) is Square
     assert batch == ([1, 2], [1, 2])
     assert AUTO.split(batch, [0, 0]) == [Square(1), Square(2)]
+
+
+def test_a_tuple_that_cannot_be_made_of_its_parts_becomes_a_plain_one() -> None:
+    batch = AUTO.join([Both(1, 2), Both(3, 4)])
+    assert type(batch) is tuple
+    assert batch == ([1, 3], [2, 4])
 
 
 def test_what_a_dataclass_has_computed_of_its_fields_is_its_own() -> None:
@@ -538,6 +568,9 @@ def test_items_that_are_batches_are_concatenated() -> None:
     assert first["y"].shape == (1, 3)
     assert second["n"] == [2, 3]
     assert collate.join([[1], [2, 3]]) == [1, 2, 3]
+    named = collate.join([{"x": item, "n": item[:, 0].tolist()} for item in items])
+    assert named["x"].tolist() == batch.tolist()
+    assert named["n"] == [0, 1, 1]
     assert [len(each) for each in answers(collate, np.zeros(3), [[1], [2, 3]])] == [1, 2]
     with pytest.raises(BadBatch, match="batch of 3"):
         answers(collate, [1, 2], items)

@@ -289,6 +289,58 @@ def test_an_event_for_which_there_was_no_memory_is_taken_again(
     dispatch.check_empty()
 
 
+def test_an_event_that_fails_again_is_left_out() -> None:
+    dispatch = waiting_dispatch()
+    times: list[int] = []
+
+    def fail(now_ns: int) -> None:
+        times.append(now_ns)
+        raise ValueError
+
+    dispatch.post(fail)
+    assert len(times) == 2
+    future, _ = dispatch.make("later")
+    dispatch.close(cancel=False)
+    dispatch.run(dispatch.launched[0])
+    assert future.result(0) == "later"
+    dispatch.check_empty()
+
+
+def test_what_a_call_without_the_lock_raises_keeps_no_other_one_from_being_made(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dispatch = waiting_dispatch()
+    told: list[int] = []
+
+    def fail() -> None:
+        told.append(1)
+        raise ValueError
+
+    dispatch.make()
+    dispatch.watch(fail)
+    dispatch.watch(lambda: told.append(2))
+    dispatch.run(dispatch.launched[0])
+    assert told == [1, 2]
+    assert "a callback of a batcher failed" in caplog.text
+
+
+@pytest.mark.parametrize("end", ["drain", "close"])
+def test_those_that_get_their_place_later_do_not_wait_for_more_at_the_end(end: str) -> None:
+    """A request ends the time in which nothing is waited for."""
+    dispatch = ManualDispatch(functools.partial(Window, wait_ms=1e6), queue_size=2)
+    drained: list[bool] = []
+    futures = [dispatch.make(item)[0] for item in range(4)]
+    if end == "drain":
+        dispatch.watch(lambda: drained.append(all(future.done() for future in futures)))
+    else:
+        dispatch.close(cancel=False)
+    while dispatch.launched:
+        dispatch.run(dispatch.launched[0])
+    assert [future.result(0) for future in futures] == [0, 1, 2, 3]
+    assert drained == [True] * (end == "drain")
+    dispatch.check_empty()
+
+
 def test_a_watch_that_the_policy_fails_on_is_told_once() -> None:
     dispatch = waiting_dispatch(queue_size=9)
     futures = [dispatch.make(item)[0] for item in range(4)]

@@ -456,6 +456,20 @@ def test_idle_workers_end_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None
         assert batcher.submit(1).result(LONG_S) is not None
 
 
+def test_an_idle_worker_that_ends_does_not_keep_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "IDLE_S", 0.001)
+    before, now_ns = batch_threads(), [1]
+    with Batcher(
+        runners, policy=functools.partial(Window, wait_ms=1), clock_ns=lambda: now_ns[0]
+    ) as batcher:
+        assert batcher.submit(1).cancel()
+        now_ns[0] += 1_000_000  # its worker wakes for nothing
+        wait_until(lambda: batch_threads() <= before, "the end of the worker")
+        future = batcher.submit(1)
+        now_ns[0] += 1_000_000
+        assert future.result(LONG_S) is not None
+
+
 def test_closing_ends_the_workers() -> None:
     before = batch_threads()
     batcher = greedy(runners)
@@ -570,6 +584,25 @@ def test_where_no_thread_keeps_the_time_requests_fail(
             patch.setattr(threading.Thread, step, refuse_thread)
             future = batcher.submit(1)
             assert isinstance(future.exception(LONG_S), RuntimeError)
+        assert batcher.submit(1).result(LONG_S) is not None
+
+
+@pytest.mark.parametrize("step", ["__init__", "start"])
+def test_an_interrupt_while_a_worker_is_started_keeps_no_device(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    do, errors = getattr(threading.Thread, step), iter([KeyboardInterrupt])
+
+    def interrupted(*args: object, **options: object) -> None:
+        for error in errors:
+            raise error
+        do(*args, **options)
+
+    with greedy(runners) as batcher:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, step, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                batcher.submit(1)
         assert batcher.submit(1).result(LONG_S) is not None
 
 

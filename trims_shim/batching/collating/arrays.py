@@ -82,11 +82,10 @@ def _library_of_type(kind: Any) -> ArrayLibrary | None:
 def _is_copied(row_bytes: int, batch_bytes: int, held_bytes: int) -> bool:
     """Whether to copy a row, because a view of it would keep too much memory alive.
 
-    Where the batch's memory is above a mebibyte, this holds for small rows, and for all rows of a
-    batch that uses less than a quarter of it (the last token's logits of all tokens' logits).
+    ``held_bytes``, above ``_HELD_BYTES``, is the size of the batch's memory. Copied are small rows,
+    and all rows of a batch that uses less than a quarter of it (the last token's logits of all
+    tokens' logits).
     """
-    if held_bytes <= _HELD_BYTES:
-        return False
     return row_bytes <= _SMALL_ROW_BYTES or held_bytes > _HELD_TIMES * batch_bytes
 
 
