@@ -19,6 +19,7 @@ from tests.batching.waiting import LONG_S, Endless, Gate, wait_until
 from trims_shim.batching import Batcher
 from trims_shim.batching.drivers.aio import AwaitedReply, Mailbox
 from trims_shim.batching.policies.window import Window
+from trims_shim.batching.rules import Rule
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
 
 greedy = functools.partial(Batcher, policy="immediate")
@@ -163,6 +164,26 @@ def test_a_waiting_policy_is_woken_in_time(function: Any) -> None:
     batcher = Batcher(function, policy=functools.partial(Window, wait_ms=20))
     run(main())
     batcher.close()
+
+
+class Due(Rule):
+    """Runs what is queued at the earliest deadline."""
+
+    def choose(self, now_ns: int) -> int:
+        self.wake_ns = self.queue.deadline_ns(len(self.queue))
+        return self.room() if now_ns >= self.wake_ns else 0
+
+
+@both
+def test_a_timer_comes_earlier_for_a_request_that_cannot_wait_as_long(function: Any) -> None:
+    async def main() -> None:
+        async with Batcher(function, policy=Due) as batcher:
+            late = asyncio.create_task(batcher.aio(1, deadline_ms=1e6))
+            await settle()
+            assert await batcher.aio(2, deadline_ms=5) == 4
+            assert await late == 2
+
+    run(main())
 
 
 @both

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from harness import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.drivers.dispatch import Dispatch
+from trims_shim.batching.drivers.dispatch import Dispatch, _call_all
 from trims_shim.batching.drivers.functions import BatchFunction
 from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.learning import Learning
@@ -339,6 +340,46 @@ def test_those_that_get_their_place_later_do_not_wait_for_more_at_the_end(end: s
     assert [future.result(0) for future in futures] == [0, 1, 2, 3]
     assert drained == [True] * (end == "drain")
     dispatch.check_empty()
+
+
+def test_calls_that_are_interrupted_are_made_once_more_and_so_are_all_others() -> None:
+    made: list[str] = []
+
+    def interrupted(name: str, *errors: type[BaseException]) -> Callable[[], None]:
+        left = iter(errors)
+
+        def call() -> None:
+            made.append(name)
+            for error in left:
+                raise error
+
+        return call
+
+    calls = deque(
+        [
+            interrupted("once", KeyboardInterrupt),
+            interrupted("always", SystemExit, KeyboardInterrupt, KeyboardInterrupt),
+            interrupted("never"),
+        ]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        _call_all(calls)
+    assert made == ["once", "once", "always", "always", "never"]
+    assert not calls
+
+
+def test_late_requests_are_served_when_nothing_else_is_left() -> None:
+    dispatch = ManualDispatch(EarlyDrop, queue_size=9, serves_late=True)
+    dispatch.make("runs")
+    dispatch.make("late", deadline_ns=dispatch.now_ns)
+    for item in range(4):
+        dispatch.make(item, priority=-5)
+    served = []
+    while dispatch.launched:
+        job = dispatch.launched[0]
+        served.append([request.payload.arguments[0] for request in job.requests])
+        dispatch.run(job)
+    assert served == [["runs"], [0, 1, 2], [3], ["late"]]
 
 
 def test_a_watch_that_the_policy_fails_on_is_told_once() -> None:

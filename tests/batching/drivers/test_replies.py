@@ -5,10 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
+from concurrent import futures
+from typing import Any
 
 import pytest
 
-from tests.batching.waiting import LONG_S, join, start
+from tests.batching.waiting import LONG_S, join, start, wait_until
 from trims_shim.batching.drivers.replies import (
     BatchFuture,
     BlockedCall,
@@ -49,6 +51,23 @@ def test_a_cancelled_future_is_done_for_those_who_wait_for_several() -> None:
     join(waiter)
     assert found == [{future}]
     assert list(concurrent.futures.as_completed([future], LONG_S)) == [future]
+
+
+@pytest.mark.parametrize("error", [None, ValueError()])
+def test_those_that_an_interrupted_thread_has_not_told_are_told(error: ValueError | None) -> None:
+    future, other = BatchFuture(), BatchFuture()
+    until = futures.FIRST_COMPLETED if error is None else futures.FIRST_EXCEPTION
+    done: list[Any] = []
+    waiting = start(lambda: done.extend(futures.wait([future, other], LONG_S, until).done))
+    wait_until(lambda: len(other._waiters) == 1)  # type: ignore[attr-defined]
+    called: list[Any] = []
+    future.add_done_callback(called.append)
+    future._exception, future._state = error, "FINISHED"  # as in the middle of set_result()
+    future.answer(1)
+    join(waiting)
+    assert done == called == [future]
+    other.fail(ValueError())
+    assert other._dispatch is None
 
 
 def test_a_running_future_cannot_be_cancelled_and_begins_again_after_an_interrupt() -> None:

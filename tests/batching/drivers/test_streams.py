@@ -127,6 +127,7 @@ def test_a_failure_after_it_is_everybodys_and_an_exception_as_piece_ones_own() -
     def breaks(items: list[int]) -> Iterator[list[Any]]:
         runs.append(items)
         yield [KeyError("own") if item == 13 else 1 for item in items]
+        yield [2 for item in items]
         raise ValueError("all")
 
     with together(breaks) as batcher:
@@ -134,6 +135,7 @@ def test_a_failure_after_it_is_everybodys_and_an_exception_as_piece_ones_own() -
         pieces = batcher.stream(1)
         assert next(pieces) == 1
         assert isinstance(own.exception(LONG_S), KeyError)
+        assert next(pieces) == 2
         with pytest.raises(ValueError, match="all"):
             next(pieces)
         batcher.drain(LONG_S)

@@ -470,6 +470,43 @@ def test_an_idle_worker_that_ends_does_not_keep_the_time(monkeypatch: pytest.Mon
         assert future.result(LONG_S) is not None
 
 
+def test_who_is_away_from_its_seat_gets_nothing_to_do() -> None:
+    with greedy(runners) as batcher:
+        dispatch = batcher._engine.threads()
+        seat, other = Seat(), Seat()
+        dispatch.sit_down(seat)
+        dispatch._idle += [other, seat]
+        for keeper, left in ((seat, None), (other, other)):
+            dispatch._keeper = keeper
+            dispatch._seats[threading.get_ident()] = seat
+            dispatch.check_may_wait()
+            assert dispatch._keeper is left
+        assert seat.is_away
+        assert dispatch._idle == [other]
+        dispatch._idle.clear()
+        dispatch._keeper = None
+
+
+def test_the_end_of_a_job_takes_no_later_one_from_its_runner() -> None:
+    with greedy(runners) as batcher:
+        job, later = Job(0, [], 0), Job(0, [], 0)
+        job.runner = seat = Seat()
+        for given, left in ((job, None), (later, later)):
+            seat.job = given
+            batcher._engine.threads()._free_seat(job)
+            assert seat.job is left
+
+
+def test_batches_in_pieces_are_run_by_workers_only() -> None:
+    """A caller would have its answer before the others have all of theirs."""
+
+    def pieces(items: list[int]) -> Iterator[list[int]]:
+        yield runners(items)
+
+    with greedy(pieces) as batcher:
+        assert batcher(1) != [threading.get_ident()]
+
+
 def test_closing_ends_the_workers() -> None:
     before = batch_threads()
     batcher = greedy(runners)

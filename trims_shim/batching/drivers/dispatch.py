@@ -43,7 +43,7 @@ from trims_shim.batching.protocol import (
     Run,
 )
 from trims_shim.batching.statistics import BatcherStats, Record
-from trims_shim.batching.streams import StreamReply
+from trims_shim.batching.drivers.streams import StreamReply
 from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
 from trims_shim.stack import check_stack
@@ -552,7 +552,6 @@ class Dispatch(ABC):
             if isinstance(reply, BatchFuture | BlockedCall | StreamReply):
                 reply.orphan()
             request.payload.open_gate()
-        self._era += 1
         self._set_up()
 
     def _open_requests(self) -> list[Request]:
@@ -565,7 +564,6 @@ class Dispatch(ABC):
         self._fail(self._open_requests(), self._closed())
         for each in (self._waiting, self._overflow, self._late, self._jobs, self._held):
             each.clear()
-        self._era += 1
         self._policy = self.options.learning.make_policy()
         self._inbox.append(nothing)  # its turn tells the callers of what has failed
 

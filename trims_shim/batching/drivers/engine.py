@@ -74,9 +74,9 @@ class Engine:
         # calls the batcher. So what is made is kept only if there is still no other one.
         self._lock = threading.RLock()
         self._threads: ThreadDispatch | None = None
-        self._loops: dict[int, LoopDispatch] = {}
+        self._loops: dict[asyncio.AbstractEventLoop, LoopDispatch] = {}
         self._own: LoopDispatch | None = None
-        self._mailboxes: dict[int, Mailbox] = {}
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._past = Record(devices=self.options.devices)
         """The counters of loops that are gone."""
 
@@ -94,8 +94,8 @@ class Engine:
 
     def of_loop(self, loop: asyncio.AbstractEventLoop) -> LoopDispatch:
         """The dispatch of an asynchronous function for callers on this loop."""
-        dispatch = self._loops.get(id(loop))
-        if dispatch is not None and dispatch.loop is loop:
+        dispatch = self._loops.get(loop)
+        if dispatch is not None:
             return dispatch
         from trims_shim.batching.drivers.aio import LoopDispatch
 
@@ -103,13 +103,13 @@ class Engine:
             self._check_open()
             self._bury()
             made = LoopDispatch(self.function, self.options, loop)
-            return self._loops.setdefault(id(loop), made)
+            return self._loops.setdefault(loop, made)
 
     def _bury(self) -> None:
-        for number, dispatch in list(self._loops.items()):
+        for loop, dispatch in list(self._loops.items()):
             if dispatch.is_over:
                 self._past.merge(dispatch.record)
-                del self._loops[number]
+                del self._loops[loop]
 
     def own_loop(self) -> LoopDispatch:
         """The dispatch of an asynchronous function for callers without a loop."""
@@ -135,17 +135,17 @@ class Engine:
 
     def mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
         """The mailbox by which answers of threads come to this loop. To be called on the loop."""
-        mailbox = self._mailboxes.get(id(loop))
-        if mailbox is not None and mailbox.loop is loop:
+        mailbox = self._mailboxes.get(loop)
+        if mailbox is not None:
             return mailbox
         from trims_shim.batching.drivers.aio import Mailbox
 
         with self._lock:
             # A loop that stands may have been forgotten. Letters on their way keep their mailbox.
             self._mailboxes = {
-                number: each for number, each in self._mailboxes.items() if each.loop.is_running()
+                each: kept for each, kept in self._mailboxes.items() if each.is_running()
             }
-            return self._mailboxes.setdefault(id(loop), Mailbox(loop, self.options))
+            return self._mailboxes.setdefault(loop, Mailbox(loop, self.options))
 
     def dispatches(self) -> list[Dispatch]:
         """All dispatches that there are."""
