@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import pytest
 
 from trims_shim.batching import single
+from trims_shim.batching.buckets import OpenBucket
 from trims_shim.batching.policies import EarlyDrop, Immediate
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import (
@@ -314,3 +315,31 @@ def test_with_several_devices_nobody_is_a_rival_any_more_who_has_got_one() -> No
     assert rules["b"].rivals == [True]
     assert [numbers for _, numbers in runs(policy.on_event(50, TIMER))] == [[0]]
     assert rules["b"].rivals == [True, False]
+
+
+class Joins(Immediate):
+    """With all requests of every other length."""
+
+    def companions(
+        self, now_ns: int, size: int, others: Collection[Rule]
+    ) -> Sequence[tuple[Rule, int]]:
+        return [(each, len(each.queue)) for each in others]
+
+    def choose(self, now_ns: int) -> int:
+        assert self.queue
+        return super().choose(now_ns)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_other_lengths_join_a_batch_only_where_no_other_device_is_free(devices: int) -> None:
+    policy = Batching(lambda key: Joins(PROFILE, max_batch_size=4), devices=devices)
+    for number in range(devices):
+        policy.on_event(0, Request(number, 0, key=("busy",)))
+    for number, length in ((10, 8), (11, 16), (12, 12)):
+        policy.on_event(1, Request(number, 1, key=(OpenBucket(length),)))
+    if devices == 2:  # both are free at once, for two batches
+        policy._free.append(0)
+    found = runs(policy.on_event(2, Finished(devices - 1, [Request(0, 0, key=("busy",))], 0)))
+    batches = [batch for _, batch in found]
+    assert batches == ([[11, 12, 10]] if devices == 1 else [[10], [11, 12]])
+    assert policy.on_event(3, Finished(0, [Request(0, 0, key=("busy",))], 0)) == ()

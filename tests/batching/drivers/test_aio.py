@@ -77,6 +77,24 @@ def test_awaited_from_several_loops_after_each_other(function: Any) -> None:
     batcher.close()
 
 
+def test_a_loop_that_runs_is_not_forgotten_for_another_one() -> None:
+    async def ask() -> int:
+        return await batcher.aio(1)
+
+    async def main() -> None:
+        for _ in range(2):
+            assert await ask() == 2
+            here = batcher._engine.of_loop(asyncio.get_running_loop())
+            assert await asyncio.to_thread(run, ask()) == 2
+        assert batcher._engine.of_loop(asyncio.get_running_loop()) is here
+        assert here.stats().submitted == 2
+
+    batcher = greedy(adouble)
+    run(main())
+    batcher.close()
+    assert batcher.stats().submitted == 4
+
+
 @both
 def test_awaited_on_several_loops_at_once(function: Any) -> None:
     answers: list[list[int]] = []
@@ -726,6 +744,21 @@ def test_the_batchers_own_loop_is_gone_with_it() -> None:
     before = set(threading.enumerate())
     assert greedy(adouble)(1) == 2
     wait_until(lambda: set(threading.enumerate()) <= before, "the end of its thread")
+
+
+@both
+def test_closing_before_the_first_request(function: Any) -> None:
+    async def main() -> None:
+        for ask in (batcher.aio, lambda item: anext(batcher.astream(item))):
+            with pytest.raises(BatcherClosed):
+                await ask(1)
+
+    batcher = greedy(function)
+    batcher.close()
+    for ask in (batcher, batcher.submit, batcher.stream):
+        with pytest.raises(BatcherClosed):
+            ask(1)
+    run(main())
 
 
 @both

@@ -58,14 +58,20 @@ def test_those_that_an_interrupted_thread_has_not_told_are_told(error: ValueErro
     future, other = BatchFuture(), BatchFuture()
     until = futures.FIRST_COMPLETED if error is None else futures.FIRST_EXCEPTION
     done: list[Any] = []
-    waiting = start(lambda: done.extend(futures.wait([future, other], LONG_S, until).done))
-    wait_until(lambda: len(other._waiters) == 1)  # type: ignore[attr-defined]
+    waiting = [
+        start(lambda: done.extend(futures.wait([future, other], LONG_S, until).done)),
+        start(lambda: done.append(future.exception(LONG_S))),
+    ]
+    wait_until(lambda: bool(other._waiters and future._condition._waiters))  # type: ignore[attr-defined]
     called: list[Any] = []
     future.add_done_callback(called.append)
     future._exception, future._state = error, "FINISHED"  # as in the middle of set_result()
     future.answer(1)
-    join(waiting)
-    assert done == called == [future]
+    join(*waiting)
+    assert called == [future]
+    assert len(done) == 2
+    assert future in done
+    assert error in done
     other.fail(ValueError())
     assert other._dispatch is None
 

@@ -70,6 +70,29 @@ def test_pieces_come_while_the_batch_runs_to_event_loops_too(function: Any) -> N
     batcher.close()
 
 
+def test_an_event_loop_goes_on_while_it_waits_for_each_piece() -> None:
+    ended = asyncio.Event()
+
+    async def slow(items: list[int]) -> AsyncIterator[list[int]]:
+        try:
+            while True:
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                yield items
+        finally:
+            ended.set()
+
+    async def main() -> None:
+        pieces = batcher.astream(7)
+        assert [await anext(pieces) for _ in range(3)] == [7, 7, 7]
+        await pieces.aclose()
+        await asyncio.wait_for(ended.wait(), LONG_S)
+
+    batcher = together(slow, max_batch_size=1)
+    run(main())
+    batcher.close(timeout_s=LONG_S)
+
+
 def test_a_piece_is_there_before_the_next_one_is_made() -> None:
     may_go = threading.Semaphore(0)
 

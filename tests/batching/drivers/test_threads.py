@@ -122,6 +122,17 @@ def test_time_is_kept_when_its_keeper_is_answered_and_gone() -> None:
         assert len(results) == 6
 
 
+def test_a_worker_that_runs_a_batch_keeps_no_time() -> None:
+    gate = Gate()
+    with Batcher(gate, policy=functools.partial(Window, wait_ms=1), devices=2) as batcher:
+        futures = []
+        for item in range(2):
+            futures.append(batcher.submit(item))
+            gate.wait_entered()
+        gate.open(2)
+        assert [future.result(LONG_S) for future in futures] == [0, 1]
+
+
 def test_many_threads_calling_at_once() -> None:
     """No answer is lost, none is somebody else's."""
     wrong: list[tuple[int, int]] = []
