@@ -358,3 +358,26 @@ def test_a_limit_on_weights_is_as_good_a_reason_to_wait_as_one_on_items() -> Non
         return Report.of(outcome).violation_ratio
 
     assert violations(64, 4) == pytest.approx(violations(4, None), abs=0.003)
+
+
+@pytest.mark.parametrize(("factor", "left"), [(0.5, 1.0), (0.65, 2.0), (1.6, 0.8125), (2.0, 1.0)])
+def test_of_a_device_of_another_speed_past_batches_say_nothing(factor: float, left: float) -> None:
+    """They took 1.3 times the profile."""
+    rule = Auto(LatencyProfile([1000.0, 2000.0]), max_batch_size=2)
+    for number in range(70):
+        batch = [Request(number, 0)] * (1 + number % 2)
+        rule.on_finished(1300 * len(batch), Finished(0, batch, 0))
+    rule.profile = LatencyProfile([factor * 1000, factor * 2000])
+    rule.queue.add(Request(99, 0))
+    assert rule.fitting(0) == 1
+    assert max(rule.stretches) == pytest.approx(left, rel=0.05)
+
+
+def test_how_many_of_the_heaviest_one_batch_can_hold() -> None:
+    rule = Auto(LatencyProfile([1000.0, 2000.0]), max_batch_size=2)
+    assert rule._weighs_little(99)
+    rule.max_weight = 10
+    assert rule._weighs_little(99)  # no batch has ended yet
+    rule._worst_pace, rule._worst_weight_pace = 2.0, 10.0
+    assert rule._weighs_little(2)
+    assert not rule._weighs_little(3)

@@ -107,6 +107,23 @@ def test_batches_of_one_size_move_the_line_up_and_down_only() -> None:
     rule = Cork(PROFILE, max_batch_size=4)
     finish(rule, 3, 1000, 100, wait_ms=10)
     assert waits_ms(rule, 1500) == pytest.approx(0.95 * 10 - 1 - 2)
+    for number, deadline_ms in enumerate((2098.1, 2098.1)):  # 2 * 2 + 94 after now
+        rule.queue.add(Request(number, 0, ms(deadline_ms)))
+    assert rule.choose(ms(2000)) == 2
+    assert not rule.take_drops()
+    assert rule.choose(ms(2000.2)) == 1
+    assert [len(each.requests) for each in rule.take_drops()] == [1]
+
+
+def test_a_full_batch_waits_for_nothing() -> None:
+    rule = Cork(PROFILE, max_batch_size=4)
+    finish(rule, 1, 1000, 22, wait_ms=1000)
+    for number in range(4):
+        assert number == 0 or rule.choose(ms(2000)) == 0
+        request = Request(number, ms(2000))
+        rule.queue.add(request)
+        rule.on_arrival(ms(2000), request)
+    assert rule.choose(ms(2000)) == 4
 
 
 def test_what_says_nothing_about_others_is_not_learned() -> None:

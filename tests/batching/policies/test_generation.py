@@ -137,3 +137,12 @@ def test_lower_priorities_fill_up_and_never_push_out() -> None:
 def test_lower_priorities_go_when_none_of_the_higher_can() -> None:
     requests = queue_of(3, 30, 30, priorities=(1, 0, 0))
     assert deadlines_of(by_largest(0, requests, PROFILE, 6).batch) == [30, 30]
+
+
+def test_a_lower_priority_does_not_share_the_time_of_a_higher_one() -> None:
+    queue = queue_of(100, 11, priorities=(1, 0))
+    assert deadlines_of(by_largest(0, queue, PROFILE, 6).batch) == [100]
+    assert deadlines_of(by_largest(0, queue_of(100, 12, priorities=(1, 0)), PROFILE, 6).batch) == [
+        100,
+        12,
+    ]

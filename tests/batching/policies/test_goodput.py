@@ -265,3 +265,17 @@ def test_it_is_no_worse_than_the_window_where_both_can_be_compared_with_the_opti
         for maker in totals:
             totals[maker] += run(maker, instance).in_time(requests)
     assert totals[EarlyDrop] <= totals[Goodput] <= optimum
+
+
+@pytest.mark.parametrize(("deadline_ms", "is_overtaken"), [(24, True), (23.9, False)])
+def test_whether_all_others_have_time_after_a_short_deadline(
+    deadline_ms: float, is_overtaken: bool
+) -> None:
+    """One takes 11 ms from 1 on, the two others 12 after it."""
+    rule = Goodput(LINE, max_batch_size=8)
+    for number, each_ms in ((5, 11), (0, deadline_ms), (1, 100)):
+        rule.queue.add(Request(number, 0, ms(each_ms)))
+    assert rule._is_overtaken(0, 1, ms(1)) is is_overtaken
+    rule.queue[0].number = -1
+    assert not rule._is_overtaken(0, 1, ms(1))  # it came first, so it overtook nobody
+    assert not rule._is_overtaken(0, 3, ms(1))  # there are no others

@@ -32,6 +32,19 @@ def test_what_stays_slow_is_expected_to_be_slow() -> None:
     assert told([0.8] * 12).now == pytest.approx(0.8, rel=0.05)
 
 
+def test_each_ratio_is_compared_with_what_was_expected_before_it() -> None:
+    ratios = [1.0] * 20 + [1.4] * 12
+    one_by_one, found = Tempo(), []
+    for ratio in ratios:
+        found.append(ratio / one_by_one.now)
+        one_by_one.add(ratio)
+    tempo = Tempo()
+    assert tempo.follow(ratios) == found
+    assert tempo.now == one_by_one.now
+    assert found[20] == 1.4
+    assert found[-1] == pytest.approx(1, abs=0.05)
+
+
 def test_what_is_quick_again_is_soon_expected_to_be() -> None:
     assert told([1.4] * 12 + [1.0] * 4).now < 1.06
 

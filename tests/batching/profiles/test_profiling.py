@@ -505,3 +505,18 @@ def test_a_change_of_speed_takes_what_has_run_since_as_it_was() -> None:
             learned.profile(32)
             learned.observe(size, 10 * LINE.latency_ns(size))
     assert learned.profile(32).latency_ns(32) == pytest.approx(10 * LINE.latency_ns(32), rel=0.1)
+
+
+def test_a_size_that_has_run_since_a_change_stays_firm() -> None:
+    learned = LearnedProfile()
+    for number in range(80):
+        size = 1 + number % 2
+        learned.observe(size, 1000 * size)
+        learned.profile(2)
+    for size in (2, 2, 2, 2, 1, 2, 2, 2, 2, 2):
+        learned.observe(size, 2000 * size)
+        learned.profile(2)
+    found = learned.profile(2)
+    assert [found.taken_ns(size) for size in (1, 2)] == pytest.approx([2000, 4000], rel=0.02)
+    learned.observe(2, 2000)  # one that is quick is no news for the other
+    assert learned._has_run_often(1)
