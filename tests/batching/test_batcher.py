@@ -26,6 +26,7 @@ import pytest
 
 from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
 from trims_shim.batching import Batcher, FlexBatcher, LatencyProfile, Pad, batched
+from trims_shim.batching.collating.collate import collate_of
 from trims_shim.batching.drivers.instances import Beside
 from trims_shim.batching.drivers.replies import BlockedCall
 from trims_shim.batching.policies.window import Window
@@ -76,6 +77,13 @@ def test_decorator_with_and_without_options() -> None:
     assert plain.slo_ms is None
     plain.close()
     limited.close()
+
+
+def test_what_it_says_of_itself() -> None:
+    collate = collate_of("list")
+    batcher = Batcher(lambda items: items, name="mine", max_batch_size=7, collate=collate)
+    assert repr(batcher) == "<Batcher of mine, at most 7 at once>"
+    assert batcher.collate is collate
 
 
 def test_each_argument_is_collated_by_itself() -> None:

@@ -119,6 +119,11 @@ def test_one_part_that_is_padded_has_classes() -> None:
         assert bucket_in(collate.key(given)) == 24
         assert bucket_in(collate_of(spec).key(given)) is None
     assert bucket_in(columns([Pad(), "stack"], 2, by_length=True).key(item)) == 24
+    nested: list[Any] = [{"ids": Pad()}, {"ids": "stack"}]
+    fields = {"ids": item[0]}, {"ids": item[1]}
+    assert bucket_in(columns(nested, 2, by_length=True).key(fields)) == 24
+    nested[1] = {"ids": Pad()}  # two lengths: none counts
+    assert bucket_in(columns(nested, 2, by_length=True).key(fields)) is None
 
 
 @pytest.mark.parametrize("spec", [[Pad(), Pad()], [Pad(), Pad(mask="other")]])
@@ -273,6 +278,7 @@ def test_what_stands_for_no_result_is_not_cut(unpad: Any) -> None:
     first, *others = answers(Pad(unpad=unpad), results, items)
     assert first["tags"].tolist() == [0, 1, 2]
     assert others == [error, StopIteration]
+    assert answers(Pad(unpad=unpad), {"tags": None}, items) == [{"tags": None}] * 3
 
 
 def test_padding_one_argument_of_several() -> None:

@@ -216,7 +216,7 @@ def waiting_dispatch(**limits: Any) -> ManualDispatch:
 
 def test_an_event_that_comes_while_the_lock_is_held_is_not_lost() -> None:
     dispatch = waiting_dispatch()
-    with dispatch._turn():
+    with dispatch._lock:
         future, _ = dispatch.make()
         assert dispatch.stats().submitted == 0
     dispatch.settle()
@@ -506,7 +506,7 @@ def test_a_drop_says_the_reason() -> None:
 def test_close_in_its_place_among_the_events() -> None:
     """What was submitted before is answered, although it is looked at afterwards."""
     dispatch = waiting_dispatch()
-    with dispatch._turn():
+    with dispatch._lock:
         before, _ = dispatch.make(1)
         dispatch.close(cancel=False)
         with pytest.raises(BatcherClosed):
@@ -527,7 +527,7 @@ def test_late_requests_that_are_given_up_while_all_are_cancelled_are_answered_on
 
     dispatch = ManualDispatch(functools.partial(Fussy, wait_ms=0), serves_late=True)
     futures = []
-    with dispatch._turn():
+    with dispatch._lock:
         futures += [dispatch.make(deadline_ns=NEVER_NS - 1)[0] for _ in range(3)]
     dispatch._policy._free.clear()  # type: ignore[attr-defined]  # busy while they arrive
     dispatch.settle()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from harness import PATIENCE_S, wait_until
 
+from trims_shim.batching.collating.collate import Collate
 from trims_shim.batching.flex.batcher import FlexBatcher
 from trims_shim.batching.flex.exit_points import exit_point
 from trims_shim.batching.profiles.profile import LatencyProfile
@@ -351,6 +352,7 @@ def test_nothing_was_given_up_before_the_first_request() -> None:
     batcher.close()
     assert batcher.preemption_stats().preemptions == 0
     assert repr(batcher) == "<FlexBatcher flex, at most 32 at once>"
+    assert isinstance(batcher.collate, Collate)
 
 
 def test_an_unknown_model_is_named() -> None:

@@ -216,7 +216,7 @@ class LoopDispatch(Dispatch):
 
     def lose(self) -> None:
         """Fail all open requests: its loop is closed, or was stopped for good."""
-        with self._turn():
+        with self._lock:
             self._end_all()
         super().settle()
 

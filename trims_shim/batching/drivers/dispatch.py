@@ -14,13 +14,12 @@ says which requests run when, and which are dropped.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trims_shim.batching.drivers.functions import BatchFunction
@@ -72,6 +71,7 @@ class Dispatch(ABC):
     def _set_up(self) -> None:
         # Of a kind that knows its owner: a thread that is interrupted while holding it can give it
         # back, and a finalizer in the middle of a turn can see that its thread holds it.
+        # Who takes it for something that is no event calls :meth:`settle` afterwards.
         self._lock = threading.RLock()
         self._inbox: deque[Any] = deque()
         self._policy = self.options.learning.make_policy()
@@ -199,12 +199,6 @@ class Dispatch(ABC):
         """Restore places that an interrupt lost between their taking and the queue."""
         while len(self._room) + len(self._waiting) < self.options.queue_size:
             self._room.append(None)
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Hold the lock, for something that is no event; blocks. Call :meth:`settle` afterwards."""
-        with self._lock:
-            yield
 
     @abstractmethod
     def is_running_here(self) -> bool:

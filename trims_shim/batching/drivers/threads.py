@@ -122,10 +122,8 @@ class ThreadDispatch(Dispatch):
         """See :class:`Dispatch`. Also true in a signal handler, or a finalizer, in the middle of
         this thread's turn, whose end it must not wait for either.
         """
-        return threading.get_ident() in self._runners or self._is_my_turn()
-
-    def _is_my_turn(self) -> bool:
-        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+        is_my_turn: bool = self._lock._is_owned()  # type: ignore[attr-defined]
+        return is_my_turn or threading.get_ident() in self._runners
 
     def check_may_wait(self) -> None:
         """See :class:`Dispatch`. From now on this thread may be away from its seat."""
@@ -141,7 +139,7 @@ class ThreadDispatch(Dispatch):
         seat = self._seats.pop(threading.get_ident(), None)
         if seat is None:
             return
-        with self._turn():
+        with self._lock:
             seat.is_away = True
             seat.wake_ns = None
             if self._keeper is seat:
@@ -159,7 +157,7 @@ class ThreadDispatch(Dispatch):
         self._runners.pop(threading.get_ident(), None)
         self.recover()
         reply.is_abandoned = reply.is_away = True
-        with self._turn():
+        with self._lock:
             job, reply.job = reply.job, None
         if job is not None:
             job.leave_out(reply)
@@ -201,7 +199,7 @@ class ThreadDispatch(Dispatch):
 
     def retire(self, worker: Seat) -> bool:
         """End an idle worker, unless it was given something meanwhile."""
-        with self._turn():
+        with self._lock:
             is_idle = worker.job is None and worker.wake_ns is None
             if is_idle and worker in self._idle:
                 self._idle.remove(worker)
@@ -294,7 +292,7 @@ class ThreadDispatch(Dispatch):
         if me is not None and me in self._idle:
             self._idle.remove(me)
             return me
-        if self._may_be_callers(job):
+        if self._may_be_callers():
             callers = [
                 each.payload.reply
                 for each in job.requests
@@ -307,8 +305,8 @@ class ThreadDispatch(Dispatch):
     def _free_worker(self) -> Seat:
         return self._idle.pop() if self._idle else self._new_worker()
 
-    def _may_be_callers(self, job: Job) -> bool:
-        """Whether a caller may run it in its own thread."""
+    def _may_be_callers(self) -> bool:
+        """Whether a caller may run a batch in its own thread."""
         return self.options.caller_runs and not self.function.is_generator
 
     def _new_worker(self) -> Seat:
@@ -351,8 +349,7 @@ class ThreadDispatch(Dispatch):
 
     def _without_thread(self, error: BaseException) -> RuntimeError:
         """The error if there are too many, the interpreter ends, or it allows no daemon threads."""
-        needs_none = self.options.caller_runs and not self.function.is_generator
-        instead = "; a plain call, batcher(item), needs none" if needs_none else ""
+        instead = "; a plain call, batcher(item), needs none" if self._may_be_callers() else ""
         found = RuntimeError(f"{self.function.name} needs a thread for batches: {error}{instead}")
         found.__cause__ = error
         return found
@@ -367,7 +364,7 @@ class ThreadDispatch(Dispatch):
 
     def _taken_from(self, worker: Seat) -> Job | None:
         """Take its job away; it gets no other one, and keeps no time."""
-        with self._turn():
+        with self._lock:
             job, worker.job = worker.job, None
             if self._keeper is worker:
                 self._keeper = None

@@ -310,6 +310,20 @@ def test_a_function_of_a_loop_is_compared_and_streams() -> None:
         assert batcher(3) == [3, 2, 1]
 
 
+@pytest.mark.parametrize("stages", [[double], [double, Loop(lambda state: Stepped(state, state))]])
+def test_without_threads_a_plain_call_is_advised_only_where_it_needs_none(
+    stages: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with plain(StagedModel(stages)) as batcher, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        error = batcher.submit(1).exception(LONG_S)
+    assert "needs a thread" in str(error)
+    assert ("a plain call" in str(error)) is (len(stages) == 1)
+
+
 def test_functions_that_cannot_have_a_model() -> None:
     async def awaited(items: list[int]) -> list[int]:
         return items

@@ -120,9 +120,9 @@ class StagedDispatch(ThreadDispatch):
             self.stages.batches += is_first
             self.stages.stretches += not is_first
 
-    def _may_be_callers(self, job: Job) -> bool:
+    def _may_be_callers(self) -> bool:
         # A loop's steps serve many callers and cannot run again after an interrupt.
-        return super()._may_be_callers(job) and not self._has_loop
+        return super()._may_be_callers() and not self._has_loop
 
     # --- under the lock: events -------------------------------------------------------------------
 
