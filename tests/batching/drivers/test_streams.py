@@ -150,7 +150,6 @@ def test_a_failure_after_it_is_everybodys_and_an_exception_as_piece_ones_own() -
     def breaks(items: list[int]) -> Iterator[list[Any]]:
         runs.append(items)
         yield [KeyError("own") if item == 13 else 1 for item in items]
-        yield [2 for item in items]
         raise ValueError("all")
 
     with together(breaks) as batcher:
@@ -158,12 +157,24 @@ def test_a_failure_after_it_is_everybodys_and_an_exception_as_piece_ones_own() -
         pieces = batcher.stream(1)
         assert next(pieces) == 1
         assert isinstance(own.exception(LONG_S), KeyError)
-        assert next(pieces) == 2
         with pytest.raises(ValueError, match="all"):
             next(pieces)
         batcher.drain(LONG_S)
         assert batcher.stats().failed == 2
     assert len(runs) == 1
+
+
+def test_an_item_that_has_failed_gets_no_further_pieces() -> None:
+    def goes_on(items: list[int]) -> Iterator[list[Any]]:
+        yield [KeyError("own") if item == 13 else 1 for item in items]
+        yield [2 for _ in items]
+
+    with together(goes_on) as batcher:
+        own, other = batcher.submit(13), batcher.submit(1)
+        assert isinstance(own.exception(LONG_S), KeyError)
+        assert other.result(LONG_S) == [1, 2]
+        batcher.drain(LONG_S)
+        assert (batcher.stats().failed, batcher.stats().answered) == (1, 1)
 
 
 def test_a_list_of_another_length_names_the_function() -> None:
