@@ -321,6 +321,17 @@ def test_the_cancelled_do_not_run(position: int) -> None:
     assert len(numbers(run)) == 4
 
 
+def test_a_batch_whose_successors_are_all_cancelled_runs_again() -> None:
+    policy = Flex.of_paper(MODELS)
+    running = busy_with(policy, "long")
+    waiting = requests_of("short", 4, 9_000, at_ns=30, first=10)
+    assert send(policy, waiting) == [Preempt(0)]
+    for each in waiting:
+        assert policy.on_event(31, Cancelled(each)) == []
+    (run,) = policy.on_event(50, Preempted(0, running, 0))
+    assert numbers(run) == [each.number for each in running]
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
