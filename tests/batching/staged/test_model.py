@@ -85,7 +85,7 @@ class TestTheWhole:
             return Stepped([n - 1 for n in state], pieces, [n in (1, 11) for n in state])
 
         model = StagedModel([lambda items: items, Loop(step)])
-        assert model([1, 3, 12]) == [[1], error, [12, 11]]
+        assert model([1, 4, 12]) == [[1], error, [12, 11]]
 
     def test_a_loop_with_a_take_of_its_own(self) -> None:
         def step(state: dict[str, list[int]]) -> Stepped:

@@ -68,6 +68,24 @@ def test_answers_come_from_the_last_stage() -> None:
         assert list(batcher.map(range(50))) == [item + 111 for item in range(50)]
 
 
+def test_each_stage_has_its_own_time() -> None:
+    now_ns = 0
+
+    def taking(duration_ns: int) -> Callable[[list[int]], list[int]]:
+        def stage(items: list[int]) -> list[int]:
+            nonlocal now_ns
+            now_ns += duration_ns
+            return items
+
+        return stage
+
+    model = StagedModel([taking(5_000_000), taking(7_000_000), taking(1_000_000)])
+    with plain(model, clock_ns=lambda: now_ns) as batcher:
+        for number in range(2):
+            assert batcher(number) == number
+        assert [each.busy_s for each in batcher.stage_stats().stages] == [0.01, 0.014, 0.002]
+
+
 def test_a_lone_caller_runs_all_stages_and_starts_no_thread() -> None:
     idents: list[int] = []
 

@@ -219,6 +219,14 @@ def test_who_is_hopeless_does_not_join_but_is_given_up() -> None:
     assert not only.queue
 
 
+@pytest.mark.parametrize(("margin_ms", "given_up"), [(0, 0), (2, 1)])
+def test_who_is_not_in_time_with_the_margin_is_hopeless(margin_ms: int, given_up: int) -> None:
+    soon_ns = NOW_NS + PROFILE.latency_ns(1) + ms(1)
+    rule = rule_with(soon_ns, *[LATER_NS] * 5, margin_ms=margin_ms)
+    joining(rule, (1, 1, None))
+    assert sum(len(each.requests) for each in rule.take_drops()) == given_up
+
+
 def test_those_of_other_keys_are_not_held_up_for_little() -> None:
     rule = rule_with(*[LATER_NS] * 2)
     assert joining(rule, (1, 1, None)) == 2

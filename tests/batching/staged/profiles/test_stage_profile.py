@@ -98,6 +98,12 @@ def test_what_it_is_made_of_is_sure() -> None:
     assert StagedProfile([LatencyProfile([1, 2, 3]), LatencyProfile([1, 2])]).sure == (2, 2)
 
 
+@pytest.mark.parametrize("width", [-0.1, 1.1])
+def test_the_width_is_a_share(width: float) -> None:
+    with pytest.raises(ValueError, match="it is a share"):
+        StagedProfile([LatencyProfile([1, 2])], width=width)
+
+
 def test_a_preferred_size_is_at_least_one() -> None:
     with pytest.raises(ValueError, match="prefers batches of 0"):
         StagedProfile([LatencyProfile([1, 2])] * 2, preferred=(1, 0))

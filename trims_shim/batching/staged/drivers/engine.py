@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from trims_shim.batching.drivers.engine import Engine
 from trims_shim.batching.drivers.options import Options
@@ -85,7 +85,7 @@ class StagedEngine(Engine):
 class UnboundEngine(StagedEngine):
     """The class's engine of a method whose model belongs to the instance: it answers no call."""
 
-    def threads(self) -> ThreadDispatch:
+    def threads(self) -> NoReturn:
         """See :class:`Engine`. Raises TypeError."""
         raise TypeError(
             f"{self.function.name}: its model is that of an instance; call it as the method of one"
@@ -94,4 +94,3 @@ class UnboundEngine(StagedEngine):
     def warm(self, request: Request, *, repeats: int, limit_s: float) -> LatencyProfile:
         """See :class:`Engine`. Raises TypeError."""
         self.threads()
-        raise AssertionError

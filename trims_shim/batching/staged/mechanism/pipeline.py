@@ -129,7 +129,7 @@ class Pipeline:
             queue.append(each)
 
     def _enter(self, part: Part) -> None:
-        self._entrance(part.batch.pair).handle(BufferEvent.ENTER, part.batch)
+        self._input(part).handle(BufferEvent.ENTER, part.batch)
         self._gather(part.batch)
 
     def _free_pair(self) -> int | None:
@@ -158,10 +158,7 @@ class Pipeline:
         """Whether newcomers would run the first stage before any other batch does."""
         part = self._running[0] or next(iter(self._queues[0]), None)
         is_next = part is None or part.batch is batch
-        return is_next and self._entrance(batch.pair).may_write(batch)
-
-    def _entrance(self, pair: int) -> Buffer:
-        return self._buffers[0][pair]
+        return is_next and self._buffers[0][batch.pair].may_write(batch)
 
     # --- stages -----------------------------------------------------------------------------------
 
