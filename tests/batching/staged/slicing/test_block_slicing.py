@@ -266,6 +266,15 @@ class TestWhatCannotBeCut:
         with pytest.raises(StagingError, match="stand-ins for its blocks 'blocks'"):
             slice_blocks(Shaped().eval(), torch.rand(2, 3), 2)
 
+    def test_blocks_that_return_lists(self) -> None:
+        class Listing(nn.Linear):
+            def forward(self, x: Any) -> Any:
+                return [super().forward(x if isinstance(x, torch.Tensor) else x[0]), None]
+
+        model = nn.Sequential(Listing(3, 3), Listing(3, 3)).eval()
+        with pytest.raises(StagingError, match="return more than a hidden state"):
+            slice_blocks(model, torch.rand(2, 3), 2)
+
     def test_blocks_without_tensors(self) -> None:
         class Scale(nn.Module):
             def forward(self, number: int) -> int:

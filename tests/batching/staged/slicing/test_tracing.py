@@ -99,6 +99,18 @@ class TestEveryLegalCut:
 
 
 class TestWhatCrosses:
+    def test_numbers_beside_what_is_written(self) -> None:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            length = x.shape[1]
+            y = torch.relu(x)
+            y.add_(1)
+            return torch.sigmoid(y) * length
+
+        traced = TracedModel(Function(forward).eval(), torch.rand(4, 3), varying=(1,))
+        positions = [cut.position for cut in traced.cuts()]
+        assert len(positions) >= 3
+        check(traced, positions)
+
     def test_what_has_no_batch_is_shared(self) -> None:
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
             places = torch.arange(x.shape[1]) * 2.0
