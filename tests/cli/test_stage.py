@@ -26,7 +26,8 @@ MODULE = """
 import torch
 
 from trims_shim.batching import Batcher, Pad, batched
-from trims_shim.batching.staged.model import EarlyExit, StagedModel
+from trims_shim.batching.staged.activations import EarlyExit
+from trims_shim.batching.staged.model import StagedModel
 
 batches = []
 now_ns = 0

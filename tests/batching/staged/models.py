@@ -28,7 +28,8 @@ from torch.nn import functional as F
 
 from trims_shim.batching.collating.collate import CollateSpec, collate_of
 from trims_shim.batching.collating.padding import Pad
-from trims_shim.batching.staged.model import EarlyExit, Loop, Shared, StagedModel, Stepped
+from trims_shim.batching.staged.activations import EarlyExit, Shared, Stepped
+from trims_shim.batching.staged.model import Loop, StagedModel
 
 __all__ = ["KINDS", "Subject", "make_subject"]
 

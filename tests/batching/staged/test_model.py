@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.batching.staged.model import EarlyExit, Loop, StagedModel, Stepped
+from trims_shim.batching.staged.activations import EarlyExit, Stepped
+from trims_shim.batching.staged.model import Loop, StagedModel
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 PROFILE = StagedProfile.even(LatencyProfile.linear(1, 1, max_batch_size=4), 2)

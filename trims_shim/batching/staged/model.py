@@ -2,7 +2,7 @@
 
 A stage is a callable. The first one gets the batch, one argument for each argument of the callers.
 Each other one gets the *activations* that the stage before returned. Every tensor or array in them
-has the batch as its first axis; a value without that axis is wrapped in :class:`Shared`. Rows are
+has the batch as its first axis; a value without that axis is wrapped in :class:`.Shared`. Rows are
 independent, as for any batcher: the output of a stage for one row must not depend on the other rows
 of the batch. So rows of several batches can be joined between stages and taken apart again without
 changing results.
@@ -16,12 +16,12 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from trims_shim.batching.staged.activations import EarlyExit, Shared, Stepped
+from trims_shim.batching.staged.activations import Stepped
 from trims_shim.batching.staged.drivers import flow
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.whole import answers_of, run_steps, run_whole
 
-__all__ = ["EarlyExit", "Loop", "Shared", "Stage", "StagedModel", "Stepped", "check_stage"]
+__all__ = ["Loop", "Stage", "StagedModel", "check_stage"]
 
 Stage = Callable[..., Any]
 
@@ -30,7 +30,7 @@ class Loop:
     """A last stage that runs again and again until its rows are finished, each at its own time.
 
     Between two steps, finished rows leave and new ones join. ``step(state)`` returns a
-    :class:`Stepped`; the first state of a row is the output of the stage before. The answer of a
+    :class:`.Stepped`; the first state of a row is the output of the stage before. The answer of a
     row is ``result(pieces)``, by default the list of its pieces; callers that stream get the
     pieces. ``join(states)`` and ``take(state, rows to keep)`` are for states that have to be padded
     to be joined; by default they work as for all activations.

@@ -26,8 +26,9 @@ from trims_shim.batching import Batcher, batched
 from trims_shim.batching.collating.collate import collate_of
 from trims_shim.batching.collating.padding import Pad
 from trims_shim.batching.policies.window import Window
+from trims_shim.batching.staged.activations import EarlyExit
 from trims_shim.batching.staged.decoding.generating import generation
-from trims_shim.batching.staged.model import EarlyExit, StagedModel
+from trims_shim.batching.staged.model import StagedModel
 from trims_shim.errors import StagingError
 
 ENDS = (3, 7)

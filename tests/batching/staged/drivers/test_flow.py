@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.drivers.flow import NotJoinable, join, rows_of, take
-from trims_shim.batching.staged.model import Shared
 from trims_shim.errors import BadBatch
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from trims_shim.batching.staged.model import EarlyExit, Loop, StagedModel, Stepped
+from trims_shim.batching.staged.activations import EarlyExit, Stepped
+from trims_shim.batching.staged.model import Loop, StagedModel
 from trims_shim.batching.staged.profiles.profiling import (
     MAX_TRIES,
     StagePasses,

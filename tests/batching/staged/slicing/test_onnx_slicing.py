@@ -22,8 +22,8 @@ from tests.harness import World, close_worlds  # noqa: E402
 from tests.onnx_models import INT64, Graph, Sample, sample, save, save_external  # noqa: E402
 from trims_shim import config  # noqa: E402
 from trims_shim.batching import Batcher  # noqa: E402
+from trims_shim.batching.staged.activations import Shared  # noqa: E402
 from trims_shim.batching.staged.drivers.flow import join, rows_of, take  # noqa: E402
-from trims_shim.batching.staged.model import Shared  # noqa: E402
 from trims_shim.batching.staged.slicing.onnx_slicing import TracedOnnx, slice_onnx  # noqa: E402
 from trims_shim.client import cache as caches  # noqa: E402
 from trims_shim.client.cache import Cache  # noqa: E402
