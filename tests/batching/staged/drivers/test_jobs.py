@@ -101,6 +101,33 @@ def test_nothing_is_learned_from_a_run_with_nobody() -> None:
     assert job.sizes(1) == []
 
 
+def test_it_runs_on_while_all_go_on() -> None:
+    job = job_of(2)
+    job.until = 2
+    job.begin(5)
+    job.pieces()
+    assert not job.may_run_on(StageOutput())
+    assert not job.may_run_on(going_on(job, 0))
+    assert job.may_run_on(going_on(job, 0, 1))
+    assert job.run_on(12, is_end=True)
+    assert not job.may_run_on(going_on(job, 0, 1))
+    job.end_stage(15, StageOutput(left=job.requests, results=["a", "b"]))
+    assert (job.through, job.durations_ns) == (2, [7, 3])
+    assert [job.sizes(stage) for stage in (1, 2)] == [[2], [2]]
+    assert numbers(job.settle_part()[0]) == [0, 1]
+
+
+def test_it_does_not_run_the_last_stage_with_who_was_given_up() -> None:
+    job = job_of(2)
+    job.begin(5)
+    job.pieces()
+    give_up(job, 1)
+    assert job.run_on(9, is_end=False)  # as long as it can still be noticed
+    assert not job.run_on(12, is_end=True)
+    assert (job.through, job.durations_ns) == (2, [4])
+    assert not job.is_end
+
+
 def test_who_leaves_is_told_apart_from_who_was_given_up() -> None:
     job = job_of(3)
     give_up(job, 2)

@@ -103,7 +103,6 @@ class StageJob(Job):
         """Whether all its requests go on, and ``until`` allows another stage."""
         return (
             self.through < self.until
-            and output.runs == 1
             and len(output.pieces) == 1
             and len(output.pieces[0].requests) == len(self.requests)
         )
