@@ -103,11 +103,12 @@ def test_top_without_rich(
 
 
 def test_text() -> None:
-    assert [text.size(n) for n in (0, 1023, 1536, 200 << 20)] == [
+    assert [text.size(n) for n in (0, 1023, 1536, 200 << 20, 5 << 50)] == [
         "0 B",
         "1023 B",
         "1.5 KiB",
         "200 MiB",
+        "5120 TiB",
     ]
     seconds = (59, 60, 3700, 90000)
     assert [text.duration(s) for s in seconds] == ["59 s", "1 min", "1 h 1 min", "1 d 1 h"]

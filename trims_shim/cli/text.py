@@ -58,8 +58,6 @@ def bar(parts: Sequence[tuple[float, str]], whole: float, *, width: int = 30) ->
 
 def printable(name: str) -> str:
     r"""A name that others chose, without characters that steer a terminal: ``\n`` is escaped."""
-    if name.isprintable():
-        return name
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
 
 
