@@ -203,6 +203,15 @@ def test_what_is_at_the_last_border_can_be_joined_and_what_runs_there_cannot() -
     assert not pipeline.may_stretch(batch)
 
 
+def test_nobody_joins_a_batch_while_it_runs_the_first_stage() -> None:
+    pipeline = Pipeline(3)
+    batch = pipeline.new(0, requests(0))
+    part = run(pipeline)
+    assert not pipeline.may_stretch(batch)
+    pipeline.finish(part, ())
+    assert pipeline.may_stretch(batch)
+
+
 def test_only_the_newest_batch_is_joined() -> None:
     pipeline = Pipeline(3, pairs=2)
     first = pipeline.new(0, requests(0))
@@ -449,6 +458,7 @@ def test_where_all_is_a_loop_a_new_batch_gets_its_turn() -> None:
     step(pipeline)
     assert pipeline.may_new
     second = pipeline.new(0, requests(1, key="b"))
+    assert not pipeline.may_new  # both pairs have one
     assert [run(pipeline).batch] == [first]
     assert not pipeline.may_new
     pipeline.finish(first.parts[0], ())
