@@ -14,7 +14,7 @@ import pytest
 from batching.staged.policies.boards import batch_at, queue_up
 from trims_shim.batching.policies import Auto, Immediate
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.batching.protocol import NEVER_NS
+from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import Report, gamma, requests
 from trims_shim.batching.staged.policies import DVABatch, LoadDiversity, OperatorDiversity
@@ -156,6 +156,23 @@ def test_without_deadlines_everything_is_answered() -> None:
 def test_one_of_them_alone(diversity: Diversity, alone: RuleMaker) -> None:
     ours = run(partial(DVABatch, diversity=diversity), UNET, load=0.8, count=400)
     assert answers(ours) == answers(run(alone, UNET, load=0.8, count=400))
+
+
+@pytest.mark.parametrize(("stages", "waits"), [(1, True), (4, False)])
+def test_it_waits_for_company_only_where_nobody_can_join_later(stages: int, waits: bool) -> None:
+    """Requests come in pairs, one a millisecond after the other."""
+    whole = LatencyProfile.linear(2, 20, max_batch_size=16)
+    profile = StagedProfile.even(whole, stages)
+    policy = StagedBatching(lambda key: DVABatch(profile, max_batch_size=16), stages=stages)
+    stream = [
+        Request(2 * pair + second, (200 * pair + second) * 1_000_000)
+        for pair in range(6)
+        for second in range(2)
+    ]
+    outcome = simulate_staged(policy, stream, device=StageDevice(profile, demand=full_demand))
+    starts_ns = [each.started_ns for each in outcome.stage_executions if each.stage == 0]
+    firsts_ns = {request.arrival_ns for request in stream[::2]}
+    assert bool(firsts_ns.difference(starts_ns)) == waits
 
 
 def test_a_window_only_if_asked_for() -> None:
