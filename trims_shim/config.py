@@ -368,7 +368,7 @@ SETTINGS = (
         "group",
         "",
         _any,
-        "group that may use a machine-wide daemon; empty: this user only",
+        "group (name or number) that may use a machine-wide daemon; empty: this user only",
         is_daemons=True,
     ),
 )

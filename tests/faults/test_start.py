@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import grp
 import os
 import resource
 import signal
@@ -13,7 +14,7 @@ import pytest
 from harness import LARGE_BYTES, World, content, process_state, raw_connection, wait_until
 
 from trims_shim.daemon import main as daemon_main
-from trims_shim.errors import DaemonUnavailable, IncompatibleDaemon, TrimsError
+from trims_shim.errors import ConfigError, DaemonUnavailable, IncompatibleDaemon, TrimsError
 from trims_shim.wire import admin, codec, endpoint, messages
 
 CROWD = """
@@ -227,6 +228,23 @@ def test_a_daemon_that_cannot_start_says_why(make_world: Any) -> None:
     assert "no-such-group-of-trims" in reason[1]
     # A daemon says why before it ends.
     wait_until(lambda: not world.processes(), "the daemon that could not start is gone")
+
+
+def test_a_group_may_be_a_number() -> None:
+    """In the image of a container the groups of its volumes have no names."""
+    without_name = next(number for number in range(60_000, 70_000) if not _has_name(number))
+    assert daemon_main._group_id(str(without_name)) == without_name
+    assert daemon_main._group_id(grp.getgrgid(0).gr_name) == 0
+    for number in ("-1", "4294967295", "9" * 5000, "²", "1_0"):
+        with pytest.raises(ConfigError, match="no group"):
+            daemon_main._group_id(number)
+
+
+def _has_name(number: int) -> bool:
+    with contextlib.suppress(KeyError):
+        grp.getgrgid(number)
+        return True
+    return False
 
 
 def test_a_daemon_that_may_have_too_few_files_names_the_limit(world: World) -> None:

@@ -294,13 +294,16 @@ def _raise_descriptor_limit() -> None:
         )
 
 
-def _group_id(name: str) -> int | None:
-    if not name:
+def _group_id(group: str) -> int | None:
+    """A group's name, or its number: images of containers know few names."""
+    if not group:
         return None
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        raise ConfigError(f"TRIMS_GROUP: no group {name!r} on this machine") from None
+    with contextlib.suppress(KeyError):
+        return grp.getgrnam(group).gr_gid
+    # 2**32 - 1 is no group: it would tell chown to leave the group as it is.
+    if group.isascii() and group.isdigit() and len(group) <= 10 and int(group) < 2**32 - 1:
+        return int(group)
+    raise ConfigError(f"TRIMS_GROUP: no group {group!r} on this machine")
 
 
 def _give_to_group(endpoint: Endpoint, instance: str, gid: int) -> None:
