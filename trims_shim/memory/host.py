@@ -312,7 +312,7 @@ def open_best(budget_bytes: int) -> tuple[HostMemory, str]:
             return open_memory(kind, budget_bytes=budget_bytes), "; ".join(reasons)
         except MemoryFailure as error:
             reasons.append(f"{kind.value}: {error}")
-    raise MemoryFailure("; ".join(reasons))
+    raise MemoryFailure(f"no kind of shared memory works here: {'; '.join(reasons)}")
 
 
 def open_memory(kind: SegmentKind, *, budget_bytes: int) -> HostMemory:
