@@ -333,7 +333,7 @@ class TestChoice:
             raise MemoryFailure("no")
 
         monkeypatch.setattr(host, "open_memory", fail)
-        with pytest.raises(MemoryFailure, match="no kind .* here: memfd-huge: no; tmpfs-huge: no"):
+        with pytest.raises(MemoryFailure, match=r"no kind .* here: memfd-huge: no; tmpfs-huge: no"):
             host.open_best(BUDGET)
 
     def test_a_user_namespace_that_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
