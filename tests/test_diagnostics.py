@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -156,3 +158,32 @@ def test_which_bare_errors_another_thread_may_have_thrown(
     with pytest.raises(Exception) as caught:  # noqa: PT011
         exec(f"raise {kind}", here)
     assert diagnostics.signalled(caught.value) is (caught.value if is_thrown else None)
+
+
+def test_a_log_file_that_was_renamed_is_begun_anew(tmp_path: Path) -> None:
+    """As logrotate renames it; lines went on into the old file, which is then compressed."""
+    path, old = tmp_path / "log", tmp_path / "log.1"
+    with contextlib.closing(diagnostics.LogFile(str(path))) as file:
+        file.handle(_line("before"))
+        path.rename(old)
+        file.handle(_line("after"))
+        file.handle(_line("later"))
+        assert (old.read_text(), path.read_text()) == ("before\n", "after\nlater\n")
+        path.unlink()
+        file.handle(_line("deleted"))
+        assert path.read_text() == "deleted\n"
+
+
+def test_a_log_file_whose_name_is_out_of_reach_takes_more_lines(tmp_path: Path) -> None:
+    """As in a chroot, or after rights were given up."""
+    place, moved = tmp_path / "place", tmp_path / "moved"
+    place.mkdir()
+    with contextlib.closing(diagnostics.LogFile(str(place / "log"))) as file:
+        file.handle(_line("before"))
+        place.rename(moved)
+        file.handle(_line("after"))
+        assert (moved / "log").read_text() == "before\nafter\n"
+
+
+def _line(text: str) -> logging.LogRecord:
+    return logging.LogRecord("trims_shim", logging.INFO, __file__, 1, text, None, None)

@@ -8,6 +8,7 @@ that a fork or a finalizer could find held.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -264,7 +265,7 @@ def reset_after_fork() -> None:
 
 
 class LogFile(logging.FileHandler):
-    """Appends to a file, which is opened for its first line.
+    """Appends to a file, which is opened for its first line, and anew where it was renamed.
 
     If it cannot be opened, lines go to stderr, with the reason; FileHandler would raise the error
     into the code that logs.
@@ -277,6 +278,7 @@ class LogFile(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         """Append a line. Never raises."""
         try:
+            self._follow_name()
             super().emit(record)
         except OSError as error:
             said = copy.copy(record)
@@ -284,3 +286,20 @@ class LogFile(logging.FileHandler):
             stderr = logging.StreamHandler()
             stderr.setFormatter(self.formatter)
             stderr.emit(said)
+
+    def _follow_name(self) -> None:
+        """Open the file anew if its name is another's now, or nobody's, as logrotate leaves it.
+
+        Not logging's WatchedFileHandler, whose module imports sockets and pickling.
+        """
+        if self.stream is None or self._is_named(self.stream.fileno()):
+            return
+        with contextlib.suppress(OSError):  # As in a chroot: the old file still takes lines.
+            renamed, self.stream = self.stream, self._open()
+            renamed.close()
+
+    def _is_named(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.baseFilename), os.fstat(descriptor))
+        except OSError:
+            return False
