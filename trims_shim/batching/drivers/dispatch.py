@@ -27,6 +27,7 @@ from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.learning import LateKey
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.replies import FAILURES, BatchFuture, BlockedCall, Seat
+from trims_shim.batching.drivers.streams import StreamReply
 from trims_shim.batching.protocol import (
     FLUSH,
     NEVER_NS,
@@ -42,7 +43,6 @@ from trims_shim.batching.protocol import (
     Run,
 )
 from trims_shim.batching.statistics import BatcherStats, Record
-from trims_shim.batching.drivers.streams import StreamReply
 from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
 from trims_shim.stack import check_stack
