@@ -197,11 +197,13 @@ def test_verify_of_damaged_memory(
 
 def test_evict_all_leaves_the_pinned(warmed: Trims, models: Path) -> None:
     (pinned,) = json.loads(warmed("warm", "--pin", "--json", str(models / "b.pt")).stdout)
-    warmed("evict", "--all")
+    assert warmed("evict", "--all").stdout.endswith("(1 image pinned or in use)\n")
     left = json.loads(warmed("ls", "--json").stdout)
     assert [image["digest"] for image in left] == [pinned["digest"]]
     warmed("unpin", pinned["digest"])
-    assert "evicted 1 image," in warmed("evict", "--all").stdout
+    said = warmed("evict", "--all").stdout
+    assert "evicted 1 image," in said
+    assert "in use" not in said
     assert warmed("ls").stdout == ""
 
 

@@ -216,6 +216,8 @@ def evict(arguments: argparse.Namespace) -> Exit:
         if prepared.keys or not images.digests:
             models = counted(len(prepared.keys), "prepared model")
             text += f", and {models}, {size(prepared.freed_bytes)}"
+        if arguments.all and (left := _resident(tier)):
+            text += f" ({counted(len(left), 'image')} pinned or in use)"
         print(text)
     return Exit.OK
 
@@ -241,14 +243,16 @@ def _evict(name: str, tier: str) -> tuple[admin.EvictImageReply, admin.EvictPrep
     return images, prepared
 
 
+def _resident(tier: str) -> list[str]:
+    """The digests of the images at a tier, or at all of them."""
+    found = (image for image in ask().images if tier in ("", image.tier))
+    return list(dict.fromkeys(image.digest for image in found))
+
+
 def verify(arguments: argparse.Namespace) -> Exit:
     """Hash images again, wherever they are; a different digest means damaged memory."""
     tier = _tier_of(arguments)
-    if arguments.all:
-        found = (image for image in ask().images if tier in ("", image.tier))
-        images = list(dict.fromkeys(image.digest for image in found))
-    else:
-        images = [_name_of(arguments.image)]
+    images = _resident(tier) if arguments.all else [_name_of(arguments.image)]
     checked = []
     for image in images:
         try:

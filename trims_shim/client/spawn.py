@@ -76,7 +76,8 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
         if error.errno in (errno.EACCES, errno.EROFS):
             raise UnusableSocketDir(
                 f"no daemon can be reached or started in {endpoint.directory}: {error.strerror}; "
-                "set TRIMS_SOCKET_DIR to a directory that you may write"
+                "join the group for which it is (TRIMS_GROUP), or set TRIMS_SOCKET_DIR to a "
+                "directory that you may write"
             ) from error
         raise DaemonUnavailable(
             f"the daemon cannot be started in {endpoint.directory}: {error}"
