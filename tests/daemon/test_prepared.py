@@ -355,6 +355,8 @@ class TestBytes:
         reply = world.hit(digest=digest)
         assert Path(reply.model).read_bytes() == b"prepared " + self.DATA
         assert world.row().names == ()
+        assert world.hit(data=self.DATA, digest=digest).key == reply.key
+        assert world.hit(name="/models/m.onnx", digest=digest).key == reply.key
         assert world.outcome(digest="0" * 64) == "unknown"
 
     def test_they_share_with_a_file(self, world: World, model: Path) -> None:

@@ -192,6 +192,15 @@ def test_new_sockets_are_closed_on_exec() -> None:
         assert connection.type == socket.SOCK_SEQPACKET
 
 
+def test_a_text_is_cut_between_characters() -> None:
+    """So that it fits a packet, whatever is in it."""
+    assert handover.clipped("") == ""
+    assert handover.clipped("x" * 1000) == "x" * 1000
+    assert handover.clipped("x" * 1001) == "x" * 1000
+    assert handover.clipped("x" + "\u20ac" * 400) == "x" + "\u20ac" * 333
+    assert handover.clipped("\udcff") == r"\udcff"
+
+
 def test_close_all_takes_closed_descriptors_in_its_stride() -> None:
     descriptor = os.open(os.devnull, os.O_RDONLY)
     handover.close_all([descriptor, descriptor, 10**6])
