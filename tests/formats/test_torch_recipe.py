@@ -348,6 +348,8 @@ def test_the_template_of_the_next_test_is_fine() -> None:
         {"size": b"J\xff\xff\xff\xffK\x03\x86"},
         {"stride": b"J\xff\xff\xff\xffK\x01\x86"},
         {"stride": b"K\x04K\x01\x86"},
+        {"stride": b"](K\x03K\x01e"},
+        {"size": b"(" + b"K\x01" * 65 + b"t", "stride": b"(" + b"K\x01" * 65 + b"t"},
         {"stride": b"\x8a\x09" + struct.pack("<qB", 0, 1) + b"K\x01\x86"},
         {
             "size": b"\x8a\x08" + struct.pack("<q", 2**62) + b"K\x03\x86",
