@@ -148,6 +148,7 @@ steps = st.lists(
         st.tuples(st.just("tick"), st.just(0), st.just(0)),
         st.tuples(st.just("watch"), st.just(0), st.just(0)),
     ),
+    min_size=10,  # without it most have five steps or less, in which little happens
     max_size=40,
 )
 
