@@ -483,7 +483,7 @@ POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="torch.load: unpickling",
         target="torch.serialization:_load",
-        supported="2.4 and newer",
+        supported="2.5 and newer",
         probe=_probe_load,
         wrap=_wrap_load,
     ),
