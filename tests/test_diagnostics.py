@@ -6,8 +6,11 @@ import contextlib
 import logging
 import subprocess
 import sys
+import types
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,7 @@ def _from_zero(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("_totals", "_reported"):
         monkeypatch.setattr(diagnostics, name, type(getattr(diagnostics, name))())
     monkeypatch.setattr(diagnostics, "_warned", set())
+    monkeypatch.setattr(diagnostics, "_paid_until_s", 0.0)
     return
 
 
@@ -97,6 +101,60 @@ def test_counters_are_reported_once() -> None:
     diagnostics.count("open", "hit")
     assert diagnostics.take_unreported() == {"served:x": 1, "open:hit": 1}
     assert diagnostics.stats().served == 3
+
+
+def test_what_the_cache_did_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, int]] = []
+    monkeypatch.setattr(diagnostics, "reporter", lambda: told.append(diagnostics.take_unreported()))
+    diagnostics.take_unreported()
+    diagnostics.count("open", "hit")
+    diagnostics.fallback("small_file")
+    assert told == []
+    diagnostics.count("served", "torch_zip")
+    assert told == [{"open:hit": 1, "fallback:small_file": 1, "served:torch_zip": 1}]
+    diagnostics.count("elided", "load_state_dict", 3)
+    diagnostics.fallback("no_space_of_this_test", OSError())
+    assert told[1:] == [{"elided:load_state_dict": 3}, {"fallback:no_space_of_this_test": 1}]
+
+
+def test_of_many_loads_the_first_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    now_s = 100.0
+    monkeypatch.setattr(diagnostics, "reporter", lambda: told.append(1))
+    monkeypatch.setattr(diagnostics, "time", types.SimpleNamespace(monotonic=lambda: now_s))
+    for _ in range(1000):
+        diagnostics.count("served", "torch_zip")
+    assert len(told) == 16
+    now_s += 2
+    for _ in range(1000):
+        diagnostics.count("served", "torch_zip")
+    assert len(told) == 18
+
+
+def test_a_report_that_fails_fails_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def report() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(diagnostics, "reporter", report)
+    diagnostics.count("served", "torch_zip")
+
+
+def test_nothing_is_reported_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a signal handler loads while the counters are taken."""
+    diagnostics.take_unreported()
+    nested: list[dict[str, int]] = []
+
+    class Reported(Counter[str]):
+        def update(self, *counts: Any, **more: int) -> None:
+            nested.append(diagnostics.take_unreported())
+            super().update(*counts, **more)
+
+    monkeypatch.setattr(diagnostics, "_reported", Reported(diagnostics._reported))
+    nested.clear()
+    diagnostics.count("open", "hit")
+    assert diagnostics.take_unreported() == {"open:hit": 1}
+    assert nested == [{}]
+    assert diagnostics.take_unreported() == {}
 
 
 def test_a_forked_child_starts_from_zero() -> None:

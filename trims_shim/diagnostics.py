@@ -14,8 +14,9 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 
@@ -47,6 +48,14 @@ _RAISING = frozenset(
 
 _totals: Counter[str] = Counter()
 _reported: Counter[str] = Counter()
+_turn = [object()]
+"""Taken while somebody computes what is unreported, so that nothing is reported twice."""
+_TOLD_AT_ONCE = frozenset({"served", "elided"})
+_AT_ONCE_LIMIT_S = 16.0
+_paid_until_s = 0.0
+"""Each report at once costs a second, and some may be spent ahead: loops of loads pay nothing."""
+reporter: Callable[[], None] | None = None
+"""Reports the counters to the daemon; never blocks. Set by the client."""
 _warned: set[str] = set()
 
 EXPECTED_REASONS = frozenset(
@@ -124,8 +133,10 @@ class Stats:
 
 
 def count(event: str, reason: str = "", amount: int = 1) -> None:
-    """Add to a counter."""
+    """Add to a counter. What the cache did for the program is reported at once, if it is rare."""
     _totals[f"{event}:{reason}" if reason else event] += amount
+    if event in _TOLD_AT_ONCE:
+        _report()
 
 
 def fallback(reason: str, error: BaseException | None = None, *, what: str = "") -> None:
@@ -141,6 +152,7 @@ def fallback(reason: str, error: BaseException | None = None, *, what: str = "")
     if reason in _warned:
         return
     _warned.add(reason)
+    _report()
     log(
         logging.WARNING,
         "%s: the framework's own loader is used (%s): %s. Run `trims info` for details.",
@@ -250,18 +262,40 @@ def stats() -> Stats:
     )
 
 
+def _report() -> None:
+    global _paid_until_s
+    now_s = time.monotonic()
+    if reporter is None or _paid_until_s >= now_s + _AT_ONCE_LIMIT_S:
+        return
+    _paid_until_s = max(_paid_until_s, now_s) + 1.0
+    try:
+        reporter()
+    # Border: see above.
+    except Exception as error:
+        pass_on(error)
+
+
 def take_unreported() -> dict[str, int]:
-    """Return the counters since the last call, for the daemon's totals."""
-    # A snapshot first: subtraction iterates in Python while other threads may add events.
-    delta = Counter(dict(_totals)) - _reported
-    _reported.update(delta)
-    return dict(delta)
+    """Return the counters since the last call, for the daemon's totals; none while another does."""
+    try:
+        turn = _turn.pop()
+    except IndexError:
+        return {}
+    try:
+        # A copy first, as other threads may add events meanwhile.
+        found = dict(_totals).items()
+        delta = {name: n - _reported[name] for name, n in found if n > _reported[name]}
+        _reported.update(delta)
+        return delta
+    finally:
+        _turn.append(turn)
 
 
 def reset_after_fork() -> None:
     """Start from zero in a forked child, so that the parent's counts are not reported twice."""
     _totals.clear()
     _reported.clear()
+    _turn[:] = [object()]
 
 
 class LogFile(logging.FileHandler):

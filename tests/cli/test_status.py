@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,27 @@ def test_status_json(warmed: Trims, model: Path) -> None:
     assert found["clients_reported"]["bytes_shared"] == MODEL_BYTES
     assert found["clients"] == [], "the command itself is not shown"
     os.kill(found["pid"], 0)
+
+
+KILLED = """
+import os, signal, sys
+import trims_shim, torch
+module = torch.nn.Linear(1024, 512, bias=False)
+torch.save(module.state_dict(), sys.argv[1])
+module.load_state_dict(torch.load(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_did_is_counted(trims: Trims, tmp_path: Path) -> None:
+    """As servers do that end by the signal that they were sent."""
+    pytest.importorskip("torch")
+    done = trims.python("-c", KILLED, str(tmp_path / "model.pt"))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    found = json.loads(trims("status", "--json").stdout)["clients_reported"]
+    assert found["served"] == {"torch_zip": 1}
+    assert found["elided"] == {"load_state_dict": 1}
+    assert found["bytes_shared"] >= MODEL_BYTES
 
 
 def test_status_json_without_a_daemon(trims: Trims) -> None:

@@ -123,8 +123,7 @@ def headline(reply: GetStatusReply) -> list[str]:
         f"opens     {counted(opens['hits'], 'hit')}, {counted(opens['misses'], 'miss')}, "
         f"{opens['joined']} joined, {opens['refused']} refused",
         f"loads     served {_by_reason(clients['served'])}; copies elided "
-        f"{_by_reason(clients['elided'])}; {size(clients['bytes_shared'])} shared "
-        "(of ended processes)",
+        f"{_by_reason(clients['elided'])}; {size(clients['bytes_shared'])} shared",
         f"fallbacks {_by_reason(clients['fallbacks'])}",
         *([on_devices] if reply.devices else ()),
     ]

@@ -224,6 +224,10 @@ class Cache:
         """Return the daemon's Welcome."""
         return self._pool.ask(lambda each: each.welcome, may_start=may_start)
 
+    def report(self) -> None:
+        """See :meth:`Pool.report`."""
+        self._pool.report()
+
     def close(self) -> None:
         """At exit: report the counters and close idle connections."""
         self._pool.close()
@@ -283,6 +287,7 @@ def _install_hooks() -> None:
     global _has_hooks
     if not _has_hooks:
         _has_hooks = True
+        diagnostics.reporter = _report
         os.register_at_fork(after_in_child=_after_fork_in_child)
         atexit.register(_at_exit)
 
@@ -294,6 +299,11 @@ def _after_fork_in_child() -> None:
         _forgotten.append(_cache)
         _cache = Cache(_cache.config, dial=_cache.dial)
     diagnostics.reset_after_fork()
+
+
+def _report() -> None:
+    if _cache is not None:
+        _cache.report()
 
 
 def _at_exit() -> None:

@@ -256,7 +256,7 @@ class Connection:
                         raise
 
     def report(self, counters: dict[str, int]) -> None:
-        """Add counters to the daemon's totals; best effort, for the end of a process."""
+        """Add counters to the daemon's totals. Never blocks; best effort."""
         if counters and self._is_ours():
             with contextlib.suppress(OSError):
                 handover.send(self._handover, messages.StatsReport(counters))

@@ -91,11 +91,22 @@ class Pool:
 
     def close(self) -> None:
         """At exit: report the counters and close idle connections."""
+        self.report()
         idle, self._idle = self._idle, []
         for connection in idle:
-            for counters in _in_packets(diagnostics.take_unreported()):
-                connection.report(counters)
             connection.close()
+
+    def report(self) -> None:
+        """Add the counters of this process to the daemon's, if a connection is idle; best effort.
+
+        Never blocks.
+        """
+        connection = self._take_idle()
+        if connection is None:
+            return
+        for counters in _in_packets(diagnostics.take_unreported()):
+            connection.report(counters)
+        self._idle.append(connection)
 
     def ask(self, ask: Callable[[Line], _Result], *, may_start: bool) -> _Result:
         """Run ``ask`` on a connection; ``may_start`` a daemon where none or an older one runs.

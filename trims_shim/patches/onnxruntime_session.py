@@ -198,10 +198,10 @@ def _create_prepared(
             original()
         session._sess_options = shown
         weakref.finalize(session._sess, prepared.release).atexit = False
-    diagnostics.count("served", "onnxruntime")
     # What is shared on a device is counted when it is opened, and is not mapped here.
     if _is_on_host(plan.recipe):
         diagnostics.count("bytes_shared", amount=prepared.size_bytes)
+    diagnostics.count("served", "onnxruntime")
 
 
 def _create_plainly(session: Any, original: Callable[[], Any], plan: _Plan) -> None:

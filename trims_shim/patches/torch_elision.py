@@ -165,8 +165,8 @@ class _Call:
         self._targets.clear()  # a traceback may keep this object
         self._aligned.clear()
         if self._elided_copies:
-            diagnostics.count("elided", "load_state_dict", self._elided_copies)
             diagnostics.count("elided_bytes", "load_state_dict", self._elided_bytes)
+            diagnostics.count("elided", "load_state_dict", self._elided_copies)
         retire(self._replaced)
 
     def elide(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
