@@ -517,7 +517,7 @@ def test_limits_count_all_tiers(emulated_cuda: Emulated, make_file: Callable[...
         assert server is not None
         server.sessions.limits = Limits(leases=2)
         descriptor = os.open(path, os.O_RDONLY)
-        line = caches.cache()._pool._connect(may_start=False)
+        line = caches.cache()._pool._connect(may_start=False, is_heard=False)
         granted = [line.open_image(descriptor, path, tier=tier) for tier in ("host", GPU)]
         for tier in ("host", GPU):
             with pytest.raises(TooManyRequests, match="2 leases"):
@@ -538,7 +538,7 @@ def test_the_fake_daemon_has_them_too(
     path = make_file(content)
     with testing.FakeDaemon(device_headroom_bytes="64M", device_bytes="100M") as daemon:
         descriptor = os.open(path, os.O_RDONLY)
-        line = caches.cache()._pool._connect(may_start=False)
+        line = caches.cache()._pool._connect(may_start=False, is_heard=False)
         for outcome in ("miss", "hit"):
             granted = line.open_image(descriptor, path, tier=GPU)
             assert granted.reply.outcome == outcome
@@ -566,7 +566,7 @@ def test_the_fake_daemon_makes_room(emulated_cuda: Emulated, make_file: Callable
     paths = [make_file(safetensors((5 * MIB,), seed=seed), f"{seed}.bin") for seed in (1, 2)]
     others = DeviceMemory(GPU, "vmm").create(6 * MIB)
     with testing.FakeDaemon(device_headroom_bytes="0", device_bytes="100%") as daemon:
-        line = caches.cache()._pool._connect(may_start=False)
+        line = caches.cache()._pool._connect(may_start=False, is_heard=False)
         for path in paths:
             descriptor = os.open(path, os.O_RDONLY)
             granted = line.open_image(descriptor, path, tier=GPU)
