@@ -260,8 +260,15 @@ class TestBudget:
         assert isinstance(refused, RefuseRequest)
         assert isinstance(refused.error, NoSpace)
         assert "not to be had 41" in str(refused.error)
-        assert "and run `trims stop`, or run `trims evict --all`" in str(refused.error)
+        assert "; free memory (the budget has room), or run `trims evict --all`" in str(
+            refused.error
+        )
         started(store.open(opening(size=60), 1, withheld_bytes=40))
+
+    def test_a_budget_that_is_too_small_is_to_be_raised(self) -> None:
+        refused = new_store().open(opening(size=101), 1, withheld_bytes=41)[0]
+        assert isinstance(refused, RefuseRequest)
+        assert "and run `trims stop`, or run `trims evict --all`" in str(refused.error)
 
     def test_relieving_drops_free_images_only_and_no_more_than_wanted(self) -> None:
         store = new_store(100)

@@ -596,11 +596,17 @@ class Store:
 
     def _no_space(self, name: str, needed: int, withheld_bytes: int) -> NoSpace:
         totals = self.totals()
+        is_within_budget = self._missing_bytes(needed, 0) <= 0
+        advice = (
+            "free memory (the budget has room)"
+            if is_within_budget
+            else f"raise {self._setting} and run `trims stop`"
+        )
         return NoSpace(
             f"{name}: {needed} bytes do not fit the {self._tier}: budget "
             f"{totals.budget_bytes}, resident {totals.resident_bytes}, loading "
             f"{totals.reserved_bytes}, still mapped elsewhere or not to be had {withheld_bytes}; "
-            f"raise {self._setting} and run `trims stop`, or run `trims evict --all`"
+            f"{advice}, or run `trims evict --all`"
         )
 
     def _grant(
