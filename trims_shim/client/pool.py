@@ -38,8 +38,7 @@ __all__ = ["Line", "Pool"]
 
 _CONNECTIONS_LIMIT = 16
 _COUNTERS_IN_A_PACKET = 32
-_COUNTER_NAME_BYTES = 100
-"""Daemons take no longer ones. 32 are below messages.HANDOVER_PACKET_LIMIT_BYTES."""
+"""With names of the largest length they are below messages.HANDOVER_PACKET_LIMIT_BYTES."""
 _DRAIN_PATIENCE_S = 5.0
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0
 _Result = TypeVar("_Result")
@@ -104,9 +103,11 @@ class Pool:
         connection = self._take_idle()
         if connection is None:
             return
-        for counters in _in_packets(diagnostics.take_unreported()):
-            connection.report(counters)
-        self._idle.append(connection)
+        try:
+            for counters in _in_packets(diagnostics.take_unreported()):
+                connection.report(counters)
+        finally:
+            self._idle.append(connection)
 
     def ask(self, ask: Callable[[Line], _Result], *, may_start: bool) -> _Result:
         """Run ``ask`` on a connection; ``may_start`` a daemon where none or an older one runs.
@@ -282,5 +283,6 @@ def _version_key(version: str) -> tuple[int, ...]:
 def _in_packets(counters: dict[str, int]) -> Iterator[dict[str, int]]:
     """Yield the counters in parts that fit a packet each."""
     rows = iter(counters.items())
+    limit = messages.COUNTER_NAME_LIMIT
     while part := list(itertools.islice(rows, _COUNTERS_IN_A_PACKET)):
-        yield {handover.clipped(name, limit_bytes=_COUNTER_NAME_BYTES): n for name, n in part}
+        yield {handover.clipped(name, limit_bytes=limit): count for name, count in part}

@@ -232,7 +232,7 @@ def _check(tier: str, hashing: Hashing) -> admin.TierCheck:
 
 def add_counters(server: Server, report: messages.StatsReport) -> None:
     """Add a client's counters to the totals. Raises MalformedMessage for too many or too long."""
-    if any(len(key) > 100 for key in report.counters):
+    if any(len(key) > messages.COUNTER_NAME_LIMIT for key in report.counters):
         raise MalformedMessage("a counter's name is too long")
     for key, amount in report.counters.items():
         name = f"client.{key}"

@@ -23,6 +23,7 @@ from trims_shim.specs import Identity
 __all__ = [
     "ALIGNMENT_BYTES",
     "CONTROL_MESSAGE_LIMIT_BYTES",
+    "COUNTER_NAME_LIMIT",
     "HANDOVER_PACKET_LIMIT_BYTES",
     "PROTOCOL_VERSION",
     "DeviceGrant",
@@ -56,6 +57,9 @@ ALIGNMENT_BYTES = 64
 HANDOVER_PACKET_LIMIT_BYTES = 4096
 """Longest handover packet. Names in offers are clipped to fit; a longer OpenPreparedRequest takes
 the control channel."""
+
+COUNTER_NAME_LIMIT = 100
+"""The daemon refuses a StatsReport with a longer name."""
 
 
 # --- handover: client to daemon -------------------------------------------------------------------
