@@ -131,6 +131,19 @@ def test_of_many_loads_the_first_are_reported_at_once(monkeypatch: pytest.Monkey
     assert len(told) == 18
 
 
+def test_a_forked_child_reports_at_once_whatever_its_parent_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(diagnostics, "reporter", lambda: told.append(1))
+    for _ in range(1000):
+        diagnostics.count("served", "torch_zip")
+    told.clear()
+    diagnostics.reset_after_fork()
+    diagnostics.count("served", "torch_zip")
+    assert told == [1]
+
+
 def test_a_report_that_fails_fails_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def report() -> None:
         raise MemoryError

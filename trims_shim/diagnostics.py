@@ -293,6 +293,8 @@ def take_unreported() -> dict[str, int]:
 
 def reset_after_fork() -> None:
     """Start from zero in a forked child, so that the parent's counts are not reported twice."""
+    global _paid_until_s
+    _paid_until_s = 0.0
     _totals.clear()
     _reported.clear()
     _turn[:] = [object()]
