@@ -34,9 +34,22 @@ def record(options: Any) -> records.Record:
     return found
 
 
-def test_every_method_of_this_onnxruntime_is_known() -> None:
-    known = {point.target.rpartition(".")[2] for point in options_patch._KNOWN}
-    assert set(records.changing_methods()) <= known
+def test_every_method_of_this_onnxruntime_was_looked_at() -> None:
+    recorded = {point.target.rpartition(".")[2] for point in options_patch._RECORDED}
+    not_replayed = {  # onnxruntime 1.19 to 1.32
+        "add_external_initializers",
+        "add_external_initializers_from_files_in_memory",
+        "add_initializer",
+        "add_provider",
+        "add_provider_for_devices",
+        "clear_ep_context_data_read_func",
+        "register_custom_ops_library",
+        "set_ep_context_data_read_func",
+        "set_load_cancellation_flag",
+        "set_provider_selection_policy",
+        "set_provider_selection_policy_delegate",
+    }
+    assert set(records.changing_methods()) <= recorded | not_replayed
     assert records.is_watched()
 
 
@@ -258,10 +271,8 @@ class TestNewerVersions:
 
         monkeypatch.setattr(Options, "set_something_new", set_something_new, raising=False)
         assert not records.is_watched()
-        assert [point.name for point in options_patch._unknown()] == [
-            "onnxruntime.SessionOptions.set_something_new"
-        ]
-        done = [apply(point) for point in options_patch._unknown()]
+        name = "onnxruntime.SessionOptions.set_something_new"
+        done = [apply(point) for point in options_patch._others() if point.name == name]
         assert records.is_watched()
         options = Options()
         options.set_something_new()
