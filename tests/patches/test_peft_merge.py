@@ -83,7 +83,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     undo = emulation.apply(
-        *torch_load.POINTS[:2], *torch_module.POINTS, *peft_merge.POINTS, *peft_hotswap.POINTS
+        *torch_load.POINTS[:2], *torch_module.POINTS[:1], *peft_merge.POINTS, *peft_hotswap.POINTS
     )
     yield devices
     undo()

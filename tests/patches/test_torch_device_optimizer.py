@@ -45,7 +45,7 @@ def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
     undo = emulation.apply(
         *torch_load.POINTS[:2],
-        *torch_module.POINTS,
+        *torch_module.POINTS[:1],
         *torch_unshare.POINTS[:-1],
         *torch_initializers.POINTS,
     )

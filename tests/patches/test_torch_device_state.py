@@ -39,7 +39,9 @@ def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     emulation.let_swap(monkeypatch, request.param)
     devices = Devices()
     emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
-    undo = emulation.apply(*torch_load.POINTS[:2], *torch_module.POINTS, *torch_unshare.POINTS[:-1])
+    undo = emulation.apply(
+        *torch_load.POINTS[:2], *torch_module.POINTS[:1], *torch_unshare.POINTS[:-1]
+    )
     yield devices
     undo()
     devices.assert_untouched()

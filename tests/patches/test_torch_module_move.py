@@ -34,7 +34,9 @@ def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     emulation.let_swap(monkeypatch, request.param)
     devices = Devices()
     emulation.prepare(monkeypatch, devices)
-    undo = emulation.apply(*torch_load.POINTS[:2], *torch_module.POINTS, *torch_module_move.POINTS)
+    undo = emulation.apply(
+        *torch_load.POINTS[:2], *torch_module.POINTS[:1], *torch_module_move.POINTS
+    )
     with ToCuda():
         yield devices
     undo()

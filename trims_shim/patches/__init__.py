@@ -37,7 +37,6 @@ PATCH_FILES = (
     (("torch", "safetensors"), ("torch",), "trims_shim.patches.torch_from_file"),
     (("torch",), ("torch",), "trims_shim.patches.torch_load"),
     (("torch",), ("torch",), ELIDING),
-    (("torch",), ("torch",), "trims_shim.patches.torch_resize"),
     (("torch", "safetensors"), ("torch",), _UNSHARING),
     (("torch", "safetensors"), ("torch",), _INITIALIZING),
     (("torch",), ("torch",), "trims_shim.patches.torch_module_move"),

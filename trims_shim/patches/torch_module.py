@@ -1,4 +1,4 @@
-"""torch.nn.Module.load_state_dict: the patch point, and the decision which way a call goes.
+"""torch.nn.Module.load_state_dict: the patch points, and the decision which way a call goes.
 
 The first way that applies is taken:
 
@@ -13,6 +13,10 @@ patches are off (:mod:`.torch_unshare`).
 
 After an error of ours, torch's own code does the work. :mod:`.torch_elision` says when a copy is
 elided, and what then differs from a copy.
+
+Programs that need no weights for a while, such as FSDP, resize their storages to nothing and back.
+Torch resizes only memory that its own allocator made, so ``resize_`` is patched to work after an
+elided copy as it does after a copy.
 """
 
 from __future__ import annotations
@@ -27,13 +31,13 @@ from trims_shim.patches.points import PatchPoint
 __all__ = ["POINTS"]
 
 
-def _probe() -> str | None:
+def _probe_load() -> str | None:
     from trims_shim.patches import torch_copies
 
     return torch_copies.missing_capability()
 
 
-def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     from trims_shim.patches import torch_elision, torch_unshare
 
     @functools.wraps(original)
@@ -55,12 +59,37 @@ def _is_plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not (kwargs.get("assign") or args[3:4] not in ((), (False,)))
 
 
+def _probe_resize() -> str | None:
+    from trims_shim.patches import torch_repoint
+
+    return None if torch_repoint.has_swap() else "torch cannot swap the memory of two storages"
+
+
+def _wrap_resize(original: Callable[..., Any]) -> Callable[..., Any]:
+    from trims_shim.patches import torch_elision
+
+    @functools.wraps(original)
+    def resize_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and not self.resizable():
+            torch_elision.make_resizable(self, keeps_bytes=args[0] != 0)
+        return original(self, *args, **kwargs)
+
+    return resize_
+
+
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         name="torch.nn.Module.load_state_dict",
         target="torch.nn.modules.module:Module.load_state_dict",
         supported="2.4 and newer",
-        probe=_probe,
-        wrap=_wrap,
+        probe=_probe_load,
+        wrap=_wrap_load,
+    ),
+    PatchPoint(
+        name="torch.UntypedStorage.resize_",
+        target="torch.storage:UntypedStorage.resize_",
+        supported="about 2.12 and newer",
+        probe=_probe_resize,
+        wrap=_wrap_resize,
     ),
 )

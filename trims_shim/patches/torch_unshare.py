@@ -300,9 +300,10 @@ def guarded_load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: An
 
 
 def _probe_load_state_dict() -> str | None:
-    eliding = patches.applied().get(patches.ELIDING, [])
-    if any(each.state is PatchState.APPLIED for each in eliding):
-        return "torch_module does it"
+    for each in patches.applied().get(patches.ELIDING, []):
+        is_load = each.point.target.endswith(":Module.load_state_dict")
+        if is_load and each.state is PatchState.APPLIED:
+            return "torch_module does it"
     return torch_device.missing_capability()
 
 
