@@ -1,4 +1,4 @@
-"""NVML's answers about a device: free memory and the driver's version, without a CUDA context.
+"""NVML's answers: a device's free memory and the driver's version, without a CUDA context.
 
 Owns NVML's initialisation in this process. Devices are found by their id, which is also NVML's UUID
 text: indices differ between NVML and CUDA, and between processes. Every answer is None where NVML
@@ -16,7 +16,6 @@ import importlib.util
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trims_shim.late_imports import ensure_imported
@@ -24,8 +23,6 @@ from trims_shim.specs import DeviceId
 
 __all__ = [
     "INSTALL",
-    "DeviceUse",
-    "describe",
     "driver_version",
     "forget",
     "free_bytes",
@@ -38,30 +35,14 @@ INSTALL = 'pip install "trims-shim[cuda13]" (or cuda12)'
 _Answer = TypeVar("_Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceUse:
-    """A device and its memory, all processes together."""
-
-    name: str
-    total_bytes: int
-    free_bytes: int
-    used_bytes: int
-
-
 def is_installed() -> bool:
     """Whether the package is installed; NVML itself may still be absent."""
     return importlib.util.find_spec("pynvml") is not None
 
 
 def free_bytes(device: DeviceId) -> int | None:
-    """Return the free memory of a device."""
-    use = describe(device)
-    return None if use is None else use.free_bytes
-
-
-def describe(device: DeviceId) -> DeviceUse | None:
-    """Return name and memory of a GPU or of a MIG instance."""
-    return _ask(lambda nvml: _describe(nvml, device))
+    """Return the free memory of a GPU or of a MIG instance."""
+    return _ask(lambda nvml: _free_bytes(nvml, device))
 
 
 def driver_version() -> str | None:
@@ -75,15 +56,9 @@ def forget() -> None:
     _process = _Process(is_forked=False)
 
 
-def _describe(nvml: Any, device: DeviceId) -> DeviceUse:
+def _free_bytes(nvml: Any, device: DeviceId) -> int:
     handle = nvml.nvmlDeviceGetHandleByUUID(device)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return DeviceUse(
-        name=str(nvml.nvmlDeviceGetName(handle)),
-        total_bytes=int(memory.total),
-        free_bytes=int(memory.free),
-        used_bytes=int(memory.used),
-    )
+    return int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
 
 
 def _ask(question: Callable[[Any], _Answer]) -> _Answer | None:
