@@ -177,7 +177,7 @@ def tensor(name: str, offset: int = 0, size: int = 4096, **fields: Any) -> Store
     ],
 )
 def test_candidates(tensors: list[StoredTensor], names: list[str]) -> None:
-    model = OnnxModel(10, (), frozenset(), tuple(tensors), ("w",))
+    model = OnnxModel(frozenset(), tuple(tensors), ("w",))
     assert [each.name for each in candidates(model, "w")] == names
 
 

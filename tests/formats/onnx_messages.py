@@ -87,7 +87,7 @@ def tensor(
 
 # --- the same from the onnx package ---------------------------------------------------------------
 
-Facts = tuple[int, list[tuple[str, int]], set[tuple[str, str]], list[str], list[str]]
+Facts = tuple[set[tuple[str, str]], list[str], list[str]]
 
 
 def facts_of(found: OnnxModel, content: bytes) -> Facts:
@@ -98,8 +98,7 @@ def facts_of(found: OnnxModel, content: bytes) -> Facts:
         if data is not None and not each.location:
             data = content[data.offset_bytes : data.end_bytes]
         tensors.append(repr((each.name, each.dtype, each.shape, each.location, data)))
-    opsets, operators = list(found.opsets), set(found.operators)
-    return found.ir_version, opsets, operators, sorted(tensors), list(found.locations)
+    return set(found.operators), sorted(tensors), list(found.locations)
 
 
 def facts_by_onnx(content: bytes) -> Facts:
@@ -113,9 +112,7 @@ def facts_by_onnx(content: bytes) -> Facts:
     for function in proto.functions:
         found.nodes(function.node)
         found.attributes(function.attribute_proto)
-    opsets = [(each.domain, each.version) for each in proto.opset_import]
-    tensors = sorted(map(repr, found.tensors))
-    return proto.ir_version, opsets, found.operators, tensors, sorted(found.locations)
+    return found.operators, sorted(map(repr, found.tensors)), sorted(found.locations)
 
 
 class _Facts:

@@ -29,18 +29,13 @@ from trims_shim.formats.onnx_structure import (
     read_external,
     read_tensor,
 )
-from trims_shim.formats.protobuf import WireReader, delimited, signed64, varint
+from trims_shim.formats.protobuf import WireReader
 from trims_shim.specs import Span
 
 __all__ = ["OnnxModel", "StoredTensor", "is_ort_format", "read_model"]
 
 _ORT_IDENTIFIER = b"ORTM"
 """``file_identifier`` of onnxruntime's flatbuffer schema, at offset 4 as in every flatbuffer."""
-
-_MODEL_IR_VERSION = varint(1)
-_MODEL_OPSET = delimited(8)
-_OPSET_DOMAIN = delimited(1)
-_OPSET_VERSION = varint(2)
 
 # Looked up for every field; looking up members of an Enum is slow.
 _GRAPH, _NODE, _TENSOR, _SPARSE = (
@@ -72,13 +67,10 @@ class OnnxModel:
     """A model without its data.
 
     ``operators`` are (domain, type) as nodes name them: ``("com.microsoft", "EPContext")`` in a
-    model compiled for one device. ``opsets`` are (domain, version). ``tensors`` are initializers of
-    all graphs, and values of attributes where they are external. ``locations`` are all external
-    files, sorted.
+    model compiled for one device. ``tensors`` are initializers of all graphs, and values of
+    attributes where they are external. ``locations`` are all external files, sorted.
     """
 
-    ir_version: int
-    opsets: tuple[tuple[str, int], ...]
     operators: frozenset[tuple[str, str]]
     tensors: tuple[StoredTensor, ...]
     locations: tuple[str, ...]
@@ -102,38 +94,18 @@ def _read_model(reader: WireReader) -> OnnxModel:
     if is_ort_format(reader.copy(0, 8)):
         raise UnsupportedFormat("the model is of the ORT format")
     contents = _Contents(reader)
-    ir_version = 0
-    opsets = []
     has_graph = False
-    for key, child, first, stop in read_children(
-        reader, Message.MODEL, 0, len(reader.view), depth=0
-    ):
+    for _, child, first, stop in read_children(reader, Message.MODEL, 0, len(reader.view), depth=0):
         if child is not None:
             has_graph |= child is _GRAPH
             contents.scan(child, first, stop, depth=1)
-        elif key == _MODEL_IR_VERSION:
-            ir_version = signed64(first)
-        elif key == _MODEL_OPSET:
-            opsets.append(_read_opset(reader, first, stop))
     if not has_graph:
         raise CorruptFile("the model has no graph")
     return OnnxModel(
-        ir_version=ir_version,
-        opsets=tuple(opsets),
         operators=contents.named_operators(),
         tensors=tuple(contents.tensors),
         locations=tuple(sorted({each.location for each in contents.tensors} - {""})),
     )
-
-
-def _read_opset(reader: WireReader, start: int, end: int) -> tuple[str, int]:
-    domain, version = "", 0
-    for key, first, stop in reader.fields(start, end):
-        if key == _OPSET_DOMAIN:
-            domain = reader.text(first, stop)
-        elif key == _OPSET_VERSION:
-            version = signed64(first)
-    return domain, version
 
 
 class _Contents:
