@@ -491,9 +491,7 @@ class _Line:
         hello = messages.Hello(messages.PROTOCOL_VERSION, __version__, os.getpid())
         self._session, welcome = server.join(self, _through_codec(hello))
         self.welcome: messages.Welcome = _through_codec(welcome)
-        self._conversation = Conversation(
-            token=self.welcome.token, stall_timeout_s=self._stall_timeout_s
-        )
+        self._numbers = count(1)
 
     def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted:
         self._ticket += 1
@@ -523,12 +521,14 @@ class _Line:
 
     def request(self, message: Any) -> Any:
         self._check_open()
-        envelope = self._conversation.begin(message, time.monotonic())
+        envelope = codec.Envelope(next(self._numbers), self.welcome.token, message)
+        now_s, stall_timeout_s = time.monotonic(), self._stall_timeout_s
+        conversation = Conversation(envelope.request_id, now_s, stall_timeout_s=stall_timeout_s)
         if not self._server.deliver(self._session, codec.encode_envelope(envelope)):
-            self._conversation.check_stall(time.monotonic() + self._stall_timeout_s)
+            conversation.check_stall(now_s + stall_timeout_s)
         while True:
-            answer = codec.decode_envelope(self._next_answer())
-            reply = self._conversation.receive(answer, time.monotonic())
+            answer = codec.decode_envelope(self._next_answer(conversation))
+            reply = conversation.receive(answer, time.monotonic())
             if reply is not None:
                 return reply
 
@@ -550,11 +550,11 @@ class _Line:
             os.close(descriptor)
         self.grants.clear()
 
-    def _next_answer(self) -> bytes:
+    def _next_answer(self, conversation: Conversation) -> bytes:
         with self._server.changed:
             while not self.answers:
                 self._check_open()
-                left = self._conversation.check_stall(time.monotonic())
+                left = conversation.check_stall(time.monotonic())
                 self._server.changed.wait(left)
             return self.answers.popleft()
 

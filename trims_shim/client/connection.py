@@ -14,6 +14,7 @@ closed its descriptors.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import time
@@ -96,7 +97,7 @@ class Connection:
         self._own = OwnDescriptor(self._handover.fileno())
         self._check = check
         self._welcome: messages.Welcome | None = None
-        self._conversation: Conversation | None = None
+        self._numbers = itertools.count(1)
         self._stall_timeout_s = stall_timeout_s
         self._unsent: deque[int] = deque()
         self._ticket = 0
@@ -228,12 +229,9 @@ class Connection:
     def _exchange(self, message: Any, control: zmq.Socket[bytes]) -> Any:
         import zmq
 
-        conversation = self._conversation
-        if conversation is None:
-            conversation = self._conversation = Conversation(
-                token=self.welcome.token, stall_timeout_s=self._stall_timeout_s
-            )
-        envelope = conversation.begin(message, time.monotonic())
+        number = next(self._numbers)
+        envelope = codec.Envelope(number, self.welcome.token, message)
+        conversation = Conversation(number, time.monotonic(), stall_timeout_s=self._stall_timeout_s)
         # On a socket of its own nothing is waiting to be sent: this never blocks.
         control.send(codec.encode_envelope(envelope), zmq.NOBLOCK)
         poller = zmq.Poller()
