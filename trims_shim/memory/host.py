@@ -14,6 +14,7 @@ Huge pages decide the cost of the first touch, so kinds are tried in the order o
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import ctypes
 import mmap
@@ -23,7 +24,6 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from trims_shim.errors import MemoryFailure
 from trims_shim.memory.held import Held, charged_bytes
@@ -146,33 +146,38 @@ class WritableSegment:
         os.close(self._readable)
 
 
-class HostMemory(Protocol):
+class HostMemory(abc.ABC):
     """One kind of segment memory."""
 
-    kind: SegmentKind
+    def __init__(self, kind: SegmentKind) -> None:
+        self.kind = kind
+        self._held = Held()
 
+    @abc.abstractmethod
     def create(self, size_bytes: int) -> WritableSegment:
         """Make a new segment of ``size_bytes`` > 0. Raises MemoryFailure."""
 
     def footprint_bytes(self, size_bytes: int) -> int:
         """Return the memory that a segment of this size will take."""
+        return round_up(size_bytes, PAGE_BYTES)
 
     def used_bytes(self) -> int | None:
         """Return the bytes of all segments that still exist or are mapped; None where unknown."""
+        return None
 
     def held_bytes(self) -> int:
         """Return the bytes, so far, of segments that were made here and not given up."""
+        return self._held.bytes()
 
-    def close(self) -> None:
-        """Give up the descriptors of this memory; segments live on."""
+    def close(self) -> None:  # noqa: B027
+        """Give up the descriptors of this memory, if it has any; segments live on."""
 
 
-class MemfdMemory:
-    """Sealed memfds; huge pages where ``shmem_enabled`` gives them."""
+class MemfdMemory(HostMemory):
+    """Sealed memfds; huge pages where ``shmem_enabled`` gives them.
 
-    def __init__(self, kind: SegmentKind) -> None:
-        self.kind = kind
-        self._held = Held()
+    The kernel does not add memfds up, so what is used is not known.
+    """
 
     def create(self, size_bytes: int) -> WritableSegment:
         """See :class:`HostMemory`."""
@@ -201,19 +206,8 @@ class MemfdMemory:
         unit = HUGE_PAGE_BYTES if self.kind is SegmentKind.MEMFD_HUGE else PAGE_BYTES
         return round_up(size_bytes, unit)
 
-    def used_bytes(self) -> int | None:
-        """Return None: the kernel does not add up memfds."""
-        return None
 
-    def held_bytes(self) -> int:
-        """See :class:`HostMemory`."""
-        return self._held.bytes()
-
-    def close(self) -> None:
-        """Do nothing: this memory has no descriptors."""
-
-
-class TmpfsMemory:
+class TmpfsMemory(HostMemory):
     """Files of an unattached tmpfs with huge pages.
 
     ``mount`` is the writable mount, ``sealed`` a read-only clone of it; neither appears in any
@@ -222,11 +216,10 @@ class TmpfsMemory:
 
     def __init__(self, mount: int, sealed: int, kind: SegmentKind) -> None:
         """Take ownership of the descriptors of both mounts."""
-        self.kind = kind
+        super().__init__(kind)
         self._mount = mount
         self._sealed = sealed
         self._count = 0
-        self._held = Held()
 
     def create(self, size_bytes: int) -> WritableSegment:
         """See :class:`HostMemory`."""
@@ -255,18 +248,10 @@ class TmpfsMemory:
             held=self._held,
         )
 
-    def footprint_bytes(self, size_bytes: int) -> int:
-        """See :class:`HostMemory`."""
-        return round_up(size_bytes, PAGE_BYTES)
-
     def used_bytes(self) -> int | None:
         """Return the bytes of all files of the mount, also evicted ones that a client maps."""
         status = os.fstatvfs(self._mount)
         return (status.f_blocks - status.f_bfree) * status.f_frsize
-
-    def held_bytes(self) -> int:
-        """See :class:`HostMemory`."""
-        return self._held.bytes()
 
     def close(self) -> None:
         """See :class:`HostMemory`."""
