@@ -28,7 +28,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,7 +52,6 @@ __all__ = [
     "CudaRuntime",
     "Parts",
     "Place",
-    "Runtime",
     "access",
     "are_addresses_kept",
     "arena_of_file",
@@ -89,11 +88,12 @@ access: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 """``shared`` or ``private``: wins over the setting ``device_access`` for this context."""
 
 
-class Runtime(Protocol):
+class CudaRuntime:
     """The operations that need CUDA; tests put an emulation into :data:`runtime`."""
 
     def is_built(self) -> bool:
         """Whether this process could ever have tensors on a device. Cheap."""
+        return torch.version.cuda is not None
 
     def index(self, device: torch.device) -> int:
         """Return a device's number in this process; the current one's if ``device`` has none.
@@ -101,30 +101,6 @@ class Runtime(Protocol):
         Raises NotServed for a device for which torch has to raise its own error, or which must be
         left alone just now.
         """
-
-    def device(self, index: int) -> torch.device:
-        """Return the value of ``tensor.device`` for tensors on this device."""
-
-    def device_id(self, index: int) -> DeviceId:
-        """Return the driver's name of the device. Raises DriverFailure."""
-
-    def ready(self, index: int) -> None:
-        """Make sure that torch has set the device up."""
-
-    def storage(self, address: int, size_bytes: int, index: int) -> torch.UntypedStorage:
-        """Return a storage over memory that the caller keeps alive."""
-
-    def settle(self, device: torch.device) -> None:
-        """Block until copies just queued on a device can be read from every stream."""
-
-
-class CudaRuntime:
-    """torch.cuda of this process."""
-
-    def is_built(self) -> bool:
-        return torch.version.cuda is not None
-
-    def index(self, device: torch.device) -> int:
         if device.type != "cuda":
             raise NotServed("device", f"{device} is not a CUDA device")
         if torch.cuda._is_in_bad_fork():
@@ -140,24 +116,28 @@ class CudaRuntime:
         return index
 
     def device(self, index: int) -> torch.device:
+        """Return the value of ``tensor.device`` for tensors on this device."""
         return torch.device("cuda", index)
 
     def device_id(self, index: int) -> DeviceId:
+        """Return the driver's name of the device. Raises DriverFailure."""
         device: DeviceId = _arenas().device_id(index)
         return device
 
     def ready(self, index: int) -> None:
+        """Make sure that torch has set the device up."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
 
     def storage(self, address: int, size_bytes: int, index: int) -> torch.UntypedStorage:
+        """Return a storage over memory that the caller keeps alive."""
         return _storage_over(address, torch.device("cuda", index), size_bytes)
 
     def settle(self, device: torch.device) -> None:
+        """Block until copies just queued on a device can be read from every stream."""
         torch.cuda.current_stream(device).synchronize()
 
 
-runtime: Runtime = CudaRuntime()
-"""Replaced by tests."""
+runtime = CudaRuntime()
 
 
 def _storage_over(address: int, device: torch.device, size_bytes: int) -> torch.UntypedStorage:
