@@ -15,18 +15,12 @@ from typing import Any
 
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_device import missing_capability
-from trims_shim.patches.torch_unshare import unshare_module
+from trims_shim.patches.torch_unshare import unshare_module, writing_module
 
 __all__ = ["POINTS"]
 
 
-def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def merging(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unshare_module(self, "merge")
-        return original(self, *args, **kwargs)
-
-    return merging
+_wrap = writing_module("merge")
 
 
 def _wrap_unload(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,15 +31,6 @@ def _wrap_unload(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, merge, *args, **kwargs)
 
     return unloading
-
-
-def _wrap_check(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def check_adapters_to_merge(module: Any, *args: Any, **kwargs: Any) -> Any:
-        unshare_module(module, "merge")
-        return original(module, *args, **kwargs)
-
-    return check_adapters_to_merge
 
 
 POINTS: tuple[PatchPoint, ...] = (
@@ -75,7 +60,7 @@ POINTS: tuple[PatchPoint, ...] = (
         target="peft.tuners.tuners_utils:check_adapters_to_merge",
         supported="0.21",
         probe=missing_capability,
-        wrap=_wrap_check,
+        wrap=_wrap,
         has_holders=True,
     ),
     PatchPoint(

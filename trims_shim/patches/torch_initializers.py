@@ -7,28 +7,13 @@ names imported earlier are covered. A tensor that a program fills by hand, with
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
-import torch
-
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_device import missing_capability
-from trims_shim.patches.torch_unshare import unshare
+from trims_shim.patches.torch_unshare import writing_tensor
 
 __all__ = ["POINTS"]
 
-
-def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            unshare((args[0] if args else kwargs.get("tensor"),), "init")
-        return original(*args, **kwargs)
-
-    return initialize
-
+_wrap = writing_tensor("tensor", "init")
 
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(

@@ -53,6 +53,8 @@ __all__ = [
     "unshare",
     "unshare_module",
     "writes_own_parameters",
+    "writing_module",
+    "writing_tensor",
 ]
 
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -144,6 +146,39 @@ def writes_own_parameters(module: torch.nn.Module) -> bool:
 # --- seams ----------------------------------------------------------------------------------------
 
 
+def writing_tensor(keyword: str, why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what wraps a function that writes its first argument, a tensor of this name."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def write(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                unshare((args[0] if args else kwargs.get(keyword),), why)
+            return original(*args, **kwargs)
+
+        return write
+
+    return wrap
+
+
+def writing_module(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what wraps a function, or a method, that writes the tensors of the module given."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def write(module: Any, *args: Any, **kwargs: Any) -> Any:
+            unshare_module(module, why)
+            return original(module, *args, **kwargs)
+
+        return write
+
+    return wrap
+
+
+_writing_to_all = functools.lru_cache(maxsize=1)(writing_tensor("tensor", "distributed"))
+"""Both names of broadcast share one wrapper: pickle finds it by one of them."""
+
+
 def _wrap_add_param_group(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_param_group(self: Any, param_group: Any) -> Any:
@@ -171,15 +206,6 @@ def _state_of(optimizer: Any) -> Iterator[Any]:
         yield from state.values() if isinstance(state, dict) else (state,)
 
 
-def _wrap_average(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def update_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unshare_module(self, "average")
-        return original(self, *args, **kwargs)
-
-    return update_parameters
-
-
 def _wrap_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -199,27 +225,6 @@ def _wrap_register(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return register_buffer
-
-
-def _wrap_renorm(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def embedding_renorm_(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            unshare((args[0] if args else kwargs.get("input"),), "renorm")
-        return original(*args, **kwargs)
-
-    return embedding_renorm_
-
-
-@functools.lru_cache(maxsize=1)  # both names share one wrapper: pickle finds it by one of them
-def _wrap_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def broadcast(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            unshare((args[0] if args else kwargs.get("tensor"),), "distributed")
-        return original(*args, **kwargs)
-
-    return broadcast
 
 
 def _wrap_broadcasts(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -369,7 +374,7 @@ POINTS: tuple[PatchPoint, ...] = (
         target="torch.optim.swa_utils:AveragedModel.update_parameters",
         supported="2.4 and newer",
         probe=torch_device.missing_capability,
-        wrap=_wrap_average,
+        wrap=writing_module("average"),
     ),
     PatchPoint(
         name="torch.nn.Module.register_buffer",
@@ -384,21 +389,21 @@ POINTS: tuple[PatchPoint, ...] = (
         target="torch:embedding_renorm_",
         supported="2.4 and newer",
         probe=torch_device.missing_capability,
-        wrap=_wrap_renorm,
+        wrap=writing_tensor("input", "renorm"),
     ),
     PatchPoint(
         name="torch.distributed.broadcast",
         target="torch.distributed:broadcast",
         supported="2.4 and newer",
         probe=torch_device.missing_capability,
-        wrap=_wrap_broadcast,
+        wrap=_writing_to_all,
     ),
     PatchPoint(
         name="torch.distributed.distributed_c10d.broadcast",
         target="torch.distributed.distributed_c10d:broadcast",
         supported="2.4 and newer",
         probe=torch_device.missing_capability,
-        wrap=_wrap_broadcast,
+        wrap=_writing_to_all,
     ),
     PatchPoint(
         name="torch.distributed._broadcast_coalesced",
