@@ -57,7 +57,6 @@ PATCH_FILES = (
     (("torch", "safetensors"), ("transformers.models.rwkv.modeling_rwkv",), _RESCALING),
     (("torch", "safetensors"), ("accelerate.utils.modeling",), _PUTTING),
     (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_options"),
-    (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_seed"),
     (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_session"),
 )
 _GUARDS = (ELIDING, _UNSHARING, _INITIALIZING, _MERGING, _SWAPPING, _RESCALING, _PUTTING)

@@ -12,6 +12,8 @@ If anything goes wrong on a hit, the attributes are put back and the original ma
 if nothing had been tried, so errors are the original's. Nothing here raises ValueError or
 RuntimeError into onnxruntime, which would take it for a failing provider and print that.
 
+Once the program calls ``onnxruntime.set_seed``, its sessions are left to onnxruntime.
+
 The lease of a prepared model lives as long as the compiled session: other objects may hold that one
 (an IOBinding, metadata), and ``set_providers`` replaces it.
 """
@@ -39,7 +41,6 @@ from trims_shim.late_imports import ensure_imported
 from trims_shim.memory import heap
 from trims_shim.patches import onnxruntime_models as models
 from trims_shim.patches import onnxruntime_records as records
-from trims_shim.patches import onnxruntime_seed
 from trims_shim.patches.onnxruntime_recipe import (
     NO_PREPACKING,
     Settings,
@@ -56,6 +57,11 @@ _CPU = "CPUExecutionProvider"
 _GRAPH_BYTES = 16 << 20
 """What a session of a few hundred nodes allocates for itself. In addition, one weight at a time is
 packed: at most half of the prepared model, which has the weights and their packed forms."""
+_is_seed_set = False
+"""Whether the program has set a seed since the patches were applied. A random node without a seed
+of its own starts from it plus its number in the graph, and nodes of a prepared model have other
+numbers. Until somebody sets a seed, it is the time: then only two sessions of one process, one of
+them of the prepared model, can be told apart. With onnxruntime alone they draw the same numbers."""
 _ATTRIBUTES = ("_model_path", "_model_bytes", "_sess_options", "_read_config_from_model", "_sess")
 """Attributes of a session that the original reads or sets, and that this file depends on."""
 
@@ -116,7 +122,7 @@ def _plan(session: Any, arguments: tuple[Any, Any, Any]) -> _Plan | None:
         model = models.model_of(session)
         if session._read_config_from_model:
             raise NotServed("model_config", f"{model.name}: its options are in the model")
-        if onnxruntime_seed.is_set():
+        if _is_seed_set:
             raise NotServed("random_seed", f"{model.name}: onnxruntime.set_seed was called")
         settings = read_settings(session._sess_options, *arguments)
         return _Plan(model, settings, recipe_of(settings, prepack=config.ort_prepack))
@@ -347,7 +353,28 @@ def _probe() -> str | None:
     return None
 
 
+def _wrap_set_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    global _is_seed_set
+    _is_seed_set = False
+
+    @functools.wraps(original)
+    def set_seed(*args: Any, **kwargs: Any) -> Any:
+        global _is_seed_set
+        result = original(*args, **kwargs)
+        _is_seed_set = True
+        return result
+
+    return set_seed
+
+
 POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        name="onnxruntime.set_seed",
+        target="onnxruntime.capi.onnxruntime_pybind11_state:set_seed",
+        supported="1.19 and newer",
+        wrap=_wrap_set_seed,
+        has_holders=True,
+    ),
     PatchPoint(
         name="onnxruntime.InferenceSession",
         target=(
