@@ -24,6 +24,7 @@ __all__ = [
     "PatchPoint",
     "PatchState",
     "apply",
+    "is_own",
     "rebind",
     "resolve",
     "undo",
@@ -158,3 +159,17 @@ def rebind(old: Any, new: Any, *, home: str) -> None:
         for key, value in list(namespace.items()):
             if value is old:
                 namespace[key] = new
+
+
+def is_own(value: Any, home: str) -> bool:
+    """Whether a function, a partial of one, or a class was written in the module named ``home``.
+
+    Programs may replace a library's private names, even before the shim is imported. So the value
+    found there need not be the original, however early it is looked up.
+
+    A function's ``__module__`` and ``__name__`` prove nothing: ``functools.wraps`` copies them.
+    """
+    if isinstance(value, type):
+        return value.__module__ == home
+    function = getattr(value, "func", value)
+    return getattr(function, "__globals__", None) is vars(sys.modules[home])

@@ -36,8 +36,7 @@ from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats import TorchArchive, read_archive, read_recipe
 from trims_shim.patches import torch_device, torch_device_load, torch_from_file, torch_rebuild
 from trims_shim.patches.asking import arena_of_file
-from trims_shim.patches.originals import is_own
-from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.points import PatchPoint, is_own
 from trims_shim.patches.torch_from_file import loads
 from trims_shim.patches.torch_modes import has_foreign_mode, has_mode, uncompiled, unseen
 from trims_shim.patches.torch_rebuild import Built

@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules import batchnorm
 from torch.nn.modules import module as torch_module
 
-from trims_shim.patches.originals import is_own
+from trims_shim.patches.points import is_own
 from trims_shim.patches.torch_copies import is_stock_copy
 
 __all__ = ["PLAIN_DICTS", "is_torchs_own", "registered", "stock_pairs"]
