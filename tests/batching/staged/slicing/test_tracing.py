@@ -282,6 +282,15 @@ class TestWhatCannotBeCut:
         with pytest.raises(StagingError, match=message):
             trace(forward)
 
+    def test_arguments_that_forward_does_not_name(self) -> None:
+        class Shifted(nn.Module):
+            def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+                return torch.relu(x + others["shift"])
+
+        example = {"x": torch.rand(2, 3), "shift": torch.rand(2, 3)}
+        with pytest.raises(StagingError, match=r"Shifted cannot be traced.* has to name 'shift'"):
+            TracedModel(Shifted().eval(), example)
+
     def test_train_mode(self) -> None:
         model = UNet().eval()
         model.deep.train()

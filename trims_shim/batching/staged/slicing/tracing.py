@@ -215,17 +215,20 @@ def _exported(model: Any, example: Example, varying: Collection[int]) -> Any:
     shapes = pytree.tree_map(axes, (example.args, example.kwargs))
     # First, so that tensors which the model makes in a call, and keeps, are real ones.
     example.check_runs(model)
+    named = example.kwargs
     try:
         with torch.no_grad(), _without_warnings(), _unchanged(model):
-            return torch.export.export(
-                model, example.args, example.kwargs, dynamic_shapes=_by_name(model, *shapes)
-            )
+            named = _by_name(model, *shapes)
+            return torch.export.export(model, example.args, example.kwargs, dynamic_shapes=named)
     # The errors of torch.export have no common class.
     except Exception as error:
+        advice = "Its batch size must be free, and no branch may depend on data"
+        loose = [repr(name) for name in example.kwargs if name not in named]
+        if loose:  # torch 2.13 takes the shapes of none
+            advice = f"Its forward has to name {', '.join(loose)}, not take them by **kwargs"
         raise StagingError(
-            f"{type(model).__name__} cannot be traced: {first_line(error)}. Its batch size must "
-            "be free, and no branch may depend on data; cut it at its blocks (slice_blocks), or "
-            "write its stages as functions"
+            f"{type(model).__name__} cannot be traced: {first_line(error)}. {advice}; cut it at "
+            "its blocks (slice_blocks), or write its stages as functions"
         ) from error
 
 
