@@ -600,6 +600,16 @@ def test_a_submitter_that_waits_for_room_gets_it_or_is_told() -> None:
     dispatch.check_empty()
 
 
+def test_an_interrupt_beside_a_request_on_its_way_does_not_enlarge_the_queue() -> None:
+    dispatch = waiting_dispatch(queue_size=2)
+    assert dispatch._take_place()  # in another thread, whose request is not in the inbox yet
+    dispatch.recover()
+    entry = Entry((), BatchFuture(), NEVER_NS, None)
+    dispatch.post(Request(0, dispatch.now_ns, NEVER_NS, 0, None, 1, entry))
+    dispatch.close(cancel=True)
+    dispatch.check_empty()
+
+
 @pytest.mark.parametrize("policy_fails", [False, True])
 def test_a_request_that_comes_after_the_end_keeps_no_place(
     policy_fails: bool, monkeypatch: pytest.MonkeyPatch

@@ -196,7 +196,10 @@ class Dispatch(ABC):
         self.post(self._count_room)
 
     def _count_room(self, now_ns: int) -> None:
-        """Restore places that an interrupt lost between their taking and the queue."""
+        """Restore places that an interrupt lost between their taking and the queue.
+
+        Those of requests on their way are counted, too. :meth:`_leave` gives as many less back.
+        """
         while len(self._room) + len(self._waiting) < self.options.queue_size:
             self._room.append(None)
 
@@ -390,7 +393,8 @@ class Dispatch(ABC):
     def _leave(self, requests: Sequence[Request]) -> None:
         """Take requests out of the queue."""
         for request in requests:
-            self._room.append(None)
+            if len(self._room) + len(self._waiting) <= self.options.queue_size:
+                self._room.append(None)  # else it had no place, or one that was given back before
             del self._waiting[request.number]
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> None:

@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from trims_shim.batching.drivers.dispatch import Dispatch, nothing
@@ -60,8 +59,6 @@ class ThreadDispatch(Dispatch):
         """How many runs of batches are nested, by thread."""
         self._seats: dict[int, Seat] = {}
         """By thread; without those that are away."""
-        self._debt = 0
-        """Requests in the queue without a place of their own."""
 
     # --- callers ----------------------------------------------------------------------------------
 
@@ -265,13 +262,7 @@ class ThreadDispatch(Dispatch):
         if isinstance(reply, BatchFuture):
             reply.requeue()
         self._waiting[request.number] = request
-        if not self._take_place():
-            self._debt += 1  # it was in the queue before the request that has its place now
-
-    def _leave(self, requests: Sequence[Request]) -> None:
-        super()._leave(requests)
-        while self._debt and self._take_place():
-            self._debt -= 1
+        self._take_place()  # it may have none: a request that came later has it
 
     # --- who does what; under the lock ------------------------------------------------------------
 
