@@ -35,6 +35,7 @@ from trims_shim.daemon.store import (
 )
 from trims_shim.daemon.tiers import DeviceSettings, DeviceTier, HostTier, Tier, Tiers
 from trims_shim.errors import TooManyRequests, TrimsError, UnknownDevice, UnknownImage
+from trims_shim.memory import nvml
 from trims_shim.memory.device import DeviceMemory
 from trims_shim.memory.host import MemfdMemory
 from trims_shim.specs import Identity, SegmentKind
@@ -305,6 +306,30 @@ class TestRoom:
         finally:
             tier.loader.discard(1)
         assert tier.loader.allocated_bytes() == 0
+
+    def test_the_end_does_not_wait_for_nvml(
+        self, emulated_cuda: Emulated, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        harness = Harness()
+        tier = harness.device()
+        asked, released = threading.Event(), threading.Event()
+
+        def hang(device: str) -> int:
+            asked.set()
+            released.wait()
+            return 0
+
+        monkeypatch.setattr(nvml, "free_bytes", hang)
+        harness.tiers.tend()
+        harness.tiers.tend()
+        assert asked.wait(PATIENCE_S)
+        end = threading.Thread(target=harness.tiers.close, daemon=True)
+        end.start()
+        end.join(PATIENCE_S)
+        has_ended, free_bytes = not end.is_alive(), tier.free_bytes()
+        released.set()
+        assert has_ended
+        assert free_bytes == GIB, "as it was measured before"
 
     def test_what_leaves_need_not_be_evicted_again(
         self, make: Callable[..., Harness], emulated_cuda: Emulated

@@ -15,7 +15,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from trims_shim.daemon.eviction import EvictionPolicy, policy_named
 from trims_shim.daemon.loader import Loader, Loads
 from trims_shim.daemon.recent import Recent
 from trims_shim.daemon.store import Store
+from trims_shim.daemon.workers import Workers
 from trims_shim.errors import DriverFailure, TrimsError, UnknownDevice, UnknownImage
 from trims_shim.memory import nvml
 from trims_shim.memory.device import DeviceMemory
@@ -90,6 +91,10 @@ class Tier(abc.ABC):
     def missing_bytes(self) -> int:
         """How much has to be given back now, so that others have the memory left to them."""
 
+    def close(self) -> None:
+        """Wait for loads under way, then give everything up."""
+        self.loader.close()
+
 
 class HostTier(Tier):
     """Host memory."""
@@ -142,7 +147,9 @@ class DeviceTier(Tier):
         self.total_bytes = total_bytes
         self.headroom_bytes = headroom_bytes
         self._reachable_bytes: int | None = None
-        self._is_measuring = False
+        # Not the loader's: NVML may hang with a device, and nobody is to wait for it.
+        self._measurer = Workers(1)
+        self._measuring: Future[None] | None = None
 
     def rank_of(self, peer: DeviceTier) -> int | None:
         """How good the link from another device is, 0 the best; None if none is to be used."""
@@ -160,17 +167,21 @@ class DeviceTier(Tier):
                 return
 
     def measure_soon(self) -> None:
-        """Measure in a thread, unless one is measuring."""
-        if self._is_measuring:
-            return
-        self._is_measuring = True
+        """Measure in a thread of its own, unless it still does."""
+        if self._measuring is None or self._measuring.done():
+            self._measuring = self._measurer.submit(self._measure_or_warn)
 
-        def done(result: object) -> None:
-            self._is_measuring = False
-            if isinstance(result, Exception):
-                _logger.warning("%s cannot be measured: %s", self.name, result)
+    def _measure_or_warn(self) -> None:
+        try:
+            self.measure()
+        # Border: nobody waits for it, and it is tried again.
+        except Exception as error:
+            _logger.warning("%s cannot be measured: %s", self.name, error)
 
-        self.loader.run(self.measure, done)
+    def close(self) -> None:
+        """See :class:`Tier`."""
+        self._measurer.shutdown(wait=False)
+        super().close()
 
     def free_bytes(self) -> int:
         """Memory of the device that was free a moment ago; -1 if NVML does not say."""
@@ -356,7 +367,7 @@ class Tiers:
         """Wait for loads under way, then give everything up."""
         # The host's last: images that leave a device go there.
         for each in reversed(list(self)):
-            each.loader.close()
+            each.close()
 
     # --- making a device's tier -------------------------------------------------------------------
 
