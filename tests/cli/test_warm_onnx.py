@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from onnx_models import perceptron, save
+from onnx_models import perceptron, save, save_external
 
 from trims_shim.cli import images
 from trims_shim.cli import progress as progress_module
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import Progress
+from trims_shim.cli.text import size
 
 from .conftest import Trims
 
@@ -59,10 +60,11 @@ def test_models_are_prepared_and_sessions_find_them(trims: Trims, tmp_path: Path
 
 def test_waiting_is_said(trims: Trims, tmp_path: Path) -> None:
     model = tmp_path / "model.onnx"
-    save(perceptron(seed=5, width=700))(model)
+    save_external(perceptron(seed=5, width=700))(model)
     waiting, done = trims("warm", str(model)).stderr.splitlines()
     assert waiting == f"[1/1] {model}: being prepared ..."
-    assert done.startswith(f"[1/1] {model}: prepared, ")
+    both = size(model.stat().st_size + (tmp_path / "weights.bin").stat().st_size)
+    assert done.startswith(f"[1/1] {model}: prepared, {both} in ")
 
 
 def test_waiting_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

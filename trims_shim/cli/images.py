@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import glob
 import importlib.util
+import mmap
 import os
 import sys
 import time
@@ -28,6 +30,7 @@ from trims_shim.errors import (
     UnknownDevice,
     UnknownImage,
 )
+from trims_shim.formats.onnx import read_model
 from trims_shim.handles import DeviceHandle, Handle
 from trims_shim.specs import HOST_TIER
 from trims_shim.wire import admin
@@ -105,10 +108,22 @@ def _files(word: str) -> Iterator[str]:
 
 
 def _size_of(path: str) -> int:
+    """The size of a file, and of those beside it that have an ONNX model's weights."""
     try:
-        return os.path.getsize(path)
+        size_bytes = os.path.getsize(path)
     except OSError:
         return 0
+    if size_bytes and path.endswith(ONNX_SUFFIX):
+        # What is no such model, or not all there, fails when it is prepared.
+        with contextlib.suppress(FormatError, OSError, ValueError):
+            others = [os.path.join(os.path.dirname(path), each) for each in _locations(path)]
+            size_bytes += sum(map(os.path.getsize, others))
+    return size_bytes
+
+
+def _locations(path: str) -> tuple[str, ...]:
+    with open(path, "rb") as file:
+        return read_model(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)).locations
 
 
 def _warm(path: str, tier: str, *, is_pinned: bool, progress: Progress) -> _Warmed:
@@ -154,7 +169,7 @@ def _note_of(handle: Handle | DeviceHandle) -> str:
 
 
 def _prepare(path: str, device: str | None, *, is_pinned: bool, progress: Progress) -> _Warmed:
-    """Prepare an ONNX model; the size that is shown is that of the named file."""
+    """Prepare an ONNX model."""
     start = time.monotonic()
     before = _prepared()
     key = api.warm(
@@ -162,7 +177,7 @@ def _prepare(path: str, device: str | None, *, is_pinned: bool, progress: Progre
     )
     outcome = "prepared" if _prepared() > before else "prepared already"
     seconds = time.monotonic() - start
-    return _Warmed(path, key, os.path.getsize(path), seconds, outcome, "prepared")
+    return _Warmed(path, key, _size_of(path), seconds, outcome, "prepared")
 
 
 def _prepared() -> int:
