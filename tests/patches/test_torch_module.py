@@ -721,6 +721,34 @@ def test_copied_where_addresses_are_limited(prepare: Callable[..., None], limit:
     assert elided() == 1
 
 
+def test_copied_while_much_memory_waits_to_be_given_back(
+    prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that makes new modules beside another thread has those of the last second, too."""
+    state = cached({"weight": torch.randn(ROWS, COLUMNS)})
+    modules = [weight() for _ in range(3)]
+    wait_until(lambda: not reclaim._batches)
+    monkeypatch.setattr(reclaim, "GRACE_S", TIMEOUT_S)
+    monkeypatch.setattr(reclaim, "LITTLE_BYTES", 0)
+    monkeypatch.setattr(reclaim, "available_bytes", lambda: 3 * state["weight"].nbytes)
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    try:
+        for module, expected in zip(modules, (1, 1, 2), strict=True):
+            prepare(module)
+            module.load_state_dict(state)
+            assert_equal(module, state)
+            assert elided() == expected
+            if module is modules[1]:
+                reclaim._hurry.set()  # as if its time had come
+                wait_until(lambda: not reclaim._batches)
+    finally:
+        stop.set()
+        other.join()
+        reclaim._hurry.set()
+
+
 @pytest.mark.parametrize("shift", [8, 16, 32, 64])
 def test_bytes_off_the_alignment_of_torchs_allocator_are_copied(
     shift: int, prepare: Callable[..., None]

@@ -23,15 +23,18 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from trims_shim.memory.limits import available_bytes
 from trims_shim.memory.mapping import PAGE_BYTES, round_up
 
-__all__ = ["RetiredBlock", "retire"]
+__all__ = ["RetiredBlock", "is_much", "retire"]
 
 STEP_BYTES = 8 << 20
 """Bytes discarded per call: it takes half a millisecond, for which a concurrent mmap may wait."""
 GRACE_S = 1.0
 """How long memory stays readable while other threads run. One of them may be in an operation that
 took the old address before the replacement; with a copy in place that was only a data race."""
+LITTLE_BYTES = 64 << 20
+"""What may wait on any machine: asking what is available takes half a millisecond."""
 FORK_PATIENCE_S = 0.5
 """How long a fork waits until the rest is discarded, which takes some 0.1 s per gigabyte."""
 
@@ -74,6 +77,12 @@ def retire(blocks: list[RetiredBlock]) -> None:
     blocks.clear()
     _hurry.clear()
     _start()
+
+
+def is_much() -> bool:
+    """Whether what waits to be freed is more than a quarter of the memory that is available."""
+    held = sum(block.size_bytes for batch in list(_batches) for block in batch.blocks[:])
+    return held > LITTLE_BYTES and held > available_bytes() // 4
 
 
 def _start() -> None:

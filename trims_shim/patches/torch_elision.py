@@ -50,7 +50,7 @@ from trims_shim import diagnostics
 from trims_shim.client import arenas
 from trims_shim.memory.mapping import are_addresses_limited
 from trims_shim.memory.pages import PageScanner
-from trims_shim.memory.reclaim import RetiredBlock, retire
+from trims_shim.memory.reclaim import RetiredBlock, is_much, retire
 from trims_shim.patches import torch_device, torch_repoint, torch_unshare
 from trims_shim.patches.asking import aligned_image
 from trims_shim.patches.torch_copies import (
@@ -333,10 +333,10 @@ def _count_error(error: Exception) -> None:
 def _holds_cached_bytes(state_dict: Any) -> bool:
     """Whether a plain dict has entries worth eliding; other mappings may compute their entries.
 
-    False where address space is limited: a module needs twice as much until the replaced memory has
-    been given back.
+    False where address space is limited, or much waits to be freed: a module needs twice as much
+    until the replaced memory has been given back.
     """
-    if type(state_dict) not in PLAIN_DICTS or are_addresses_limited():
+    if type(state_dict) not in PLAIN_DICTS or are_addresses_limited() or is_much():
         return False
     return any(
         type(value) in PLAIN_TYPES
