@@ -746,6 +746,27 @@ def test_the_batchers_own_loop_is_gone_with_it() -> None:
     wait_until(lambda: set(threading.enumerate()) <= before, "the end of its thread")
 
 
+def test_a_finalizer_that_asks_while_the_batchers_own_loop_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = set(threading.enumerate())
+    batcher, new_event_loop = greedy(adouble), asyncio.new_event_loop
+    asked: list[Any] = []
+
+    def make() -> asyncio.AbstractEventLoop:
+        if not asked:
+            asked.append(None)
+            asked[0] = batcher.submit(1)
+        return new_event_loop()
+
+    monkeypatch.setattr(asyncio, "new_event_loop", make)
+    assert batcher(2) == 4
+    assert asked[0].result(LONG_S) == 2
+    assert batcher.stats().answered == 2
+    batcher.close(timeout_s=LONG_S)
+    wait_until(lambda: set(threading.enumerate()) <= before, "the end of their threads")
+
+
 @both
 def test_closing_before_the_first_request(function: Any) -> None:
     async def main() -> None:

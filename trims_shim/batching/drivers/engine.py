@@ -121,16 +121,16 @@ class Engine:
         with self._lock:
             self._check_open()
             own = self._own
-            if own is not None and own.is_lost:
-                self._past.merge(own.record)
-                own = None
-            if own is None:
+            if own is None or own.is_lost:
                 thread = ThreadLoop(self.function.name)
-                own = LoopDispatch(self.function, self.options, thread.loop)
-                own.on_rest = thread.stop
-                thread.start(weakref.ref(own))
-                weakref.finalize(own, thread.stop).atexit = False
-                self._own = own
+                made = LoopDispatch(self.function, self.options, thread.loop)
+                made.on_rest = thread.stop
+                thread.start(weakref.ref(made))
+                weakref.finalize(made, thread.stop).atexit = False
+                if own is not None and self._own is own:
+                    self._past.merge(own.record)
+                    self._own = None
+                own = self._own = self._own or made
         return own
 
     def mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
