@@ -230,6 +230,33 @@ def test_a_program_goes_on_as_before(
         pytester.run(*TRIMS, "stop", timeout=LIMIT_S)
 
 
+HANGING = """
+import trims_shim.cli.daemon as cli
+from trims_shim.errors import DaemonTimeout
+names = [name for name in os.environ if "TRIMS" in name]
+stop = cli.stop_daemon
+def stop_too_late(*args, **settings):
+    stop(*args, **settings)
+    raise DaemonTimeout("it hangs")
+cli.stop_daemon = stop_too_late
+"""
+
+
+def test_a_daemon_that_does_not_stop_is_named(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends as its tests did, and what comes after it is as before."""
+    text = PROGRAM.format(first=HANGING)
+    text += 'print(names == [name for name in os.environ if "TRIMS" in name])\n'
+    program = pytester.makepyfile(program=text)
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as directory:
+        monkeypatch.setenv("TRIMS_SOCKET_DIR", directory)
+        result = pytester.run(sys.executable, program, timeout=LIMIT_S)
+        pytester.run(*TRIMS, "stop", timeout=LIMIT_S)
+    result.stdout.fnmatch_lines(["in the program: True 1", "True"])
+    assert result.stderr.str().splitlines() == ["trims: it hangs"]
+
+
 def test_a_package_that_was_imported_first_is_no_warning(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
