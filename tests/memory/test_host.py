@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -208,6 +209,15 @@ class TestExhaustion:
         with pytest.raises(MemoryFailure):
             memory.create(1 << 62)
         assert descriptors() == before
+
+    def test_a_limit_on_files_is_named(self, memory: HostMemory) -> None:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE_BYTES, before[1]))
+        try:
+            with pytest.raises(MemoryFailure, match="ulimit -H -f"):
+                memory.create(2 * PAGE_BYTES)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     def test_a_failing_step_closes_what_was_opened(
         self, memory: HostMemory, monkeypatch: pytest.MonkeyPatch

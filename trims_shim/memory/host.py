@@ -17,6 +17,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -191,7 +192,7 @@ class MemfdMemory(HostMemory):
                 os.posix_fallocate(writable, 0, size_bytes)
         except OSError as error:
             _close_failed(self._held, writable, readable)
-            raise MemoryFailure(f"memfd of {size_bytes} bytes: {error}") from error
+            raise _failure(f"memfd of {size_bytes} bytes", error) from error
         return WritableSegment(
             writable,
             readable,
@@ -238,7 +239,7 @@ class TmpfsMemory(HostMemory):
             os.posix_fallocate(writable, 0, size_bytes)
         except OSError as error:
             _close_failed(self._held, writable, readable)
-            raise MemoryFailure(f"tmpfs segment of {size_bytes} bytes: {error}") from error
+            raise _failure(f"tmpfs segment of {size_bytes} bytes", error) from error
         return WritableSegment(
             writable,
             readable,
@@ -264,6 +265,11 @@ def _close_failed(held: Held, writable: int, readable: int) -> None:
     for descriptor in (writable, readable):
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _failure(what: str, error: OSError) -> MemoryFailure:
+    hint = " (see `ulimit -H -f`)" if error.errno == errno.EFBIG else ""
+    return MemoryFailure(f"{what}: {error}{hint}")
 
 
 @dataclass(frozen=True, slots=True)
