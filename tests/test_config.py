@@ -303,7 +303,6 @@ class TestConfig:
             changed = {
                 "group": "x",
                 "memory_kind": "memfd",
-                "eviction": "LRU",
                 "device_backend": "ipc",
                 "device_access": "private",
                 "ort_prepack": "off",

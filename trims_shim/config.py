@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 PATCHABLE_LIBRARIES = ("torch", "safetensors", "onnxruntime")
-EVICTION_POLICIES = ("lru",)
 MEMORY_KINDS = ("auto", "memfd-huge", "tmpfs-huge", "tmpfs-huge-userns", "memfd")
 DEVICE_BACKENDS = ("vmm", "ipc", "off")
 DEVICE_ACCESSES = ("shared", "private")
@@ -269,13 +268,6 @@ SETTINGS = (
         "auto",
         _choice(*MEMORY_KINDS),
         "memory of host segments (kinds: docs/daemon.md); auto takes the best that works",
-        is_daemons=True,
-    ),
-    Setting(
-        "eviction",
-        "lru",
-        _choice(*EVICTION_POLICIES),
-        "which unleased image goes first",
         is_daemons=True,
     ),
     Setting(

@@ -57,7 +57,7 @@ def test_info_for_people(warmed: Trims) -> None:
     assert "  copy engine " in done.stdout
     settings = done.stdout[done.stdout.index("\nsettings") :].splitlines()[2:]
     assert f"  TRIMS_SOCKET_DIR={warmed.sockets} (environment)" in settings
-    assert "  TRIMS_EVICTION=lru (default; read when the daemon starts)" in settings
+    assert "  TRIMS_INGEST_THREADS=0 (default; read when the daemon starts)" in settings
     assert [line for line in settings if len(line) > 80 and "TRIMS_" not in line] == []
     assert "`trims stop`" in warmed("info", TRIMS_IDLE_EXIT="9").stdout
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.daemon.eviction import Candidate, LeastRecentlyUsed, policy_named
-from trims_shim.errors import ConfigError
+from trims_shim.daemon.eviction import Candidate, LeastRecentlyUsed
 
 
 def candidate(digest: str, used_ns: int) -> Candidate:
@@ -18,15 +16,3 @@ def candidate(digest: str, used_ns: int) -> Candidate:
 def test_least_recently_used_takes_them_as_they_come(uses: list[str]) -> None:
     candidates = [candidate(digest, used_ns) for used_ns, digest in enumerate(uses)]
     assert list(LeastRecentlyUsed().rank(iter(candidates), 100)) == candidates
-
-
-def test_policies_by_name() -> None:
-    assert isinstance(policy_named("lru"), LeastRecentlyUsed)
-    with pytest.raises(ConfigError, match="known: lru"):
-        policy_named("random")
-
-
-def test_every_policy_of_the_setting_exists() -> None:
-    from trims_shim.config import EVICTION_POLICIES
-
-    assert [policy_named(name).name for name in EVICTION_POLICIES] == list(EVICTION_POLICIES)

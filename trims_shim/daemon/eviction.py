@@ -10,14 +10,13 @@ needed: a load that makes room among many images must not look at all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from trims_shim.errors import ConfigError
 from trims_shim.specs import Digest
 
-__all__ = ["Candidate", "EvictionPolicy", "LeastRecentlyUsed", "policy_named"]
+__all__ = ["Candidate", "EvictionPolicy", "LeastRecentlyUsed"]
 
 
 @dataclass(slots=True)
@@ -35,8 +34,6 @@ class Candidate:
 class EvictionPolicy(Protocol):
     """Ranks candidates for eviction."""
 
-    name: str
-
     def rank(self, candidates: Iterable[Candidate], now_ns: int) -> Iterable[Candidate]:
         """The order in which they should go; leaving one out keeps it.
 
@@ -47,20 +44,6 @@ class EvictionPolicy(Protocol):
 class LeastRecentlyUsed:
     """Evict what was opened or released longest ago (TrIMS §4.3, the default there)."""
 
-    name = "lru"
-
     def rank(self, candidates: Iterable[Candidate], now_ns: int) -> Iterable[Candidate]:
         """Oldest use first: as they come."""
         return candidates
-
-
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {LeastRecentlyUsed.name: LeastRecentlyUsed}
-
-
-def policy_named(name: str) -> EvictionPolicy:
-    """The policy of this name. Raises ConfigError."""
-    try:
-        return _POLICIES[name]()
-    except KeyError:
-        known = ", ".join(sorted(_POLICIES))
-        raise ConfigError(f"no eviction policy {name!r}; known: {known}") from None

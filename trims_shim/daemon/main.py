@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 
 from trims_shim import config as configuration
 from trims_shim.config import Config
-from trims_shim.daemon.eviction import policy_named
+from trims_shim.daemon.eviction import LeastRecentlyUsed
 from trims_shim.daemon.front import Front
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.prepared.directory import PreparedSettings
@@ -188,7 +188,7 @@ def _tiers(
 ) -> Tiers:
     store = Store(
         config.host_bytes,
-        policy=policy_named(config.eviction),
+        policy=LeastRecentlyUsed(),
         footprint_bytes=memory.footprint_bytes,
         numbers=numbers,
     )

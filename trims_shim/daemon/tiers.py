@@ -23,7 +23,7 @@ from trims_shim.config import Config, ShareOrSize
 from trims_shim.daemon.device.loader import DeviceLoader
 from trims_shim.daemon.device.peer_copying import PeerCopies
 from trims_shim.daemon.device.uploading import Uploader
-from trims_shim.daemon.eviction import EvictionPolicy, policy_named
+from trims_shim.daemon.eviction import LeastRecentlyUsed
 from trims_shim.daemon.loader import Loader, Loads
 from trims_shim.daemon.recent import Recent
 from trims_shim.daemon.store import Store
@@ -60,7 +60,6 @@ class DeviceSettings:
     headroom: ShareOrSize
     has_peers: bool
     uploader_idle_s: float
-    policy: EvictionPolicy
 
     @classmethod
     def of(cls, config: Config) -> DeviceSettings:
@@ -71,7 +70,6 @@ class DeviceSettings:
             headroom=config.device_headroom_bytes,
             has_peers=config.device_peers,
             uploader_idle_s=config.uploader_idle,
-            policy=policy_named(config.eviction),
         )
 
 
@@ -397,7 +395,7 @@ class Tiers:
         free = nvml.free_bytes(device)
         store = Store(
             settings.budget.of(info.total_bytes if free is None else free),
-            policy=settings.policy,
+            policy=LeastRecentlyUsed(),
             footprint_bytes=memory.footprint_bytes,
             numbers=self._numbers,
             tier=f"tier of {device}",
