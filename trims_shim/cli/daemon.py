@@ -80,8 +80,8 @@ def stop_daemon(endpoint: Endpoint, *, timeout_s: float) -> Stopped:
             if time.monotonic() > deadline:
                 raise DaemonTimeout(
                     f"daemon {welcome.pid} has not finished within {timeout_s:g} s (it may still "
-                    f"be reading a model); wait longer with --timeout, or run "
-                    f"`kill -9 {welcome.pid}`"
+                    "be reading a model, or be another user's); wait longer with --timeout, or "
+                    f"run `kill -9 {welcome.pid}`"
                 )
             time.sleep(_POLL_S)
     return Stopped(welcome.pid, welcome.package, last)
