@@ -131,6 +131,16 @@ def test_a_descriptor_that_is_closed_while_the_daemon_is_started(world: World) -
     assert pid == world.pid()
 
 
+def test_a_starter_with_very_many_descriptors(world: World) -> None:
+    """Their numbers take more than one argument of a process may have."""
+    pid = world.run(
+        "from trims_shim.client import spawn\n"
+        "spawn._inheritable = lambda: range(10_000, 40_000)\n"
+        "say(cache().welcome(may_start=True).pid)\n"
+    )
+    assert pid == world.pid()
+
+
 def test_a_starter_without_standard_streams(world: World) -> None:
     """Their numbers are free, and what is opened for the start gets them."""
     child = world.spawn(

@@ -40,7 +40,7 @@ _locks: list[int] = []
 _BOOT = (
     "import json, os, sys; "
     "os.chdir('/'); "
-    "[os.closerange(each, each + 1) for each in json.loads(sys.argv[3])]; "  # some may be gone
+    "[os.closerange(each, each + 1) for each in map(int, sys.argv[3:])]; "  # some may be gone
     "sys.path[:] = json.loads(sys.argv[2]); "
     "os.fork() and os._exit(0); "
     "os.setsid(); "
@@ -174,8 +174,9 @@ def _launch(executable: str, endpoint: Endpoint, writer: int) -> int:
         stack.callback(os.close, log)
         log, report = _above_report(log, stack), _above_report(writer, stack)
         # Not closed by file actions, which refuse numbers beyond the limit (`ulimit -S -n`).
-        surplus = [each for each in _inheritable() if each > _REPORT]
-        arguments = [str(_REPORT), json.dumps(search_path()), json.dumps(surplus)]
+        # An argument each: one may have 128 KiB.
+        surplus = [str(each) for each in _inheritable() if each > _REPORT]
+        arguments = [str(_REPORT), json.dumps(search_path()), *surplus]
         return os.posix_spawn(
             executable,
             [executable, "-I", "-c", _BOOT, *arguments],
