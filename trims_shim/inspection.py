@@ -11,9 +11,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import os
+import pkgutil
 import platform
 import resource
 import stat
@@ -353,13 +353,13 @@ def _declared(patch_file: str) -> list[tuple[str, str, str]]:
 
     Reads its source, because importing it may import torch.
     """
-    spec = importlib.util.find_spec(patch_file)
-    if spec is None or spec.origin is None:
+    package, _, name = patch_file.rpartition(".")
+    try:
+        source = pkgutil.get_data(package, f"{name}.py")  # also from a zip archive
+    except OSError:  # a frozen program may be without
         return []
-    with open(spec.origin, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
     points = []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source or b"")):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "PatchPoint":
             fields = {word.arg: word.value for word in node.keywords}
             name, target, supported = (

@@ -45,11 +45,10 @@ _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # Imports this very package, whatever the client's interpreter would find under its name, and
 # everything else as the client finds it.
 _BOOT = (
-    "import importlib.util, json, sys; "
-    "package, paths, *arguments = sys.argv[1:]; "
+    "import importlib.machinery, importlib.util, json, sys; "
+    "home, paths, *arguments = sys.argv[1:]; "
     "sys.path[:] = json.loads(paths); "
-    "spec = importlib.util.spec_from_file_location("
-    "'trims_shim', package + '/__init__.py', submodule_search_locations=[package]); "
+    "spec = importlib.machinery.PathFinder.find_spec('trims_shim', [home]); "
     "module = sys.modules['trims_shim'] = importlib.util.module_from_spec(spec); "
     "spec.loader.exec_module(module); "
     "from trims_shim.daemon.preparer.main import main; "
@@ -246,7 +245,7 @@ def _launch(
             "-S",
             "-c",
             _BOOT,
-            PACKAGE_DIRECTORY,
+            os.path.dirname(PACKAGE_DIRECTORY),
             json.dumps(paths),
             str(descriptor),
             *arguments,
