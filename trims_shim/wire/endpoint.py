@@ -154,7 +154,10 @@ def _is_writable(directory: str) -> bool:
 
 def _check_status(directory: str, status: os.stat_result) -> None:
     if not stat.S_ISDIR(status.st_mode):
-        raise UnusableSocketDir(f"socket directory {directory} is not a directory")
+        raise UnusableSocketDir(
+            f"socket directory {directory} is not a directory, and may be no link to one; set "
+            "TRIMS_SOCKET_DIR to a directory of yours"
+        )
     if status.st_uid not in (os.geteuid(), 0):
         raise UnusableSocketDir(
             f"socket directory {directory} belongs to user {status.st_uid}, not to you or root; "
