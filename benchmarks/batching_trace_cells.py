@@ -131,7 +131,7 @@ def _on_trace(cell: Cell) -> Report:
         service_ns=lambda device, batch: profiles[device].latency_ns(len(batch)),
     )
     return Report.of(
-        outcome, devices=len(nodes), accuracy_of=lambda device: options[device].accuracy
+        outcome, devices=len(nodes), accuracy_of=lambda each: options[each.device].accuracy
     )
 
 

@@ -51,7 +51,7 @@ LAYERS = (
     ("batching.staged.profiles.diversity", "batching.staged.staged_rules"),
     ("batching.staged.policies",),
     ("batching.staged.scheduler", "batching.staged.stage_device"),
-    ("batching.staged.simulation",),
+    ("batching.staged.simulation", "planner"),
     ("memory", "wire.endpoint", "wire.frames", "wire.handover", "daemon.ingest", "client.session"),
     ("client.descriptors", "client.threads"),
     ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
@@ -127,6 +127,7 @@ PURE = (
     "daemon.prepared.store",
     "daemon.prepared.manifest",
     "client.session",
+    "planner",
 )
 IMPURE_MODULES = {
     "asyncio", "ctypes", "fcntl", "glob", "io", "logging", "mmap", "multiprocessing", "os",
@@ -134,8 +135,8 @@ IMPURE_MODULES = {
     "subprocess", "tempfile", "threading", "time", "_thread",
 }  # fmt: skip
 HEAVY_MODULES = {
-    "blake3", "cuda", "cupy", "msgpack", "numpy", "onnxruntime", "rich", "safetensors", "torch",
-    "transformers", "zmq",
+    "blake3", "cuda", "cupy", "highspy", "msgpack", "numpy", "onnxruntime", "rich", "safetensors",
+    "torch", "transformers", "zmq",
 }  # fmt: skip
 # Where a heavy module is what the file is about; it is imported when that library is there.
 MAY_IMPORT_HEAVY = {
@@ -147,6 +148,7 @@ MAY_IMPORT_HEAVY = {
     "daemon.ingest": {"blake3"},
     "daemon.prepared.key": {"blake3"},
     "memory.copying": {"blake3"},
+    "planner.programme": {"highspy"},
 }
 MAY_PRINT = ("cli", "__main__", "_bootstrap")
 MAY_READ_ENVIRONMENT = {

@@ -33,6 +33,7 @@
     │   ├── BatcherClosed            the batcher takes no more requests
     │   └── BadBatch                 the batch function did not return one result for each item
     ├── StagingError             a model cannot be cut into stages
+    ├── PlanningError            no plan was found, or none can be made
     ├── NotServed                the load gains nothing or cannot be shared; not a fault
     └── PatchError               a patch point could not be applied
 
@@ -64,6 +65,7 @@ __all__ = [
     "NoSpace",
     "NotServed",
     "PatchError",
+    "PlanningError",
     "QueueFull",
     "ReadFailed",
     "RequestDropped",
@@ -288,6 +290,12 @@ class StagingError(TrimsError):
     """A model cannot be cut into stages."""
 
     reason = "staging"
+
+
+class PlanningError(TrimsError):
+    """No plan was found, or none can be made."""
+
+    reason = "planning"
 
 
 class NotServed(TrimsError):

@@ -20,6 +20,7 @@ from trims_shim._version import __version__
 from trims_shim.cli.arguments import Commands, Parser, add_command
 from trims_shim.cli.batch_arguments import add_batch
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.plan_arguments import add_plan
 from trims_shim.cli.stage_arguments import add_stage
 from trims_shim.cli.values import count, positive
 from trims_shim.config import platform_problem
@@ -68,7 +69,7 @@ def _dispatch(words: list[str]) -> int:
         return _run(words[1:])
     arguments = make_parser().parse_args(words)
     module, _, function = arguments.command.partition(":")
-    if platform_problem and not module.startswith(("batch", "stage", "completion")):
+    if platform_problem and not module.startswith(("batch", "stage", "plan", "completion")):
         raise DaemonUnavailable(platform_problem)
     command: Callable[[argparse.Namespace], Exit]
     command = getattr(importlib.import_module(f"trims_shim.cli.{module}"), function)
@@ -140,7 +141,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"trims {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_looking, _add_images, _add_daemon, _add_programs, add_batch, add_stage):
+    for add in (
+        *(_add_looking, _add_images, _add_daemon, _add_programs),
+        *(add_batch, add_stage, add_plan),
+    ):
         add(commands)
     return parser
 

@@ -77,12 +77,8 @@ class Cluster:
         self.nodes = tuple(nodes)
         self._route = route
         self._hosts: dict[Hashable, list[int]] = {}
-        for index, node in enumerate(self.nodes):
-            for key in node.keys:
-                self._hosts.setdefault(key, []).append(index)
-        self._candidates = {
-            key: [self.nodes[index] for index in hosts] for key, hosts in self._hosts.items()
-        }
+        self._candidates: dict[Hashable, list[Node]] = {}
+        self.find_hosts()
         self._wakes: list[tuple[int, int]] = []
         """A heap of (time, node); an entry is void if its time is no longer the node's."""
 
@@ -105,10 +101,23 @@ class Cluster:
 
     def next_deadline_ns(self) -> int | None:
         """The earliest of its nodes' deadlines."""
+        return self._next_wake_ns()
+
+    def _next_wake_ns(self) -> int | None:
         wakes, nodes = self._wakes, self.nodes
         while wakes and nodes[wakes[0][1]].wake_ns != wakes[0][0]:
             heapq.heappop(wakes)
         return wakes[0][0] if wakes else None
+
+    def find_hosts(self) -> None:
+        """Note which nodes answer which requests; to be called when their keys have changed."""
+        self._hosts.clear()
+        for index, node in enumerate(self.nodes):
+            for key in node.keys:
+                self._hosts.setdefault(key, []).append(index)
+        self._candidates = {
+            key: [self.nodes[index] for index in hosts] for key, hosts in self._hosts.items()
+        }
 
     def _receive(self, request: Request) -> int:
         candidates = self._candidates.get(request.key)
@@ -121,7 +130,7 @@ class Cluster:
     def _due(self, now_ns: int) -> list[int]:
         """The nodes whose time has come."""
         due: list[int] = []
-        while (wake_ns := self.next_deadline_ns()) is not None and wake_ns <= now_ns:
+        while (wake_ns := self._next_wake_ns()) is not None and wake_ns <= now_ns:
             _, index = heapq.heappop(self._wakes)
             self.nodes[index].wake_ns = None
             due.append(index)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trims_shim.batching.simulator.loop import Outcome
+from trims_shim.batching.simulator.loop import Execution, Outcome
 
 __all__ = ["Report", "percentile"]
 
@@ -48,9 +48,9 @@ class Report:
         outcome: Outcome,
         *,
         devices: int = 1,
-        accuracy_of: Callable[[int], float] | None = None,
+        accuracy_of: Callable[[Execution], float] | None = None,
     ) -> Report:
-        """The report of a finished simulation; ``accuracy_of`` returns that of a device's answers.
+        """The report of a finished simulation; ``accuracy_of`` returns that of a batch's answers.
 
         Raises ValueError if a request is not accounted for.
         """
@@ -106,7 +106,7 @@ def percentile(ascending: Sequence[float], share: float) -> float:
 
 
 def _answers(
-    outcome: Outcome, accuracy_of: Callable[[int], float] | None
+    outcome: Outcome, accuracy_of: Callable[[Execution], float] | None
 ) -> tuple[list[int], int, float]:
     """(ascending latencies in ns, how many were in time, the sum of their accuracies)."""
     latencies: list[int] = []
@@ -122,7 +122,7 @@ def _answers(
                 timely += 1
         on_time += timely
         if accuracy_of is not None and timely:
-            score += timely * accuracy_of(each.device)
+            score += timely * accuracy_of(each)
     latencies.sort()
     return latencies, on_time, score
 

@@ -1,0 +1,292 @@
+"""``trims plan``: placements, groups, and what a placement is worth in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+from trims_shim.batching.policies import rule_maker
+from trims_shim.batching.protocol import NEVER_NS, Request
+from trims_shim.batching.rules import RuleMaker
+from trims_shim.batching.simulator import (
+    Outcome,
+    Report,
+    gamma,
+    merged,
+    read_trace,
+    requests,
+)
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.plan_files import Cluster, read_cluster, read_herd
+from trims_shim.cli.text import counted, print_json, table
+from trims_shim.errors import ConfigError, FormatError
+from trims_shim.planner import (
+    Placement,
+    Replanning,
+    Serving,
+    plan_herd,
+    plan_proteus,
+    serve,
+)
+
+__all__ = ["herd", "proteus", "simulate"]
+
+_NS_PER_S = 1_000_000_000
+
+
+def proteus(arguments: argparse.Namespace) -> Exit:
+    """Print the groups of devices of the best placement."""
+    cluster = read_cluster(arguments.problem)
+    placement = _planned(cluster, arguments)
+    if arguments.json:
+        print_json(_placement_fields(placement))
+    else:
+        print(_placement_text(cluster, placement))
+    return Exit.OK
+
+
+def simulate(arguments: argparse.Namespace) -> Exit:
+    """Print a row for each family: violations and accuracy."""
+    cluster = read_cluster(arguments.problem)
+    placement = _planned(cluster, arguments)
+    stream = _stream(cluster, arguments)
+    serving = _serving(cluster, placement, arguments)
+    outcome, report = serve(serving, stream)
+    families = {
+        family: _violations(outcome, family, sum(each.key == family for each in stream))
+        for family in placement.demand_qps
+    }
+    if arguments.json:
+        print_json(
+            dataclasses.asdict(report)
+            | {
+                "violation_ratio": report.violation_ratio,
+                "goodput_qps": report.goodput_qps,
+                "families": families,
+                "plans": serving.plans,
+                "loads": serving.loads,
+            }
+        )
+    else:
+        print(_simulated_text(serving, report, families))
+    return Exit.OK
+
+
+def herd(arguments: argparse.Namespace) -> Exit:
+    """Print the groups of devices, and which streams they serve."""
+    problem = read_herd(arguments.problem)
+    try:
+        plan = plan_herd(
+            problem.streams,
+            problem.models,
+            devices=problem.devices,
+            memory_bytes=problem.memory_bytes,
+            groups=problem.groups,
+            largest=problem.largest,
+            gap=arguments.gap,
+            time_limit_s=arguments.time_limit_s,
+        )
+    except ValueError as error:
+        raise FormatError(f"{arguments.problem}: {error}") from None
+    if arguments.json:
+        print_json(dataclasses.asdict(plan))
+        return Exit.OK
+    titles = ("GROUP", "DEVICES", "NEEDED", "MODELS", "STREAMS")
+    rows = [
+        (
+            str(number),
+            str(group.devices),
+            f"{group.needed:.2f}",
+            ", ".join(group.models),
+            ", ".join(group.streams),
+        )
+        for number, group in enumerate(plan.groups, start=1)
+    ]
+    print(table(titles, rows, right=("DEVICES", "NEEDED")))
+    print(
+        f"\nA burst may be {plan.burst_tolerance:.4g} times a stream's average "
+        f"(no plan allows more than {plan.bound:.4g})"
+    )
+    return Exit.OK
+
+
+# --- placements -----------------------------------------------------------------------------------
+
+
+def _planned(cluster: Cluster, arguments: argparse.Namespace) -> Placement:
+    return plan_proteus(
+        cluster.problem,
+        headroom=arguments.headroom,
+        gap=arguments.gap,
+        time_limit_s=arguments.time_limit_s,
+    )
+
+
+def _placement_text(cluster: Cluster, placement: Placement) -> str:
+    titles = ("FAMILY", "VARIANT", "DEVICE", "COUNT", "ACCURACY", "REQUESTS/S", "BUSY")
+    groups = sorted(placement.groups, key=lambda each: (each.option.family, -each.option.accuracy))
+    rows = [
+        (
+            group.option.family,
+            group.option.variant,
+            group.option.device,
+            str(group.devices),
+            f"{group.option.accuracy:g}",
+            f"{group.planned_qps:.1f}",
+            f"{group.utilisation:.0%}",
+        )
+        for group in groups
+    ]
+    used, devices = placement.devices, cluster.problem.devices
+    idle = [f"{count - used.get(kind, 0)} x {kind}" for kind, count in devices.items()]
+    lines = [
+        table(titles, rows, right=titles[3:]),
+        "",
+        f"accuracy {placement.accuracy:.4g} (none is above {placement.accuracy_bound:.4g}), "
+        f"room for {placement.headroom:.3g} times the demand, not used: {', '.join(idle)}",
+    ]
+    lines += [
+        f"{family}: only {share:.0%} of the demand can be answered"
+        for family, share in placement.served.items()
+        if share < 0.999
+    ]
+    return "\n".join(lines)
+
+
+def _placement_fields(placement: Placement) -> dict[str, Any]:
+    return {
+        "accuracy": placement.accuracy,
+        "accuracy_bound": placement.accuracy_bound,
+        "headroom": placement.headroom,
+        "served": placement.served,
+        "groups": [
+            {
+                "family": group.option.family,
+                "variant": group.option.variant,
+                "device": group.option.device,
+                "devices": group.devices,
+                "accuracy": group.option.accuracy,
+                "planned_qps": group.planned_qps,
+                "utilisation": group.utilisation,
+                "max_batch_size": group.option.profile.max_batch_size,
+            }
+            for group in placement.groups
+        ],
+    }
+
+
+# --- simulation -----------------------------------------------------------------------------------
+
+
+def _serving(cluster: Cluster, placement: Placement, arguments: argparse.Namespace) -> Serving:
+    problem = cluster.problem
+
+    def plan(demand_qps: Mapping[str, float], before: Placement) -> Placement:
+        return plan_proteus(
+            dataclasses.replace(problem, demand_qps=demand_qps),
+            headroom=arguments.headroom,
+            before=before,
+            gap=arguments.gap,
+            time_limit_s=arguments.time_limit_s,
+        )
+
+    load_ns = round(arguments.load_s * _NS_PER_S)
+    return Serving(
+        [kind for kind, count in problem.devices.items() for _ in range(count)],
+        placement,
+        make_rule=_rule_maker(arguments.policy),
+        random=Random(arguments.seed),
+        load_ns=lambda option: load_ns,
+        replanning=Replanning(plan, arguments.period_s) if arguments.replan else None,
+    )
+
+
+def _rule_maker(name: str) -> RuleMaker:
+    try:
+        return rule_maker(name)
+    except ValueError as error:
+        raise ConfigError(f"--policy {name}: {error}") from None
+
+
+def _stream(cluster: Cluster, arguments: argparse.Namespace) -> list[Request]:
+    make: Callable[[Cluster, argparse.Namespace], Sequence[Sequence[Request]]]
+    make = _traces if arguments.trace else _made_up
+    found = list(merged(*make(cluster, arguments)))
+    if not found:
+        raise FormatError(f"{arguments.problem}: no request comes")
+    return found
+
+
+def _made_up(cluster: Cluster, arguments: argparse.Namespace) -> list[list[Request]]:
+    return [
+        list(
+            requests(
+                gamma(qps, arguments.cv, Random(f"{arguments.seed} {family}")),
+                slo_ms=cluster.slo_ms[family],
+                duration_s=arguments.seconds,
+                key=family,
+            )
+        )
+        for family, qps in cluster.problem.demand_qps.items()
+        if qps
+    ]
+
+
+def _traces(cluster: Cluster, arguments: argparse.Namespace) -> list[list[Request]]:
+    streams = []
+    for word in arguments.trace:
+        family, equals, path = word.partition("=")
+        if not equals or family not in cluster.slo_ms:
+            families = ", ".join(cluster.slo_ms)
+            raise ConfigError(f"--trace {word}: it is FAMILY=FILE, and there are {families}")
+        with open(path, encoding="utf-8") as file:
+            try:
+                found = list(read_trace(file, key=family))
+            except ValueError as error:
+                raise FormatError(f"{path}: {error}") from None
+        for request in found:
+            if request.deadline_ns == NEVER_NS:
+                request.deadline_ns = request.arrival_ns + round(cluster.slo_ms[family] * 1e6)
+        streams.append(found)
+    return streams
+
+
+def _violations(outcome: Outcome, family: str, count: int) -> dict[str, float]:
+    on_time = sum(
+        each.ended_ns <= request.deadline_ns
+        for each in outcome.executions
+        if each.batch[0].key == family
+        for request in each.batch
+    )
+    ratio = (count - on_time) / count if count else 0.0
+    return {"requests": count, "violations": count - on_time, "violation_ratio": ratio}
+
+
+def _simulated_text(
+    serving: Serving, report: Report, families: Mapping[str, Mapping[str, float]]
+) -> str:
+    titles = ("FAMILY", "REQUESTS", "VIOLATIONS", "SHARE")
+    whole = {
+        "requests": report.requests,
+        "violations": report.violations,
+        "violation_ratio": report.violation_ratio,
+    }
+    rows = [
+        (
+            family,
+            str(each["requests"]),
+            str(each["violations"]),
+            f"{each['violation_ratio']:.2%}",
+        )
+        for family, each in ({**families, "all": whole}).items()
+    ]
+    accuracy = "none in time" if report.accuracy is None else f"{report.accuracy:.4g}"
+    return (
+        f"{table(titles, rows, right=titles[1:])}\n\n"
+        f"accuracy {accuracy}, p50 {report.p50_ms:.1f} ms, p99 {report.p99_ms:.1f} ms, "
+        f"devices busy {report.busy_share:.0%}; planned again {counted(serving.plans, 'time')}, "
+        f"{counted(serving.loads, 'load')} of another variant"
+    )

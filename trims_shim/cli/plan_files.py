@@ -1,0 +1,228 @@
+"""The problems of ``trims plan``: TOML or JSON files, read and checked.
+
+Content is not trusted: whatever is wrong with it is a FormatError that names the entry.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.profiles.profile_json import LARGEST_SIZE
+from trims_shim.batching.profiles.profile_store import load_profile
+from trims_shim.errors import FormatError
+from trims_shim.planner import HostedModel, Option, Problem, Stream
+from trims_shim.suggestions import did_you_mean
+
+__all__ = ["Cluster", "Herd", "read_cluster", "read_herd"]
+
+_NS_PER_MS = 1_000_000
+_DEFAULT_MAX_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A problem of ``trims plan proteus``, and the objectives of its families."""
+
+    problem: Problem
+    slo_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Herd:
+    """A problem of ``trims plan herd``."""
+
+    streams: Mapping[str, Stream]
+    models: Mapping[str, HostedModel]
+    devices: int
+    memory_bytes: int
+    groups: int
+    largest: int | None
+
+
+def read_cluster(path: str) -> Cluster:
+    """Raises OSError and FormatError, also of a profile that it names."""
+    whole = _Table(path, "", _parsed(path))
+    devices = {kind: int(count) for kind, count in whole.table("devices").numbers(whole=True)}
+    default_ms = whole.number("slo_ms", default=None)
+    options: list[Option] = []
+    demand_qps: dict[str, float] = {}
+    slo_ms: dict[str, float] = {}
+    for family, entry in whole.table("families").tables():
+        demand_qps[family] = entry.number("demand_qps")
+        slo_ms[family] = entry.number("slo_ms", default=default_ms)
+        for variant, inner in entry.table("variants").tables():
+            accuracy = inner.number("accuracy")
+            for device, profile in _profiles(inner.table("latency_ms"), os.path.dirname(path)):
+                option = Option(family, variant, device, accuracy, profile)
+                fitting = option.within(slo_ms[family])
+                if fitting is not None:
+                    options.append(fitting)
+            inner.end()
+        entry.end()
+    whole.end()
+    try:
+        return Cluster(Problem(devices, options, demand_qps), slo_ms)
+    except ValueError as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+def read_herd(path: str) -> Herd:
+    """Raises OSError and FormatError."""
+    whole = _Table(path, "", _parsed(path))
+    models = {}
+    for name, entry in whole.table("models").tables():
+        models[name] = HostedModel(
+            throughput_qps=entry.number("throughput_qps"),
+            memory_bytes=_bytes(entry),
+            affinity=entry.text("affinity", default=""),
+        )
+        entry.end()
+    streams = {}
+    for name, entry in whole.table("streams").tables():
+        streams[name] = Stream(entry.text("model"), entry.number("rate_qps"))
+        if streams[name].model not in models:
+            raise FormatError(
+                f"{path}: streams.{name}.model is {streams[name].model!r}; there is no such model"
+            )
+        entry.end()
+    largest = whole.number("largest", default=math.nan, whole=True)
+    herd = Herd(
+        streams,
+        models,
+        devices=int(whole.number("devices", whole=True)),
+        memory_bytes=_bytes(whole),
+        groups=int(whole.number("groups", whole=True)),
+        largest=None if math.isnan(largest) else int(largest),
+    )
+    whole.end()
+    return herd
+
+
+def _bytes(entry: _Table) -> int:
+    return round(entry.number("memory_gb") * 1e9)
+
+
+def _profiles(entry: _Table, directory: str) -> Iterator[tuple[str, LatencyProfile]]:
+    """Yield the kinds of devices and profiles of a ``latency_ms``."""
+    for device, value in entry.items():
+        where = entry.name(device)
+        if isinstance(value, str):
+            yield device, load_profile(os.path.join(directory, value))
+            continue
+        inner = _Table(entry.path, where, value)
+        yield device, _line(inner) if "alpha" in inner.content else _measured(inner)
+        inner.end()
+
+
+def _line(entry: _Table) -> LatencyProfile:
+    alpha, beta = entry.number("alpha"), entry.number("beta", default=0.0)
+    largest = entry.number("max_batch_size", default=_DEFAULT_MAX_BATCH_SIZE, whole=True)
+    if not alpha + beta:
+        raise FormatError(f"{entry.path}: {entry.where}: a batch has to take some time")
+    if largest > LARGEST_SIZE:
+        raise FormatError(f"{entry.path}: {entry.where}: max_batch_size is above {LARGEST_SIZE}")
+    return LatencyProfile.linear(alpha, beta, max_batch_size=int(largest))
+
+
+def _measured(entry: _Table) -> LatencyProfile:
+    latencies_ns: dict[int, float] = {}
+    for size, latency_ms in entry.numbers():
+        if not size.isascii() or not size.isdigit() or not 1 <= int(size) <= LARGEST_SIZE:
+            raise FormatError(f"{entry.path}: {entry.where}: {size!r} is no batch size")
+        latencies_ns[int(size)] = latency_ms * _NS_PER_MS
+    if not latencies_ns:
+        raise FormatError(f"{entry.path}: {entry.where} has no latency of any batch size")
+    return LatencyProfile.measured(latencies_ns, pads=False)
+
+
+def _parsed(path: str) -> Any:
+    with open(path, "rb") as file:
+        content = file.read()
+    try:
+        if path.endswith(".json"):
+            return json.loads(content)
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
+        return tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if path.endswith(".json") else "TOML"
+        raise FormatError(f"{path} is not {kind}: {error}") from None
+
+
+class _Table:
+    """A table of a file; what nobody asked for is an error in the end."""
+
+    def __init__(self, path: str, where: str, content: Any) -> None:
+        self.path = path
+        self.where = where
+        """Its name in the file; empty for the whole."""
+        if not isinstance(content, dict):
+            raise FormatError(f"{path}: {where or 'the whole'} is not a table")
+        self.content: dict[str, Any] = content
+        self._known: set[str] = set()
+
+    def name(self, key: str) -> str:
+        return f"{self.where}.{key}" if self.where else key
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        self._known.update(self.content)
+        return iter(self.content.items())
+
+    def table(self, key: str) -> _Table:
+        return _Table(self.path, self.name(key), self._value(key))
+
+    def tables(self) -> Iterator[tuple[str, _Table]]:
+        for key, value in self.items():
+            yield key, _Table(self.path, self.name(key), value)
+
+    def numbers(self, *, whole: bool = False) -> Iterator[tuple[str, float]]:
+        for key, _ in self.items():
+            yield key, self.number(key, whole=whole)
+
+    def number(self, key: str, *, default: float | None = None, whole: bool = False) -> float:
+        """A number from 0 on; without a default it has to be there."""
+        if default is not None and not self._has(key):
+            return default
+        value = self._value(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf or (whole and value != int(value)):
+            kind = "a whole number" if whole else "a number"
+            raise FormatError(
+                f"{self.path}: {self.name(key)} is {value!r}; it has to be {kind} from 0 on"
+            )
+        return float(value)
+
+    def text(self, key: str, *, default: str | None = None) -> str:
+        """A text; without a default it has to be there."""
+        if default is not None and not self._has(key):
+            return default
+        value = self._value(key)
+        if not isinstance(value, str):
+            raise FormatError(f"{self.path}: {self.name(key)} is {value!r}; it has to be a text")
+        return value
+
+    def end(self) -> None:
+        """Raise FormatError for an entry that nobody asked for."""
+        for key in self.content:
+            if key not in self._known:
+                raise FormatError(
+                    f"{self.path}: {self.name(key)} is not known" + did_you_mean(key, self._known)
+                )
+
+    def _has(self, key: str) -> bool:
+        self._known.add(key)
+        return key in self.content
+
+    def _value(self, key: str) -> Any:
+        if not self._has(key):
+            raise FormatError(f"{self.path}: there is no {self.name(key)}")
+        return self.content[key]

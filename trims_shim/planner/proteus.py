@@ -1,0 +1,229 @@
+"""Which variants run where, so that answers are as accurate as the demand allows (Proteus).
+
+The paper's programme (ASPLOS'24, section 4) in a linear form over kinds of devices. Of variant m on
+kind t, let n be the number of devices, P the throughput of one, A the accuracy, and f the requests
+a second that are planned for it::
+
+    maximise  sum A f                               (effective accuracy)
+    where     sum over a family's variants f = s    (its demand, times a headroom)
+              f <= P n
+              sum over the variants on a kind n <= its devices,  n whole
+
+The paper has a binary variable for each device and products of variables; as devices of a kind are
+interchangeable, both forms have the same optimum, and this one is solved in milliseconds instead of
+minutes.
+
+Three things the paper leaves open. If the devices cannot take all of the demand, every family gets
+at least the same, largest share of its own, then as many requests are served as possible; the
+artefact lowers the demand in steps. Devices that the optimum does not need give room for bursts:
+the least spare room of all families becomes as large as possible, by variants that are accurate
+enough to keep the optimum. And requests are spread so that no group is busier than needed.
+
+A plan that replaces another one also counts the devices that change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from trims_shim.errors import PlanningError
+from trims_shim.planner.placement import Group, Placement
+from trims_shim.planner.problem import Problem
+from trims_shim.planner.programme import Programme, Solution
+
+__all__ = ["plan_proteus"]
+
+_HAIR = 1e-6
+"""Relative; results of one programme are limits of the next, and solvers round."""
+_MOST_SPARE = 10.0
+"""In times the demand; more is as good."""
+_OTHERS_COUNT = 0.1
+"""The mean spare room of all families, against the least."""
+_CHANGE_COSTS = 0.02
+"""Of one device, against the least spare room."""
+_IDLE_QPS = 1e-6
+"""Less than this is no flow, but rounding."""
+
+
+def plan_proteus(
+    problem: Problem,
+    *,
+    headroom: float = 1.5,
+    before: Placement | None = None,
+    gap: float = 1e-3,
+    time_limit_s: float = 10.0,
+) -> Placement:
+    """Place variants on devices. Pure, but for the solver's reading of the clock.
+
+    Each family's devices can answer ``headroom`` times its demand if there are enough of them. With
+    ``before``, the placement that is running, devices change their variants only where that gains
+    something. ``gap`` is how much of the accuracy, relatively, may be lost to find a plan sooner or
+    to change less; each of up to five programmes takes at most ``time_limit_s``. Raises
+    PlanningError if a family has no option, if no plan is found in time, and without highspy;
+    ValueError for a headroom that is not positive.
+    """
+    if not headroom > 0:
+        raise ValueError(f"a headroom of {headroom} is not positive")
+    for family in problem.families:
+        if not any(problem.of_family(family)):
+            raise PlanningError(
+                f"no device runs a variant of {family!r} within its objective: give it a longer "
+                "one, or add a faster variant or kind of device"
+            )
+    if not problem.families:
+        return Placement((), problem.demand_qps, headroom)
+    model = _Model(problem.times(headroom), gap=gap, time_limit_s=time_limit_s)
+    share = model.serve()
+    best = model.solved(model.accuracy)
+    model.keep(model.accuracy, best.goal * (1 if before is None else 1 - gap))
+    flows, counts = model.spread(best, before)
+    groups = [
+        Group(option, round(count), flow)
+        for option, count, flow in zip(problem.options, counts, flows, strict=True)
+        if round(count)
+    ]
+    placement = Placement(tuple(_of_demand(groups, problem)), problem.demand_qps, share * headroom)
+    worse = best.bound / best.goal if best.goal > 0 else 1.0
+    return replace(placement, accuracy_bound=placement.accuracy * max(1.0, worse))
+
+
+def _of_demand(groups: list[Group], problem: Problem) -> Iterator[Group]:
+    """Scale what was planned for the headroom down to the demand, where that is exceeded."""
+    planned = dict.fromkeys(problem.demand_qps, 0.0)
+    for group in groups:
+        planned[group.option.family] += group.planned_qps
+    for group in groups:
+        family = group.option.family
+        scale = max(1.0, planned[family] / problem.demand_qps[family])
+        yield replace(group, planned_qps=group.planned_qps / scale)
+
+
+class _Model:
+    """The programme, and which of its variables mean what."""
+
+    def __init__(self, problem: Problem, *, gap: float, time_limit_s: float) -> None:
+        self._problem = problem
+        self._gap = gap
+        self._time_limit_s = time_limit_s
+        self._programme = Programme()
+        options = problem.options
+        self._flows = [self._programme.variable() for _ in options]
+        self._counts = [
+            self._programme.variable(
+                upper=problem.devices[each.device] if problem.demand_qps.get(each.family) else 0,
+                is_integer=True,
+            )
+            for each in options
+        ]
+        for option, flow, count in zip(options, self._flows, self._counts, strict=True):
+            self._programme.row({flow: 1, count: -option.peak_qps}, upper=0)
+        for kind, devices in problem.devices.items():
+            counts = {
+                count: 1.0
+                for option, count in zip(options, self._counts, strict=True)
+                if option.device == kind
+            }
+            if counts:
+                self._programme.row(counts, upper=devices)
+
+    @property
+    def accuracy(self) -> dict[int, float]:
+        """The sum of A f."""
+        return {
+            flow: option.accuracy
+            for flow, option in zip(self._flows, self._problem.options, strict=True)
+        }
+
+    def serve(self) -> float:
+        """Require that demands are served; return the least share of a family's that is."""
+        programme, demand_qps = self._programme, self._problem.demand_qps
+        share = programme.variable(upper=1.0)
+        for family in self._problem.families:
+            terms = self._flows_of(family)
+            programme.row(terms, upper=demand_qps[family])
+            programme.row({**terms, share: -demand_qps[family]}, lower=0)
+        whole: dict[int, float] = {share: 1.0}
+        largest = self.solved(whole, gap=_HAIR).goal
+        self.keep(whole, largest)
+        if largest < 1 - _HAIR:
+            served = dict.fromkeys(self._flows, 1.0)
+            self.keep(served, self.solved(served).goal)
+        return min(1.0, largest)
+
+    def solved(self, goal: Mapping[int, float], *, gap: float | None = None) -> Solution:
+        """Maximise ``goal``. Raises PlanningError if no solution was found in time."""
+        found = self._programme.maximise(
+            goal, gap=self._gap if gap is None else gap, time_limit_s=self._time_limit_s
+        )
+        assert found is not None, "no flow at all is a solution"
+        return found
+
+    def keep(self, goal: Mapping[int, float], value: float) -> None:
+        """Require what was reached, less a hair."""
+        self._programme.row(goal, lower=value * (1 - _HAIR))
+
+    def spread(self, best: Solution, before: Placement | None) -> tuple[list[float], list[float]]:
+        """Use devices that are not needed, and all alike; return flows and counts."""
+        try:
+            return self._levelled(self.solved(self._spare(best) | self._changes(before)))
+        except PlanningError:  # the time is up
+            return self._flows_and_counts(best)
+
+    def _spare(self, best: Solution) -> dict[int, float]:
+        """Add rows for the spare room of each family, in times its demand; return it as a goal."""
+        programme, problem = self._programme, self._problem
+        least = programme.variable(upper=_MOST_SPARE)
+        goal = {least: 1.0}
+        for family in problem.families:
+            used = [
+                option.accuracy
+                for i, option in problem.of_family(family)
+                if best.values[self._flows[i]] > _IDLE_QPS
+            ]
+            if not used:
+                continue
+            spare = programme.variable(upper=_MOST_SPARE)
+            goal[spare] = _OTHERS_COUNT / len(problem.families)
+            room = {
+                self._counts[i]: option.peak_qps
+                for i, option in problem.of_family(family)
+                if option.accuracy >= min(used)
+            }
+            taken = dict.fromkeys(self._flows_of(family), -1.0)
+            programme.row({**room, **taken, spare: -problem.demand_qps[family]}, lower=0)
+            programme.row({spare: 1.0, least: -1.0}, lower=0)
+        return goal
+
+    def _changes(self, before: Placement | None) -> dict[int, float]:
+        """Add rows for the number of devices that change their variant; return it as a goal."""
+        if before is None:
+            return {}
+        running = {group.option: group.devices for group in before.groups}
+        goal = {}
+        for option, count in zip(self._problem.options, self._counts, strict=True):
+            changed = self._programme.variable()
+            self._programme.row({changed: 1.0, count: -1.0}, lower=-float(running.get(option, 0)))
+            goal[changed] = -_CHANGE_COSTS
+        return goal
+
+    def _levelled(self, found: Solution) -> tuple[list[float], list[float]]:
+        """Keep the counts, and make the busiest group of each family as little busy as possible."""
+        programme, problem = self._programme, self._problem
+        for count in self._counts:
+            programme.row({count: 1.0}, lower=found.values[count], upper=found.values[count])
+        goal = {}
+        for family in problem.families:
+            busiest = programme.variable(upper=1.0)
+            goal[busiest] = -1.0
+            for i, option in problem.of_family(family):
+                room = option.peak_qps * found.values[self._counts[i]]
+                programme.row({self._flows[i]: 1.0, busiest: -room}, upper=0)
+        return self._flows_and_counts(self.solved(goal))
+
+    def _flows_of(self, family: str) -> dict[int, float]:
+        return {self._flows[i]: 1.0 for i, _ in self._problem.of_family(family)}
+
+    def _flows_and_counts(self, found: Solution) -> tuple[list[float], list[float]]:
+        flows = [max(0.0, found.values[flow]) for flow in self._flows]
+        return flows, [found.values[count] for count in self._counts]
