@@ -29,6 +29,7 @@ from benchmarks.batching_trace_report import (  # noqa: E402
 from benchmarks.batching_trace_tables import write_markdown  # noqa: E402
 from benchmarks.proteus_artefact import ArtefactRun, placement_file  # noqa: E402
 from trims_shim.batching.simulator import Report  # noqa: E402
+from trims_shim.planner import programme  # noqa: E402
 
 HEADER = "Model,Accel,Trials,batchsize,50th_pct,90th_pct,avg_latency(ms),Min,Max,Accuracy,Norm\n"
 
@@ -111,7 +112,6 @@ def test_a_placement_is_taken_from_the_file(data: Path) -> None:
 
 
 def test_the_solver_meets_the_demand_with_the_most_accurate(data: Path) -> None:
-    pytest.importorskip("scipy")
     placement = batching_placement.solve(find_dataset(), "flat", 300)
     flows = {each.option.variant: each.planned_qps for each in placement.groups}
     assert placement.share == 1
@@ -121,8 +121,9 @@ def test_the_solver_meets_the_demand_with_the_most_accurate(data: Path) -> None:
 
 
 def test_without_a_solver_it_says_so(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(SolverMissing, match="pip install scipy"):
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    programme._highs.cache_clear()
+    with pytest.raises(SolverMissing, match=r"pip install 'trims-shim\[planner\]'"):
         find_placement(find_dataset(), "flat", 300)
 
 

@@ -57,7 +57,7 @@ class Demand:
         if not self._end_ns:
             return
         missed = (now_ns - self._end_ns) // _BIN_NS
-        for _ in range(min(missed + 1, _BINS)):
+        for _ in range(min(missed + 1, _BINS + 1)):
             self._bins.append(self._bin)
             self._bin = Counter[str]()
         if missed >= 0:

@@ -185,11 +185,12 @@ class _Model:
                 continue
             spare = programme.variable(upper=_MOST_SPARE)
             goal[spare] = _OTHERS_COUNT / len(problem.families)
-            room = {
-                self._counts[i]: option.peak_qps
-                for i, option in problem.of_family(family)
-                if option.accuracy >= min(used)
-            }
+            room = {}
+            for i, option in problem.of_family(family):
+                if option.accuracy >= min(used):
+                    room[self._counts[i]] = option.peak_qps
+                else:
+                    programme.row({self._counts[i]: 1.0}, upper=0)
             taken = dict.fromkeys(self._flows_of(family), -1.0)
             programme.row({**room, **taken, spare: -problem.demand_qps[family]}, lower=0)
             programme.row({spare: 1.0, least: -1.0}, lower=0)

@@ -34,7 +34,7 @@ def outcome() -> Outcome:
 
 
 def test_the_figures() -> None:
-    report = Report.of(outcome(), devices=2, accuracy_of=lambda device: (80.0, 90.0)[device])
+    report = Report.of(outcome(), devices=2, accuracy_of=lambda each: (80.0, 90.0)[each.device])
     assert (report.on_time, report.late, report.dropped, report.unanswered) == (2, 1, 1, 1)
     assert report.violations == 3
     assert report.violation_ratio == 0.6

@@ -1,0 +1,40 @@
+"""Problems refuse what makes no sense; options keep the batch sizes that are quick enough."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.planner.making import option
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.planner import Option, Problem
+
+CAT = option("cats", "large", "gpu", 90, 40)
+
+
+def test_a_batch_takes_less_than_half_the_objective() -> None:
+    profile = LatencyProfile.linear(10, 0, max_batch_size=8)
+    found = Option("cats", "large", "gpu", 90, profile).within(slo_ms=100)
+    assert found is not None
+    assert found.profile.max_batch_size == 4  # 50 ms are not less than half
+    assert found.peak_qps == pytest.approx(100)
+
+
+def test_an_option_that_is_too_slow_is_none() -> None:
+    profile = LatencyProfile.linear(10, 0, max_batch_size=8)
+    assert Option("cats", "large", "gpu", 90, profile).within(slo_ms=20) is None
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "demand_qps", "message"),
+    [
+        ({"gpu": -1}, [], {}, "-1 devices of the kind 'gpu'"),
+        ({"gpu": 1}, [], {"cats": -1}, "demand of -1 requests a second for 'cats'"),
+        ({"gpu": 1}, [], {"cats": float("nan")}, "demand of nan"),
+        ({"cpu": 1}, [CAT], {}, "large on gpu: there is no such kind"),
+        ({"gpu": 1}, [CAT, CAT], {}, "large on gpu .cats. is given twice"),
+        ({"gpu": 1}, [option("cats", "x", "gpu", -1, 4)], {}, "x on gpu has an accuracy of -1"),
+    ],
+)
+def test_nonsense_is_refused(devices, options, demand_qps, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        Problem(devices, options, demand_qps)

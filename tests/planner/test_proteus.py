@@ -1,0 +1,136 @@
+"""Placements are as accurate as brute force finds, and never promise what devices cannot do."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.planner.making import option, problems
+from trims_shim.errors import PlanningError
+from trims_shim.planner import Placement, Problem, plan_proteus, programme
+
+
+def counts_of(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Every number of devices for every option."""
+    choices = [range(problem.devices[each.device] + 1) for each in problem.options]
+    for counts in itertools.product(*choices):
+        used = dict.fromkeys(problem.devices, 0)
+        for each, count in zip(problem.options, counts, strict=True):
+            used[each.device] += count
+        if all(used[kind] <= devices for kind, devices in problem.devices.items()):
+            yield counts
+
+
+def best(problem: Problem) -> tuple[float, float, float]:
+    """(the largest share of each family's demand, requests served with it, their accuracy)."""
+    found = (0.0, 0.0, 0.0)
+    for counts in counts_of(problem):
+        served, right, share = 0.0, 0.0, 1.0
+        for family in problem.families:
+            left = problem.demand_qps[family]
+            rooms = [
+                (each.accuracy, count * each.peak_qps)
+                for each, count in zip(problem.options, counts, strict=True)
+                if each.family == family
+            ]
+            share = min(share, sum(room for _, room in rooms) / left)
+            for accuracy, room in sorted(rooms, reverse=True):
+                taken = min(left, room)
+                left -= taken
+                served += taken
+                right += taken * accuracy
+        # The least share decides, then the number of answers, then how many are right.
+        found = max(found, (round(share, 6), round(served, 6), right))
+    return found
+
+
+def check(problem: Problem, placement: Placement) -> None:
+    """No more devices than there are, and no group has more than it can do."""
+    for kind, used in placement.devices.items():
+        assert used <= problem.devices[kind]
+    for group in placement.groups:
+        assert 0 <= group.utilisation <= 1 + 1e-6
+
+
+@given(problems())
+def test_no_placement_is_better(problem: Problem) -> None:
+    share, served, right = best(problem)
+    placement = plan_proteus(problem, headroom=1.0, gap=0.0)
+    check(problem, placement)
+    if not problem.families:
+        assert not placement.groups
+        return
+    planned = sum(group.planned_qps for group in placement.groups)
+    assert placement.headroom == pytest.approx(share, abs=1e-4)
+    assert min(placement.served.values()) == pytest.approx(share, abs=1e-4)
+    assert planned == pytest.approx(served, rel=1e-4, abs=1e-4)
+    assert planned * placement.accuracy == pytest.approx(right, rel=1e-4, abs=1e-3)
+    assert placement.accuracy <= placement.accuracy_bound + 1e-9
+
+
+@given(problems(), st.sampled_from((0.5, 1.3, 3.0)))
+def test_headroom_is_room_that_is_not_planned_for(problem: Problem, headroom: float) -> None:
+    placement = plan_proteus(problem, headroom=headroom, gap=0.0)
+    check(problem, placement)
+    assert placement.headroom <= headroom
+    for family, share in placement.served.items():
+        assert share >= min(1.0, placement.headroom) - 1e-4
+        room = sum(
+            group.devices * group.option.peak_qps
+            for group in placement.groups
+            if group.option.family == family
+        )
+        assert room >= placement.headroom * problem.demand_qps[family] * (1 - 1e-4)
+
+
+def test_devices_that_the_optimum_does_not_need_give_room() -> None:
+    options = [option("cats", "large", "gpu", 90, 40), option("dogs", "large", "gpu", 90, 40)]
+    problem = Problem({"gpu": 6}, options, {"cats": 10, "dogs": 30})
+    placement = plan_proteus(problem, headroom=1.0)
+    devices = {group.option.family: group.devices for group in placement.groups}
+    assert devices == {"cats": 2, "dogs": 4}
+
+
+def test_room_for_bursts_does_not_make_answers_worse() -> None:
+    options = [option("cats", "small", "cpu", 60, 40), option("cats", "large", "gpu", 90, 40)]
+    placement = plan_proteus(Problem({"cpu": 3, "gpu": 1}, options, {"cats": 30}), headroom=1.0)
+    assert [group.option.variant for group in placement.groups] == ["large"]
+
+
+def test_what_runs_stays_where_a_change_gains_nothing() -> None:
+    options = [option("cats", name, "gpu", 90, 40) for name in ("one", "other")]
+    problem = Problem({"gpu": 2}, options, {"cats": 60})
+    for variant in options:
+        before = plan_proteus(Problem({"gpu": 2}, [variant], {"cats": 60}))
+        after = plan_proteus(problem, before=before)
+        assert [group.option for group in after.groups] == [variant]
+
+
+def test_a_family_without_options_is_named() -> None:
+    problem = Problem({"gpu": 1}, [option("cats", "large", "gpu", 90, 40)], {"cats": 1, "dogs": 1})
+    with pytest.raises(PlanningError, match="no device runs a variant of 'dogs'"):
+        plan_proteus(problem)
+
+
+def test_a_headroom_is_positive() -> None:
+    with pytest.raises(ValueError, match="headroom of 0 is not positive"):
+        plan_proteus(Problem({}, [], {}), headroom=0)
+
+
+def test_without_a_solver_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    programme._highs.cache_clear()
+    problem = Problem({"gpu": 1}, [option("cats", "large", "gpu", 90, 40)], {"cats": 1})
+    with pytest.raises(PlanningError, match=r"pip install 'trims-shim\[planner\]'"):
+        plan_proteus(problem)
+
+
+def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    options = [option("cats", name, "gpu", 60 + 10 * i, 40 - i) for i, name in enumerate("abcd")]
+    plan_proteus(Problem({"gpu": 7}, options, {"cats": 130}))
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,141 @@
+"""A plan in virtual time: every request is accounted for, whatever devices change meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planner.making import option
+from trims_shim.batching.policies import rule_maker
+from trims_shim.batching.protocol import Request
+from trims_shim.batching.simulator import merged, poisson, requests
+from trims_shim.planner import (
+    Option,
+    Placement,
+    Problem,
+    Replanning,
+    Serving,
+    plan_proteus,
+    serve,
+)
+
+SECOND = 1_000_000_000
+OPTIONS = [
+    option("cats", "small", "gpu", 60, 200),
+    option("cats", "large", "gpu", 90, 40),
+    option("dogs", "small", "gpu", 60, 200),
+    option("dogs", "large", "gpu", 90, 40),
+]
+KINDS = ["gpu"] * 4
+
+
+def problem(cats: float, dogs: float) -> Problem:
+    return Problem({"gpu": 4}, OPTIONS, {"cats": cats, "dogs": dogs})
+
+
+def plan(demand_qps: Mapping[str, float], before: Placement) -> Placement:
+    return plan_proteus(replace(problem(0, 0), demand_qps=demand_qps), before=before)
+
+
+def arrivals(*phases: tuple[float, float, float]) -> list[Request]:
+    """Requests of phases, each (seconds, cats a second, dogs a second)."""
+    found: list[Request] = []
+    start_ns = 0
+    for number, (length_s, *rates) in enumerate(phases):
+        streams = [
+            requests(
+                poisson(qps, Random(f"{family} {number}")),
+                slo_ms=300,
+                duration_s=length_s,
+                key=family,
+            )
+            for family, qps in zip(("cats", "dogs"), rates, strict=True)
+        ]
+        for each in merged(*streams):
+            each.arrival_ns += start_ns
+            each.deadline_ns += start_ns
+            each.number = len(found)
+            found.append(each)
+        start_ns += round(length_s * SECOND)
+    return found
+
+
+def serving(
+    first: Placement, *, replanning: Replanning | None = None, load_s: float = 0
+) -> Serving:
+    def load_ns(chosen: Option) -> int:
+        return round(load_s * SECOND)
+
+    return Serving(
+        KINDS,
+        first,
+        make_rule=rule_maker("auto"),
+        random=Random(1),
+        load_ns=load_ns,
+        replanning=replanning,
+    )
+
+
+def test_what_was_planned_is_what_comes_out() -> None:
+    stream = arrivals((60, 40, 10))
+    first = plan_proteus(problem(40, 10))
+    _, report = serve(serving(first), stream)
+    assert report.requests == len(stream)
+    assert report.violation_ratio < 0.01
+    assert report.accuracy == pytest.approx(first.accuracy, abs=2)
+
+
+def test_when_demand_rises_answers_become_less_accurate_instead_of_late() -> None:
+    stream = arrivals((40, 20, 10), (40, 300, 10))
+    first = plan_proteus(problem(20, 10))
+    static = serve(serving(first), stream)[1]
+    again = serving(first, replanning=Replanning(plan))
+    scaled = serve(again, stream)[1]
+    assert static.violation_ratio > 0.3
+    assert scaled.violation_ratio < 0.1
+    assert scaled.accuracy is not None
+    assert static.accuracy is not None
+    assert 60 <= scaled.accuracy < static.accuracy <= 90
+    assert again.plans > 5
+    assert again.loads > 0
+
+
+def test_variants_that_load_slowly_cost_answers() -> None:
+    stream = arrivals((20, 20, 10), (20, 300, 10))
+    first = plan_proteus(problem(20, 10))
+    quick = serve(serving(first, replanning=Replanning(plan), load_s=0.02), stream)[1]
+    slow = serve(serving(first, replanning=Replanning(plan), load_s=8), stream)[1]
+    assert slow.violations > quick.violations + 500
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_no_request_is_lost_while_devices_change(data: st.DataObject) -> None:
+    """Each plan is one at random, so that devices change at any time."""
+    random = Random(data.draw(st.integers(0, 1000)))
+
+    def any_plan(demand_qps: Mapping[str, float], before: Placement) -> Placement:
+        return plan_proteus(problem(random.choice((1, 50, 400)), random.choice((1, 50, 400))))
+
+    rates = data.draw(st.tuples(st.sampled_from((5, 60, 300)), st.sampled_from((1, 100))))
+    stream = arrivals((5, *rates))
+    replanning = Replanning(any_plan, period_s=data.draw(st.sampled_from((0.5, 2.0))))
+    load_s = data.draw(st.sampled_from((0, 0.01, 0.7)))
+    # serve() checks the contract of policies, and that all requests are in the report.
+    _, report = serve(
+        serving(plan_proteus(problem(5, 5)), replanning=replanning, load_s=load_s), stream
+    )
+    assert report.requests == len(stream)
+    assert not report.unanswered
+
+
+def test_a_family_that_nobody_asked_for_can_be_asked_for_later() -> None:
+    first = plan_proteus(problem(20, 1))
+    stream = arrivals((30, 20, 0.001), (30, 20, 30))
+    _, report = serve(serving(first, replanning=Replanning(plan)), stream)
+    assert report.violation_ratio < 0.05
