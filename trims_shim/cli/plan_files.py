@@ -50,7 +50,7 @@ def read_cluster(path: str) -> Cluster:
     """Raises OSError and FormatError, also of a profile that it names."""
     whole = _Table(path, "", _parsed(path))
     devices = {kind: int(count) for kind, count in whole.table("devices").numbers(whole=True)}
-    default_ms = whole.number("slo_ms", default=None)
+    default_ms = whole.number("slo_ms") if "slo_ms" in whole.content else None
     options: list[Option] = []
     demand_qps: dict[str, float] = {}
     slo_ms: dict[str, float] = {}
@@ -112,33 +112,32 @@ def _bytes(entry: _Table) -> int:
 def _profiles(entry: _Table, directory: str) -> Iterator[tuple[str, LatencyProfile]]:
     """Yield the kinds of devices and profiles of a ``latency_ms``."""
     for device, value in entry.items():
-        where = entry.name(device)
         if isinstance(value, str):
             yield device, load_profile(os.path.join(directory, value))
             continue
-        inner = _Table(entry.path, where, value)
-        yield device, _line(inner) if "alpha" in inner.content else _measured(inner)
+        inner = _Table(entry.path, entry.name(device), value)
+        try:
+            yield device, _line(inner) if "alpha" in inner.content else _measured(inner)
+        except ValueError as error:
+            raise FormatError(f"{entry.path}: {inner.where}: {error}") from None
         inner.end()
 
 
 def _line(entry: _Table) -> LatencyProfile:
-    alpha, beta = entry.number("alpha"), entry.number("beta", default=0.0)
     largest = entry.number("max_batch_size", default=_DEFAULT_MAX_BATCH_SIZE, whole=True)
-    if not alpha + beta:
-        raise FormatError(f"{entry.path}: {entry.where}: a batch has to take some time")
-    if largest > LARGEST_SIZE:
-        raise FormatError(f"{entry.path}: {entry.where}: max_batch_size is above {LARGEST_SIZE}")
-    return LatencyProfile.linear(alpha, beta, max_batch_size=int(largest))
+    if not 1 <= largest <= LARGEST_SIZE:
+        raise ValueError(f"max_batch_size is {largest:.0f}; it has to be from 1 to {LARGEST_SIZE}")
+    return LatencyProfile.linear(
+        entry.number("alpha"), entry.number("beta", default=0.0), max_batch_size=int(largest)
+    )
 
 
 def _measured(entry: _Table) -> LatencyProfile:
     latencies_ns: dict[int, float] = {}
     for size, latency_ms in entry.numbers():
         if not size.isascii() or not size.isdigit() or not 1 <= int(size) <= LARGEST_SIZE:
-            raise FormatError(f"{entry.path}: {entry.where}: {size!r} is no batch size")
+            raise ValueError(f"{size!r} is no batch size")
         latencies_ns[int(size)] = latency_ms * _NS_PER_MS
-    if not latencies_ns:
-        raise FormatError(f"{entry.path}: {entry.where} has no latency of any batch size")
     return LatencyProfile.measured(latencies_ns, pads=False)
 
 

@@ -210,8 +210,8 @@ class _Herd:
         found = self._programme.maximise(goal, gap=gap, time_limit_s=time_limit_s)
         if found is None:
             raise PlanningError(
-                f"the models do not fit in {len(self._groups)} groups: allow for more groups or "
-                "more memory"
+                f"the models do not fit in the memory of the groups (at most {len(self._groups)}): "
+                "allow for more of them, or for more memory"
             )
         return found
 
