@@ -86,13 +86,14 @@ def herd(arguments: argparse.Namespace) -> Exit:
             memory_bytes=problem.memory_bytes,
             groups=problem.groups,
             largest=problem.largest,
+            of_paper=arguments.of_paper,
             gap=arguments.gap,
             time_limit_s=arguments.time_limit_s,
         )
     except ValueError as error:
         raise FormatError(f"{arguments.problem}: {error}") from None
     if arguments.json:
-        print_json(dataclasses.asdict(plan))
+        print_json(dataclasses.asdict(plan) | {"slack": plan.slack})
         return Exit.OK
     titles = ("GROUP", "DEVICES", "NEEDED", "MODELS", "STREAMS")
     rows = [
@@ -107,8 +108,8 @@ def herd(arguments: argparse.Namespace) -> Exit:
     ]
     print(table(titles, rows, right=("DEVICES", "NEEDED")))
     print(
-        f"\nA burst may be {plan.burst_tolerance:.4g} times a stream's average "
-        f"(no plan allows more than {plan.bound:.4g})"
+        f"\nA burst may be {plan.burst_tolerance:.4g} times a stream's average; least slack of a "
+        f"group: {plan.slack:.3g}"
     )
     return Exit.OK
 

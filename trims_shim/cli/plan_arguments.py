@@ -112,6 +112,11 @@ def _add_herd(commands: Commands[argparse.ArgumentParser]) -> None:
         "trims plan herd herd.toml",
     )
     _add_problem(herd)
+    herd.add_argument(
+        "--of-paper",
+        action="store_true",
+        help="groups of the highest burst tolerance, however busy others become",
+    )
     _add_solver(herd)
 
 

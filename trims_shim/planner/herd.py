@@ -2,37 +2,46 @@
 
 A *stream* is the requests of one user for one model. The more devices a stream may use, the larger
 a burst of it may be; but each device of a group holds the models of all its streams, and memory is
-limited. So streams are divided into groups. Let a stream need n devices on average (its rate over
-the throughput of a device); its burst tolerance is the size of its group over n. The programme
-(NSDI'23, section 4)::
+limited. So streams are divided into groups. Let a stream need n devices on average: its rate over
+the throughput of a device. The programme (NSDI'23, section 4)::
 
-    maximise  min over streams of size(its group) / n
+    maximise  min over streams of size(its group) / n      (burst tolerance)
     where     each stream is in one group, and a group holds the models of its streams
               a group's models fit in the memory of a device, and are of one affinity
               sizes sum up to at most the devices, no group is larger than the largest size
 
+This goal does not mind that the other streams of a group keep its devices busy: the group of the
+stream that needs most becomes large, and others are left with too few devices for what they have to
+do. So here the plan is first one with the largest *slack* (within 3 % of the range that is
+possible): the devices of a group beyond those that its streams need, over the square root of these,
+least of all groups. Fluctuations grow with that root, so small groups need relatively more
+(square-root staffing: Halfin and Whitt, 1981). Of such plans, one with the highest burst tolerance
+is taken. ``of_paper`` leaves the slack out (``docs/decisions/0015`` compares them).
+
+Streams of one model stay together, as their requests share batches, unless they need more devices
+than a group may have.
+
 Within a group requests are scheduled online, by :class:`~trims_shim.batching.flex.FlexBatcher` for
 example.
-
-Streams of one model may as well share a group, the largest that holds it. Then only the stream that
-needs most matters, and the programme has a variable for each model and group instead of for each
-stream and group. The paper leaves open which of the many best solutions is taken: here, one in
-which the group with the least spare devices (its size less what its streams need) has most. For
-that, streams of a model may be divided.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trims_shim.errors import PlanningError
-from trims_shim.planner.programme import Programme, Solution
+from trims_shim.planner.programme import OutOfTime, Programme, Solution
 
 __all__ = ["DeviceGroup", "HerdPlan", "HostedModel", "Stream", "plan_herd"]
 
-_HAIR = 1e-6
+_HARDLY = 0.03
+"""Of the range in which the largest slack lies: less is not searched for."""
+_STEPS = 6
+"""Of the search; each halves the range."""
+_LAST = 0.5
+"""The share of the time for the most tolerant of these plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,11 @@ class DeviceGroup:
     needed: float
     """The number of devices that its streams keep busy on average."""
 
+    @property
+    def slack(self) -> float:
+        """Devices beyond the needed ones, over the square root of these."""
+        return (self.devices - self.needed) / math.sqrt(self.needed)
+
 
 @dataclass(frozen=True, slots=True)
 class HerdPlan:
@@ -71,9 +85,12 @@ class HerdPlan:
 
     groups: tuple[DeviceGroup, ...]
     burst_tolerance: float
-    """How many times its average rate every stream may have, if others do not need the devices."""
-    bound: float
-    """No plan has a higher burst tolerance."""
+    """How many times its average rate any stream may have, if its group serves it alone."""
+
+    @property
+    def slack(self) -> float:
+        """See the module docstring; below 0, a group is overloaded."""
+        return min((group.slack for group in self.groups), default=math.inf)
 
 
 def plan_herd(
@@ -84,16 +101,17 @@ def plan_herd(
     memory_bytes: int,
     groups: int,
     largest: int | None = None,
+    of_paper: bool = False,
     gap: float = 1e-3,
     time_limit_s: float = 10.0,
 ) -> HerdPlan:
     """Divide streams and ``devices``, each of ``memory_bytes``, into at most so many ``groups``.
 
     ``largest`` limits the size of a group, as one scheduler serves each (default: no limit).
-    ``gap`` is how much of the tolerance may be lost to find a plan sooner; each of two programmes
-    takes at most ``time_limit_s``. Raises PlanningError if the models do not fit, if no plan is
-    found in time, and without highspy; ValueError for numbers that are not positive and for unknown
-    models.
+    ``gap`` is how much of the tolerance may be lost to find a plan sooner. The search ends after
+    about twice ``time_limit_s`` with the best plan so far. Raises PlanningError if the models do
+    not fit, if no plan is found in time, and without highspy; ValueError for numbers that are not
+    positive and for unknown models.
     """
     _check(streams, models, devices, groups, largest)
     for name, stream in streams.items():
@@ -102,39 +120,78 @@ def plan_herd(
                 f"{stream.model!r}, which {name!r} asks for, needs more memory than a device has"
             )
     if not streams:
-        return HerdPlan((), math.inf, math.inf)
-    size = _Size(devices, memory_bytes, groups, min(largest or devices, devices))
-    busiest: dict[str, Stream] = {}
-    for stream in streams.values():
-        if stream.model not in busiest or busiest[stream.model].rate_qps < stream.rate_qps:
-            busiest[stream.model] = stream
-    herd = _Herd(busiest, models, size)
-    found = herd.maximise(herd.tolerance, gap=gap, time_limit_s=time_limit_s)
-    together = herd.groups(found)
+        return HerdPlan((), math.inf)
     needed = {
         name: stream.rate_qps / models[stream.model].throughput_qps
         for name, stream in streams.items()
     }
-    herd = _Herd(streams, models, size)
-    herd.require(found.goal)
-    try:
-        members = herd.groups(herd.maximise(herd.spare(), gap=gap, time_limit_s=time_limit_s))
-    except PlanningError:  # the time is up
-        members = [
-            (count, [name for name, stream in streams.items() if stream.model in held])
-            for count, held in together
-        ]
-    chosen = tuple(
+    limits = _Limits(devices, memory_bytes, groups, min(largest or devices, devices))
+    units = _units(streams, needed, limits.largest)
+    herd = _Herd(units, models, needed, limits)
+    found = herd.maximise(herd.tolerance(), gap=gap, time_limit_s=time_limit_s)
+    if found is None:
+        raise PlanningError(
+            f"the models do not fit in the memory of the groups (at most {groups}): allow for more "
+            "of them, or for more memory; or give the solver more time"
+        )
+    plan = _plan(herd.groups(found), streams, needed)
+    if of_paper:
+        return plan
+
+    def search(slack: float, *, is_last: bool) -> HerdPlan | None:
+        herd = _Herd(units, models, needed, limits)
+        herd.require(slack)
+        goal = herd.tolerance() if is_last else {}
+        share = _LAST if is_last else (1 - _LAST) / _STEPS
+        found = herd.maximise(goal, gap=gap, time_limit_s=share * time_limit_s)
+        return None if found is None else _plan(herd.groups(found), streams, needed)
+
+    # No division has more slack than a single group would.
+    whole = sum(needed.values())
+    most = (devices - whole) / math.sqrt(whole)
+    close = _HARDLY * (most - plan.slack)
+    for _ in range(_STEPS):
+        if most - plan.slack <= close:
+            break
+        middle = (most + plan.slack) / 2
+        better = search(middle, is_last=False)
+        if better is None:
+            most = middle
+        else:
+            plan = better
+    return search(plan.slack - close, is_last=True) or plan
+
+
+def _units(streams: Mapping[str, Stream], needed: Mapping[str, float], largest: int) -> list[_Unit]:
+    """The streams of each model, or each of them where they need more than the largest group."""
+    by_model: dict[str, list[str]] = {}
+    for name, stream in streams.items():
+        by_model.setdefault(stream.model, []).append(name)
+    units = []
+    for model, names in by_model.items():
+        if sum(needed[name] for name in names) <= largest:
+            units.append(_Unit(tuple(names), model))
+        else:
+            units += [_Unit((name,), model) for name in names]
+    return units
+
+
+def _plan(
+    members: Sequence[tuple[int, Sequence[str]]],
+    streams: Mapping[str, Stream],
+    needed: Mapping[str, float],
+) -> HerdPlan:
+    groups = tuple(
         DeviceGroup(
-            devices=count,
+            devices=size,
             models=tuple(dict.fromkeys(streams[name].model for name in names)),
             streams=tuple(names),
             needed=sum(needed[name] for name in names),
         )
-        for count, names in members
+        for size, names in members
     )
-    tolerance = min(each.devices / needed[name] for each in chosen for name in each.streams)
-    return HerdPlan(chosen, tolerance, max(tolerance, found.bound))
+    tolerance = min(group.devices / needed[name] for group in groups for name in group.streams)
+    return HerdPlan(groups, tolerance)
 
 
 def _check(
@@ -160,91 +217,113 @@ def _check(
 
 
 @dataclass(frozen=True, slots=True)
-class _Size:
+class _Limits:
     devices: int
     memory_bytes: int
     groups: int
     largest: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Streams of one model that stay together."""
+
+    streams: tuple[str, ...]
+    model: str
+
+
 class _Herd:
     """The programme, and which of its variables mean what."""
 
     def __init__(
-        self, streams: Mapping[str, Stream], models: Mapping[str, HostedModel], size: _Size
+        self,
+        units: Sequence[_Unit],
+        models: Mapping[str, HostedModel],
+        needed: Mapping[str, float],
+        limits: _Limits,
     ) -> None:
-        self._streams = streams
-        self._needed = {
-            name: stream.rate_qps / models[stream.model].throughput_qps
-            for name, stream in streams.items()
-        }
-        self._models = {stream.model: models[stream.model] for stream in streams.values()}
-        self._programme = programme = Programme()
-        self._groups = range(min(size.groups, len(streams), size.devices))
+        self._units = units
+        self._models = {unit.model: models[unit.model] for unit in units}
+        self._limits = limits
+        self._needed = [sum(needed[name] for name in unit.streams) for unit in units]
+        self._largest = [max(needed[name] for name in unit.streams) for unit in units]
+        """What the stream that needs most needs."""
+        self._programme = Programme()
+        self._groups = range(min(limits.groups, len(units), limits.devices))
         self._sizes = [
-            programme.variable(upper=size.largest, is_integer=True) for _ in self._groups
+            self._programme.variable(upper=limits.largest, is_integer=True) for _ in self._groups
         ]
-        self._joins = {name: self._choices() for name in streams}
+        self._possible = range(limits.largest + 1)
+        self._joins = [self._choices() for _ in units]
         self._holds = {name: self._choices() for name in self._models}
-        self._place(size)
-        self._tolerance = self._add_tolerance(size.largest)
+        self._place()
 
-    @property
     def tolerance(self) -> dict[int, float]:
-        """The least burst tolerance of all streams, as a goal."""
-        return {self._tolerance: 1.0}
-
-    def spare(self) -> dict[int, float]:
-        """The least number of spare devices of all groups, as a goal; negative in overload."""
-        least = self._programme.variable()
-        offset = math.ceil(sum(self._needed.values()))  # variables are not negative
-        for group in self._groups:
-            terms = {self._joins[name][group]: -needed for name, needed in self._needed.items()}
-            self._programme.row(
-                {**terms, self._sizes[group]: 1.0, least: -1.0}, lower=-float(offset)
-            )
+        """Add the least burst tolerance of all streams; return it as a goal."""
+        programme, largest = self._programme, float(self._limits.largest)
+        least = programme.variable()
+        for unit, joins in enumerate(self._joins):
+            rooms = []
+            for join, size in zip(joins, self._sizes, strict=True):
+                room = programme.variable(upper=largest)  # the size, or 0: join x size
+                programme.row({room: 1.0, size: -1.0}, upper=0)
+                programme.row({room: 1.0, join: -largest}, upper=0)
+                rooms.append(room)
+            programme.row({**dict.fromkeys(rooms, 1.0), least: -self._largest[unit]}, lower=0)
         return {least: 1.0}
 
-    def maximise(self, goal: Mapping[int, float], *, gap: float, time_limit_s: float) -> Solution:
-        """Raises PlanningError if there is no plan, or none was found in time."""
-        found = self._programme.maximise(goal, gap=gap, time_limit_s=time_limit_s)
-        if found is None:
-            raise PlanningError(
-                f"the models do not fit in the memory of the groups (at most {len(self._groups)}): "
-                "allow for more of them, or for more memory"
-            )
-        return found
+    def require(self, slack: float) -> None:
+        """Require that every group has so much slack."""
+        programme = self._programme
+        for group, size in enumerate(self._sizes):
+            needed = {
+                joins[group]: each for joins, each in zip(self._joins, self._needed, strict=True)
+            }
+            choices = [programme.variable(upper=1, is_integer=True) for _ in self._possible]
+            programme.row(dict.fromkeys(choices, 1.0), lower=1, upper=1)
+            count = {choice: -float(n) for choice, n in zip(choices, self._possible, strict=True)}
+            programme.row({**count, size: 1.0}, lower=0, upper=0)
+            room = {
+                choice: -_most_needed(n, slack)
+                for choice, n in zip(choices, self._possible, strict=True)
+            }
+            programme.row({**needed, **room}, upper=0)
 
-    def require(self, tolerance: float) -> None:
-        """Require a tolerance that was reached, less a hair."""
-        self._programme.row(self.tolerance, lower=tolerance * (1 - _HAIR))
+    def maximise(
+        self, goal: Mapping[int, float], *, gap: float, time_limit_s: float
+    ) -> Solution | None:
+        """None if there is no plan, or none was found in time."""
+        try:
+            return self._programme.maximise(goal, gap=gap, time_limit_s=time_limit_s)
+        except OutOfTime:
+            return None
 
     def groups(self, found: Solution) -> list[tuple[int, list[str]]]:
         """Return the size of each group that is used, and the names of its streams."""
-        members = [
-            [name for name, joins in self._joins.items() if found.values[joins[group]]]
-            for group in self._groups
-        ]
+        members: list[list[str]] = [[] for _ in self._groups]
+        for unit, joins in zip(self._units, self._joins, strict=True):
+            for group, join in enumerate(joins):
+                if found.values[join]:
+                    members[group] += unit.streams
         sizes = [round(found.values[size]) for size in self._sizes]
         return [each for each in zip(sizes, members, strict=True) if each[1]]
 
     def _choices(self) -> list[int]:
         return [self._programme.variable(upper=1, is_integer=True) for _ in self._groups]
 
-    def _place(self, limits: _Size) -> None:
+    def _place(self) -> None:
         programme = self._programme
-        programme.row(dict.fromkeys(self._sizes, 1.0), upper=limits.devices)
+        programme.row(dict.fromkeys(self._sizes, 1.0), upper=self._limits.devices)
         for larger, smaller in zip(self._sizes, self._sizes[1:], strict=False):
             programme.row({larger: 1.0, smaller: -1.0}, lower=0)  # groups are interchangeable
-        for name, joins in self._joins.items():
+        for unit, joins in zip(self._units, self._joins, strict=True):
             programme.row(dict.fromkeys(joins, 1.0), lower=1, upper=1)
-            holds = self._holds[self._streams[name].model]
-            for join, hold in zip(joins, holds, strict=True):
+            for join, hold in zip(joins, self._holds[unit.model], strict=True):
                 programme.row({join: 1.0, hold: -1.0}, upper=0)
+        whole = max(1, self._limits.memory_bytes)
         for group in self._groups:
             held = {self._holds[name][group]: each for name, each in self._models.items()}
             # In shares of a device: solvers do not like numbers of very different size.
-            whole = max(1, limits.memory_bytes)
             programme.row({hold: each.memory_bytes / whole for hold, each in held.items()}, upper=1)
             self._match_affinities(held)
 
@@ -260,16 +339,9 @@ class _Herd:
         for hold, each in held.items():
             self._programme.row({hold: 1.0, chosen[each.affinity]: -1.0}, upper=0)
 
-    def _add_tolerance(self, largest: int) -> int:
-        """Add the least tolerance: for each stream, its group's size over what it needs."""
-        programme = self._programme
-        least = programme.variable()
-        for name, joins in self._joins.items():
-            shares = []
-            for join, size in zip(joins, self._sizes, strict=True):
-                share = programme.variable(upper=largest)  # the size, or 0: size x join
-                programme.row({share: 1.0, size: -1.0}, upper=0)
-                programme.row({share: 1.0, join: -float(largest)}, upper=0)
-                shares.append(share)
-            programme.row({**dict.fromkeys(shares, 1.0), least: -self._needed[name]}, lower=0)
-        return least
+
+def _most_needed(devices: int, slack: float) -> float:
+    """What streams may need at most, so that a group of so many devices has this slack."""
+    if not devices:
+        return 0.0
+    return ((math.sqrt(slack * slack + 4 * devices) - slack) / 2) ** 2

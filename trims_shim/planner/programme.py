@@ -14,7 +14,11 @@ from typing import Any
 
 from trims_shim.errors import PlanningError
 
-__all__ = ["Programme", "Solution"]
+__all__ = ["OutOfTime", "Programme", "Solution"]
+
+
+class OutOfTime(PlanningError):
+    """No solution was found in time; there may be one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,8 @@ class Programme:
     ) -> Solution | None:
         """Return a solution within the relative ``gap`` of the best one; None if there is none.
 
-        When the time is up, it is the best one found so far. Raises PlanningError if none was, and
-        without highspy.
+        When the time is up, it is the best one found so far. Raises OutOfTime if none was;
+        PlanningError without highspy, and if the solver gives up.
         """
         highspy, make_solver = _highs()
         solver = make_solver()
@@ -66,11 +70,10 @@ class Programme:
         if status == highspy.HighsModelStatus.kInfeasible:
             return None
         if info.primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
-            is_late = status == highspy.HighsModelStatus.kTimeLimit
+            if status == highspy.HighsModelStatus.kTimeLimit:
+                raise OutOfTime(f"no plan was found within {time_limit_s:g} s; give it more time")
             raise PlanningError(
-                f"no plan was found within {time_limit_s:g} s; give it more time"
-                if is_late
-                else f"HiGHS found no plan ({solver.modelStatusToString(status)}): numbers of very "
+                f"HiGHS found no plan ({solver.modelStatusToString(status)}): numbers of very "
                 "different size make that likely"
             )
         values = [
