@@ -21,7 +21,7 @@ is taken. ``of_paper`` leaves the slack out (``docs/decisions/0015`` compares th
 Streams of one model stay together, as their requests share batches, unless they need more devices
 than a group may have.
 
-Within a group requests are scheduled online, by :class:`~trims_shim.batching.flex.FlexBatcher` for
+Within a group requests are scheduled online, by :class:`~trims_shim.batching.FlexBatcher` for
 example.
 """
 
