@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trims_shim.batching.collating.arrays import torch_in_this_thread
@@ -165,7 +165,7 @@ class _Body:
     def _kind(self, prelude: Prelude, run: Example) -> _Kind:
         """The kind of batches that call the blocks as this one does."""
         for kind in self._kinds:
-            if kind.calls == prelude.calls and len(kind.is_batched) == len(prelude.tensors):
+            if kind.calls == prelude.calls:
                 return kind
         # With all of its rows and one more, values that depend on the contents stay as they are.
         larger = self.shell.prelude(run.with_rows(run.rows + 1))
@@ -303,8 +303,16 @@ def _without_shared(values: Sequence[Any]) -> list[Any]:
 
 def _path_to_blocks(model: Any) -> list[str]:
     """The names of attributes that lead to the container with the most weights."""
+    import torch
+
+    containers = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) and len(module) > 1
+    ]
+    # The first of equal ones is the outermost.
     found = max(
-        _containers(model),
+        containers,
         key=lambda found: sum(each.numel() for each in found[1].parameters()),
         default=None,
     )
@@ -314,16 +322,3 @@ def _path_to_blocks(model: Any) -> list[str]:
             "slice_model, or name the container (blocks=)"
         )
     return [name for name in found[0].split(".") if name]
-
-
-def _containers(model: Any) -> Iterator[tuple[str, Any]]:
-    """The containers that are in no other one, with their names."""
-    import torch
-
-    outer: list[str] = []
-    for name, module in model.named_modules():
-        if any(name.startswith(each) for each in outer):
-            continue
-        if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) and len(module) > 1:
-            outer.append(f"{name}." if name else "")
-            yield name, module
