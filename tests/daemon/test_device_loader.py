@@ -485,6 +485,14 @@ class TestLeaving:
         assert isinstance(self.demote(harness).error, MemoryFailure)
         assert harness.image_bytes() == 0
 
+    @pytest.mark.parametrize(
+        "emulated_environment", [{"fail": "cuMemcpyDtoHAsync"}], indirect=True, ids=["driver"]
+    )
+    def test_what_cannot_be_read_back_leaves_no_host_memory(self, harness: Harness) -> None:
+        harness.adopted()
+        assert "cuMemcpyDtoHAsync" in str(self.demote(harness).error)
+        assert harness.image_bytes() == 0
+
     def test_whatever_else(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
         harness.adopted()
         monkeypatch.setattr(harness.host, "create", lambda size: None)

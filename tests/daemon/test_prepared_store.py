@@ -182,10 +182,14 @@ class TestLeases:
 
 
 class TestRoom:
-    def test_a_clock_that_is_set_back_changes_nobodys_turn(self) -> None:
+    @pytest.mark.parametrize("is_adopted", [False, True])
+    def test_a_clock_that_is_set_back_changes_nobodys_turn(self, is_adopted: bool) -> None:
         store = new_store(30)
         for key, now in ((A, 1000), (B, 2000), (C, 3000)):
-            make(store, key, now=now)
+            if is_adopted:
+                store.adopt(entry(key, used_ns=now))
+            else:
+                make(store, key, now=now)
         store.release(1, granted(store, A, now=10), 11)
         assert make(store, "d" * 64, now=20) == [DropEntry(B, 10)]
         assert make(store, "e" * 64, now=30) == [DropEntry(C, 10)]
@@ -362,6 +366,14 @@ class TestEviction:
         assert store.evict() == [DropEntry(B, 10)]
         assert store.evict() == [], "what is in use stays"
         assert isinstance(store.open(asking(flight="x"), 2, may_start=True), Start)
+
+    def test_refusals_by_name_by_key_and_all(self) -> None:
+        store = new_store()
+        for key, name in ((A, "/a"), (B, "/b"), (C, "/c")):
+            store.remember(KeepRefusal(key, "metadata_differs", "x", "1.31.1", (name,)), 1)
+        assert store.evict("/b") == [DropRefusal(B)]
+        assert store.evict(C[:6]) == [DropRefusal(C)]
+        assert store.evict() == [DropRefusal(A)]
 
     def test_one_in_use(self) -> None:
         store = new_store()

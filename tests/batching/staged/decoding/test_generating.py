@@ -335,9 +335,10 @@ def test_a_prompt_of_nothing_is_refused(items: list[Any]) -> None:
         generation(decoder(), max_new_tokens=3)(items)
 
 
-def test_answers_belong_to_the_callers() -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_belong_to_the_callers(count: int) -> None:
     """Not to the inference mode in which they were made."""
-    answers = generation(decoder(), max_new_tokens=3)([prompt(0), prompt(1)])
+    answers = generation(decoder(), max_new_tokens=count)([prompt(0), prompt(1)])
     for answer in answers:
         assert not answer.is_inference()
         answer += 1

@@ -150,6 +150,23 @@ def test_rotary_embeddings_that_suit_the_longest_row_limit_the_length(rope: dict
         assert len(complete({"input_ids": items[2], "max_new_tokens": 7})) == 7
 
 
+def test_rotary_embeddings_may_differ_between_types_of_layers() -> None:
+    """The tightest of their limits is the model's."""
+    config = transformers.Gemma3TextConfig(
+        **SIZES,
+        num_key_value_heads=1,
+        head_dim=8,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        },
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ValueError, match="more than 64 together"):
+        generation(model, max_new_tokens=3)([torch.zeros(63, dtype=torch.int64)])
+
+
 def test_a_window_that_only_the_models_own_cache_keeps_limits_the_length() -> None:
     config = transformers.MoshiConfig(
         vocab_size=23,
@@ -228,3 +245,8 @@ def small(kind: str) -> Any:
 def test_models_without_a_cache_of_tokens_are_refused(kind: str, message: str) -> None:
     with pytest.raises(StagingError, match=message):
         generation(small(kind), max_new_tokens=3)
+
+
+def test_a_model_in_training_is_refused() -> None:
+    with pytest.raises(StagingError, match="in training mode"):
+        generation(small("mamba").train(), max_new_tokens=3)
