@@ -130,6 +130,15 @@ class TestFaults:
         assert outcomes() == {"outputs_differ": 1}
         assert not caplog.records
 
+    def test_bytes_that_are_refused_are_not_offered(
+        self, preparations: Preparations, made: Sample
+    ) -> None:
+        reply = OpenPreparedReply("refused", reason="outputs_differ", message="other bits in y")
+        preparations.answers = [reply]
+        new(made.content)
+        assert outcomes() == {"outputs_differ": 1}
+        assert len(preparations.requests) == 1
+
     def test_no_daemon_no_hashing(
         self, preparations: Preparations, made: Sample, monkeypatch: pytest.MonkeyPatch
     ) -> None:

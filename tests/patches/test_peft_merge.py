@@ -62,7 +62,7 @@ class BaseTuner(nn.Module):
 
     def _unload_and_optionally_merge(self, merge: bool = True, progressbar: bool = True) -> Any:
         if merge:
-            self.merge_adapter()
+            self.base.weight.data += 1.0
         return self.base
 
 

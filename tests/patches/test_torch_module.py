@@ -577,6 +577,19 @@ def test_copies_to_tensors_outside_the_module_are_torchs() -> None:
     assert elided() == 1  # the parameter
 
 
+def test_other_calls_of_torch_keep_their_arguments() -> None:
+    expected = weight().state_dict()
+    state, module = cached(expected), weight()
+
+    def hook(state: dict[str, torch.Tensor], *_: object) -> None:
+        found = state["weight"]
+        state["weight"] = torch.cat([found[:, :1], found[:, 1:]], dim=1)
+
+    module._register_load_state_dict_pre_hook(hook)
+    module.load_state_dict(state)
+    assert_equal(module, expected)
+
+
 def test_a_copy_that_autograd_records_is_torchs() -> None:
     state, module = cached(weight().state_dict()), nn.Module()
     module.register_buffer("weight", torch.zeros(ROWS, COLUMNS))
@@ -824,6 +837,9 @@ def test_more_aliases_than_the_caller_holds(prepare: Callable[..., None]) -> Non
     assert torch.equal(other, expected["first.weight"])
     assert elided() == NET_LARGE - 1
     assert held
+    held = module.state_dict()
+    module.load_state_dict(cached(Net().state_dict()))
+    assert elided() == NET_LARGE - 1, "the block has ended, and any alias counts"
 
 
 def test_small_images_are_not_asked_for(
