@@ -315,9 +315,11 @@ def test_averaging_that_is_resumed(sharing: Net) -> None:
 
 def test_distributed_data_parallel(sharing: Net) -> None:
     """Its constructor broadcasts into the module; here it only gets as far as the seam."""
+    sharing.first._buffers["weight"] = sharing.first._parameters.pop("weight").detach()
+    assert shared(sharing.first.weight)
     with pytest.raises((RuntimeError, ValueError), match="process group"):
         torch.nn.parallel.DistributedDataParallel(sharing)
-    assert not any(shared(each) for each in sharing.parameters())
+    assert not any(shared(each) for each in (*sharing.parameters(), *sharing.buffers()))
 
 
 def test_two_threads_make_the_same_tensor_private(

@@ -23,7 +23,13 @@ from torch import nn
 from trims_shim import diagnostics
 from trims_shim.client import arenas
 from trims_shim.errors import NoSpace
-from trims_shim.patches import torch_device, torch_load, torch_module, torch_module_move
+from trims_shim.patches import (
+    torch_device,
+    torch_load,
+    torch_module,
+    torch_module_move,
+    torch_unshare,
+)
 from trims_shim.patches.torch_module_move import Sources
 
 SIDE = 256  # SIDE * SIDE float32 are four times what is shared at least
@@ -205,6 +211,36 @@ def test_a_parameter_with_a_gradient_is_copied(
     assert torch.equal(ours.first.weight.grad, gradient)
     assert torch.equal(ours.norm.running_mean, running_mean)
     assert torch.equal(ours.first.weight, theirs.first.weight)
+
+
+def test_a_parameter_of_an_optimizer_is_copied(
+    devices: Devices, loaded: Callable[..., Any]
+) -> None:
+    ours, theirs = loaded()
+    undo = emulation.apply(torch_unshare.POINTS[0])
+    optimizer = torch.optim.SGD([ours.first.weight], lr=0.1)
+    ours.to("cuda")
+    undo()
+    assert not shared(optimizer.param_groups[0]["params"][0])
+    assert shared(ours.second.weight)
+    assert_equal(ours, theirs)
+
+
+def test_other_tensors_that_the_function_moves_are_torchs(
+    devices: Devices, loaded: Callable[..., Any]
+) -> None:
+    ours, theirs = loaded()
+    other = torch.randn(SIDE, SIDE)
+    moved = []
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved.append(other.to("cuda"))
+        return tensor.to("cuda")
+
+    ours._apply(move)
+    assert all(torch.equal(each, other) for each in moved)
+    assert shared(ours.first.weight)
+    assert_equal(ours, theirs)
 
 
 def test_tied_parameters_stay_tied(devices: Devices, loaded: Callable[..., Any]) -> None:

@@ -193,6 +193,19 @@ class TestWhatCrosses:
             range(names.index("aten.exp.default"), names.index("aten.add_.Tensor") + 1)
         )
 
+    def test_nothing_shared_crosses_that_is_written_to(self) -> None:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            total = torch.zeros(x.shape[1])
+            y = torch.exp(x)
+            total.add_(1)
+            return torch.relu(y) + total
+
+        traced = trace(forward)
+        names, legal = traced.operations, {cut.position for cut in traced.cuts()}
+        add = names.index("aten.add_.Tensor")
+        assert not legal & set(range(names.index("aten.exp.default"), add + 1))
+        assert add + 1 in legal
+
     def test_what_a_join_would_lay_out_anew_does_not_cross(self) -> None:
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
             y = torch.exp(x[:, :, None].expand(-1, -1, 2).contiguous().transpose(1, 2))
