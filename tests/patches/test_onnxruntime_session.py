@@ -90,6 +90,7 @@ class TestHits:
         assert entered == ["begin", "end"]
         assert room[0] > os.path.getsize(path)  # as much as can be packed at a time, and more
 
+    @pytest.mark.usefixtures("no_leak")
     def test_a_path_object(self, preparations: Preparations, path: str, made: Sample) -> None:
         session = hit(pathlib.Path(path))
         assert session._model_path == path
