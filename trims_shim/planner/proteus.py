@@ -10,8 +10,7 @@ a second that are planned for it::
               sum over the variants on a kind n <= its devices,  n whole
 
 The paper has a binary variable for each device and products of variables; as devices of a kind are
-interchangeable, both forms have the same optimum, and this one is solved in milliseconds instead of
-minutes.
+interchangeable, both forms have the same optimum, and this one is solved in a fraction of a second.
 
 Three things the paper leaves open. If the devices cannot take all of the demand, every family gets
 at least the same, largest share of its own, then as many requests are served as possible; the
