@@ -29,6 +29,8 @@ def test_keys_that_differ_in_the_length_alone_are_a_family() -> None:
     other = family_of(("other", nested(OpenBucket(8))))
     assert other is not None
     assert other.rest != short.rest
+    ahead, behind = family_of((OpenBucket(8), "a")), family_of(("a", OpenBucket(8)))
+    assert ahead != behind
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 
 from tests.batching.waiting import LONG_S, Gate, wait_until
 from trims_shim.batching import Batcher, batched
+from trims_shim.batching.drivers.threads import ThreadDispatch
 from trims_shim.batching.policies.window import Window
 from trims_shim.errors import BatchingError
 
@@ -327,6 +328,25 @@ def test_two_engines_share_nothing() -> None:
     assert second(1) == 3
     wait_until(lambda: second.stats().submitted == 2)
     second.close()
+
+
+def test_a_finalizer_that_calls_while_the_first_call_begins_uses_the_same_queue() -> None:
+    """Of another one, nothing would count the requests or wait for them."""
+    batcher = greedy(triple)
+    engine = batcher._engine
+    answers: list[int | None] = []
+    make = engine._make_threads
+
+    def interrupted() -> ThreadDispatch:
+        if not answers:
+            answers.append(None)
+            answers.append(batcher(1))
+        return make()
+
+    engine._make_threads = interrupted
+    assert (batcher(2), answers[1]) == (6, 3)
+    assert batcher.stats().submitted == 2
+    batcher.close()
 
 
 def test_the_end_of_the_process_waits_for_workers_that_give_tensors_back() -> None:

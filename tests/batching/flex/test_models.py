@@ -113,6 +113,9 @@ def test_a_device_is_waited_for_without_exit_points_too() -> None:
     lane = Logging()
     functions([double], lanes=[lane]).run(entries(1))
     assert lane.log == [("finish", [2])]
+    points = ExitPoints(lambda: False, lane, lambda: 0)
+    results = functions([fail_at_13], lanes=[lane]).run_staged(entries(1, 13), 0, points)
+    assert lane.log[1:] == [("finish", results)]
 
 
 def test_a_model_in_one_stage_is_never_given_up() -> None:

@@ -134,6 +134,17 @@ def test_the_margin_counts_for_the_whole_batch() -> None:
     assert numbers(run) == [10]
 
 
+def test_the_margin_counts_for_those_who_go_second() -> None:
+    """The long ones would follow the short one at 110, and end at 218: by 229, but not by 209."""
+    for margin_ns, chosen in ((0, [10]), (20, [20, 21, 22])):
+        policy = Flex(MODELS, preemption_factor=None, margin_ns=margin_ns)
+        running = busy_with(policy, "solid")
+        send(policy, requests_of("short", 1, 131, first=10))
+        send(policy, requests_of("long", 3, 229, first=20))
+        (run,) = policy.on_event(100, Finished(0, running, 0))
+        assert numbers(run) == chosen
+
+
 def test_the_window_sheds_who_is_in_the_way() -> None:
     policy = Flex(MODELS, preemption_factor=None, generation=by_window)
     running = busy_with(policy, "solid")

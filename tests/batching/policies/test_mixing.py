@@ -162,6 +162,16 @@ def test_a_second_device_is_free_sooner() -> None:
     assert found == [[(16, 3)], []]
 
 
+def test_who_is_in_time_on_a_second_device_delays_nobody() -> None:
+    # Together 18 ms; apart the one is answered after 10 + 18, or with two devices after 5 + 18.
+    quick = LatencyProfile.linear(0, 10, max_batch_size=8)
+    slow = LatencyProfile.linear(0, 18, max_batch_size=8)
+    for devices, expected in ((1, [(32, 1)]), (2, [])):
+        crowd, lone = rule_of(8, 7, quick), rule_of(32, 1, slow, deadline_ns=ms(23))
+        crowd.devices = lone.devices = devices
+        assert joined(crowd, 7, lone) == expected
+
+
 def test_other_rules_have_no_companions() -> None:
     rule = Immediate(FIXED, max_batch_size=8)
     assert rule.companions(0, 1, [rule_of(8, 1)]) == ()
