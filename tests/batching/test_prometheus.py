@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+from tests.batching.drivers.test_engine import in_child
 from tests.batching.waiting import LONG_S
+from trims_shim.batching import prometheus as module
 from trims_shim.batching.batcher import Batcher, batched
 from trims_shim.batching.prometheus import export
 from trims_shim.batching.staged import EarlyExit, StagedModel
@@ -136,6 +138,13 @@ def test_a_batcher_that_is_gone_is_not_reported(registry: object) -> None:
     gc.collect()
     assert value(registry, "queued", batcher="detect") is None
     assert value(registry, "queued") == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork with threads, from 3.12 on
+def test_a_child_can_export_whatever_its_parent_was_doing(registry: object) -> None:
+    """As at a fork while another thread exports."""
+    with module._lock:
+        in_child(lambda: export(Stub(), registry))
 
 
 def test_a_methods_batcher_is_reported_while_its_owner_lives(registry: object) -> None:

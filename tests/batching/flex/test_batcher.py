@@ -17,7 +17,7 @@ import torch
 from harness import PATIENCE_S, wait_until
 
 from trims_shim.batching.collating.collate import Collate
-from trims_shim.batching.flex.batcher import FlexBatcher
+from trims_shim.batching.flex.batcher import FlexBatcher, PreemptionStats
 from trims_shim.batching.flex.exit_points import exit_point
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
@@ -319,6 +319,14 @@ def test_the_hopeless_are_dropped(make_scene: Callable[..., Scene]) -> None:
     assert caught.value.reason == "hopeless"
 
 
+def test_a_margin_is_kept_before_deadlines(make_scene: Callable[..., Scene]) -> None:
+    for margin_ms, is_answered in ((689, True), (690, False)):  # one takes 11 ms, and has 700
+        scene = make_scene(margin_ms=margin_ms)
+        scene.short.open()
+        (future,) = scene.submit("short", 1)
+        assert (future.exception(PATIENCE_S) is None) == is_answered
+
+
 def test_or_served_late(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene(when_late="serve")
     scene.short.open()
@@ -345,13 +353,17 @@ def test_a_failing_item_fails_alone() -> None:
             futures[2].result(PATIENCE_S)
         del futures[2]
         assert results(futures) == [0, 1, 3, 4]
+        found = list(batcher.map("m", range(5), return_exceptions=True))
+        assert isinstance(found.pop(2), LookupError)
+        assert found == [0, 1, 3, 4]
 
 
 def test_nothing_was_given_up_before_the_first_request() -> None:
-    batcher = FlexBatcher({"m": [len]})
+    batcher = FlexBatcher({"m": [len]}, name="models")
     batcher.close()
-    assert batcher.preemption_stats().preemptions == 0
-    assert repr(batcher) == "<FlexBatcher flex, at most 32 at once>"
+    assert batcher.preemption_stats() == PreemptionStats(0, 0.0, 0.0, 0.0)
+    assert repr(batcher) == "<FlexBatcher models, at most 32 at once>"
+    assert repr(FlexBatcher({"m": [len]})) == "<FlexBatcher flex, at most 32 at once>"
     assert isinstance(batcher.collate, Collate)
 
 
