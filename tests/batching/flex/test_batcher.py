@@ -192,6 +192,20 @@ def test_a_batch_is_given_up_at_its_exit_point_and_runs_again(
     assert scene.batcher.stats().answered == 5
 
 
+def test_what_giving_up_costs_is_told(make_scene: Callable[..., Scene]) -> None:
+    now_ns = 0
+    scene = make_scene(clock_ns=lambda: now_ns)
+    scene.submit("long", "a")
+    scene.long.wait()
+    now_ns = 3_000_000
+    scene.submit("short", *range(4))
+    now_ns = 5_000_000
+    scene.long.open()
+    scene.short.wait()
+    expected = PreemptionStats(preemptions=1, wasted_s=0.005, stop_p50_ms=2, stop_p99_ms=2)
+    assert scene.batcher.preemption_stats() == expected
+
+
 def test_a_caller_that_blocks_survives_it(make_scene: Callable[..., Scene]) -> None:
     """It may have run the batch itself, in its own thread."""
     scene = make_scene()
