@@ -156,6 +156,18 @@ def test_a_rule_that_waits_for_arrivals_alone_needs_no_timer() -> None:
     assert policy.next_deadline_ns() is None
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_has_waited_long_enough_takes_every_device(others: int) -> None:
+    """Also if another key is there, which still waits."""
+    policy = Batching(lambda key: Waits(100 if key is None else 1000), devices=2)
+    for number in range(others):
+        policy.on_event(0, Request(-1 - number, 0, key="other"))
+    for number in range(5):
+        policy.on_event(0, Request(number, 0))
+    batches = runs(policy.on_event(100, TIMER))
+    assert [numbers for _, numbers in batches] == [[0, 1, 2, 3], [4]]
+
+
 def test_only_the_rule_that_waited_learns_how_late_the_timer_was() -> None:
     waits = {"a": Waits(100), "b": Waits(30)}
     policy = Batching(waits.__getitem__, devices=2)  # type: ignore[arg-type]

@@ -206,6 +206,19 @@ def test_what_giving_up_costs_is_told(make_scene: Callable[..., Scene]) -> None:
     assert scene.batcher.preemption_stats() == expected
 
 
+def test_of_two_devices_one_gives_its_batch_up(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(devices=2)
+    longs = scene.submit("long", "a", "b")
+    scene.long.wait()
+    scene.long.wait()
+    shorts = scene.submit("short", *range(4))
+    scene.long.open(3)
+    scene.short.open()
+    assert results(shorts) == [0, 1, 2, 3]
+    assert results(longs) == ["a!", "b!"]
+    assert scene.batcher.preemption_stats().preemptions == 1
+
+
 def test_a_caller_that_blocks_survives_it(make_scene: Callable[..., Scene]) -> None:
     """It may have run the batch itself, in its own thread."""
     scene = make_scene()

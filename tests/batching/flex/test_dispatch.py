@@ -53,6 +53,19 @@ def test_where_the_exit_points_are_is_learned() -> None:
     assert model.profile.latency_ns(1) == pytest.approx(100 * MS, rel=0.05)
 
 
+def test_one_batch_of_another_course_moves_them_by_little() -> None:
+    clock = Clock()
+    takes_ms = [10, 20, 70]
+    stages = [lambda batch, n=n: clock.stage(takes_ms[n])(batch) for n in range(3)]
+    with FlexBatcher({"m": stages}, collate="list", clock_ns=clock) as batcher:
+        for number in range(40):
+            batcher("m", number)
+        takes_ms.reverse()
+        batcher("m", 0)
+        # At .7 and .9 this once: a fifth of the way.
+        assert learned(batcher).exits == pytest.approx((0.22, 0.42), abs=0.01)
+
+
 def test_those_inside_of_stages_too() -> None:
     clock = Clock()
 
