@@ -209,6 +209,15 @@ def test_a_time_for_which_a_node_asks_again_is_not_forgotten() -> None:
     assert cluster.next_deadline_ns() == 7
 
 
+def test_the_end_of_arrivals_ends_the_waiting_of_every_node() -> None:
+    class Patient(Immediate):
+        def choose(self, now_ns: int) -> int:
+            return 0
+
+    found = routed(least_loaded, [Node(device(Patient)), Node(device(Patient))], count=4)
+    assert counts(found) == {0: 2, 1: 2}
+
+
 def test_nothing_can_be_cancelled() -> None:
     with pytest.raises(ValueError, match="cancels nothing"):
         Cluster([Node(device())], least_loaded).on_event(0, Cancelled(Request(0, 0)))
