@@ -120,6 +120,21 @@ def test_map_takes_no_more_items_ahead_than_the_queue_holds() -> None:
         assert list(answers) == list(range(2, 200, 2))
 
 
+def test_who_leaves_a_map_takes_back_what_waits() -> None:
+    gate = Gate()
+    with greedy(gate, max_batch_size=1) as batcher:
+        answers = batcher.map(range(4))
+        gate.open()
+        assert next(answers) == 0
+        gate.wait_entered()
+        gate.wait_entered()
+        answers.close()
+        gate.open(3)
+        batcher.drain(LONG_S)
+        assert gate.batches == [[0], [1]]
+        assert batcher.stats().cancelled == 2
+
+
 def test_map_with_errors_in_place() -> None:
     with greedy(lambda items: [1 // item for item in items]) as batcher:
         found = list(batcher.map([1, 0, -1], return_exceptions=True))
