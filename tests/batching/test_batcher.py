@@ -1042,6 +1042,7 @@ def test_methods_are_copied_and_pickled_with_their_instance() -> None:
 def test_methods_are_equal_and_have_a_signature_as_methods_do() -> None:
     model = Model(3)
     assert model.scale == model.scale
+    assert model.scale not in (Model(3).scale, Model.scale, None)
     assert len({model.scale, model.scale, Model(3).scale, Model.scale}) == 3
     assert list(inspect.signature(Model.scale).parameters) == ["self", "items"]
     assert list(inspect.signature(model.scale).parameters) == ["items"]

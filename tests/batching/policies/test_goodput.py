@@ -102,6 +102,13 @@ def test_of_padded_sizes_the_one_with_the_best_rate_runs() -> None:
     assert sizes == {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 7, 8: 8}
 
 
+@pytest.mark.parametrize(("five_ms", "size"), [(54, 5), (56, 4)])
+def test_one_more_runs_unless_the_rate_is_clearly_lower_with_it(five_ms: float, size: int) -> None:
+    """Four take 40 ms: up to a tenth more for each is noise."""
+    profile = LatencyProfile(ms(each) for each in (37, 38, 39, 40, five_ms))
+    assert asked([1000] * 5, profile)[1] == size
+
+
 def test_two_at_once_may_take_longer_than_one_after_the_other() -> None:
     profile = LatencyProfile.measured({1: 33e6, 2: 76e6, 4: 103e6}, pads=True)
     assert asked([500] * 2, profile)[1] == 1

@@ -44,7 +44,7 @@ class EarlyDrop(Rule):
             limit = min(self.room(), self.profile.largest_within(budget_ns, limit))
         self.drop(shed, DropReason.SHED)
         self.has_shed = bool(shed)
-        return min(size, limit)
+        return limit
 
     def _slide(self, size: int, limit: int, ready_ns: int, shed: list[Request]) -> int:
         """Return the size of a batch of ``size``, enlarged from the next priority to ``limit``."""
