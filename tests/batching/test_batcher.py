@@ -29,9 +29,10 @@ from trims_shim.batching import Batcher, FlexBatcher, LatencyProfile, Pad, batch
 from trims_shim.batching.collating.collate import collate_of
 from trims_shim.batching.drivers.instances import Beside
 from trims_shim.batching.drivers.replies import BlockedCall
+from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profiles.profile_store import SavedProfile, save_profile
-from trims_shim.batching.protocol import NEVER_NS
+from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.errors import BadBatch, BatcherClosed, BatchingError, QueueFull, RequestDropped
 
 greedy = functools.partial(Batcher, policy="immediate")
@@ -389,6 +390,39 @@ def test_update_changes_later_batches_and_deadlines() -> None:
 
 def slow_profile() -> LatencyProfile:
     return LatencyProfile.linear(1, 10, max_batch_size=32)
+
+
+async def adouble(items: list[int]) -> list[int]:
+    return double(items)
+
+
+async def pieces_of(batcher: Batcher, **options: Any) -> list[Any]:
+    return [piece async for piece in batcher.astream(1, **options)]
+
+
+@pytest.mark.parametrize("function", [double, adouble])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda batcher, **options: batcher(1, **options),
+        lambda batcher, **options: batcher.submit(1, **options).result(LONG_S),
+        lambda batcher, **options: next(batcher.map([1], **options)),
+        lambda batcher, **options: next(batcher.stream(1, **options)),
+        lambda batcher, **options: asyncio.run(batcher.aio(1, **options)),
+        lambda batcher, **options: asyncio.run(pieces_of(batcher, **options))[0],
+    ],
+    ids=["call", "submit", "map", "stream", "aio", "astream"],
+)
+def test_every_way_of_asking_has_deadlines_and_priorities(function: Any, ask: Any) -> None:
+    noted = []
+
+    class Noting(Immediate):
+        def on_arrival(self, now_ns: int, request: Request) -> None:
+            noted.append((request.deadline_ns - request.arrival_ns, request.priority))
+
+    with Batcher(function, policy=Noting) as batcher:
+        assert ask(batcher, deadline_ms=5000, priority=3) == 2
+    assert noted == [(5_000_000_000, 3)]
 
 
 def test_a_hopeless_request_is_dropped_and_says_why() -> None:

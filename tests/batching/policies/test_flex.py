@@ -213,6 +213,20 @@ def test_no_preemption_where_it_gains_nothing(
     assert send(policy, requests_of("short", 4, deadline_ns, at_ns=at_ns, first=10)) == [], reason
 
 
+def test_a_small_batch_is_preempted_also_after_a_large_one_that_could_not_be() -> None:
+    policy = Flex(MODELS)
+    running = busy_with(policy, "long", 4)
+    waiting = requests_of("short", 1, 10_000, at_ns=30, first=10)
+    assert send(policy, waiting) == []
+    policy.on_event(112, Finished(0, running, 0))
+    (last,) = requests_of("long", 1, 10_000, at_ns=115, first=20)
+    assert send(policy, [last]) == []
+    (run,) = policy.on_event(122, Finished(0, waiting, 112))
+    assert numbers(run) == [20]
+    urgent = requests_of("short", 4, 212, at_ns=152, first=30)
+    assert send(policy, urgent) == [Preempt(0)]
+
+
 def test_the_paper_preempts_also_who_could_wait() -> None:
     policy = Flex.of_paper(MODELS)
     busy_with(policy, "long")
