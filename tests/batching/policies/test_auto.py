@@ -360,6 +360,18 @@ def test_a_limit_on_weights_is_as_good_a_reason_to_wait_as_one_on_items() -> Non
     assert violations(64, 4) == pytest.approx(violations(4, None), abs=0.003)
 
 
+def test_a_limit_on_weights_that_nothing_reaches_changes_nothing() -> None:
+    ends_ns = []
+    for max_weight in (None, 1000):
+        outcome = simulate(
+            Batching(lambda _: Auto(LINE, max_batch_size=16), max_weight=max_weight),
+            requests(gamma(50, 3, Random(1)), slo_ms=SLO_MS, count=1000),
+            service_ns=lambda device, batch: LINE.latency_ns(len(batch)),
+        )
+        ends_ns.append([each.ended_ns for each in outcome.executions])
+    assert ends_ns[0] == ends_ns[1]
+
+
 @pytest.mark.parametrize(("factor", "left"), [(0.5, 1.0), (0.65, 2.0), (1.6, 0.8125), (2.0, 1.0)])
 def test_of_a_device_of_another_speed_past_batches_say_nothing(factor: float, left: float) -> None:
     """They took 1.3 times the profile."""
