@@ -20,7 +20,8 @@ def offer(
 @pytest.mark.parametrize("choose", [by_size, by_need])
 def test_one_offer_is_taken(choose: Choice) -> None:
     only = offer(2, due_ns=50)
-    assert choose(0, [only], []) == (only, 2.0)
+    for now_ns in (0, 51):
+        assert choose(now_ns, [only], []) == (only, 2.0)
 
 
 def test_by_size_the_largest_goes_however_urgent_the_others_are() -> None:
@@ -64,6 +65,10 @@ def test_a_batch_that_outlasts_the_objectives_of_others_counts_for_less() -> Non
     best, worth = by_need(0, [offer(32, due_ns=5, latency_ns=400), light], [])
     assert best is light
     assert worth == 20 + 3 * 20
+
+
+def test_an_objective_counts_from_the_arrival() -> None:
+    assert Offer([Request(0, 1000, 1080)], 10, [1070], lambda start: 1).objective_ns == 80
 
 
 @pytest.mark.parametrize("choose", [by_size, by_need])
