@@ -50,6 +50,25 @@ def test_what_is_lost_counts_more_than_size() -> None:
     assert worth == 2 + 3 * 2
 
 
+def test_of_a_batch_that_shrinks_by_waiting_only_the_rest_is_lost() -> None:
+    small, large = offer(3, due_ns=5), offer(6, due_ns=4, later=5)
+    assert by_need(0, [large, small], []) == (small, 3 + 3 * 3)
+
+
+def test_a_batch_may_have_to_wait_for_the_longest_of_the_others() -> None:
+    urgent = offer(2, due_ns=60)
+    long = offer(3, due_ns=1000, latency_ns=100)
+    crowded = offer(3, due_ns=[1000, 100, 100, 100, 100], latency_ns=50)
+    assert by_need(0, [urgent, long, crowded], []) == (urgent, 2 + 3 * 2)
+    assert by_need(0, [urgent, long, crowded], [61])[0] is urgent
+    assert by_need(0, [urgent, long, crowded], [60])[0] is crowded, "another device is free then"
+
+
+def test_a_short_batch_counts_no_more_than_one_of_half_the_objective() -> None:
+    short, long = offer(2, due_ns=1000), offer(3, due_ns=1000, latency_ns=500)
+    assert by_need(1000, [short, long], [])[0] is long
+
+
 def test_the_rest_of_the_queue_counts() -> None:
     """Both batches fit; the second batch of one of the models makes it too many."""
     large, small = offer(8, due_ns=[30]), offer(1, due_ns=29)

@@ -75,6 +75,9 @@ def test_a_few_wait_for_a_long_one_only_if_enough_gain_by_it() -> None:
 def test_only_those_of_the_family() -> None:
     assert joined(rule_of(8, 1), 1, rule_of(None, 3)) == []
     assert joined(rule_of(None, 1), 1, rule_of(8, 3)) == []
+    other = rule_of(8, 3)
+    other.family = family_of(("other", OpenBucket(8)))
+    assert joined(rule_of(8, 1), 1, other) == []
 
 
 def test_no_more_than_a_batch_can_hold() -> None:

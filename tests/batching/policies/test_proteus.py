@@ -82,12 +82,13 @@ def test_waits_end_early_by_what_timers_and_batches_are_late(
     assert rule.wake_ns == ms(wake_ms)
 
 
-def test_a_new_profile_has_not_been_overrun() -> None:
+def test_a_new_profile_has_been_overrun_only_since() -> None:
     rule = learned()
     rule.profile = LatencyProfile.linear(2, 23, max_batch_size=4)
-    rule.on_finished(ms(25), Finished(0, [Request(0, 0)], 0))
+    for took_ms in (26, 26, 26, 25):
+        rule.on_finished(ms(took_ms), Finished(0, [Request(0, 0)], 0))
     assert rule.choose(0) == 0
-    assert rule.wake_ns == ms(100 - 27 - 2)
+    assert rule.wake_ns == ms(100 - 27 - 2 - 1)
 
 
 def test_batches_quicker_than_expected_do_not_lengthen_the_wait() -> None:
@@ -96,6 +97,16 @@ def test_batches_quicker_than_expected_do_not_lengthen_the_wait() -> None:
     rule.queue.add(Request(1, 0, ms(100)))
     assert rule.choose(0) == 0
     assert rule.wake_ns == ms(76)
+
+
+@pytest.mark.parametrize(("margin_ms", "size"), [(0, 2), (1, 1)])
+def test_as_many_go_as_the_first_one_has_time_for_with_the_margin(
+    margin_ms: float, size: int
+) -> None:
+    rule = Proteus(PROFILE, max_batch_size=4, drop="head", margin_ms=margin_ms)
+    for number in range(4):
+        rule.queue.add(Request(number, 0, ms(24 if number == 0 else 500)))
+    assert rule.choose(0) == size
 
 
 def test_a_request_without_time_to_wait_runs_at_once() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from trims_shim.batching.protocol import Request
+from trims_shim.batching.protocol import NEVER_NS, Request
 
 __all__ = ["Choice", "Offer", "by_need", "by_size"]
 
@@ -103,12 +103,10 @@ def _is_in_time(free_ns: list[int], offers: Sequence[Offer]) -> bool:
 
 
 def _worths(now_ns: int, offers: Sequence[Offer], ends_ns: Sequence[int]) -> Iterator[float]:
-    soonest_ns = min(ends_ns, default=None)
+    soonest_ns = min(ends_ns, default=NEVER_NS)
     latencies = [each.latency_ns for each in offers]
     for number, offer in enumerate(offers):
-        next_ns = now_ns + max(latencies[:number] + latencies[number + 1 :])
-        if soonest_ns is not None:
-            next_ns = max(now_ns, min(next_ns, soonest_ns))
+        next_ns = min(soonest_ns, now_ns + max(latencies[:number] + latencies[number + 1 :]))
         size = len(offer.batch)
         yield size + _URGENCY * (size - offer.size_at(next_ns))
 
