@@ -98,11 +98,13 @@ def test_others_among_them_in_the_same_order(added: list[Request], count: int) -
     assert list(queue) == in_order(added)
 
 
-@given(requests, st.integers(-1, 25))
-def test_the_earliest_deadline(added: list[Request], count: int) -> None:
-    first = in_order(added)[: max(count, 0)]
-    expected = min((each.deadline_ns for each in first), default=NEVER_NS)
-    assert queue_of(added).deadline_ns(count) == expected
+@given(requests)
+def test_the_earliest_deadline(added: list[Request]) -> None:
+    queue = queue_of(added)
+    for count in range(-1, len(added) + 2):
+        first = in_order(added)[: max(count, 0)]
+        expected = min((each.deadline_ns for each in first), default=NEVER_NS)
+        assert queue.deadline_ns(count) == expected
 
 
 @given(requests.filter(bool), st.data())

@@ -12,7 +12,7 @@ def test_a_record_of_nothing() -> None:
     stats = Record(devices=1).snapshot(queued=0, running=0, now_ns=5)
     assert stats.submitted == stats.batches == stats.violations == 0
     assert stats.mean_batch_size == stats.busy_share == 0
-    assert stats.latency == Percentiles()
+    assert stats.latency == Percentiles(0, 0, 0, 0, 0)
 
 
 def test_what_is_counted() -> None:
@@ -54,15 +54,25 @@ def test_percentiles_of_the_last() -> None:
 
 
 def test_records_add_up() -> None:
-    one, other = Record(devices=1), Record(devices=1)
-    for record in (one, other):
-        record.add_request(5)
-        record.add_batch([5], 6, 7)
-        record.add_answer(5, 0, 7)
+    total = Record(devices=1)
+    total.merge(Record(devices=1))
+    for arrival_ns in (5, 0, 4):
+        record = Record(devices=1)
+        record.add_request(arrival_ns)
+        record.add_batch([arrival_ns], 6, 7)
+        record.add_answer(arrival_ns, 0, 7)
         record.add_drop(Drop([Request(1, 0)], DropReason.HOPELESS))
-    one.merge(other)
-    stats = one.snapshot(queued=0, running=0, now_ns=9)
-    assert (stats.submitted, stats.answered, stats.late) == (2, 2, 2)
-    assert stats.batch_sizes == {1: 2}
-    assert stats.dropped == {"hopeless": 2}
-    assert stats.latency.count == 2
+        total.merge(record)
+    stats = total.snapshot(queued=0, running=0, now_ns=9)
+    assert (stats.submitted, stats.answered, stats.late) == (3, 3, 3)
+    assert stats.batch_sizes == {1: 3}
+    assert stats.dropped == {"hopeless": 3}
+    assert stats.latency.count == 3
+    assert stats.busy_share == 3 / 9  # since the first request of all
+
+
+def test_a_device_is_busy_since_the_first_request_not_since_the_clock_began() -> None:
+    record = Record(devices=1)
+    record.add_request(6)
+    record.add_batch([6], 7, 8)
+    assert record.snapshot(queued=0, running=0, now_ns=10).busy_share == 1 / 4

@@ -165,8 +165,8 @@ class Record:
             getattr(self, name).extend(list(getattr(other, name)))
         self.dropped.update(other.dropped.copy())
         self.batch_sizes.update(other.batch_sizes.copy())
-        if other.first_ns is not None:
-            self.first_ns = min(other.first_ns, self.first_ns or other.first_ns)
+        firsts_ns = [each for each in (self.first_ns, other.first_ns) if each is not None]
+        self.first_ns = min(firsts_ns, default=None)
 
     def snapshot(self, *, queued: int, running: int, now_ns: int) -> BatcherStats:
         """As of ``now_ns``; ``running`` counts requests."""

@@ -81,7 +81,7 @@ def test_between_bursts_there_may_be_nothing() -> None:
         lambda: gamma(0, 1, Random(1)),
         lambda: bursty(0, Random(1)),
         lambda: bursty(10, Random(1), peak=6, share=0.2),
-        lambda: bursty(10, Random(1), share=1),
+        lambda: bursty(10, Random(1), peak=1, share=1),
         lambda: bursty(10, Random(1), burst_s=0),
     ],
 )

@@ -56,7 +56,8 @@ def test_an_answer_at_its_deadline_is_in_time() -> None:
 def test_accuracy_is_unknown_where_nobody_says_or_nothing_was_in_time() -> None:
     assert Report.of(outcome()).accuracy is None
     none = Outcome(dropped=[(request(0, 0, 5), 1)], requests=1, end_ns=1)
-    assert Report.of(none, accuracy_of=lambda _: 90.0).accuracy is None
+    report = Report.of(none, accuracy_of=lambda _: 90.0)
+    assert (report.accuracy, report.mean_batch) == (None, 0)
 
 
 def test_a_missing_request_is_refused() -> None:

@@ -121,7 +121,7 @@ def _answers(
             if end_ns <= request.deadline_ns:
                 timely += 1
         on_time += timely
-        if accuracy_of is not None and timely:
+        if accuracy_of is not None:
             score += timely * accuracy_of(each)
     latencies.sort()
     return latencies, on_time, score
