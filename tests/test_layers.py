@@ -148,7 +148,7 @@ MAY_IMPORT_HEAVY = {
     "daemon.ingest": {"blake3"},
     "daemon.prepared.key": {"blake3"},
     "memory.copying": {"blake3"},
-    "planner.programme": {"highspy"},
+    "planner.programme": {"highspy", "os"},  # os: what to forget at a fork
 }
 MAY_PRINT = ("cli", "__main__", "_bootstrap")
 MAY_READ_ENVIRONMENT = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import sys
 from collections.abc import Iterator
 
@@ -134,3 +135,17 @@ def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     options = [option("cats", name, "gpu", 60 + 10 * i, 40 - i) for i, name in enumerate("abcd")]
     plan_proteus(Problem({"gpu": 7}, options, {"cats": 130}))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_child_can_plan_after_its_parent_has() -> None:
+    """HiGHS keeps threads for the next programme, and they are not in a child."""
+    options = [option("cats", name, "gpu", 60 + 10 * i, 40 - i) for i, name in enumerate("abcd")]
+    problem = Problem({"gpu": 7}, options, {"cats": 130})
+    plan_proteus(problem)
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=plan_proteus, args=(problem,))
+    child.start()
+    child.join(30)
+    child.kill()
+    child.join()
+    assert child.exitcode == 0

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from trims_shim.errors import PlanningError
@@ -127,4 +128,6 @@ def _highs() -> tuple[Any, Any]:
             self.silent()  # 1.16.0 prints a line here, before any option can be set
             super().enableCallbacks()
 
+    # Its threads are not in a child, which would wait for them forever.
+    os.register_at_fork(after_in_child=partial(highspy.Highs.resetGlobalScheduler, False))
     return highspy, Quiet
