@@ -18,6 +18,10 @@ from trims_shim.errors import PlanningError
 __all__ = ["OutOfTime", "Programme", "Solution"]
 
 
+_ROUNDING = 1e-5
+"""Ten times HiGHS' tolerance, which is absolute."""
+
+
 class OutOfTime(PlanningError):
     """No solution was found in time; there may be one."""
 
@@ -70,9 +74,10 @@ class Programme:
         status, info = solver.getModelStatus(), solver.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:
             return None
-        if info.primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
-            if status == highspy.HighsModelStatus.kTimeLimit:
-                raise OutOfTime(f"no plan was found within {time_limit_s:g} s; give it more time")
+        if status == highspy.HighsModelStatus.kTimeLimit and not _is_solved(highspy, info):
+            raise OutOfTime(f"no plan was found within {time_limit_s:g} s; give it more time")
+        # HiGHS refuses its own result where rounding exceeds its tolerance by a hair.
+        if not (_is_solved(highspy, info) or info.max_primal_infeasibility <= _ROUNDING):
             raise PlanningError(
                 f"HiGHS found no plan ({solver.modelStatusToString(status)}): numbers of very "
                 "different size make that likely"
@@ -111,6 +116,11 @@ class Programme:
         matrix.format_ = highspy.MatrixFormat.kRowwise
         matrix.start_, matrix.index_, matrix.value_ = starts, variables, factors
         return model
+
+
+def _is_solved(highspy: Any, info: Any) -> bool:
+    feasible = highspy.SolutionStatus.kSolutionStatusFeasible
+    return bool(info.primal_solution_status == int(feasible))
 
 
 @cache

@@ -29,7 +29,7 @@ from dataclasses import replace
 from trims_shim.errors import PlanningError
 from trims_shim.planner.placement import Group, Placement
 from trims_shim.planner.problem import Problem
-from trims_shim.planner.programme import OutOfTime, Programme, Solution
+from trims_shim.planner.programme import Programme, Solution
 
 __all__ = ["plan_proteus"]
 
@@ -166,7 +166,7 @@ class _Model:
         """Use devices that are not needed, and all alike; return flows and counts."""
         try:
             return self._levelled(self.solved(self._spare(best) | self._changes(before)))
-        except OutOfTime:
+        except PlanningError:
             return self._flows_and_counts(best)
 
     def _spare(self, best: Solution) -> dict[int, float]:
