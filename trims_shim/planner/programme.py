@@ -58,11 +58,18 @@ class Programme:
         self._rows.append((terms, lower, upper))
 
     def maximise(
-        self, goal: Mapping[int, float], *, gap: float, time_limit_s: float
+        self,
+        goal: Mapping[int, float],
+        *,
+        gap: float,
+        time_limit_s: float,
+        start: Solution | None = None,
     ) -> Solution | None:
         """Return a solution within the relative ``gap`` of the best one; None if there is none.
 
-        When the time is up, it is the best one found so far. Raises OutOfTime if none was;
+        ``start`` is a solution of this programme for another goal, before variables were added:
+        one with its integers is found soon, and kept if there is no time for a better one. When the
+        time is up, it is the best one found so far. Raises OutOfTime if none was;
         PlanningError without highspy, and if the solver gives up.
         """
         highspy, make_solver = _highs()
@@ -70,6 +77,9 @@ class Programme:
         solver.setOptionValue("mip_rel_gap", gap)
         solver.setOptionValue("time_limit", time_limit_s)
         solver.passModel(self._model(highspy, goal))
+        if start is not None:
+            known = [i for i, _ in enumerate(start.values) if self._is_integer[i]]
+            solver.setSolution(len(known), known, [start.values[i] for i in known])
         solver.run()
         status, info = solver.getModelStatus(), solver.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:

@@ -106,6 +106,8 @@ class _Model:
         self._gap = gap
         self._time_limit_s = time_limit_s
         self._programme = Programme()
+        self._found: Solution | None = None
+        """The last one; what is required later holds for it."""
         options = problem.options
         self._flows = [self._programme.variable() for _ in options]
         self._counts = [
@@ -153,9 +155,13 @@ class _Model:
     def solved(self, goal: Mapping[int, float], *, gap: float | None = None) -> Solution:
         """Maximise ``goal``. Raises PlanningError if no solution was found in time."""
         found = self._programme.maximise(
-            goal, gap=self._gap if gap is None else gap, time_limit_s=self._time_limit_s
+            goal,
+            gap=self._gap if gap is None else gap,
+            time_limit_s=self._time_limit_s,
+            start=self._found,
         )
         assert found is not None, "no flow at all is a solution"
+        self._found = found
         return found
 
     def keep(self, goal: Mapping[int, float], value: float) -> None:
