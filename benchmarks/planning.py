@@ -150,7 +150,7 @@ def _run(cell: Cell) -> dict[str, float | None]:
         "violation_ratio": report.violation_ratio,
         "accuracy": report.accuracy,
         "busy_share": report.busy_share,
-        "plans": serving.plans,
+        "replans": serving.plans,
         "loads": serving.loads,
     }
 
