@@ -41,6 +41,7 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[st
         python.write_text(f"#!/bin/bash\n{script}\n")
         python.chmod(0o700)
         monkeypatch.setattr(sys, "executable", str(python))
+        monkeypatch.setattr(spawn, "_RUNNING", "/no/such/link")
 
     return replace
 
@@ -51,6 +52,7 @@ def test_an_interpreter_that_cannot_be_run(
     python = tmp_path / "python3"
     python.write_text("not a program")
     monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(spawn, "_RUNNING", "/no/such/link")
     with pytest.raises(DaemonStartFailed, match="trims daemon"):
         spawn.start(endpoint, timeout_s=5)
 
@@ -148,6 +150,22 @@ def test_a_program_that_is_no_python(
     monkeypatch.setattr(sys, "executable", executable)
     with pytest.raises(DaemonUnavailable, match="trims daemon"):
         spawn.start(endpoint, timeout_s=5)
+
+
+def test_a_script_in_the_place_of_the_interpreter_is_not_run(
+    endpoint: Endpoint,
+    run_instead: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A profiler that wants to profile what the program starts would profile the daemon."""
+    running = spawn._RUNNING
+    run_instead(f"touch {tmp_path}/ran")
+    monkeypatch.setattr(spawn, "_RUNNING", running)
+    monkeypatch.setattr(spawn, "_BOOT", "import os; os.write(3, b'failed as asked\\n')")
+    with pytest.raises(DaemonStartFailed, match="as asked"):
+        spawn.start(endpoint, timeout_s=30)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_frozen_program_is_not_run_again(

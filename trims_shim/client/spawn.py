@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ _POLL_S = 0.02
 _REASON_LIMIT_BYTES = 4000
 _REPORT = 3
 """The descriptor of the report pipe in the new process."""
+_RUNNING = "/proc/self/exe"
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]?")
 _children: list[int] = []
 """Process ids of first forks, which end at once."""
 _locks: list[int] = []
@@ -231,6 +234,11 @@ def _interpreter() -> str:
             f"this program's interpreter ({executable or 'unknown'}) cannot start the daemon; "
             f"run `trims daemon` first"
         )
+    # A profiler may have put a script in its place, to profile what the program starts (scalene).
+    with contextlib.suppress(OSError):
+        running = os.readlink(_RUNNING)
+        if _PYTHON.fullmatch(os.path.basename(running)) and os.path.exists(running):
+            return executable if os.path.samefile(running, executable) else running
     return executable
 
 
