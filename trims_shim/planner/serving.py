@@ -11,6 +11,7 @@ key is its family.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -50,8 +51,9 @@ class Replanning:
     plan: Callable[[Mapping[str, float], Placement], Placement]
     """For an estimated demand, and the placement that is running."""
     period_s: float = 10.0
-    burst: float = 1.5
-    """Plan at once when a second has this many times the requests that were planned for."""
+    burst: float = 1.1
+    """Plan at once when a second has this many times the requests that were planned for, and more
+    than chance would have (three standard deviations of a Poisson process)."""
 
 
 class Serving(Cluster):
@@ -129,7 +131,8 @@ class Serving(Cluster):
         if now_ns < self._last_plan_ns + _LEAST_PERIOD_S * _NS_PER_S:
             return False
         planned_qps = sum(self.placement.demand_qps.values())
-        return self._demand.last_qps(now_ns) > replanning.burst * planned_qps
+        by_chance_qps = planned_qps + 3 * math.sqrt(planned_qps)
+        return self._demand.last_qps(now_ns) > max(replanning.burst * planned_qps, by_chance_qps)
 
     def _plan(self, now_ns: int) -> Sequence[Action]:
         assert self._replanning is not None
