@@ -172,7 +172,7 @@ def test_groups_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ("slo_ms = 300", "slo_ms = 300\nslo = 1", "slo is not known; did you mean 'slo_ms'?"),
         ("slo_ms = 300", "", "there is no families.classify.slo_ms"),
-        ("cpu = 4", "cpu = 1.5", "devices.cpu is 1.5; it has to be a whole number from 0 on"),
+        ("cpu = 4", "cpu = 1.5", "devices.cpu is 1.5; it has to be a whole number from 0 to 10000"),
         ("cpu = 4", "tpu = 4", "small on cpu: there is no such kind of device"),
         ("cpu = 4", 'cpu = "4"', "devices.cpu is '4'; it has to be a whole number"),
         ("demand_qps = 120", "demand_qps = true", "families.classify.demand_qps is True"),
@@ -187,7 +187,9 @@ def test_groups_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFix
         ("{ 1 = 18, 4 = 55 }", "7", "latency_ms.cpu is not a table"),
         ("alpha = 0.4, beta = 3", "alpha = 0, beta = 0", "latency_ms.gpu: a batch of 1 takes 0"),
         ("max_batch_size = 64", "max_batch_size = 0", "max_batch_size is 0"),
-        ("max_batch_size = 64", "max_batch_size = 1e9", "max_batch_size is 1000000000"),
+        ("max_batch_size = 64", "max_batch_size = 1_000_000", "max_batch_size is 1000000; it has"),
+        ("cpu = 4", "cpu = 1000000000000", "devices.cpu is 1000000000000; it has to be a whole"),
+        ("demand_qps = 120", "demand_qps = 1e300", "demand_qps is 1e+300; it has to be a number"),
         ("[devices]", "[devices", "is not TOML"),
     ],
 )

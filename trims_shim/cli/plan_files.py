@@ -6,7 +6,6 @@ Content is not trusted: whatever is wrong with it is a FormatError that names th
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,9 @@ __all__ = ["Cluster", "Herd", "read_cluster", "read_herd"]
 
 _NS_PER_MS = 1_000_000
 _DEFAULT_MAX_BATCH_SIZE = 32
+_MOST_DEVICES = 10_000
+_LIMIT = 1e15
+"""Numbers beyond it are no milliseconds, gigabytes or rates, and solvers do not bear them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class Herd:
 def read_cluster(path: str) -> Cluster:
     """Raises OSError and FormatError, also of a profile that it names."""
     whole = _Table(path, "", _parsed(path))
-    devices = {kind: int(count) for kind, count in whole.table("devices").numbers(whole=True)}
+    kinds = whole.table("devices")
+    devices = {kind: kinds.count(kind) for kind, _ in kinds.items()}
     default_ms = whole.number("slo_ms") if "slo_ms" in whole.content else None
     options: list[Option] = []
     demand_qps: dict[str, float] = {}
@@ -92,14 +95,13 @@ def read_herd(path: str) -> Herd:
                 f"{path}: streams.{name}.model is {streams[name].model!r}; there is no such model"
             )
         entry.end()
-    largest = whole.number("largest", default=math.nan, whole=True)
     herd = Herd(
         streams,
         models,
-        devices=int(whole.number("devices", whole=True)),
+        devices=whole.count("devices"),
         memory_bytes=_bytes(whole),
-        groups=int(whole.number("groups", whole=True)),
-        largest=None if math.isnan(largest) else int(largest),
+        groups=whole.count("groups"),
+        largest=whole.count("largest") if "largest" in whole.content else None,
     )
     whole.end()
     return herd
@@ -112,23 +114,25 @@ def _bytes(entry: _Table) -> int:
 def _profiles(entry: _Table, directory: str) -> Iterator[tuple[str, LatencyProfile]]:
     """Yield the kinds of devices and profiles of a ``latency_ms``."""
     for device, value in entry.items():
-        if isinstance(value, str):
-            yield device, load_profile(os.path.join(directory, value))
-            continue
-        inner = _Table(entry.path, entry.name(device), value)
         try:
+            if isinstance(value, str):
+                yield device, load_profile(os.path.join(directory, value))
+                continue
+            inner = _Table(entry.path, entry.name(device), value)
             yield device, _line(inner) if "alpha" in inner.content else _measured(inner)
+            inner.end()
         except ValueError as error:
-            raise FormatError(f"{entry.path}: {inner.where}: {error}") from None
-        inner.end()
+            raise FormatError(f"{entry.path}: {entry.name(device)}: {error}") from None
 
 
 def _line(entry: _Table) -> LatencyProfile:
-    largest = entry.number("max_batch_size", default=_DEFAULT_MAX_BATCH_SIZE, whole=True)
-    if not 1 <= largest <= LARGEST_SIZE:
-        raise ValueError(f"max_batch_size is {largest:.0f}; it has to be from 1 to {LARGEST_SIZE}")
+    largest = _DEFAULT_MAX_BATCH_SIZE
+    if "max_batch_size" in entry.content:
+        largest = entry.count("max_batch_size", most=LARGEST_SIZE)
+    if not largest:
+        raise ValueError("max_batch_size is 0; it has to be 1 or more")
     return LatencyProfile.linear(
-        entry.number("alpha"), entry.number("beta", default=0.0), max_batch_size=int(largest)
+        entry.number("alpha"), entry.number("beta", default=0.0), max_batch_size=largest
     )
 
 
@@ -183,20 +187,29 @@ class _Table:
         for key, value in self.items():
             yield key, _Table(self.path, self.name(key), value)
 
-    def numbers(self, *, whole: bool = False) -> Iterator[tuple[str, float]]:
+    def numbers(self) -> Iterator[tuple[str, float]]:
         for key, _ in self.items():
-            yield key, self.number(key, whole=whole)
+            yield key, self.number(key)
 
-    def number(self, key: str, *, default: float | None = None, whole: bool = False) -> float:
+    def count(self, key: str, *, most: int = _MOST_DEVICES) -> int:
+        """A whole number from 0 to ``most``; it has to be there."""
+        value = self._value(key)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise FormatError(
+                f"{self.path}: {self.name(key)} is {_shown(value)}; it has to be a whole number "
+                f"from 0 to {most}"
+            )
+        return value
+
+    def number(self, key: str, *, default: float | None = None) -> float:
         """A number from 0 on; without a default it has to be there."""
         if default is not None and not self._has(key):
             return default
         value = self._value(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < math.inf or (whole and value != int(value)):
-            kind = "a whole number" if whole else "a number"
+        if not is_number or not 0 <= value < _LIMIT:
             raise FormatError(
-                f"{self.path}: {self.name(key)} is {value!r}; it has to be {kind} from 0 on"
+                f"{self.path}: {self.name(key)} is {_shown(value)}; it has to be a number from 0 on"
             )
         return float(value)
 
@@ -206,7 +219,9 @@ class _Table:
             return default
         value = self._value(key)
         if not isinstance(value, str):
-            raise FormatError(f"{self.path}: {self.name(key)} is {value!r}; it has to be a text")
+            raise FormatError(
+                f"{self.path}: {self.name(key)} is {_shown(value)}; it has to be a text"
+            )
         return value
 
     def end(self) -> None:
@@ -225,3 +240,8 @@ class _Table:
         if not self._has(key):
             raise FormatError(f"{self.path}: there is no {self.name(key)}")
         return self.content[key]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
