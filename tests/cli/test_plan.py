@@ -234,6 +234,7 @@ def test_a_bad_herd_names_the_entry(
     [
         (["--trace", "nobody=x"], "--trace nobody=x: it is FAMILY=FILE, and there are classify"),
         (["--policy", "atuo"], "did you mean 'auto'?"),
+        (["--seconds", "1e9"], "1.4e+11 requests in 1e+09 s are too many to simulate"),
     ],
 )
 def test_bad_words_are_wrong_usage(

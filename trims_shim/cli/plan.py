@@ -35,6 +35,8 @@ from trims_shim.planner import (
 __all__ = ["herd", "proteus", "simulate"]
 
 _NS_PER_S = 1_000_000_000
+_MOST_REQUESTS = 10_000_000
+"""A few gigabytes, and some minutes."""
 
 
 def proteus(arguments: argparse.Namespace) -> Exit:
@@ -222,6 +224,12 @@ def _stream(cluster: Cluster, arguments: argparse.Namespace) -> list[Request]:
 
 
 def _made_up(cluster: Cluster, arguments: argparse.Namespace) -> list[list[Request]]:
+    expected = arguments.seconds * sum(cluster.problem.demand_qps.values())
+    if expected > _MOST_REQUESTS:
+        raise ConfigError(
+            f"{expected:.3g} requests in {arguments.seconds:g} s are too many to simulate; give "
+            "less --seconds"
+        )
     return [
         list(
             requests(
