@@ -31,6 +31,7 @@ OPTIONS = [
     option("dogs", "small", "gpu", 60, 200),
     option("dogs", "large", "gpu", 90, 40),
 ]
+TPU = option("dogs", "large", "tpu", 90, 40)
 KINDS = ["gpu"] * 4
 
 
@@ -139,3 +140,11 @@ def test_a_family_that_nobody_asked_for_can_be_asked_for_later() -> None:
     stream = arrivals((30, 20, 0.001), (30, 20, 30))
     _, report = serve(serving(first, replanning=Replanning(plan)), stream)
     assert report.violation_ratio < 0.05
+
+
+def test_a_family_without_a_device_is_not_answered() -> None:
+    first = plan_proteus(Problem({"gpu": 4, "tpu": 0}, [*OPTIONS[:2], TPU], {"cats": 9, "dogs": 9}))
+    _, report = serve(serving(first), arrivals((10, 9, 9)))
+    assert report.on_time > 50
+    assert report.dropped > 50
+    assert report.on_time + report.dropped == report.requests

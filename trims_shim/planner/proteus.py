@@ -130,10 +130,12 @@ class _Model:
 
     @property
     def accuracy(self) -> dict[int, float]:
-        """The sum of A f."""
+        """The sum of A f, with A in shares of the highest."""
+        options = self._problem.options
+        highest = max(option.accuracy for option in options) or 1.0
         return {
-            flow: option.accuracy
-            for flow, option in zip(self._flows, self._problem.options, strict=True)
+            flow: option.accuracy / highest
+            for flow, option in zip(self._flows, options, strict=True)
         }
 
     def serve(self) -> float:
@@ -160,7 +162,11 @@ class _Model:
             time_limit_s=self._time_limit_s,
             start=self._found,
         )
-        assert found is not None, "no flow at all is a solution"
+        if found is None:  # not even what was found for the last goal
+            raise PlanningError(
+                "HiGHS takes back a plan that it has found: the problem has numbers of very "
+                "different size"
+            )
         self._found = found
         return found
 

@@ -20,6 +20,8 @@ from trims_shim.batching.protocol import (
     FLUSH,
     TIMER,
     Action,
+    Drop,
+    DropReason,
     Event,
     Finished,
     Request,
@@ -94,7 +96,9 @@ class Serving(Cluster):
         """As :class:`~trims_shim.batching.protocol.Policy` has it."""
         if isinstance(event, Request):
             self._came(now_ns, event)
-        actions = super().on_event(now_ns, event)
+            actions = self._give(now_ns, event)
+        else:
+            actions = super().on_event(now_ns, event)
         if self._is_plan_due(now_ns, event):
             actions = [*actions, *self._plan(now_ns)]
         return actions
@@ -172,8 +176,14 @@ class Serving(Cluster):
         self.find_hosts()
         actions = [action for index in changed for action in self._ask(index, now_ns, TIMER)]
         for request in sorted(homeless, key=lambda each: each.number):
-            actions += self._ask(self._receive(request), now_ns, request)
+            actions += self._give(now_ns, request)
         return actions
+
+    def _give(self, now_ns: int, request: Request) -> Sequence[Action]:
+        """Give a request to a device; drop it if none has a variant of its family."""
+        if request.key not in self.hosted:
+            return (Drop([request], DropReason.HOPELESS),)
+        return super().on_event(now_ns, request)
 
     def _routed(self, request: Request, nodes: Sequence[Node]) -> int:
         """Route by the planned shares, to devices that have loaded if there are any."""

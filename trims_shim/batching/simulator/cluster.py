@@ -9,7 +9,7 @@ for devices that differ, and for measuring what early binding costs.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -108,6 +108,11 @@ class Cluster:
         while wakes and nodes[wakes[0][1]].wake_ns != wakes[0][0]:
             heapq.heappop(wakes)
         return wakes[0][0] if wakes else None
+
+    @property
+    def hosted(self) -> Collection[Hashable]:
+        """The keys of requests that some node can answer."""
+        return self._hosts.keys()
 
     def find_hosts(self) -> None:
         """Note which nodes answer which requests; to be called when their keys have changed."""
