@@ -33,17 +33,27 @@ from trims_shim.batching.simulator import (
 from trims_shim.batching.simulator.cluster import least_loaded
 from trims_shim.batching.single import Batching
 
-__all__ = ["SYSTEMS", "Workload", "flex", "of_trace", "run", "synthetic"]
+__all__ = [
+    "LINES",
+    "MAX_BATCH_SIZE",
+    "SYSTEMS",
+    "Workload",
+    "cost_ns",
+    "flex",
+    "of_trace",
+    "run",
+    "synthetic",
+]
 
 MAX_BATCH_SIZE = 32
 STAGES = 10
 # (alpha, beta, SLO) in ms of each model, the most popular first.
-_LINES = ((0.5, 5), (1, 10), (2, 20), (0.8, 15), (1.5, 8), (0.4, 20), (2.5, 12), (1, 25))
+LINES = ((0.5, 5), (1, 10), (2, 20), (0.8, 15), (1.5, 8), (0.4, 20), (2.5, 12), (1, 25))
 _MIXED_MS = (40, 100, 200, 60, 30, 150, 50, 250)
 _MODELS = {
     # Cheap and expensive items, small and large fixed costs; the same objective for all.
-    "equal": tuple((*line, 100) for line in _LINES),
-    "mixed": tuple((*line, slo_ms) for line, slo_ms in zip(_LINES, _MIXED_MS, strict=True)),
+    "equal": tuple((*line, 100) for line in LINES),
+    "mixed": tuple((*line, slo_ms) for line, slo_ms in zip(LINES, _MIXED_MS, strict=True)),
     # Light models with tight objectives, and a heavy one whose batches are longer than these.
     "heavy": ((0.5, 5, 50), (0.4, 8, 60), (1, 6, 50), (4, 250, 2000)),
 }
@@ -90,7 +100,7 @@ def synthetic(
     }
     total = sum(1 / rank for rank in range(1, len(names) + 1))
     shares = {name: 1 / rank / total for rank, name in enumerate(names, 1)}
-    costs_ns = {name: _cost_ns(profiles[name], slos_ms[name]) for name in names}
+    costs_ns = {name: cost_ns(profiles[name], slos_ms[name]) for name in names}
     mean_ns = sum(shares[name] * costs_ns[name] for name in names)
     rate_qps = load * devices * _NS_PER_S / mean_ns
 
@@ -124,13 +134,14 @@ def of_trace(data: Dataset, trace: str, *, load: float, slo_ms: float = 300) -> 
     profiles = {family: option.profile() for family, option in best.items()}
     counts = {family: sum(each.key == family for each in every) for family in best}
     shares = {family: count / len(every) for family, count in counts.items()}
-    costs_ns = {family: _cost_ns(profiles[family], slo_ms) for family in best}
+    costs_ns = {family: cost_ns(profiles[family], slo_ms) for family in best}
     work_ns = sum(counts[family] * costs_ns[family] for family in best)
     devices = max(1, math.ceil(work_ns / every[-1].arrival_ns / load))
     return Workload(profiles, devices, costs_ns, shares, lambda: iter(every))
 
 
-def _cost_ns(profile: LatencyProfile, slo_ms: float) -> float:
+def cost_ns(profile: LatencyProfile, slo_ms: float) -> float:
+    """Device time of one request, in the largest batch that takes at most half the objective."""
     size = profile.largest_within(slo_ms / 2 * _NS_PER_MS, profile.max_batch_size)
     return profile.latency_ns(size) / size
 

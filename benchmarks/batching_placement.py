@@ -7,6 +7,7 @@ again uses the same ones and needs no solver.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.batching_data import DEVICE_COUNTS, Dataset, Option
@@ -15,7 +16,15 @@ from trims_shim import planner
 from trims_shim.errors import PlanningError
 from trims_shim.planner import Problem, plan_proteus
 
-__all__ = ["CACHE", "Group", "Placement", "SolverMissing", "find_placement", "solve"]
+__all__ = [
+    "CACHE",
+    "Group",
+    "Placement",
+    "SolverMissing",
+    "find_placement",
+    "planned_options",
+    "solve",
+]
 
 CACHE = ROOT / "docs" / "results" / "batching_placements.json"
 _HEADROOM = 1.5
@@ -70,16 +79,19 @@ def find_placement(dataset: Dataset, trace: str, slo_ms: float) -> Placement:
     return Placement(trace, slo_ms, found["share"], groups)
 
 
+def planned_options(options: Sequence[Option]) -> list[planner.Option]:
+    """The same, as the planner has them."""
+    return [
+        planner.Option(each.family, each.variant, each.device, each.accuracy, each.profile())
+        for each in options
+    ]
+
+
 def solve(dataset: Dataset, trace: str, slo_ms: float) -> Placement:
     """Solve with HiGHS. Raises SolverMissing without highspy."""
     options = dataset.options(slo_ms)
     problem = Problem(
-        DEVICE_COUNTS,
-        [
-            planner.Option(each.family, each.variant, each.device, each.accuracy, each.profile())
-            for each in options
-        ],
-        dataset.demand_qps(trace, headroom=1.0),
+        DEVICE_COUNTS, planned_options(options), dataset.demand_qps(trace, headroom=1.0)
     )
     try:
         found = plan_proteus(problem, headroom=_HEADROOM, gap=_GAP, time_limit_s=_LIMIT_S)

@@ -20,6 +20,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.batching_data import DEVICE_COUNTS, find_dataset
+from benchmarks.batching_placement import planned_options
 from benchmarks.harness import ROOT, describe_machine, write_json
 from benchmarks.planning_herd import HerdCell, herd_cells, run_herd
 from benchmarks.planning_report import write_markdown, write_plot
@@ -101,11 +102,8 @@ def _cells(traces: Sequence[str]) -> Iterator[Cell]:
 
 
 @cache
-def _options() -> tuple[Option, ...]:
-    return tuple(
-        Option(each.family, each.variant, each.device, each.accuracy, each.profile())
-        for each in find_dataset().options(_SLO_MS)
-    )
+def _options() -> list[Option]:
+    return planned_options(find_dataset().options(_SLO_MS))
 
 
 @cache

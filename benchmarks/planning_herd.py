@@ -12,17 +12,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from benchmarks.batching_flex_systems import MAX_BATCH_SIZE, STAGES
-from trims_shim.batching.policies.flex import Flex
-from trims_shim.batching.policies.preemptible import PreemptibleModel, even_exits
+from benchmarks.batching_flex_systems import (
+    LINES,
+    MAX_BATCH_SIZE,
+    SYSTEMS,
+    Workload,
+    cost_ns,
+    run,
+)
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.simulator import gamma, merged, requests, simulate
+from trims_shim.batching.simulator import gamma, merged, requests
 from trims_shim.planner import HostedModel, Stream, plan_herd
 
 __all__ = ["HerdCell", "herd_cells", "run_herd"]
 
-_LINES = ((0.5, 5), (1, 10), (2, 20), (0.8, 15), (1.5, 8), (0.4, 20), (2.5, 12), (1, 25))
 _SLO_MS = 100.0
 _USERS = 4
 _DEVICES = 16
@@ -31,11 +35,7 @@ _FITTING = 3
 _GROUPS = 4
 _DURATION_S = 30.0
 _SYSTEMS = ("pool", "Herd, ours", "Herd, paper", "random groups", "models alone")
-_NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
-
-Homes = Mapping[str, int]
-"""The group of each stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,11 @@ def run_herd(cell: HerdCell) -> dict[str, float]:
     """Return the share of requests that were not answered in time."""
     models = {
         f"model-{i}": LatencyProfile.linear(*line, max_batch_size=MAX_BATCH_SIZE)
-        for i, line in enumerate(_LINES)
+        for i, line in enumerate(LINES)
     }
-    hosted = {name: HostedModel(_throughput_qps(each), 1) for name, each in models.items()}
+    hosted = {
+        name: HostedModel(_NS_PER_S / cost_ns(each, _SLO_MS), 1) for name, each in models.items()
+    }
     streams = _streams(hosted, cell.load)
     violations = count = 0
     for devices, names in _divided(cell, streams, hosted):
@@ -71,11 +73,6 @@ def run_herd(cell: HerdCell) -> dict[str, float]:
         violations += missed
         count += came
     return {"requests": count, "violation_ratio": violations / count}
-
-
-def _throughput_qps(profile: LatencyProfile) -> float:
-    size = profile.largest_within(_SLO_MS / 2 * _NS_PER_MS, profile.max_batch_size)
-    return size / profile.latency_ns(size) * _NS_PER_S
 
 
 def _streams(hosted: Mapping[str, HostedModel], load: float) -> dict[str, Stream]:
@@ -160,18 +157,7 @@ def _simulated(
             )
         )
     )
-    exits = even_exits(STAGES)
-    staged = {
-        name: PreemptibleModel(models[name], MAX_BATCH_SIZE, exits)
-        for name in {each.model for each in streams.values()}
-    }
-    outcome = simulate(
-        Flex(staged, devices=devices),
-        arrivals,
-        service_ns=lambda _, batch: models[str(batch[0].key)].latency_ns(len(batch)),
-        next_exit_ns=lambda _, batch, passed_ns: staged[str(batch[0].key)].next_exit_ns(
-            len(batch), passed_ns
-        ),
-    )
-    on_time = sum(end_ns <= request.deadline_ns for request, end_ns in outcome.answered)
-    return len(arrivals) - on_time, len(arrivals)
+    used = {each.model: models[each.model] for each in streams.values()}
+    workload = Workload(used, devices, costs_ns={}, shares={}, requests=lambda: iter(arrivals))
+    report = run(SYSTEMS["Flex, ours"], workload)
+    return report.violations, report.requests

@@ -16,7 +16,7 @@ from trims_shim.errors import ConfigError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from typing import Any
+    from typing import Any, BinaryIO
 
 __all__ = [
     "PACKAGE_DIRECTORY",
@@ -28,6 +28,7 @@ __all__ = [
     "current",
     "is_setting",
     "load",
+    "load_toml",
     "load_usable",
     "parse_size",
     "platform_problem",
@@ -508,19 +509,25 @@ def load_usable(environment: Mapping[str, str] | None = None) -> tuple[Config, l
 def _read_file(path: str) -> dict[str, str]:
     if not os.path.exists(path):
         return {}
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     try:
         with open(path, "rb") as file:
-            table = tomllib.load(file)
+            table = load_toml(file)
     # ValueError: TOMLDecodeError and UnicodeDecodeError; RecursionError: brackets without end.
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     for name in table:
         _check_known(name, f"key {name} in {path}")
     return {name: _as_text(value) for name, value in table.items()}
+
+
+def load_toml(file: BinaryIO) -> dict[str, Any]:
+    """The table of a TOML file. Raises ValueError, and RecursionError for brackets without end."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    table: dict[str, Any] = tomllib.load(file)
+    return table
 
 
 def _as_text(value: object) -> str:

@@ -13,7 +13,7 @@ from trims_shim.cli.batch_setup import Setup, made_up, policies, rate_of, trace
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import print_json, table
 
-__all__ = ["device_text", "simulate", "stream_of", "stream_text"]
+__all__ = ["device_text", "report_fields", "simulate", "stream_of", "stream_text"]
 
 _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
@@ -29,7 +29,7 @@ def simulate(arguments: argparse.Namespace) -> Exit:
         for name, maker in makers.items()
     }
     if arguments.json:
-        print_json({name: _described(report) for name, report in reports.items()})
+        print_json({name: report_fields(report) for name, report in reports.items()})
     else:
         print(f"{device_text(setup)}; {stream_text(stream)}\n\n{_table(reports)}")
     return Exit.OK
@@ -91,7 +91,8 @@ def _table(reports: Mapping[str, Report]) -> str:
     return table(titles, rows, right=titles[1:])
 
 
-def _described(report: Report) -> dict[str, Any]:
+def report_fields(report: Report) -> dict[str, Any]:
+    """What ``--json`` shows of a report."""
     return dataclasses.asdict(report) | {
         "violation_ratio": report.violation_ratio,
         "goodput_qps": report.goodput_qps,

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -31,7 +31,7 @@ from trims_shim.batching.simulator import (
 from trims_shim.batching.single import Batching
 from trims_shim.errors import ConfigError, FormatError
 
-__all__ = ["Setup", "made_up", "policies", "rate_of", "slo_ns_of", "trace"]
+__all__ = ["Setup", "made_up", "policies", "rate_of", "read_requests", "slo_ns_of", "trace"]
 
 _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
@@ -198,7 +198,9 @@ def trace(arguments: argparse.Namespace) -> list[Request]:
 
     Raises FormatError for a file that is no trace, ConfigError for one without objectives.
     """
-    found = list(merged(*(_read(path, arguments.slo_ms) for path in arguments.trace)))
+    found = list(
+        merged(*(read_requests(path, slo_ms=arguments.slo_ms) for path in arguments.trace))
+    )
     if not found:
         raise FormatError(f"{', '.join(arguments.trace)}: there is no request in it")
     if any(request.deadline_ns == NEVER_NS for request in found):
@@ -206,9 +208,10 @@ def trace(arguments: argparse.Namespace) -> list[Request]:
     return found[: arguments.requests]
 
 
-def _read(path: str, slo_ms: float | None) -> list[Request]:
+def read_requests(path: str, *, slo_ms: float | None = None, key: Hashable = None) -> list[Request]:
+    """The requests of one file. Raises OSError, and FormatError for a file that is no trace."""
     with open(path, encoding="utf-8") as file:
         try:
-            return list(read_trace(file, slo_ms=slo_ms))
+            return list(read_trace(file, slo_ms=slo_ms, key=key))
         except ValueError as error:
             raise FormatError(f"{path}: {error}") from None

@@ -76,10 +76,11 @@ def warm(arguments: argparse.Namespace) -> Exit:
         return Exit.FAILED
     tier = HOST_TIER if arguments.device is None else device_named(arguments.device, _devices())
     done = []
-    with Progress([_size_of(path) for path in paths], is_quiet=arguments.json) as progress:
-        for path in paths:
+    sizes = [_size_of(path) for path in paths]
+    with Progress(sizes, is_quiet=arguments.json) as progress:
+        for path, size_bytes in zip(paths, sizes, strict=True):
             progress.begin(path)
-            warmed = _warm(path, tier, is_pinned=arguments.pin, progress=progress)
+            warmed = _warm(path, size_bytes, tier, is_pinned=arguments.pin, progress=progress)
             done.append(warmed)
             progress.end(warmed.outcome, error=warmed.said(), note=warmed.note)
     if arguments.json:
@@ -126,13 +127,13 @@ def _locations(path: str) -> tuple[str, ...]:
         return read_model(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)).locations
 
 
-def _warm(path: str, tier: str, *, is_pinned: bool, progress: Progress) -> _Warmed:
+def _warm(path: str, size_bytes: int, tier: str, *, is_pinned: bool, progress: Progress) -> _Warmed:
     start = time.monotonic()
     before = _hits()
     try:
         device = None if tier == HOST_TIER else tier
         if path.endswith(ONNX_SUFFIX):
-            return _prepare(path, device, is_pinned=is_pinned, progress=progress)
+            return _prepare(path, size_bytes, device, is_pinned=is_pinned, progress=progress)
         with api.open(path, device=device) as handle:
             if is_pinned:
                 cache().request(admin.PinImageRequest(handle.digest, is_pinned=True))
@@ -168,7 +169,9 @@ def _note_of(handle: Handle | DeviceHandle) -> str:
     return "neither a zip of torch.save nor safetensors, so frameworks read it themselves"
 
 
-def _prepare(path: str, device: str | None, *, is_pinned: bool, progress: Progress) -> _Warmed:
+def _prepare(
+    path: str, size_bytes: int, device: str | None, *, is_pinned: bool, progress: Progress
+) -> _Warmed:
     """Prepare an ONNX model."""
     start = time.monotonic()
     before = _prepared()
@@ -177,7 +180,7 @@ def _prepare(path: str, device: str | None, *, is_pinned: bool, progress: Progre
     )
     outcome = "prepared" if _prepared() > before else "prepared already"
     seconds = time.monotonic() - start
-    return _Warmed(path, key, _size_of(path), seconds, outcome, "prepared")
+    return _Warmed(path, key, size_bytes, seconds, outcome, "prepared")
 
 
 def _prepared() -> int:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from trims_shim.batching.policies import rule_maker
 from trims_shim.batching.protocol import NEVER_NS, Request
-from trims_shim.batching.rules import RuleMaker
-from trims_shim.batching.simulator import (
-    Outcome,
-    Report,
-    gamma,
-    merged,
-    read_trace,
-    requests,
-)
+from trims_shim.batching.simulator import Outcome, Report, gamma, merged, requests
+from trims_shim.cli.batch import report_fields
+from trims_shim.cli.batch_setup import policies, read_requests
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.plan_files import Cluster, read_cluster, read_herd
 from trims_shim.cli.text import counted, print_json, table
 from trims_shim.errors import ConfigError, FormatError
 from trims_shim.planner import (
     Placement,
+    Problem,
     Replanning,
     Serving,
     plan_herd,
@@ -42,7 +37,7 @@ _MOST_REQUESTS = 10_000_000
 def proteus(arguments: argparse.Namespace) -> Exit:
     """Print the groups of devices of the best placement."""
     cluster = read_cluster(arguments.problem)
-    placement = _planned(cluster, arguments)
+    placement = _planned(cluster.problem, arguments)
     if arguments.json:
         print_json(_placement_fields(placement))
     else:
@@ -53,25 +48,14 @@ def proteus(arguments: argparse.Namespace) -> Exit:
 def simulate(arguments: argparse.Namespace) -> Exit:
     """Print a row for each family: violations and accuracy."""
     cluster = read_cluster(arguments.problem)
-    placement = _planned(cluster, arguments)
+    placement = _planned(cluster.problem, arguments)
     stream = _stream(cluster, arguments)
     serving = _serving(cluster, placement, arguments)
     outcome, report = serve(serving, stream)
-    families = {
-        family: _violations(outcome, family, sum(each.key == family for each in stream))
-        for family in placement.demand_qps
-    }
+    families = _by_family(placement.demand_qps, stream, outcome)
     if arguments.json:
-        print_json(
-            dataclasses.asdict(report)
-            | {
-                "violation_ratio": report.violation_ratio,
-                "goodput_qps": report.goodput_qps,
-                "families": families,
-                "plans": serving.plans,
-                "loads": serving.loads,
-            }
-        )
+        own = {"families": families, "plans": serving.plans, "loads": serving.loads}
+        print_json(report_fields(report) | own)
     else:
         print(_simulated_text(serving, report, families))
     return Exit.OK
@@ -119,10 +103,13 @@ def herd(arguments: argparse.Namespace) -> Exit:
 # --- placements -----------------------------------------------------------------------------------
 
 
-def _planned(cluster: Cluster, arguments: argparse.Namespace) -> Placement:
+def _planned(
+    problem: Problem, arguments: argparse.Namespace, before: Placement | None = None
+) -> Placement:
     return plan_proteus(
-        cluster.problem,
+        problem,
         headroom=arguments.headroom,
+        before=before,
         gap=arguments.gap,
         time_limit_s=arguments.time_limit_s,
     )
@@ -188,30 +175,18 @@ def _serving(cluster: Cluster, placement: Placement, arguments: argparse.Namespa
     problem = cluster.problem
 
     def plan(demand_qps: Mapping[str, float], before: Placement) -> Placement:
-        return plan_proteus(
-            dataclasses.replace(problem, demand_qps=demand_qps),
-            headroom=arguments.headroom,
-            before=before,
-            gap=arguments.gap,
-            time_limit_s=arguments.time_limit_s,
-        )
+        return _planned(dataclasses.replace(problem, demand_qps=demand_qps), arguments, before)
 
     load_ns = round(arguments.load_s * _NS_PER_S)
+    (make_rule,) = policies([arguments.policy], problem.options[0].profile).values()
     return Serving(
         [kind for kind, count in problem.devices.items() for _ in range(count)],
         placement,
-        make_rule=_rule_maker(arguments.policy),
+        make_rule=make_rule,
         random=Random(arguments.seed),
         load_ns=lambda option: load_ns,
         replanning=Replanning(plan, arguments.period_s) if arguments.replan else None,
     )
-
-
-def _rule_maker(name: str) -> RuleMaker:
-    try:
-        return rule_maker(name)
-    except ValueError as error:
-        raise ConfigError(f"--policy {name}: {error}") from None
 
 
 def _stream(cluster: Cluster, arguments: argparse.Namespace) -> list[Request]:
@@ -251,11 +226,7 @@ def _traces(cluster: Cluster, arguments: argparse.Namespace) -> list[list[Reques
         if not equals or family not in cluster.slo_ms:
             families = ", ".join(cluster.slo_ms)
             raise ConfigError(f"--trace {word}: it is FAMILY=FILE, and there are {families}")
-        with open(path, encoding="utf-8") as file:
-            try:
-                found = list(read_trace(file, key=family))
-            except ValueError as error:
-                raise FormatError(f"{path}: {error}") from None
+        found = read_requests(path, key=family)
         for request in found:
             if request.deadline_ns == NEVER_NS:
                 request.deadline_ns = request.arrival_ns + round(cluster.slo_ms[family] * 1e6)
@@ -263,15 +234,19 @@ def _traces(cluster: Cluster, arguments: argparse.Namespace) -> list[list[Reques
     return streams
 
 
-def _violations(outcome: Outcome, family: str, count: int) -> dict[str, float]:
-    on_time = sum(
-        each.ended_ns <= request.deadline_ns
-        for each in outcome.executions
-        if each.batch[0].key == family
-        for request in each.batch
+def _by_family(
+    families: Iterable[str], stream: Sequence[Request], outcome: Outcome
+) -> dict[str, dict[str, float]]:
+    came = Counter(request.key for request in stream)
+    on_time = Counter(
+        request.key for request, end_ns in outcome.answered if end_ns <= request.deadline_ns
     )
-    ratio = (count - on_time) / count if count else 0.0
-    return {"requests": count, "violations": count - on_time, "violation_ratio": ratio}
+    found: dict[str, dict[str, float]] = {}
+    for family in families:
+        count, missed = came[family], came[family] - on_time[family]
+        ratio = missed / count if count else 0.0
+        found[family] = {"requests": count, "violations": missed, "violation_ratio": ratio}
+    return found
 
 
 def _simulated_text(

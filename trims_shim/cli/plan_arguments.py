@@ -59,8 +59,8 @@ def _add_simulate(commands: Commands[argparse.ArgumentParser]) -> None:
     simulate.add_argument(
         "--policy",
         default="auto",
-        metavar="NAME",
-        help="how each device batches; default auto",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="how each device batches, as in `trims batch simulate`; default auto",
     )
     simulate.add_argument(
         "--trace",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profile_json import LARGEST_SIZE
 from trims_shim.batching.profiles.profile_store import load_profile
+from trims_shim.config import load_toml
 from trims_shim.errors import FormatError
 from trims_shim.planner import HostedModel, Option, Problem, Stream
 from trims_shim.suggestions import did_you_mean
@@ -146,19 +146,12 @@ def _measured(entry: _Table) -> LatencyProfile:
 
 
 def _parsed(path: str) -> Any:
+    kind, load = ("JSON", json.load) if path.endswith(".json") else ("TOML", load_toml)
     with open(path, "rb") as file:
-        content = file.read()
-    try:
-        if path.endswith(".json"):
-            return json.loads(content)
-        if sys.version_info >= (3, 11):
-            import tomllib
-        else:
-            import tomli as tomllib
-        return tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        kind = "JSON" if path.endswith(".json") else "TOML"
-        raise FormatError(f"{path} is not {kind}: {error}") from None
+        try:
+            return load(file)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{path} is not {kind}: {error}") from None
 
 
 class _Table:
