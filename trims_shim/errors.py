@@ -34,6 +34,8 @@
     │   └── BadBatch                 the batch function did not return one result for each item
     ├── StagingError             a model cannot be cut into stages
     ├── PlanningError            no plan was found, or none can be made
+    ├── EnsembleError            an ensemble cannot be made, or takes no calls
+    │   └── MemberFailed             a member could not be loaded, raised an error, or its process died
     ├── NotServed                the load gains nothing or cannot be shared; not a fault
     └── PatchError               a patch point could not be applied
 
@@ -55,11 +57,13 @@ __all__ = [
     "DaemonTimeout",
     "DaemonUnavailable",
     "DriverFailure",
+    "EnsembleError",
     "FileChanged",
     "FormatError",
     "IncompatibleDaemon",
     "LoadStalled",
     "MalformedMessage",
+    "MemberFailed",
     "MemoryFailure",
     "MessageTooLarge",
     "NoSpace",
@@ -296,6 +300,18 @@ class PlanningError(TrimsError):
     """No plan was found, or none can be made."""
 
     reason = "planning"
+
+
+class EnsembleError(TrimsError):
+    """An ensemble cannot be made, or takes no calls."""
+
+    reason = "ensemble"
+
+
+class MemberFailed(EnsembleError):
+    """A member of an ensemble could not be loaded, raised an error, or its process died."""
+
+    reason = "member_failed"
 
 
 class NotServed(TrimsError):

@@ -1,0 +1,204 @@
+"""Which workers of an ensemble run on which devices: the allocation matrix. Pure.
+
+A row for each device, a column for each member; an element is the batch size of that member's
+worker on that device, 0 for none. Each member has at least one worker. Several workers of a member
+share its work (data parallelism); several workers on a device share the device.
+
+Unlike the paper's, workers that share weights are counted so: devices with one *pool* of memory
+(parts of a processor) hold the weights of a member once.
+
+Source: Pochelu et al., "An efficient and flexible inference system for serving heterogeneous
+ensembles of deep neural networks" (2022, arXiv:2208.14049), section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.errors import PlanningError
+
+__all__ = ["Allocation", "Device", "Footprint", "MemberProfile", "Problem", "worst_fit_decreasing"]
+
+_DEFAULT_BATCH_SIZES = (8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The memory of a member on one kind of device."""
+
+    weights_bytes: int
+    """Held once in a pool of memory, however many workers use them."""
+    worker_bytes: int = 0
+    """Of each worker: its runtime, its context, and weights that it cannot share."""
+    sample_bytes: int = 0
+    """Of each sample in a batch: inputs and activations."""
+
+    def worker(self, batch_size: int) -> int:
+        """The bytes of a worker, without shared weights."""
+        return self.worker_bytes + batch_size * self.sample_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where workers run: ``cpu``, some cores as ``cpu:0-3``, or ``cuda:1``.
+
+    Any other name is for planning only.
+    """
+
+    name: str
+    memory_bytes: int
+    """For workers and weights; equal for all devices of a pool."""
+    kind: str = ""
+    """Devices of a kind are equally fast. By default the name up to its colon."""
+    pool: str = ""
+    """Devices of one pool share their memory. By default each device is its own pool, except that
+    all of the kind ``cpu`` are one."""
+    is_reserve: bool = False
+    """Whether members are first tried on others (a processor beside GPUs)."""
+
+    def __post_init__(self) -> None:
+        kind = self.kind or self.name.partition(":")[0]
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "pool", self.pool or ("cpu" if kind == "cpu" else self.name))
+
+
+@dataclass(frozen=True, slots=True)
+class MemberProfile:
+    """What is known of a member, by kind of device; on kinds that are missing it cannot run."""
+
+    footprints: Mapping[str, Footprint]
+    latencies: Mapping[str, LatencyProfile] = field(default_factory=dict)
+    """How long batches take alone on the device; only :func:`~.estimate.throughput` needs them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Raises ValueError without devices, members or batch sizes, and for contradictions."""
+
+    devices: Sequence[Device]
+    members: Mapping[str, MemberProfile]
+    batch_sizes: Sequence[int] = _DEFAULT_BATCH_SIZES
+    """Those that are tried; the first one is for the first allocation (section 2.3)."""
+
+    def __post_init__(self) -> None:
+        if not self.devices or not self.members or not self.batch_sizes:
+            raise ValueError("an allocation needs a device, a member and a batch size")
+        if min(self.batch_sizes) < 1:
+            raise ValueError(f"batch_sizes is {list(self.batch_sizes)}; sizes from 1 on are needed")
+        names = [device.name for device in self.devices]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a device is given twice: {', '.join(names)}")
+        pools: dict[str, int] = {}
+        for device in self.devices:
+            if pools.setdefault(device.pool, device.memory_bytes) != device.memory_bytes:
+                raise ValueError(f"devices of the pool {device.pool!r} have different memory")
+
+    def room_bytes(self, allocation: Allocation) -> dict[str, int]:
+        """The memory that an allocation leaves, by pool; below 0 where it does not fit."""
+        room = {device.pool: device.memory_bytes for device in self.devices}
+        weights: dict[tuple[str, str], int] = {}
+        for device, member, size in self._workers(allocation):
+            footprint = self.members[member].footprints[device.kind]
+            room[device.pool] -= footprint.worker(size)
+            key = device.pool, member
+            weights[key] = max(weights.get(key, 0), footprint.weights_bytes)
+        for (pool, _), weights_bytes in weights.items():
+            room[pool] -= weights_bytes
+        return room
+
+    def fits(self, allocation: Allocation) -> bool:
+        """Whether each worker can run where it is, and memory suffices."""
+        for device, member, _ in self._workers(allocation):
+            if device.kind not in self.members[member].footprints:
+                return False
+        return min(self.room_bytes(allocation).values()) >= 0
+
+    def _workers(self, allocation: Allocation) -> Iterator[tuple[Device, str, int]]:
+        names = tuple(self.members)
+        for row, column, size in allocation.workers():
+            yield self.devices[row], names[column], size
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The matrix: ``batch_sizes[device][member]``, 0 for no worker."""
+
+    batch_sizes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def none(cls, problem: Problem) -> Allocation:
+        """No workers at all: where a search begins, not an allocation that can run."""
+        return cls(((0,) * len(problem.members),) * len(problem.devices))
+
+    def workers(self) -> Iterator[tuple[int, int, int]]:
+        """The device, the member and the batch size of each worker, by number."""
+        for device, row in enumerate(self.batch_sizes):
+            for member, size in enumerate(row):
+                if size:
+                    yield device, member, size
+
+    def with_batch_size(self, device: int, member: int, size: int) -> Allocation:
+        """The same but for one element."""
+        row = list(self.batch_sizes[device])
+        row[member] = size
+        rows = list(self.batch_sizes)
+        rows[device] = tuple(row)
+        return Allocation(tuple(rows))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each member has a worker."""
+        return all(map(any, zip(*self.batch_sizes, strict=True)))
+
+
+def worst_fit_decreasing(problem: Problem) -> Allocation:
+    """One worker for each member: large members first, each where most memory is left.
+
+    All have the problem's first batch size. Raises PlanningError if a member finds no room.
+
+    Source: Algorithm 1.
+    """
+    allocation = Allocation.none(problem)
+    names = list(problem.members)
+    for name in sorted(names, key=lambda name: -_largest_bytes(problem, name)):
+        allocation = _placed(problem, allocation, names.index(name))
+    return allocation
+
+
+def _largest_bytes(problem: Problem, name: str) -> int:
+    size = problem.batch_sizes[0]
+    footprints = problem.members[name].footprints.values()
+    return max((each.weights_bytes + each.worker(size) for each in footprints), default=0)
+
+
+def _placed(problem: Problem, before: Allocation, member: int) -> Allocation:
+    found: list[tuple[bool, int, int, int, Allocation]] = []
+    for index, device in enumerate(problem.devices):
+        allocation = before.with_batch_size(index, member, problem.batch_sizes[0])
+        if problem.fits(allocation):
+            room_bytes = problem.room_bytes(before)[device.pool]
+            workers = sum(map(bool, before.batch_sizes[index]))
+            found.append((device.is_reserve, -room_bytes, workers, index, allocation))
+    if not found:
+        raise _no_room(problem, before, list(problem.members)[member])
+    return min(found, key=lambda each: each[:-1])[-1]
+
+
+def _no_room(problem: Problem, before: Allocation, name: str) -> PlanningError:
+    kinds = problem.members[name].footprints
+    usable = [device for device in problem.devices if device.kind in kinds]
+    if not usable:
+        return PlanningError(
+            f"member {name!r} runs on {', '.join(kinds) or 'no kind of device'}; there is none "
+            "among the devices"
+        )
+    room = problem.room_bytes(before)
+    left = ", ".join(f"{room[each.pool] / 1e9:.3g} GB on {each.name}" for each in usable)
+    needed = kinds[usable[0].kind]
+    needed_bytes = needed.weights_bytes + needed.worker(problem.batch_sizes[0])
+    return PlanningError(
+        f"member {name!r} finds no room: it needs {needed_bytes / 1e9:.3g} GB on {usable[0].name}, "
+        f"and there are {left} left; give fewer or smaller members, or more devices"
+    )

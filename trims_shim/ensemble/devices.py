@@ -1,0 +1,80 @@
+"""The names of devices, and what this machine has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from trims_shim.ensemble.allocation import Device
+from trims_shim.errors import DriverFailure
+from trims_shim.memory import nvml
+from trims_shim.memory.driver import driver
+from trims_shim.memory.limits import available_bytes
+
+__all__ = ["cores_of", "find_devices"]
+
+
+def find_devices(names: Sequence[str | Device] | None = None) -> list[Device]:
+    """The devices of these names: ``cpu``, ``cpu:CORES`` (such as ``cpu:0-3,8``), ``cuda:INDEX``.
+
+    Without names, the GPUs that this process may use, and the processor, which is kept in reserve
+    beside GPUs. Memory is what is free now. Raises ValueError for another name, or a core or GPU
+    that is not there.
+    """
+    memory_bytes = available_bytes()
+    if names is None:
+        gpus = [_gpu(index) for index in range(_gpus())]
+        return [*gpus, Device("cpu", memory_bytes, is_reserve=bool(gpus))]
+    return [_named(each, memory_bytes) if isinstance(each, str) else each for each in names]
+
+
+def _named(name: str, memory_bytes: int) -> Device:
+    kind, _, index = name.partition(":")
+    if kind == "cpu":
+        cores_of(name)
+        return Device(name, memory_bytes)
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise ValueError(f"{name!r} is no device; there are cpu, cpu:0-3 (cores) and cuda:0")
+    if (number := int(index or "0")) >= _gpus():
+        raise ValueError(f"there is no GPU {name!r}: this process may use {_gpus()}")
+    return _gpu(number)
+
+
+def cores_of(name: str) -> set[int]:
+    """The cores of ``cpu:0-3,8``; an empty set for all of them, or another kind of device.
+
+    Raises ValueError for cores that are not there, or that this process may not use.
+    """
+    kind, _, text = name.partition(":")
+    if kind != "cpu" or not text:
+        return set()
+    usable = os.sched_getaffinity(0)
+    try:
+        found = {core for part in text.split(",") for core in _span(part)}
+    except ValueError:
+        raise ValueError(f"{name!r} names no cores; write cpu:0-3,8") from None
+    if not found <= usable:
+        missing = ", ".join(map(str, sorted(found - usable)))
+        raise ValueError(f"{name!r}: this process may not use core {missing}")
+    return found
+
+
+def _span(text: str) -> range:
+    first, _, last = text.partition("-")
+    found = range(int(first), int(last or first) + 1)
+    if not found or len(found) > 1 << 16:
+        raise ValueError(text)
+    return found
+
+
+def _gpus() -> int:
+    try:
+        return len(driver().devices())
+    except DriverFailure:
+        return 0
+
+
+def _gpu(index: int) -> Device:
+    info = driver().devices()[index]
+    free_bytes = nvml.free_bytes(info.id)
+    return Device(f"cuda:{index}", info.total_bytes if free_bytes is None else free_bytes)

@@ -1,0 +1,87 @@
+"""What members need: measured by running each alone, on one device of each kind.
+
+The paper measures whole allocations, and starts the ensemble anew for each. Here each member is
+started once for each kind of device; :func:`~.estimate.throughput` puts the figures together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.profiles.profiling import measure as measure_sizes
+from trims_shim.ensemble.allocation import Allocation, Device, Footprint, MemberProfile, Problem
+from trims_shim.ensemble.devices import find_devices
+from trims_shim.ensemble.ensemble import Ensemble, Member
+from trims_shim.ensemble.payloads import count_of, joined, rows_of
+
+__all__ = ["measure"]
+
+_DEFAULT_BATCH_SIZES = (8, 16, 32, 64, 128)
+
+
+def measure(
+    members: Sequence[Member],
+    samples: Any,
+    *,
+    devices: Sequence[Device | str] | None = None,
+    batch_sizes: Sequence[int] = _DEFAULT_BATCH_SIZES,
+    repeats: int = 3,
+    progress: Callable[[str], object] = lambda line: None,
+) -> Problem:
+    """The problem of allocating ``members`` to ``devices``, with their memory and latencies.
+
+    ``samples``: typical ones, at least one; they are repeated to fill batches. The devices should
+    be idle. ``progress`` is called with a line for each member and kind of device. Blocks for some
+    runs of each size. Raises as :class:`~.Ensemble` does, and MemberFailed if a member fails.
+    """
+    found = find_devices(devices)
+    kinds = {device.kind: device for device in reversed(found)}
+    sizes = sorted(set(batch_sizes))
+    batch = _repeated(samples, sizes[-1])
+    profiles = {}
+    for member in members:
+        footprints, latencies = {}, {}
+        for kind, device in kinds.items():
+            progress(f"{member.name} on {device.name}")
+            footprints[kind], latencies[kind] = _measured(member, device, batch, sizes, repeats)
+        profiles[member.name] = MemberProfile(footprints, latencies)
+    return Problem(found, profiles, tuple(batch_sizes))
+
+
+def _measured(
+    member: Member, device: Device, batch: Any, sizes: Sequence[int], repeats: int
+) -> tuple[Footprint, LatencyProfile]:
+    largest = sizes[-1]
+    with Ensemble(
+        [member],
+        devices=[device],
+        allocation=Allocation(((largest,),)),
+        segment_size=largest,
+        combine="none",
+    ) as ensemble:
+        before = ensemble._system.memory_of(0)
+        durations_ns = measure_sizes(
+            lambda size: ensemble.predict(rows_of(batch, 0, size)),
+            sizes,
+            repeats=repeats,
+            clock=time.perf_counter_ns,
+        )
+        after = ensemble._system.memory_of(0)
+    own_bytes = min(before.own_bytes, after.own_bytes)
+    footprint = Footprint(
+        weights_bytes=after.shared_bytes,
+        worker_bytes=own_bytes,
+        sample_bytes=-(-max(0, after.peak_bytes - own_bytes) // largest),
+    )
+    return footprint, LatencyProfile.measured(durations_ns, pads=False)
+
+
+def _repeated(samples: Any, count: int) -> Any:
+    given = count_of(samples)
+    if not given:
+        raise ValueError("there are no samples to measure with")
+    whole = joined([samples] * -(-count // given))
+    return rows_of(whole, 0, count)

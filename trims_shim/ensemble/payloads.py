@@ -1,0 +1,125 @@
+"""Samples and results on their way between processes: rows of them, and bytes.
+
+A value is an array or tensor ``[n, ...]``, a list of n things, or a mapping, tuple or dataclass of
+such values. Bytes are those of pickle, protocol 5: the contents of arrays and tensors stay apart
+from the rest, so that they are copied once, to where they go. They travel between a program and
+workers that it has started itself, so unpickling them trusts nobody else.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from trims_shim.batching.collating.arrays import library_of
+from trims_shim.batching.collating.structures import part_of, parts_of, with_parts
+
+__all__ = ["count_of", "dumped", "joined", "loaded", "rows_of"]
+
+
+def count_of(value: Any) -> int:
+    """How many rows a value has. Raises ValueError if its parts differ, or it has no rows."""
+    counts = set(_counts(value))
+    if len(counts) != 1:
+        found = "have " + " and ".join(map(str, sorted(counts))) if counts else "are missing"
+        raise ValueError(f"the first axes of all parts need one size, and they {found}")
+    return counts.pop()
+
+
+def _counts(value: Any) -> Iterable[int]:
+    library = library_of(value)
+    if library is not None:
+        count = library.count(value)
+        return [] if count is None else [count]
+    if isinstance(value, list):
+        return [len(value)]
+    parts = parts_of(value)
+    if parts is None:
+        raise ValueError(
+            f"a {type(value).__name__} has no rows; arrays, tensors, lists, and mappings, tuples "
+            "and dataclasses of them have"
+        )
+    return [count for part in parts.values() for count in _counts(part)]
+
+
+def rows_of(value: Any, start: int, stop: int, *, is_copied: bool = False) -> Any:
+    """Some rows of a value; with ``is_copied`` their arrays have memory of their own."""
+    library = library_of(value)
+    if library is not None:
+        rows = value[start:stop]
+        return library.concatenate([rows]) if is_copied else rows
+    if isinstance(value, list):
+        return value[start:stop]
+    parts = parts_of(value) or {}
+    return with_parts(
+        value,
+        {name: rows_of(part, start, stop, is_copied=is_copied) for name, part in parts.items()},
+    )
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """One value with the rows of all, in their order; they are of one structure."""
+    first = values[0]
+    if len(values) == 1:
+        return first
+    library = library_of(first)
+    if library is not None:
+        return library.concatenate(values)
+    if isinstance(first, list):
+        return [row for value in values for row in value]
+    parts = parts_of(first) or {}
+    return with_parts(
+        first, {name: joined([part_of(value, name) for value in values]) for name in parts}
+    )
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def dumped(value: Any) -> list[memoryview]:
+    """The bytes of a value: first the pickle, then the contents of its arrays."""
+    contents: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    _Pickler(file, contents.append).dump(value)
+    return [file.getbuffer(), *(each.raw() for each in contents)]
+
+
+def loaded(parts: Sequence[Any]) -> Any:
+    """The value of :func:`dumped`; its arrays use the memory of ``parts``."""
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the contents of torch's tensors apart, too; its own way copies them several times."""
+
+    def __init__(self, file: io.BytesIO, keep: Callable[[pickle.PickleBuffer], object]) -> None:
+        super().__init__(file, 5, buffer_callback=keep)
+
+    def reducer_override(self, value: Any) -> Any:
+        if not _is_plain_tensor(value):
+            return NotImplemented
+        import torch
+
+        whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        content = whole.reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (content, str(value.dtype).partition(".")[2], tuple(value.shape))
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    kind = type(value)
+    if (kind.__module__, kind.__name__) not in (
+        ("torch", "Tensor"),
+        ("torch.nn.parameter", "Parameter"),
+    ):
+        return False
+    import torch
+
+    return value.layout is torch.strided and not value.is_quantized and not value.is_nested
+
+
+def _tensor(content: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.from_numpy(content).view(getattr(torch, dtype)).reshape(shape)

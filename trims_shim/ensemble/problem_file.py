@@ -1,0 +1,117 @@
+"""Problems of allocation as JSON files. Content is not trusted: what is wrong is a FormatError."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.profiles.profile_json import LARGEST_SIZE, JsonFormat, latencies_of
+from trims_shim.ensemble.allocation import Device, Footprint, MemberProfile, Problem
+from trims_shim.errors import CorruptFile
+
+__all__ = ["load_problem", "save_problem"]
+
+_FORMAT = JsonFormat(
+    name="trims-ensemble",
+    noun="problem of an ensemble",
+    version=1,
+    command="trims_shim.ensemble.save_problem",
+)
+_MOST_BYTES = 1 << 60
+
+
+def save_problem(path: str | os.PathLike[str], problem: Problem) -> None:
+    """Write or replace a file. Raises OSError."""
+    members = {
+        name: {
+            kind: dataclasses.asdict(footprint) | _latencies(profile.latencies.get(kind), problem)
+            for kind, footprint in profile.footprints.items()
+        }
+        for name, profile in problem.members.items()
+    }
+    _FORMAT.write(
+        path,
+        {
+            "batch_sizes": list(problem.batch_sizes),
+            "devices": [dataclasses.asdict(device) for device in problem.devices],
+            "members": members,
+        },
+    )
+
+
+def _latencies(profile: LatencyProfile | None, problem: Problem) -> dict[str, Any]:
+    if profile is None:
+        return {}
+    sizes = sorted({1, *problem.batch_sizes})
+    known = [size for size in sizes if size <= profile.max_batch_size]
+    return {"latencies_ns": {str(size): profile.taken_ns(size) for size in known}}
+
+
+def load_problem(path: str | os.PathLike[str]) -> Problem:
+    """Read what :func:`save_problem` wrote. Raises OSError and FormatError."""
+    name, fields = os.fspath(path), _FORMAT.read(path)
+    try:
+        return Problem(
+            [Device(**_device(name, each)) for each in _list(name, fields, "devices")],
+            {
+                member: _member(name, each)
+                for member, each in _table(name, fields, "members").items()
+            },
+            tuple(_size(name, each) for each in _list(name, fields, "batch_sizes")),
+        )
+    except (TypeError, ValueError) as error:
+        raise CorruptFile(f"{name} is no {_FORMAT.noun}: {error}") from None
+
+
+def _device(name: str, fields: Any) -> dict[str, Any]:
+    if not isinstance(fields, dict):
+        raise CorruptFile(f"{name} has a device that is no table")
+    texts = {key: fields[key] for key in ("name", "kind", "pool") if key in fields}
+    if not texts.get("name") or not all(isinstance(each, str) for each in texts.values()):
+        raise CorruptFile(f"{name} has a device without a name")
+    is_reserve = bool(fields.get("is_reserve"))
+    return texts | {"memory_bytes": _bytes(name, fields, "memory_bytes"), "is_reserve": is_reserve}
+
+
+def _member(name: str, fields: Any) -> MemberProfile:
+    if not isinstance(fields, dict):
+        raise CorruptFile(f"{name} has a member that is no table")
+    footprints, latencies = {}, {}
+    for kind in fields:
+        inner = _table(name, fields, kind)
+        footprints[kind] = Footprint(
+            *(_bytes(name, inner, each.name) for each in dataclasses.fields(Footprint))
+        )
+        if "latencies_ns" in inner:
+            measured = latencies_of(name, inner)
+            latencies[kind] = LatencyProfile.measured(measured, pads=False)
+    return MemberProfile(footprints, latencies)
+
+
+def _list(name: str, fields: dict[str, Any], key: str) -> list[Any]:
+    found = fields.get(key)
+    if not isinstance(found, list):
+        raise CorruptFile(f"{name} has no list of {key}")
+    return found
+
+
+def _table(name: str, fields: dict[str, Any], key: str) -> dict[str, Any]:
+    found = fields.get(key)
+    if not isinstance(found, dict):
+        raise CorruptFile(f"{name} has no table of {key}")
+    return found
+
+
+def _bytes(name: str, fields: dict[str, Any], key: str) -> int:
+    found = fields.get(key)
+    if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= _MOST_BYTES:
+        raise CorruptFile(f"{name} has {str(found)[:40]} as {key}")
+    return found
+
+
+def _size(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
+        raise CorruptFile(f"{name} has a batch size of {str(value)[:40]}")
+    return value

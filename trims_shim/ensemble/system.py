@@ -1,0 +1,458 @@
+"""An ensemble at work: workers in processes of their own, and the thread that keeps them busy.
+
+A call's samples are cut into segments. Each segment is copied into shared memory once, answered by
+all members in batches of their workers' own sizes, and combined as soon as the last of them has
+answered. Members do not wait for each other, except that only so many segments are under way at a
+time; that bounds memory, and makes callers wait (back-pressure).
+
+Threads: callers copy segments, and hand batches to idle workers; one thread receives all answers,
+combines them and hands out what comes next. A lock guards the workers' sockets and all state here.
+:mod:`.dispatch` decides.
+
+Source: Pochelu et al. (2022), section 2.1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from trims_shim.ensemble import messages
+from trims_shim.ensemble.allocation import Allocation, Device
+from trims_shim.ensemble.buffers import Buffer, Buffers
+from trims_shim.ensemble.combine import Combine
+from trims_shim.ensemble.dispatch import Dispatch, Job
+from trims_shim.ensemble.hosting import WorkerProcess, threads_on
+from trims_shim.ensemble.payloads import dumped, joined, loaded, rows_of
+from trims_shim.errors import EnsembleError, MemberFailed
+
+__all__ = ["System", "WorkerTraceback"]
+
+_logger = logging.getLogger("trims_shim.ensemble")
+
+_MOST_DEATHS = 2
+"""Workers that may die with the same batch, before it is given up."""
+
+
+class WorkerTraceback(Exception):
+    """The traceback of an error in a worker, as text; the cause of a MemberFailed."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(slots=True)
+class _Place:
+    """An element of the allocation matrix, and the process that is there."""
+
+    member: int
+    device: str
+    batch_size: int
+    restarts: int
+    process: WorkerProcess | None = None
+    is_ready: bool = False
+
+
+@dataclass(slots=True)
+class _Call:
+    future: Future[Any]
+    results: dict[int, Any] = field(default_factory=dict)
+    """By the number of the segment in the call."""
+    segments: int | None = None
+    """How many there are; None while they are being made."""
+
+
+@dataclass(slots=True)
+class _Segment:
+    call: _Call
+    position: int
+    buffer: Buffer
+    layout: messages.Layout
+    missing: list[int]
+    """Rows that each member has not answered."""
+    parts: list[list[tuple[int, Any]]]
+    """By member: the first row and the result of each batch."""
+
+
+class System:
+    """The workers of an allocation. See :class:`~.ensemble.Ensemble`, its face to users."""
+
+    def __init__(
+        self,
+        loads: Mapping[str, bytes],
+        devices: Sequence[Device],
+        allocation: Allocation,
+        *,
+        combine: Combine,
+        segment_size: int,
+        max_segments: int,
+        restarts: int,
+    ) -> None:
+        """Start the workers; :meth:`wait_ready` waits for them. Raises OSError."""
+        self.names = tuple(loads)
+        self.counts = {"samples": 0, "batches": 0, "restarts": 0}
+        self._loads = list(loads.values())
+        self._combine = combine
+        self._segment_size = segment_size
+        self._window = threading.Semaphore(max_segments)
+        self._buffers = Buffers(max_segments)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._dispatch = Dispatch(len(loads))
+        self._segments: dict[int, _Segment] = {}
+        self._last_segment = 0
+        self._error: EnsembleError | None = None
+        """Why no call is taken any more."""
+        self._is_started = False
+        self._is_ending = False
+        self._pid = os.getpid()
+        self._memory: dict[int, messages.Memory] = {}
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ear = socket.socketpair()
+        self._selector.register(self._ear, selectors.EVENT_READ, None)
+        self._places = [
+            _Place(member, devices[device].name, size, restarts)
+            for device, member, size in allocation.workers()
+        ]
+        try:
+            for number in range(len(self._places)):
+                self._start(number)
+        except BaseException:
+            self._end_processes()
+            raise
+        self._thread = threading.Thread(target=self._run, name="trims-ensemble", daemon=True)
+        self._thread.start()
+
+    # --- for callers ------------------------------------------------------------------------------
+
+    def wait_ready(self) -> None:
+        """Wait until all workers have loaded their members. Raises MemberFailed if one cannot."""
+        with self._changed:
+            while not all(place.is_ready for place in self._places):
+                self._check()
+                self._changed.wait()
+            self._is_started = True
+
+    def submit(self, samples: Any, count: int) -> Future[Any]:
+        """Begin to answer ``count`` samples. Waits while as many segments are under way as may be.
+
+        Raises EnsembleError when closed, MemberFailed when a member has no workers left.
+        """
+        if self._pid != os.getpid():
+            raise EnsembleError("this ensemble belongs to the parent process; make one after forks")
+        call = _Call(Future())
+        call.future.set_running_or_notify_cancel()
+        for position, start in enumerate(range(0, count, self._segment_size)):
+            stop = min(count, start + self._segment_size)
+            self._window.acquire()
+            if call.future.done():  # A segment has failed already.
+                self._window.release()
+                return call.future
+            try:
+                self._add(call, position, rows_of(samples, start, stop), stop - start)
+            except BaseException:
+                self._window.release()
+                raise
+        with self._lock:
+            call.segments = -(-count // self._segment_size)
+        self._finish(call)
+        return call.future
+
+    def memory_of(self, place: int, *, timeout_s: float = 60.0) -> messages.Memory:
+        """What a worker says of its memory, after the jobs that it has. Raises MemberFailed."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            self._memory.pop(place, None)
+            process = self._places[place].process
+            if process is not None:
+                process.ask_memory()
+            while place not in self._memory:
+                self._check()
+                if not self._changed.wait(deadline_s - time.monotonic()):
+                    name = self.names[self._places[place].member]
+                    raise MemberFailed(f"member {name!r} does not say how much memory it uses")
+            return self._memory[place]
+
+    def workers(self) -> list[tuple[str, str, int, int | None]]:
+        """Member, device, batch size and pid of each worker; None for one that is not there."""
+        with self._lock:
+            return [
+                (
+                    self.names[place.member],
+                    place.device,
+                    place.batch_size,
+                    None if place.process is None else place.process.pid,
+                )
+                for place in self._places
+            ]
+
+    def close(self, *, wait: bool) -> None:
+        """Take no more calls. Those under way are answered first if ``wait``, else they fail."""
+        if self._pid != os.getpid():
+            return  # a forked child's copy; :meth:`forget` did what there is to do
+        with self._changed:
+            if self._error is None:
+                self._error = EnsembleError("the ensemble is closed; make another one")
+            while wait and self._segments and not self._is_ending:
+                self._changed.wait()
+            self._is_ending = True
+        self._ring()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def forget(self) -> None:
+        """In a forked child: close what is the parent's, so that its end is seen."""
+        for place in self._places:
+            if place.process is not None:
+                place.process.forget()
+        self._bell.close()
+        self._ear.close()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _ring(self) -> None:
+        try:
+            self._bell.send(b"\0")
+        except OSError:
+            pass  # The thread has ended, or a ring is unheard already.
+
+    # --- segments ---------------------------------------------------------------------------------
+
+    def _add(self, call: _Call, position: int, samples: Any, rows: int) -> None:
+        buffer, layout = self._buffers.filled(dumped(samples))
+        members = len(self.names)
+        with self._lock:
+            if self._error is not None:
+                self._buffers.give_back(buffer)
+                raise self._error
+            self._last_segment += 1
+            self._segments[self._last_segment] = _Segment(
+                call, position, buffer, layout, [rows] * members, [[] for _ in range(members)]
+            )
+            self._dispatch.add_segment(self._last_segment, rows)
+            self.counts["samples"] += rows
+            self._send_jobs()
+
+    def _send_jobs(self) -> None:
+        for number, job in self._dispatch.next_jobs():
+            process, segment = self._places[number].process, self._segments[job.segment]
+            assert process is not None
+            self.counts["batches"] += 1
+            process.run(messages.RunJob(job, segment.layout), segment.buffer.descriptor)
+
+    def _drop(self, number: int) -> _Segment | None:
+        """Forget a segment and free its place in the window; None if it was forgotten before."""
+        segment = self._segments.pop(number, None)
+        if segment is None:
+            return None
+        self._dispatch.drop_segment(number)
+        closed = self._buffers.give_back(segment.buffer)
+        if closed is not None:
+            for place in self._places:
+                if place.process is not None:
+                    place.process.close_buffer(closed.number)
+        self._window.release()
+        self._changed.notify_all()
+        return segment
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        segment = self._drop(number)
+        if segment is not None and not segment.call.future.done():
+            segment.call.future.set_exception(error)
+
+    def _combine_segment(self, segment: _Segment) -> None:
+        """Without the lock: a rule of the user's may do anything."""
+        call = segment.call
+        try:
+            outputs = {
+                name: joined([result for _, result in sorted(parts, key=lambda part: part[0])])
+                for name, parts in zip(self.names, segment.parts, strict=True)
+            }
+            call.results[segment.position] = self._combine(outputs)
+        except BaseException as error:
+            if not call.future.done():
+                call.future.set_exception(error)
+            return
+        self._finish(call)
+
+    def _finish(self, call: _Call) -> None:
+        with self._lock:
+            is_whole = len(call.results) == call.segments and not call.future.done()
+            if is_whole:
+                call.segments = -1  # only once
+        if is_whole:
+            try:
+                result = joined([call.results[position] for position in sorted(call.results)])
+            except BaseException as error:
+                call.future.set_exception(error)
+            else:
+                call.future.set_result(result)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_ending:
+                for key, _ in self._selector.select():
+                    if key.data is None:
+                        self._ear.recv(4096)
+                    else:
+                        self._receive(key.data)
+        except BaseException as error:
+            # Callers must not wait for ever, whatever it is.
+            _logger.exception("the ensemble stops")
+            with self._lock:
+                self._error = self._error or EnsembleError(f"the ensemble has failed: {error!r}")
+        with self._changed:
+            self._is_ending = True
+            for number in list(self._segments):
+                self._fail(number, self._error or EnsembleError("the ensemble is closed"))
+            self._changed.notify_all()
+        self._end_processes()
+        self._buffers.close()
+
+    def _receive(self, number: int) -> None:
+        process = self._places[number].process
+        assert process is not None
+        try:
+            message = process.connection.recv()
+            parts = []
+            if isinstance(message, messages.Answer):
+                parts = [process.connection.recv_bytes() for _ in range(message.parts)]
+        except (EOFError, OSError):
+            self._died(number)
+            return
+        if isinstance(message, messages.Answer):
+            self._answered(number, message.job, parts)
+        elif isinstance(message, messages.Failure):
+            self._failed(number, message)
+        else:
+            self._told(number, message)
+
+    def _told(self, number: int, message: object) -> None:
+        place = self._places[number]
+        with self._changed:
+            if isinstance(message, messages.Ready):
+                place.is_ready = True
+                self._dispatch.add_worker(number, member=place.member, batch_size=place.batch_size)
+                self._send_jobs()
+            elif isinstance(message, messages.Memory):
+                self._memory[number] = message
+            self._changed.notify_all()
+
+    def _answered(self, number: int, job: Job, parts: Sequence[bytes]) -> None:
+        with self._lock:
+            self._dispatch.done(number, job)
+            self._send_jobs()
+            segment = self._segments.get(job.segment)
+        if segment is None:
+            return
+        try:
+            result = loaded([bytearray(part) for part in parts])
+        except BaseException as error:  # of a class that only the worker has
+            with self._lock:
+                self._fail(job.segment, error)
+            return
+        segment.parts[job.member].append((job.start, result))
+        segment.missing[job.member] -= job.stop - job.start
+        if not any(segment.missing):
+            self._combine_segment(segment)
+            with self._lock:
+                self._drop(job.segment)
+
+    def _failed(self, number: int, message: messages.Failure) -> None:
+        place = self._places[number]
+        name, job = self.names[place.member], message.job
+        what = "could not be loaded" if job is None else f"failed on {job.stop - job.start} samples"
+        error = MemberFailed(f"member {name!r} {what} on {place.device}: {message.summary}")
+        error.__cause__ = WorkerTraceback(message.traceback)
+        with self._changed:
+            if job is None:
+                place.restarts = 0  # it would fail again
+                if not self._is_started:
+                    self._give_up(error)
+                return
+            self._dispatch.done(number, job)
+            self._fail(job.segment, error)
+            self._send_jobs()
+
+    # --- workers that die -------------------------------------------------------------------------
+
+    def _start(self, number: int) -> None:
+        place = self._places[number]
+        name = self.names[place.member]
+        process = WorkerProcess(
+            member=name,
+            device=place.device,
+            load=self._loads[place.member],
+            threads=threads_on(place.device),
+        )
+        place.process = process
+        self._selector.register(process.connection, selectors.EVENT_READ, number)
+
+    def _died(self, number: int) -> None:
+        place = self._places[number]
+        name = self.names[place.member]
+        with self._changed:
+            process, place.process, place.is_ready = place.process, None, False
+            assert process is not None
+            self._selector.unregister(process.connection)
+            how = process.death()
+            process.forget()
+            jobs = self._dispatch.remove_worker(number)
+            error = MemberFailed(f"the worker of member {name!r} on {place.device} {how}")
+            ran = jobs[0] if jobs else None
+            if ran is not None and ran.deaths + 1 >= _MOST_DEATHS:
+                self._fail(ran.segment, error)
+            wanted = [job for job in jobs if job.segment in self._segments]
+            self._dispatch.again(wanted, ran=ran)
+            if self._error is None:
+                self._replace(number, error)
+            self._send_jobs()
+            self._changed.notify_all()
+
+    def _replace(self, number: int, error: MemberFailed) -> None:
+        """Start a worker in the place of one that has died, or do without."""
+        place = self._places[number]
+        if place.restarts:
+            place.restarts -= 1
+            self.counts["restarts"] += 1
+            _logger.warning("%s; it is started again", error)
+            try:
+                self._start(number)
+            except OSError as failure:
+                _logger.warning("no worker can be started: %s", failure)
+            else:
+                return
+        if not any(
+            other.process is not None for other in self._places if other.member == place.member
+        ):
+            self._give_up(error)
+
+    def _give_up(self, error: MemberFailed) -> None:
+        """A member cannot answer any more, so nobody can."""
+        if self._error is None:
+            self._error = error
+        for segment in list(self._segments):
+            self._fail(segment, error)
+        self._changed.notify_all()
+
+    def _end_processes(self) -> None:
+        processes = [place.process for place in self._places if place.process is not None]
+        for process in processes:
+            process.forget()
+        for process in processes:
+            process.end()
+        self._selector.close()
+        self._bell.close()
+        self._ear.close()

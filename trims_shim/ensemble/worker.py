@@ -1,0 +1,164 @@
+"""A worker of an ensemble: a process that runs one member on one device.
+
+A thread receives batches and copies them out of shared memory; the main thread runs the model over
+them, one after the other, and sends the results. So a batch is always there when the one before has
+ended. The process ends when its socket does, which is when its program ends.
+
+The model is loaded with trims_shim active, so that workers of one member share its weights.
+
+Source: Pochelu et al. (2022), section 2.1 (batcher, predictor and prediction sender).
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing.process
+import multiprocessing.reduction
+import multiprocessing.spawn
+import os
+import pickle
+import queue
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from trims_shim.ensemble import messages
+from trims_shim.ensemble.devices import cores_of
+from trims_shim.ensemble.dispatch import Job
+from trims_shim.ensemble.footprint import memory_used
+from trims_shim.ensemble.payloads import count_of, dumped, loaded, rows_of
+
+__all__ = ["main"]
+
+
+def main(descriptor: int) -> None:
+    """Serve the program at the other end of the socket ``descriptor``, until it closes that."""
+    # Ctrl-C is for the program, which ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection: Connection[Any, Any] = Connection(descriptor)
+    setup = connection.recv()
+    assert isinstance(setup, messages.SetUp)
+    if cores := cores_of(setup.device):
+        os.sched_setaffinity(0, cores)
+    try:
+        function = _loaded_function(setup)
+    except BaseException as error:
+        connection.send(_failure(None, error))
+        return
+    connection.send(messages.Ready())
+    _Worker(connection, function, setup).run()
+
+
+def _loaded_function(setup: messages.SetUp) -> Callable[[Any], Any]:
+    process: Any = multiprocessing.process.current_process()
+    process._inheriting = True  # so it is known that the main module only lends its functions
+    multiprocessing.spawn.prepare(dict(setup.main))
+    load = pickle.loads(setup.load)
+    process._inheriting = False
+    function = load(setup.device)
+    if not callable(function):
+        raise TypeError(
+            f"the load function of {setup.member!r} returned a {type(function).__name__}, not a "
+            "function of a batch"
+        )
+    found: Callable[[Any], Any] = function
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    job: Job
+    samples: Any
+    error: BaseException | None = None
+
+
+class _Worker:
+    def __init__(
+        self, connection: Connection[Any, Any], function: Callable[[Any], Any], setup: Any
+    ) -> None:
+        self._connection = connection
+        self._function = function
+        self._device = setup.device
+        self._batches: queue.SimpleQueue[_Batch | messages.AskMemory] = queue.SimpleQueue()
+        self._buffers: dict[int, mmap.mmap] = {}
+        self._segment: tuple[int, Any] | None = None
+        """The samples of the last job's segment, in shared memory."""
+
+    def run(self) -> None:
+        threading.Thread(target=self._receive, daemon=True).start()
+        while True:
+            task = self._batches.get()
+            if isinstance(task, _Batch):
+                self._answer(task)
+            else:
+                self._connection.send(memory_used(self._device))
+
+    # --- the main thread --------------------------------------------------------------------------
+
+    def _answer(self, batch: _Batch) -> None:
+        job = batch.job
+        try:
+            if batch.error is not None:
+                raise batch.error
+            parts = dumped(self._results(batch))
+        except BaseException as error:
+            self._connection.send(_failure(job, error))
+            return
+        self._connection.send(messages.Answer(job, len(parts)))
+        for part in parts:
+            self._connection.send_bytes(part)
+
+    def _results(self, batch: _Batch) -> Any:
+        expected = batch.job.stop - batch.job.start
+        results = self._function(batch.samples)
+        if (found := count_of(results)) != expected:
+            raise ValueError(f"returned {found} rows for a batch of {expected} samples")
+        return results
+
+    # --- the receiving thread ---------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._handle(self._connection.recv())
+        except (EOFError, OSError):
+            # The program has ended, or wants no more. The main thread may be in a model for long.
+            os._exit(0)
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, messages.RunJob):
+            self._batches.put(self._copied(message))
+        elif isinstance(message, messages.OpenBuffer):
+            descriptor = multiprocessing.reduction.recv_handle(self._connection)
+            # Writable, as torch warns of what is not; only copies are handed out.
+            self._buffers[message.number] = mmap.mmap(descriptor, 0)
+            os.close(descriptor)
+        elif isinstance(message, messages.CloseBuffer):
+            self._segment = None
+            del self._buffers[message.number]
+        else:
+            self._batches.put(message)
+
+    def _copied(self, message: messages.RunJob) -> _Batch:
+        job = message.job
+        try:
+            samples = self._samples(job.segment, message.layout)
+            return _Batch(job, rows_of(samples, job.start, job.stop, is_copied=True))
+        except BaseException as error:  # of a class that cannot be imported here, for example
+            return _Batch(job, None, error)
+
+    def _samples(self, segment: int, layout: messages.Layout) -> Any:
+        if self._segment is None or self._segment[0] != segment:
+            buffer = memoryview(self._buffers[layout.buffer])
+            parts = [buffer[offset : offset + size] for offset, size in layout.spans]
+            self._segment = segment, loaded(parts)
+        return self._segment[1]
+
+
+def _failure(job: Job | None, error: BaseException) -> messages.Failure:
+    text = "".join(traceback.format_exception(error))
+    return messages.Failure(job, f"{type(error).__name__}: {error}", text)
