@@ -51,7 +51,10 @@ LAYERS = (
     ("batching.staged.profiles.diversity", "batching.staged.staged_rules"),
     ("batching.staged.policies",),
     ("batching.staged.scheduler", "batching.staged.stage_device"),
-    ("batching.staged.simulation", "planner"),
+    ("batching.staged.simulation", "planner", "ensemble.dispatch"),
+    ("ensemble.allocation",),
+    ("ensemble.estimate",),
+    ("ensemble.search",),
     ("memory", "wire.endpoint", "wire.frames", "wire.handover", "daemon.ingest", "client.session"),
     ("client.descriptors", "client.threads"),
     ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
@@ -81,6 +84,14 @@ LAYERS = (
     ("daemon.events", "daemon.prepared.models", "daemon.requests", "daemon.server"),
     ("daemon.main", "daemon.detached"),
     ("batching",),
+    ("ensemble.messages",),
+    ("ensemble.buffers", "ensemble.combine", "ensemble.devices", "ensemble.footprint"),
+    ("ensemble.payloads", "ensemble.problem_file"),
+    ("ensemble.hosting", "ensemble.worker"),
+    ("ensemble.system",),
+    ("ensemble.ensemble",),
+    ("ensemble.measuring",),
+    ("ensemble",),
     ("patches",),
     ("batching.staged.slicing.onnx_slicing",),
     ("handles",),
@@ -127,6 +138,10 @@ PURE = (
     "daemon.prepared.store",
     "daemon.prepared.manifest",
     "client.session",
+    "ensemble.allocation",
+    "ensemble.dispatch",
+    "ensemble.estimate",
+    "ensemble.search",
     "planner",
 )
 IMPURE_MODULES = {
@@ -147,6 +162,7 @@ MAY_IMPORT_HEAVY = {
     "daemon.server": {"zmq"},
     "daemon.ingest": {"blake3"},
     "daemon.prepared.key": {"blake3"},
+    "ensemble.search": {"random"},  # a generator of a fixed seed
     "memory.copying": {"blake3"},
     "planner.programme": {"highspy", "os"},  # os: what to forget at a fork
 }
@@ -157,6 +173,7 @@ MAY_READ_ENVIRONMENT = {
     "daemon.detached": "does not look through its starter's CUDA_VISIBLE_DEVICES",
     "daemon.prepared.preparing": "hands it on to the preparer",
     "daemon.device.uploading": "hands it on to the uploader",
+    "ensemble.hosting": "hands it on to workers, with a number of threads",
     "inspection": "says where the configuration file is, and hands it on to a child",
 }
 

@@ -35,7 +35,7 @@
     ├── StagingError             a model cannot be cut into stages
     ├── PlanningError            no plan was found, or none can be made
     ├── EnsembleError            an ensemble cannot be made, or takes no calls
-    │   └── MemberFailed             a member could not be loaded, raised an error, or its process died
+    │   └── MemberFailed             a member could not be loaded, raised an error or died
     ├── NotServed                the load gains nothing or cannot be shared; not a fault
     └── PatchError               a patch point could not be applied
 

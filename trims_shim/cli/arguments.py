@@ -83,9 +83,10 @@ def add_item(
     shape: str,
     read_shape: Callable[[str], Any] = counts,
     device: str = "",
+    is_required: bool = True,
 ) -> None:
     """Options for the items of a batch; the keyword arguments are additions to the help."""
-    source = profile.add_mutually_exclusive_group(required=True)
+    source = profile.add_mutually_exclusive_group(required=is_required)
     source.add_argument(
         "--item",
         action="append",

@@ -1,19 +1,20 @@
-"""Arguments of ``trims plan proteus``, ``simulate`` and ``herd``; imports nothing heavy."""
+"""Arguments of ``trims plan`` and its commands; imports nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
 
-from trims_shim.cli.arguments import Commands, add_command
-from trims_shim.cli.values import not_negative, positive
+from trims_shim.cli.arguments import Commands, add_command, add_item, add_output
+from trims_shim.cli.values import count, counts, not_negative, positive
 
 __all__ = ["add_plan"]
 
 _EXAMPLE = """trims plan proteus cluster.toml
   trims plan simulate cluster.toml --cv 3 --replan
   trims plan herd herd.toml --json
+  trims plan ensemble app:members --shape 3,224,224 --devices cpu:0,cpu:1
 
-The files: docs/planning.md."""
+The files: docs/planning.md and docs/ensembles.md."""
 
 
 def add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -30,6 +31,7 @@ def add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     _add_proteus(inner)
     _add_simulate(inner)
     _add_herd(inner)
+    _add_ensemble(inner)
 
 
 def _add_proteus(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -118,6 +120,52 @@ def _add_herd(commands: Commands[argparse.ArgumentParser]) -> None:
         help="groups of the highest burst tolerance, however busy others become",
     )
     _add_solver(herd)
+
+
+def _add_ensemble(commands: Commands[argparse.ArgumentParser]) -> None:
+    ensemble = add_command(
+        commands,
+        "ensemble",
+        "plan_ensemble:ensemble",
+        "measure the members of an ensemble, and choose their devices and batch sizes",
+        "trims plan ensemble app:members --shape 3,224,224 -o ensemble.json\n"
+        "  trims plan ensemble ensemble.json",
+    )
+    ensemble.add_argument(
+        "members",
+        metavar="MODULE:NAME|FILE",
+        help="a list of trims_shim.ensemble.Member, to be measured with --item or --shape; or what "
+        "was measured, a .json file",
+    )
+    add_item(
+        ensemble,
+        item="without arguments that makes one; once for each part of a sample",
+        shape="",
+        is_required=False,
+    )
+    ensemble.add_argument(
+        "--devices",
+        metavar="cpu:0-3,cuda:0",
+        help="where members may run: cpu, cpu:CORES, cuda:INDEX; default: GPUs and the processor",
+    )
+    ensemble.add_argument(
+        "--batch-sizes",
+        type=counts,
+        default=(8, 16, 32, 64, 128),
+        metavar="8,16,32",
+        help="those to choose from; default 8,16,32,64,128",
+    )
+    ensemble.add_argument(
+        "--repeats", type=count, default=3, metavar="N", help="runs of each size; default 3"
+    )
+    ensemble.add_argument(
+        "--tries",
+        type=count,
+        default=10_000,
+        metavar="N",
+        help="allocations that are estimated; default 10000",
+    )
+    add_output(ensemble, use="trims plan ensemble FILE")
 
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:

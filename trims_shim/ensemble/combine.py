@@ -108,9 +108,9 @@ def _classes(value: Any) -> Any:
     """``[n, classes]`` scores or ``[n]`` classes, as numpy's ``[n]`` classes."""
     import numpy
 
-    array = value if isinstance(value, numpy.ndarray) else numpy.asarray(value)
-    if array.ndim == 2:
-        return array.argmax(axis=1)
+    if getattr(value, "ndim", 0) == 2:
+        return numpy.asarray(value.argmax(1))
+    array = numpy.asarray(value)
     if array.ndim == 1 and array.dtype.kind in "iu" and array.min(initial=0) >= 0:
         return array.astype(numpy.int64)
     raise ValueError(

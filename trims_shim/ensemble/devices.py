@@ -60,8 +60,8 @@ def cores_of(name: str) -> set[int]:
 
 
 def _span(text: str) -> range:
-    first, _, last = text.partition("-")
-    found = range(int(first), int(last or first) + 1)
+    first, dash, last = text.partition("-")
+    found = range(int(first), int(last if dash else first) + 1)
     if not found or len(found) > 1 << 16:
         raise ValueError(text)
     return found

@@ -16,10 +16,11 @@ __all__ = ["memory_used"]
 _STATUS = "/proc/self/status"
 
 
-def memory_used(device: str) -> Memory:
+def memory_used(device: str, *, buffers_bytes: int) -> Memory:
     """The memory of this process on ``device``; the peak is since the last call.
 
-    Of a GPU, which has to be used by nobody else meanwhile, also what it needs besides tensors.
+    ``buffers_bytes``: of shared memory that is no weights. A GPU has to be used by nobody else
+    meanwhile: what the driver needs there for this process counts, too.
     """
     if device.startswith("cuda") and (torch := sys.modules.get("torch")) is not None:
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -34,4 +35,4 @@ def memory_used(device: str) -> Memory:
     peak = figures["VmHWM:"] - figures["RssFile:"] - shared
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")  # forget the peak
-    return Memory(shared, own, max(own, peak))
+    return Memory(max(0, shared - buffers_bytes), own, max(own, peak))

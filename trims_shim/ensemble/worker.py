@@ -95,7 +95,8 @@ class _Worker:
             if isinstance(task, _Batch):
                 self._answer(task)
             else:
-                self._connection.send(memory_used(self._device))
+                buffers_bytes = sum(map(len, self._buffers.values()))
+                self._connection.send(memory_used(self._device, buffers_bytes=buffers_bytes))
 
     # --- the main thread --------------------------------------------------------------------------
 

@@ -1,0 +1,149 @@
+"""Members for tests: load functions that workers can import, and an ensemble of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trims_shim.ensemble import Allocation, Ensemble, Member
+
+Function = Callable[[Any], Any]
+
+
+def times(factor: float, device: str) -> Function:
+    return lambda batch: batch * factor
+
+
+def row_sums(device: str) -> Function:
+    return lambda batch: batch.sum(1)
+
+
+def sizes(device: str) -> Function:
+    """The size of the batch that each row was in."""
+    return lambda batch: np.full(len(batch), len(batch))
+
+
+def with_environment(device: str) -> Function:
+    """The device's name, the cores of the process, and its threads for arrays, by row."""
+    text = f"{device} {sorted(os.sched_getaffinity(0))} {os.environ.get('OMP_NUM_THREADS')}"
+    return lambda batch: [text] * len(batch)
+
+
+def fields(device: str) -> Function:
+    return lambda batch: {
+        "sum": batch["a"] + batch["b"].numpy(),
+        "texts": [text.upper() for text in batch["t"]],
+    }
+
+
+def spoiling(device: str) -> Function:
+    """Writes into its batch, as programs may."""
+
+    def spoil(batch: Any) -> Any:
+        batch *= 0
+        return batch
+
+    return spoil
+
+
+def raising_at(value: float, device: str) -> Function:
+    def raise_at(batch: Any) -> Any:
+        if (batch == value).any():
+            raise KeyError(f"no {value:g}")
+        return batch
+
+    return raise_at
+
+
+def dying_at(value: float, marks: str, times_: int, device: str) -> Function:
+    """Kills its process at a value, so many times; each time leaves a file in ``marks``."""
+
+    def die_at(batch: Any) -> Any:
+        found = len(os.listdir(marks))
+        if (batch == value).any() and found < times_:
+            Path(marks, str(found)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
+    return die_at
+
+
+def unloadable(device: str) -> Function:
+    raise OSError("there are no weights")
+
+
+def unloadable_again(marks: str, device: str) -> Function:
+    """Loads in the first process only, and dies at a 9."""
+    if os.listdir(marks):
+        raise OSError("the weights are gone")
+    return dying_at(9, marks, 1, device)
+
+
+def no_function(device: str) -> Function:
+    return 3  # type: ignore[return-value]
+
+
+def returning(value: Any, device: str) -> Function:
+    return lambda batch: value
+
+
+def stubborn(device: str) -> Function:
+    """Cannot be sent: a lock in its result."""
+    return lambda batch: [threading.Lock()] * len(batch)
+
+
+def working(ms: float, bytes_: int, device: str) -> Function:
+    """Takes so long for each row, and so much memory."""
+
+    def work(batch: Any) -> Any:
+        held = np.ones(1 + bytes_ * len(batch), np.uint8)
+        time.sleep(ms * len(batch) / 1e3)
+        return batch + held[0]
+
+    return work
+
+
+def linear(path: str, device: str) -> Function:
+    """A layer of torch whose weights are those of a checkpoint."""
+    import torch
+
+    with torch.device("meta"):
+        layer = torch.nn.Linear(2048, 1024, bias=False)
+    layer.load_state_dict(torch.load(path), assign=True)
+    return torch.inference_mode()(layer.forward)
+
+
+def waiting_for(path: str, device: str) -> Function:
+    """Answers once a file exists."""
+
+    def wait(batch: Any) -> Any:
+        until_s = time.monotonic() + 60
+        while not os.path.exists(path) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return batch
+
+    return wait
+
+
+def ensemble_of(*loads: Any, batch_size: int = 8, workers: int = 1, **options: Any) -> Ensemble:
+    """Members ``a``, ``b``, ... on the processor; several workers are on parts of it."""
+    members = [Member(name, load) for name, load in zip("abcdef", loads, strict=False)]
+    row = (batch_size,) * len(members)
+    devices = options.pop("devices", ["cpu"] * workers if workers == 1 else None)
+    if devices is None:
+        from trims_shim.ensemble import Device
+
+        devices = [Device(f"part-{number}", 1 << 40, kind="cpu") for number in range(workers)]
+    return Ensemble(members, devices=devices, allocation=Allocation((row,) * workers), **options)
+
+
+def by(function: Any, *arguments: Any) -> Any:
+    return functools.partial(function, *arguments)

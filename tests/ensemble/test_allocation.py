@@ -1,0 +1,111 @@
+"""The allocation matrix: what fits, and the first allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from tests.ensemble.making import GB, gpus, member, random_problem
+from trims_shim.ensemble import Allocation, Device, Footprint, MemberProfile, Problem
+from trims_shim.ensemble import worst_fit_decreasing as first
+from trims_shim.errors import PlanningError
+
+
+def test_large_members_go_first_each_where_most_memory_is_left() -> None:
+    members = {"small": member(1), "large": member(6), "middle": member(5), "other": member(2)}
+    allocation = first(Problem(gpus(2, 10), members))
+    # large: 4 left on the first; middle: 5 left on the second; other goes there: 3 left; small
+    # goes to the first.
+    assert allocation.batch_sizes == ((8, 8, 0, 0), (0, 0, 8, 8))
+
+
+def test_equal_members_are_dealt_to_devices_in_turn() -> None:
+    members = {name: member(1) for name in "abcd"}
+    assert first(Problem(gpus(2), members)).batch_sizes == ((8, 0, 8, 0), (0, 8, 0, 8))
+
+
+def test_the_first_batch_size_is_used_and_counts_in_memory() -> None:
+    members = {"a": member(1, worker_gb=0.5, sample_gb=0.1)}
+    problem = Problem(gpus(1, 3), members, (15, 4))
+    allocation = first(problem)
+    assert allocation.batch_sizes == ((15,),)
+    assert problem.room_bytes(allocation) == {"gpu:0": 0}
+    assert not problem.fits(allocation.with_batch_size(0, 0, 16))
+
+
+def test_a_reserve_is_used_only_for_what_fits_nowhere_else() -> None:
+    devices = [Device("cpu", 100 * GB, is_reserve=True), *gpus(1, 3)]
+    members = {name: member(2, kinds=("cpu", "gpu")) for name in "ab"}
+    assert first(Problem(devices, members)).batch_sizes == ((0, 8), (8, 0))
+
+
+def test_members_stay_on_devices_that_they_can_run_on() -> None:
+    devices = [Device("cpu", 100 * GB), *gpus(1)]
+    members = {"a": member(kinds=("gpu",)), "b": member(kinds=("gpu",))}
+    allocation = first(Problem(devices, members))
+    assert allocation.batch_sizes == ((0, 0), (8, 8))
+    assert not Problem(devices, members).fits(Allocation(((8, 0), (8, 8))))
+
+
+def test_weights_count_once_in_a_pool_and_workers_each() -> None:
+    devices = [Device("cpu:0", 10 * GB), Device("cpu:1", 10 * GB)]
+    problem = Problem(devices, {"a": member(4, worker_gb=1, kinds=("cpu",))})
+    assert {device.pool for device in devices} == {"cpu"}
+    assert problem.room_bytes(Allocation(((8,), (8,)))) == {"cpu": 4 * GB}
+    apart = [Device("gpu:0", 10 * GB), Device("gpu:1", 10 * GB)]
+    problem = Problem(apart, {"a": member(4, worker_gb=1)})
+    assert problem.room_bytes(Allocation(((8,), (8,)))) == {"gpu:0": 5 * GB, "gpu:1": 5 * GB}
+
+
+def test_no_room_names_the_member_and_what_is_left() -> None:
+    members = {"first": member(12), "second": member(9)}
+    with pytest.raises(PlanningError, match=r"'second' .* 9 GB on gpu:0, .* 4 GB on gpu:0 left"):
+        first(Problem(gpus(1), members))
+
+
+def test_no_device_of_a_kind_names_the_kinds() -> None:
+    with pytest.raises(PlanningError, match="'a' runs on tpu; there is none"):
+        first(Problem(gpus(1), {"a": member(kinds=("tpu",))}))
+    with pytest.raises(PlanningError, match="'a' runs on no kind of device"):
+        first(Problem(gpus(1), {"a": MemberProfile({})}))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_first_allocation_fits_and_is_complete(seed: int) -> None:
+    problem = random_problem(Random(seed), devices=3, members=5)
+    allocation = first(problem)
+    assert problem.fits(allocation)
+    assert [sum(map(bool, column)) for column in zip(*allocation.batch_sizes, strict=True)] == [
+        1
+    ] * 5
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (lambda: Problem([], {"a": member()}), "needs a device"),
+        (lambda: Problem(gpus(1), {}), "needs a device, a member"),
+        (lambda: Problem(gpus(1), {"a": member()}, ()), "and a batch size"),
+        (lambda: Problem(gpus(1), {"a": member()}, (8, 0)), "from 1 on"),
+        (lambda: Problem(gpus(1) * 2, {"a": member()}), "given twice: gpu:0, gpu:0"),
+        (
+            lambda: Problem([Device("cpu:0", 1), Device("cpu:1", 2)], {"a": member()}),
+            "pool 'cpu' have different memory",
+        ),
+    ],
+)
+def test_contradictions_are_refused(problem: Callable[[], Problem], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        problem()
+
+
+def test_kind_and_pool_follow_from_the_name() -> None:
+    assert Device("cuda:1", 1).kind == "cuda"
+    assert Device("cuda:1", 1).pool == "cuda:1"
+    assert Device("a100-1", 1, kind="a100", pool="mig").pool == "mig"
+
+
+def test_footprints_grow_with_the_batch() -> None:
+    assert Footprint(100, 10, 2).worker(8) == 26

@@ -1,0 +1,409 @@
+"""Ensembles at work, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ensemble import members
+from tests.ensemble.members import by, ensemble_of
+from trims_shim.ensemble import Allocation, Ensemble, Member
+from trims_shim.ensemble.system import WorkerTraceback
+from trims_shim.errors import EnsembleError, MemberFailed
+
+PATIENCE_S = 60
+ROWS = np.arange(600.0).reshape(300, 2)
+
+
+def wait_until(is_true: Any) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while not is_true():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def is_running(pid: int | None) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# --- what comes back ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_leak", "no_thread_left")
+def test_members_answer_all_rows_in_order() -> None:
+    with ensemble_of(by(members.times, 1.0), by(members.times, 3.0), workers=2) as ensemble:
+        assert np.array_equal(ensemble.predict(ROWS), ROWS * 2)
+        assert np.array_equal(ensemble.predict(ROWS[:1]), ROWS[:1] * 2)
+        stats = ensemble.stats()
+        pids = [worker.pid for worker in stats.workers]
+        assert len(set(pids)) == 4
+        assert stats.samples == 301
+        assert stats.batches == 2 * (16 + 16 + 6 + 1)  # of 128, 128, 44 rows, and 1
+    assert not any(map(is_running, pids))
+
+
+def test_tensors_come_back_as_tensors() -> None:
+    with ensemble_of(members.row_sums) as ensemble:
+        found = ensemble.predict(torch.from_numpy(ROWS).to(torch.bfloat16))
+        assert found.dtype == torch.bfloat16
+        assert found.shape == (300,)
+
+
+def test_structures_and_lists() -> None:
+    samples = {"a": np.arange(20), "b": torch.ones(20), "t": ["x"] * 20}
+    with ensemble_of(members.fields, combine="none", segment_size=7) as ensemble:
+        found = ensemble.predict(samples)["a"]
+        assert found["sum"].tolist() == [value + 1 for value in range(20)]
+        assert found["texts"] == ["X"] * 20
+
+
+def test_a_member_that_writes_into_its_batch_spoils_nobody_elses() -> None:
+    with ensemble_of(members.spoiling, by(members.times, 1.0), combine="none") as ensemble:
+        for _ in range(3):
+            found = ensemble.predict(ROWS)
+            assert not found["a"].any()
+            assert np.array_equal(found["b"], ROWS)
+
+
+def test_batches_have_the_size_of_the_allocation() -> None:
+    allocation = Allocation(((8, 32),))
+    load = members.sizes
+    with Ensemble(
+        [Member("a", load), Member("b", load)],
+        devices=["cpu"],
+        allocation=allocation,
+        combine="none",
+    ) as ensemble:
+        found = ensemble.predict(ROWS[:40])
+        assert found["a"].tolist() == [8] * 40
+        assert found["b"].tolist() == [32] * 32 + [8] * 8
+
+
+def test_weights_and_votes() -> None:
+    loads = [by(members.times, factor) for factor in (1.0, -1.0)]
+    weighted = [Member("a", loads[0], weight=3.0), Member("b", loads[1])]
+    with Ensemble(weighted, devices=["cpu"]) as ensemble:
+        assert np.allclose(ensemble.predict(ROWS), ROWS / 2)
+        assert ensemble.allocation == Allocation(((8, 8),))
+    with Ensemble(weighted, devices=["cpu"], combine="vote") as ensemble:
+        assert ensemble.predict(ROWS).tolist() == [1] * 300
+
+
+def test_workers_run_where_they_should() -> None:
+    core = min(os.sched_getaffinity(0))
+    with ensemble_of(members.with_environment, devices=[f"cpu:{core}"], combine="none") as ensemble:
+        threads = os.environ["OMP_NUM_THREADS"]  # the user's own setting is kept
+        assert ensemble.predict(ROWS[:1])["a"] == [f"cpu:{core} [{core}] {threads}"]
+
+
+def test_calls_from_many_threads_and_awaited() -> None:
+    with ensemble_of(by(members.times, 2.0), workers=2, segment_size=16) as ensemble:
+        found: dict[int, Any] = {}
+
+        def call(number: int) -> None:
+            found[number] = ensemble.predict(ROWS + number)
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        for number in range(8):
+            assert np.array_equal(found[number], (ROWS + number) * 2)
+
+        async def both() -> list[Any]:
+            return await asyncio.gather(ensemble.aio(ROWS), ensemble.aio(ROWS + 1))
+
+        one, other = asyncio.run(both())
+        assert np.array_equal(one + 2, other)
+
+
+def test_callers_wait_while_as_many_segments_are_under_way_as_may_be(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    waiting = by(members.waiting_for, str(go))
+    with ensemble_of(waiting, segment_size=4, max_segments=2) as ensemble:
+        first = ensemble.submit(ROWS[:8])
+        second = threading.Thread(target=ensemble.submit, args=(ROWS[:4],))
+        second.start()
+        second.join(0.3)
+        assert second.is_alive()
+        assert ensemble.stats().samples == 8
+        go.touch()
+        second.join(PATIENCE_S)
+        assert not second.is_alive()
+        assert np.array_equal(first.result(PATIENCE_S), ROWS[:8])
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_an_error_is_that_calls_alone() -> None:
+    with ensemble_of(by(members.raising_at, 7.0), segment_size=8) as ensemble:
+        bad, good = ensemble.submit(ROWS), ensemble.submit(ROWS + 1000)
+        with pytest.raises(
+            MemberFailed, match="member 'a' failed on 8 samples on cpu: KeyError: 'no 7'"
+        ) as caught:
+            bad.result(PATIENCE_S)
+        assert isinstance(caught.value.__cause__, WorkerTraceback)
+        assert "raise_at" in str(caught.value.__cause__)
+        assert np.array_equal(good.result(PATIENCE_S), ROWS + 1000)
+        assert np.array_equal(ensemble.predict(ROWS + 1000), ROWS + 1000)
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (by(members.returning, np.zeros(3)), "returned 3 rows for a batch of 4 samples"),
+        (by(members.returning, None), "a NoneType has no rows"),
+        (members.stubborn, "cannot pickle"),
+    ],
+)
+def test_results_that_are_none(load: Any, message: str) -> None:
+    with ensemble_of(load) as ensemble, pytest.raises(MemberFailed, match=message):
+        ensemble.predict(ROWS[:4])
+
+
+def test_outputs_that_cannot_be_combined_fail_the_call() -> None:
+    with ensemble_of(by(members.times, 1.0), members.row_sums) as ensemble:
+        with pytest.raises(ValueError, match=r"return \(4,\) and \(4, 2\)"):
+            ensemble.predict(ROWS[:4])
+        with pytest.raises(ValueError, match="members return"):
+            ensemble.predict(ROWS)
+
+
+def test_the_batch_of_a_worker_that_died_is_answered_by_the_next_one(tmp_path: Path) -> None:
+    load = by(members.dying_at, 7.0, str(tmp_path), 1)
+    with ensemble_of(load, by(members.times, 3.0)) as ensemble:
+        assert np.array_equal(ensemble.predict(ROWS), ROWS * 2)
+        assert ensemble.stats().restarts == 1
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_another_worker_takes_over_where_none_is_started_again(tmp_path: Path) -> None:
+    load = by(members.dying_at, 7.0, str(tmp_path), 1)
+    with ensemble_of(load, workers=2, restarts=0) as ensemble:
+        assert np.array_equal(ensemble.predict(ROWS), ROWS)
+        assert sorted(worker.pid is None for worker in ensemble.stats().workers) == [False, True]
+
+
+def test_a_batch_that_kills_two_workers_is_given_up(tmp_path: Path) -> None:
+    load = by(members.dying_at, 7.0, str(tmp_path), 100)
+    with ensemble_of(load, segment_size=8) as ensemble:
+        bad, good = ensemble.submit(ROWS[:8]), ensemble.submit(ROWS[8:40])
+        with pytest.raises(MemberFailed, match="worker of member 'a' on cpu was ended by signal 9"):
+            bad.result(PATIENCE_S)
+        assert np.array_equal(good.result(PATIENCE_S), ROWS[8:40])
+        assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_without_workers_of_a_member_everything_fails(tmp_path: Path) -> None:
+    load = by(members.dying_at, 7.0, str(tmp_path), 100)
+    with ensemble_of(load, by(members.times, 1.0), restarts=0) as ensemble:
+        with pytest.raises(MemberFailed, match="ended by signal 9"):
+            ensemble.predict(ROWS)
+        with pytest.raises(MemberFailed, match="ended by signal 9"):
+            ensemble.predict(ROWS[100:])
+
+
+def test_a_member_that_cannot_be_loaded_again(tmp_path: Path) -> None:
+    with ensemble_of(by(members.unloadable_again, str(tmp_path))) as ensemble:
+        with pytest.raises(MemberFailed):
+            ensemble.predict(ROWS)
+        with pytest.raises(MemberFailed):
+            ensemble.predict(ROWS[100:])
+
+
+@pytest.mark.usefixtures("no_leak", "no_thread_left")
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (members.unloadable, "'b' could not be loaded on cpu: OSError: there are no weights"),
+        (members.no_function, "returned a int, not a function of a batch"),
+    ],
+)
+def test_a_member_that_cannot_be_loaded(load: Any, message: str) -> None:
+    with pytest.raises(MemberFailed, match=message):
+        ensemble_of(by(members.times, 1.0), load)
+
+
+def test_load_functions_have_to_be_found_by_workers() -> None:
+    with pytest.raises(EnsembleError, match=r"'a' cannot be sent to a worker .*functools\.partial"):
+        ensemble_of(lambda device: None)
+
+
+def test_samples_have_to_be_there() -> None:
+    with ensemble_of(by(members.times, 1.0)) as ensemble:
+        with pytest.raises(ValueError, match="no samples"):
+            ensemble.predict(ROWS[:0])
+        with pytest.raises(ValueError, match="has no rows"):
+            ensemble.predict("text")
+
+
+MEMBERS = [Member("a", members.row_sums), Member("b", members.row_sums)]
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ([], {}, "needs a member"),
+        (MEMBERS[:1] * 2, {}, "names of their own: a, a"),
+        ([Member("a", members.row_sums, weight=-1.0)], {}, "a weight of -1"),
+        ([Member("a", members.row_sums, weight=0.0)], {}, "all members have a weight of 0"),
+        (MEMBERS, {"segment_size": 0}, "1 or more"),
+        (MEMBERS, {"max_segments": 0}, "1 or more"),
+        (MEMBERS, {"combine": "median"}, "'median'"),
+        (MEMBERS, {"allocation": Allocation(((8,),))}, "a row for each of 1 devices"),
+        (MEMBERS, {"allocation": Allocation(((8, 8), (8, 8)))}, "a row for each of 1 devices"),
+        (MEMBERS, {"allocation": Allocation(((8, 0),))}, "member 'b' has no worker"),
+        (MEMBERS, {"allocation": Allocation(((8, -1),))}, "negative"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(
+    given: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Ensemble(given, devices=["cpu"], **options)
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def test_closing_waits_for_calls_under_way(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    ensemble = ensemble_of(by(members.waiting_for, str(go)))
+    future = ensemble.submit(ROWS[:8])
+    closing = threading.Thread(target=ensemble.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    with pytest.raises(EnsembleError, match="closed"):
+        ensemble.predict(ROWS)
+    go.touch()
+    closing.join(PATIENCE_S)
+    assert np.array_equal(future.result(0), ROWS[:8])
+    ensemble.close()
+
+
+def test_closing_without_waiting_fails_calls_under_way(tmp_path: Path) -> None:
+    ensemble = ensemble_of(by(members.waiting_for, str(tmp_path / "never")))
+    future = ensemble.submit(ROWS[:8])
+    (worker,) = ensemble.stats().workers
+    with pytest.raises(ZeroDivisionError), ensemble:
+        1 / 0  # noqa: B018
+    with pytest.raises(EnsembleError, match="closed"):
+        future.result(0)
+    wait_until(lambda: not is_running(worker.pid))
+
+
+def test_a_forgotten_ensemble_ends() -> None:
+    ensemble = ensemble_of(by(members.times, 1.0))
+    (worker,) = ensemble.stats().workers
+    del ensemble
+    wait_until(lambda: not is_running(worker.pid))
+
+
+def test_in_a_forked_child_it_is_the_parents() -> None:
+    with ensemble_of(by(members.times, 2.0)) as ensemble:
+        (worker,) = ensemble.stats().workers
+        pid = os.fork()
+        if pid == 0:
+            try:
+                ensemble.predict(ROWS)
+            except EnsembleError as error:
+                ensemble.close()
+                os._exit(17 if "parent" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
+        assert np.array_equal(ensemble.predict(ROWS), ROWS * 2)
+        # A child that lives on does not keep workers from seeing their program's end.
+        ready, proceed = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(proceed)
+            os.read(ready, 1)
+            os._exit(0)
+        os.close(ready)
+    wait_until(lambda: not is_running(worker.pid))
+    os.close(proceed)
+    os.waitpid(pid, 0)
+
+
+PROGRAM = """
+import sys, time
+import numpy as np
+from trims_shim.ensemble import Ensemble, Member
+
+def load(device):
+    return lambda batch: batch * 2
+
+def main():
+    with Ensemble([Member("a", load)], devices=["cpu"]) as ensemble:
+        print(ensemble.predict(np.ones(3)).tolist(), flush=True)
+        print(ensemble.stats().workers[0].pid, flush=True)
+        {then}
+
+{guard}
+"""
+
+
+def program(
+    tmp_path: Path, *, then: str = "", guard: str = "if __name__ == '__main__': main()"
+) -> Any:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM.format(then=then or "pass", guard=guard))
+    return subprocess.Popen(
+        [sys.executable, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+
+
+def test_load_functions_of_the_main_program(tmp_path: Path) -> None:
+    out, errors = program(tmp_path).communicate(timeout=PATIENCE_S)
+    assert out.splitlines()[0] == "[2.0, 2.0, 2.0]"
+    assert errors == ""
+
+
+def test_a_program_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    child = program(tmp_path, guard="main()")
+    out, errors = child.communicate(timeout=PATIENCE_S)
+    assert out == ""
+    assert child.returncode == 1
+    assert "make it under `if __name__ == '__main__':`" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_workers_end_with_their_program(tmp_path: Path, number: signal.Signals) -> None:
+    with program(tmp_path, then="time.sleep(60)") as child:
+        assert child.stdout.readline()
+        worker = int(child.stdout.readline())
+        assert is_running(worker)
+        child.send_signal(number)
+        child.wait(PATIENCE_S)
+        wait_until(lambda: not is_running(worker))
+
+
+def test_ctrl_c_is_for_the_program_alone() -> None:
+    with ensemble_of(by(members.times, 2.0)) as ensemble:
+        (worker,) = ensemble.stats().workers
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGINT)
+        assert np.array_equal(ensemble.predict(ROWS), ROWS * 2)
+        assert ensemble.stats().restarts == 0

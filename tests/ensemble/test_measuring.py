@@ -1,0 +1,86 @@
+"""Measured problems have the memory and the latencies of their members; workers share weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from harness import World, close_worlds
+
+from tests.ensemble import members
+from tests.ensemble.members import by
+from trims_shim.ensemble import Allocation, Device, Ensemble, Member, measure, optimise
+from trims_shim.errors import MemberFailed
+
+MB = 1 << 20
+DEVICES = [Device("part-0", 1 << 40, kind="cpu"), Device("part-1", 1 << 40, kind="cpu")]
+
+
+def test_members_are_measured_once_for_each_kind_of_device() -> None:
+    given = [
+        Member("light", by(members.working, 0.5, 0)),
+        Member("heavy", by(members.working, 4.0, 4 * MB)),
+    ]
+    lines: list[str] = []
+    problem = measure(
+        given,
+        np.ones((3, 2)),
+        devices=DEVICES,
+        batch_sizes=(16, 4),
+        repeats=1,
+        progress=lines.append,
+    )
+    assert lines == ["light on part-0", "heavy on part-0"]
+    assert list(problem.members) == ["light", "heavy"]
+    assert problem.batch_sizes == (16, 4)
+    light, heavy = (each.latencies["cpu"] for each in problem.members.values())
+    assert heavy.latency_ns(16) >= 16 * 4e6
+    assert light.latency_ns(4) >= 4 * 0.5e6
+    assert heavy.max_batch_size == 16
+    footprints = [each.footprints["cpu"] for each in problem.members.values()]
+    assert all(each.worker_bytes > 4 * MB for each in footprints)
+    assert all(each.weights_bytes < MB for each in footprints)
+    assert 3 * MB < footprints[1].sample_bytes < 8 * MB
+    assert footprints[0].sample_bytes < MB
+    assert optimise(problem, tries=200).is_complete
+
+
+def test_a_member_that_fails_is_named() -> None:
+    with pytest.raises(MemberFailed, match="'a' failed on 2 samples on part-0: KeyError"):
+        measure(
+            [Member("a", by(members.raising_at, 1.0))],
+            np.ones((1, 1)),
+            devices=DEVICES[:1],
+            batch_sizes=(2,),
+        )
+    with pytest.raises(ValueError, match="no samples to measure with"):
+        measure([Member("a", members.row_sums)], np.ones((0, 1)), devices=DEVICES)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """Workers of this process's ensembles use this world's daemon."""
+    world = World()
+    for name, value in world.environment().items():
+        if name.startswith("TRIMS_"):
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TRIMS_ENABLED", "1")
+    world.start()
+    yield world
+    close_worlds([world])
+
+
+def test_workers_of_one_member_share_its_weights(world: World, tmp_path: object) -> None:
+    path = f"{tmp_path}/linear.pt"
+    weight = torch.arange(2048 * 1024, dtype=torch.float32).reshape(1024, 2048) / 1e6
+    torch.save({"weight": weight}, path)
+    member = Member("a", by(members.linear, path))
+    samples = torch.ones(4, 2048)
+    with Ensemble([member], devices=DEVICES, allocation=Allocation(((8,), (8,)))) as ensemble:
+        assert torch.allclose(ensemble.predict(samples), samples @ weight.T, rtol=1e-4)
+        images = world.status().images
+        assert [image.leases for image in images] == [2]
+    problem = measure([member], samples, devices=DEVICES[:1], batch_sizes=(4,), repeats=1)
+    assert 8 * MB <= problem.members["a"].footprints["cpu"].weights_bytes < 12 * MB

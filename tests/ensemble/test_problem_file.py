@@ -1,0 +1,88 @@
+"""What is saved is what is loaded, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.ensemble.making import random_problem
+from trims_shim.ensemble import (
+    Device,
+    MemberProfile,
+    Problem,
+    load_problem,
+    optimise,
+    save_problem,
+    throughput,
+)
+from trims_shim.errors import FormatError
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "ensemble.json"
+    save_problem(path, random_problem(Random(1), devices=2, members=3))
+    return path
+
+
+def test_there_and_back(saved: Path) -> None:
+    problem, found = random_problem(Random(1), devices=2, members=3), load_problem(saved)
+    assert list(found.devices) == list(problem.devices)
+    assert found.batch_sizes == problem.batch_sizes
+    assert {name: each.footprints for name, each in found.members.items()} == {
+        name: each.footprints for name, each in problem.members.items()
+    }
+    best = optimise(problem, tries=300)
+    assert throughput(found, best) == pytest.approx(throughput(problem, best))
+
+
+def test_members_without_latencies_and_other_pools(tmp_path: Path) -> None:
+    footprints = random_problem(Random(1), devices=1, members=1).members["m0"].footprints
+    device = Device("x", 1 << 40, kind="gpu", pool="p", is_reserve=True)
+    save_problem(tmp_path / "p.json", Problem([device], {"a": MemberProfile(footprints)}, (4,)))
+    found = load_problem(tmp_path / "p.json")
+    assert found.devices[0] == device
+    assert found.members["a"] == MemberProfile(footprints)
+
+
+Change = Callable[[dict[str, Any]], object]
+CHANGES: list[Change] = [
+    lambda fields: fields.update(format="other"),
+    lambda fields: fields.update(version=2),
+    lambda fields: fields.pop("devices"),
+    lambda fields: fields.update(devices={}),
+    lambda fields: fields.update(devices=[]),
+    lambda fields: fields.update(devices=["cpu"]),
+    lambda fields: fields["devices"][0].pop("name"),
+    lambda fields: fields["devices"][0].update(name=3),
+    lambda fields: fields["devices"][0].update(memory_bytes=-1),
+    lambda fields: fields["devices"][0].update(memory_bytes="much"),
+    lambda fields: fields["devices"][0].update(memory_bytes=True),
+    lambda fields: fields["devices"][0].update(name=fields["devices"][1]["name"]),
+    lambda fields: fields.update(members=[]),
+    lambda fields: fields["members"].update(m0=3),
+    lambda fields: fields["members"]["m0"].update(gpu=3),
+    lambda fields: fields["members"]["m0"]["gpu"].pop("weights_bytes"),
+    lambda fields: fields["members"]["m0"]["gpu"].update(sample_bytes=1 << 61),
+    lambda fields: fields["members"]["m0"]["gpu"].update(latencies_ns={}),
+    lambda fields: fields["members"]["m0"]["gpu"].update(latencies_ns={"0": 1}),
+    lambda fields: fields["members"]["m0"]["gpu"].update(latencies_ns={"8": -1}),
+    lambda fields: fields.update(batch_sizes=[]),
+    lambda fields: fields.update(batch_sizes=[0]),
+    lambda fields: fields.update(batch_sizes=[True]),
+    lambda fields: fields.update(batch_sizes=[1 << 17]),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_wrong_is_refused_by_name(saved: Path, change: Change) -> None:
+    fields = json.loads(saved.read_text())
+    change(fields)
+    saved.write_text(json.dumps(fields))
+    with pytest.raises(FormatError, match=r"ensemble\.json"):
+        load_problem(saved)

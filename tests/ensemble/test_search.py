@@ -1,0 +1,115 @@
+"""Searches find the best allocations of small problems, within their bounds."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from tests.ensemble.making import allocations, gpus, member, random_problem
+from trims_shim.ensemble import (
+    Allocation,
+    Problem,
+    bounded_greedy,
+    optimise,
+    throughput,
+    worst_fit_decreasing,
+)
+from trims_shim.ensemble.search import neighbours
+
+SHAPES = [(1, 3), (2, 2), (2, 3), (3, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_optimise_equals_brute_force(seed: int) -> None:
+    devices, members = SHAPES[seed % len(SHAPES)]
+    problem = random_problem(Random(seed), devices=devices, members=members)
+    best = max(throughput(problem, each) for each in allocations(problem))
+    found = optimise(problem, tries=2000)
+    assert found.is_complete
+    assert problem.fits(found)
+    assert throughput(problem, found) == pytest.approx(best, rel=1e-6)
+
+
+def test_optimise_is_the_same_each_time_and_keeps_to_its_tries() -> None:
+    problem = random_problem(Random(3), devices=4, members=5)
+    assert optimise(problem, tries=500) == optimise(problem, tries=500)
+    first = worst_fit_decreasing(problem)
+    assert optimise(problem, tries=1) == first
+    assert throughput(problem, optimise(problem, tries=100)) > throughput(problem, first)
+
+
+def test_optimise_ends_where_there_is_nothing_to_change() -> None:
+    problem = Problem(gpus(1), {"a": member()}, (8,))
+    assert optimise(problem, tries=10**9) == Allocation(((8,),))
+
+
+def test_neighbours_differ_in_one_element_fit_and_are_complete() -> None:
+    problem = random_problem(Random(1), devices=2, members=2)
+    start = worst_fit_decreasing(problem)
+    found = list(neighbours(problem, start))
+    expected = [
+        each
+        for each in allocations(problem)
+        if sum(
+            one != other
+            for row, others in zip(each.batch_sizes, start.batch_sizes, strict=True)
+            for one, other in zip(row, others, strict=True)
+        )
+        == 1
+    ]
+    assert sorted(each.batch_sizes for each in found) == sorted(
+        each.batch_sizes for each in expected
+    )
+    assert len(found) == 6  # two of another size, two elements with two sizes each; none removed
+
+
+def test_the_greedy_search_takes_the_best_neighbour_and_stops_at_a_peak() -> None:
+    problem = Problem(gpus(2), {"a": member(line_ms=(1, 10))}, (8, 64))
+    asked: list[Allocation] = []
+
+    def bench(allocation: Allocation) -> float:
+        asked.append(allocation)
+        return throughput(problem, allocation)
+
+    found = bounded_greedy(problem, bench, random=Random(1))
+    assert found.batch_sizes == ((64,), (64,))
+    # The start; 64 instead of 8, and 8 or 64 beside; then from (8, 64) or (64, 64).
+    assert asked[0].batch_sizes == ((8,), (0,))
+    assert {each.batch_sizes for each in asked[1:4]} == {((64,), (0,)), ((8,), (8,)), ((8,), (64,))}
+    assert asked.count(found) == 1
+
+
+def test_the_greedy_search_keeps_to_its_bounds() -> None:
+    problem = random_problem(Random(2), devices=3, members=4, batch_sizes=(8, 16, 32, 64))
+    calls = 0
+
+    def faster_and_faster(allocation: Allocation) -> float:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    bounded_greedy(problem, faster_and_faster, random=Random(1), max_iter=4, max_neighs=7)
+    assert calls == 1 + 4 * 7
+
+
+def test_the_greedy_search_has_as_many_steps_as_devices_are_idle() -> None:
+    problem = Problem(gpus(16), {"a": member(line_ms=(1, 0))}, (8,))
+    found = bounded_greedy(
+        problem, lambda each: throughput(problem, each), random=Random(1), max_iter=10
+    )
+    assert found.batch_sizes == ((8,),) * 16
+
+
+def test_the_greedy_search_leaves_what_does_not_run() -> None:
+    problem = Problem(gpus(2), {"a": member()}, (8, 64))
+    start = worst_fit_decreasing(problem)
+    found = bounded_greedy(problem, lambda each: float(each == start), random=Random(1))
+    assert found == start
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_optimise_is_no_worse_than_the_greedy_search_of_the_paper(seed: int) -> None:
+    problem = random_problem(Random(seed), devices=4, members=6, batch_sizes=(8, 32, 128))
+    greedy = bounded_greedy(problem, lambda each: throughput(problem, each), random=Random(seed))
+    assert throughput(problem, optimise(problem, tries=3000)) >= throughput(problem, greedy)
