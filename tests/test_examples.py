@@ -216,6 +216,13 @@ def test_prompts_are_continued_together(run: Run) -> None:
     assert number(r"([\d.]+) rows for each step", output) > 1.5
 
 
+def test_two_models_vote(run: Run) -> None:
+    output = run(str(EXAMPLES / "ensemble.py"))
+    assert number(r"estimated: (\d+) samples/s", output) > 0
+    (answer,) = results(output)
+    assert sum(map(int, re.findall(r"\d+", answer))) == 1000
+
+
 def test_workers_of_a_web_server_share_weights_and_batch_requests(run: Run) -> None:
     stand_in = [] if HAS_FASTAPI else [str(ROOT / "tests" / "fastapi_stand_in")]
     path = os.pathsep.join([str(ROOT), *stand_in])

@@ -21,14 +21,14 @@ SHAPES = [(1, 3), (2, 2), (2, 3), (3, 1), (3, 2)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_optimise_equals_brute_force(seed: int) -> None:
+def test_optimise_is_half_a_percent_behind_brute_force_at_most(seed: int) -> None:
     devices, members = SHAPES[seed % len(SHAPES)]
     problem = random_problem(Random(seed), devices=devices, members=members)
     best = max(throughput(problem, each) for each in allocations(problem))
     found = optimise(problem, tries=2000)
     assert found.is_complete
     assert problem.fits(found)
-    assert throughput(problem, found) == pytest.approx(best, rel=1e-6)
+    assert throughput(problem, found) >= 0.995 * best
 
 
 def test_optimise_is_the_same_each_time_and_keeps_to_its_tries() -> None:
@@ -37,6 +37,17 @@ def test_optimise_is_the_same_each_time_and_keeps_to_its_tries() -> None:
     first = worst_fit_decreasing(problem)
     assert optimise(problem, tries=1) == first
     assert throughput(problem, optimise(problem, tries=100)) > throughput(problem, first)
+
+
+def test_optimise_leaves_out_what_gains_next_to_nothing() -> None:
+    # Larger batches of "slow" gain .01 %, of "other" 4 %.
+    members = {"slow": member(line_ms=(10, 0.01)), "other": member(line_ms=(1, 4))}
+    found = optimise(Problem(gpus(1), members, (8, 64)), tries=500)
+    assert found.batch_sizes == ((8, 64),)
+    alone = Problem(gpus(2), {"a": member(line_ms=(1, 8))}, (8, 64, 128))
+    assert optimise(alone, tries=500).batch_sizes == ((128,), (128,))
+    flat = Problem(gpus(1), {"a": member(line_ms=(1, 0))}, (64, 8, 128))
+    assert optimise(flat, tries=500).batch_sizes == ((8,),)
 
 
 def test_optimise_ends_where_there_is_nothing_to_change() -> None:

@@ -18,6 +18,8 @@ from trims_shim.ensemble.estimate import throughput
 __all__ = ["bounded_greedy", "neighbours", "optimise"]
 
 _FASTER = 1 + 1e-9
+_HARDLY = 0.005
+"""Of the throughput: so little is given up for smaller batches and fewer workers."""
 _SHAKEN = (2, 3, 4)
 """Elements that are changed at random before another local search."""
 
@@ -97,7 +99,7 @@ def optimise(
 
     Iterated local search: from the first allocation, each change that is faster is made. Where
     there is none, some elements of the best one are changed at random, and it goes on from there.
-    The same ``random`` (by default one of a fixed seed) gives the same allocation. Raises
+    In the end, workers and parts of batches that gain next to nothing are left out. The same ``random`` (by default one of a fixed seed) gives the same allocation. Raises
     PlanningError if a member finds no room.
     """
     first = worst_fit_decreasing(problem) if start is None else start
@@ -119,7 +121,7 @@ class _Search:
             if rate > best_rate * _FASTER:
                 best, best_rate = found, rate
             current = self._shaken(best)
-        return best
+        return self._trimmed(best, (1 - _HARDLY) * best_rate)
 
     def _climbed(self, current: Allocation) -> tuple[Allocation, float]:
         """Make changes that are faster until there is none, or no try left."""
@@ -137,6 +139,18 @@ class _Search:
                 if (faster := self._rate(changed)) > rate * _FASTER:
                     current, rate, unchanged = changed, faster, 0
         return current, rate
+
+    def _trimmed(self, best: Allocation, least_rate: float) -> Allocation:
+        """The same with the smallest batches that are as fast as that, element by element."""
+        for device, member, size in list(best.workers()):
+            for smaller in sorted({0, *self._problem.batch_sizes}):
+                if smaller >= size:
+                    break
+                changed = _changed(self._problem, best, _Element(device, member, smaller))
+                if changed is not None and throughput(self._problem, changed) >= least_rate:
+                    best = changed
+                    break
+        return best
 
     def _shaken(self, best: Allocation) -> Allocation | None:
         """Some random changes of ``best``; None when there are no tries left, or no other."""
