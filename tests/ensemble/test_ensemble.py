@@ -407,3 +407,63 @@ def test_ctrl_c_is_for_the_program_alone() -> None:
         os.kill(worker.pid, signal.SIGINT)
         assert np.array_equal(ensemble.predict(ROWS), ROWS * 2)
         assert ensemble.stats().restarts == 0
+
+
+# --- what callbacks may do ------------------------------------------------------------------------
+
+
+def test_a_callback_that_calls_the_ensemble_is_told_so() -> None:
+    with ensemble_of(by(members.times, 2.0)) as ensemble:
+        caught: list[BaseException] = []
+        told = threading.Event()
+
+        def call_again(_: Any) -> None:
+            try:
+                ensemble.predict(ROWS)
+            except EnsembleError as error:
+                caught.append(error)
+            told.set()
+
+        # Answered at once, the callback would run in this thread; the lock keeps it waiting.
+        with ensemble._system._lock:
+            ensemble.submit(ROWS[:8]).add_done_callback(call_again)
+        assert told.wait(PATIENCE_S)
+        assert "from its own thread" in str(caught[0])
+        assert np.array_equal(ensemble.predict(ROWS), ROWS * 2)
+
+
+def test_whoever_waits_for_a_failed_call_may_use_another_thread_that_calls() -> None:
+    with ensemble_of(by(members.raising_at, 7.0)) as ensemble:
+        found: list[Any] = []
+        told = threading.Event()
+
+        def call_elsewhere(_: Any) -> None:
+            thread = threading.Thread(target=lambda: found.append(ensemble.stats()))
+            thread.start()
+            thread.join(PATIENCE_S)
+            told.set()
+
+        with ensemble._system._lock:
+            ensemble.submit(ROWS[:8]).add_done_callback(call_elsewhere)
+        assert told.wait(PATIENCE_S)
+        assert found
+
+
+def test_a_worker_that_dies_while_the_ensemble_closes_is_replaced(tmp_path: Path) -> None:
+    load = by(members.dying_at, 599.0, str(tmp_path), 1)
+    ensemble = ensemble_of(load)
+    future = ensemble.submit(ROWS)
+    ensemble.close()
+    assert np.array_equal(future.result(0), ROWS)
+
+
+def test_samples_of_failed_calls_are_not_mixed_with_others() -> None:
+    """Members that are behind still read them."""
+    slow = by(members.working, 1.0, 0)
+    with ensemble_of(by(members.raising_at, 7.0), slow, segment_size=64) as ensemble:
+        for turn in range(5):
+            bad = ensemble.submit(ROWS[:64])
+            good = ensemble.submit(ROWS[:64] + 1000 * turn + 1000)
+            with pytest.raises(MemberFailed):
+                bad.result(PATIENCE_S)
+            assert np.array_equal(good.result(PATIENCE_S), ROWS[:64] + 1000 * turn + 1000.5)

@@ -85,7 +85,7 @@ class Ensemble:
         devices: Sequence[Device | str] | None = None,
         allocation: Allocation | None = None,
         combine: str | Combine = "mean",
-        segment_size: int = _SEGMENT_SIZE,
+        segment_size: int | None = None,
         max_segments: int | None = None,
         restarts: int = 3,
     ) -> None:
@@ -96,7 +96,8 @@ class Ensemble:
         (:func:`~.measure`, :func:`~.optimise`); by default each member has one worker, with
         batches of 8, and members are dealt to the devices in turn. ``combine``: see
         :func:`~.combine.combine_of`; a function gets the outputs by member, and runs in the thread
-        that serves all workers. ``segment_size``: so many samples are combined at a time.
+        that serves all workers. ``segment_size``: so many samples are combined at a time, by
+        default 128, or the largest batch size.
         ``max_segments``: so many may be under way; by default, as many as keep all workers busy.
         ``restarts``: how often a worker that dies is started again.
 
@@ -109,6 +110,8 @@ class Ensemble:
         self.devices = _found(devices, allocation)
         self.allocation = allocation or _dealt(self.devices, self.members)
         _check_allocation(self.allocation, self.devices, self.members)
+        if segment_size is None:
+            segment_size = max(_SEGMENT_SIZE, *map(max, self.allocation.batch_sizes))
         weights = {member.name: member.weight for member in self.members}
         if max_segments is None:
             max_segments = _enough_segments(self.allocation, segment_size)
@@ -169,7 +172,7 @@ class Ensemble:
         self.close(wait=kind is None)
 
 
-def _check(members: Sequence[Member], segment_size: int, max_segments: int | None) -> None:
+def _check(members: Sequence[Member], segment_size: int | None, max_segments: int | None) -> None:
     names = [member.name for member in members]
     if not names:
         raise ValueError("an ensemble needs a member")
@@ -180,7 +183,7 @@ def _check(members: Sequence[Member], segment_size: int, max_segments: int | Non
             raise ValueError(f"member {member.name!r} has a weight of {member.weight}")
     if not sum(member.weight for member in members):
         raise ValueError("all members have a weight of 0")
-    if segment_size < 1 or (max_segments is not None and max_segments < 1):
+    if any(each is not None and each < 1 for each in (segment_size, max_segments)):
         raise ValueError("segment_size and max_segments need to be 1 or more")
 
 

@@ -29,6 +29,7 @@ from trims_shim.errors import EnsembleError
 __all__ = ["WorkerProcess", "pickled", "threads_on"]
 
 _PATIENCE_S = 5.0
+_MOMENT_S = 1.0
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Imports this very package, and everything else as the program finds it.
 _BOOT = (
@@ -134,11 +135,13 @@ class WorkerProcess:
         self.connection.close()
 
     def death(self) -> str:
-        """How it ended, in words; waits for it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_PATIENCE_S)
-        status = self._process.returncode
-        if status is None:
+        """How it ended, in words; makes sure that it has."""
+        self.forget()
+        try:
+            status = self._process.wait(_MOMENT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
             return "closed its socket"
         if status < 0:
             return f"was ended by signal {-status}" + (" (memory?)" if status == -9 else "")
@@ -157,6 +160,7 @@ def _started(descriptor: int, threads: int) -> subprocess.Popen[bytes]:
         [
             sys.executable,
             *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+            "-u",  # it may end at any time, and what it has printed should be there
             "-c",
             _BOOT,
             os.path.dirname(PACKAGE_DIRECTORY),

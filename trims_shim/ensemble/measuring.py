@@ -59,7 +59,6 @@ def _measured(
         [member],
         devices=[device],
         allocation=Allocation(((largest,),)),
-        segment_size=largest,
         combine="none",
     ) as ensemble:
         before = ensemble._system.memory_of(0)

@@ -99,8 +99,9 @@ def optimise(
 
     Iterated local search: from the first allocation, each change that is faster is made. Where
     there is none, some elements of the best one are changed at random, and it goes on from there.
-    In the end, workers and parts of batches that gain next to nothing are left out. The same ``random`` (by default one of a fixed seed) gives the same allocation. Raises
-    PlanningError if a member finds no room.
+    In the end, workers and parts of batches that gain next to nothing are left out. The same
+    ``random`` (by default one of a fixed seed) gives the same allocation. Raises PlanningError if a
+    member finds no room.
     """
     first = worst_fit_decreasing(problem) if start is None else start
     return _Search(problem, random or Random(1), tries).run(first)

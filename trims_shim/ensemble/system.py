@@ -59,6 +59,8 @@ class _Place:
     restarts: int
     process: WorkerProcess | None = None
     is_ready: bool = False
+    error: MemberFailed | None = None
+    """Why the member could not be loaded."""
 
 
 @dataclass(slots=True)
@@ -104,13 +106,18 @@ class System:
         self._segment_size = segment_size
         self._window = threading.Semaphore(max_segments)
         self._buffers = Buffers(max_segments)
-        self._lock = threading.Lock()
+        # Reentrant: an ensemble that nobody has any more may be closed wherever the collector runs.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._dispatch = Dispatch(len(loads))
         self._segments: dict[int, _Segment] = {}
         self._last_segment = 0
+        self._failures: list[tuple[_Call, BaseException]] = []
+        """Calls that have failed and were not told so yet."""
         self._error: EnsembleError | None = None
         """Why no call is taken any more."""
+        self._is_lost = False
+        """Whether a member has no workers, and gets none."""
         self._is_started = False
         self._is_ending = False
         self._pid = os.getpid()
@@ -148,6 +155,11 @@ class System:
         """
         if self._pid != os.getpid():
             raise EnsembleError("this ensemble belongs to the parent process; make one after forks")
+        if threading.current_thread() is self._thread:
+            raise EnsembleError(
+                "an ensemble is called from its own thread (by `combine`, or a future's callback), "
+                "which would wait for itself; call it from another one"
+            )
         call = _Call(Future())
         call.future.set_running_or_notify_cancel()
         for position, start in enumerate(range(0, count, self._segment_size)):
@@ -233,7 +245,7 @@ class System:
         members = len(self.names)
         with self._lock:
             if self._error is not None:
-                self._buffers.give_back(buffer)
+                buffer.close()
                 raise self._error
             self._last_segment += 1
             self._segments[self._last_segment] = _Segment(
@@ -250,25 +262,35 @@ class System:
             self.counts["batches"] += 1
             process.run(messages.RunJob(job, segment.layout), segment.buffer.descriptor)
 
-    def _drop(self, number: int) -> _Segment | None:
+    def _end(self, number: int) -> _Segment | None:
         """Forget a segment and free its place in the window; None if it was forgotten before."""
         segment = self._segments.pop(number, None)
-        if segment is None:
-            return None
-        self._dispatch.drop_segment(number)
-        closed = self._buffers.give_back(segment.buffer)
-        if closed is not None:
-            for place in self._places:
-                if place.process is not None:
-                    place.process.close_buffer(closed.number)
-        self._window.release()
-        self._changed.notify_all()
+        if segment is not None:
+            self._window.release()
+            self._changed.notify_all()
         return segment
 
+    def _close_buffer(self, buffer: Buffer | None) -> None:
+        if buffer is not None:
+            for place in self._places:
+                if place.process is not None:
+                    place.process.close_buffer(buffer.number)
+
     def _fail(self, number: int, error: BaseException) -> None:
-        segment = self._drop(number)
-        if segment is not None and not segment.call.future.done():
-            segment.call.future.set_exception(error)
+        segment = self._end(number)
+        if segment is not None:
+            self._dispatch.drop_segment(number)
+            # Not used again: workers may be about to copy samples out of it.
+            segment.buffer.close()
+            self._close_buffer(segment.buffer)
+            self._failures.append((segment.call, error))
+
+    def _tell_failures(self) -> None:
+        """Without the lock: who waits for a future may do anything."""
+        while self._failures:
+            call, error = self._failures.pop(0)
+            if not call.future.done():
+                call.future.set_exception(error)
 
     def _combine_segment(self, segment: _Segment) -> None:
         """Without the lock: a rule of the user's may do anything."""
@@ -308,6 +330,7 @@ class System:
                         self._ear.recv(4096)
                     else:
                         self._receive(key.data)
+                    self._tell_failures()
         except BaseException as error:
             # Callers must not wait for ever, whatever it is.
             _logger.exception("the ensemble stops")
@@ -318,6 +341,7 @@ class System:
             for number in list(self._segments):
                 self._fail(number, self._error or EnsembleError("the ensemble is closed"))
             self._changed.notify_all()
+        self._tell_failures()
         self._end_processes()
         self._buffers.close()
 
@@ -368,7 +392,8 @@ class System:
         if not any(segment.missing):
             self._combine_segment(segment)
             with self._lock:
-                self._drop(job.segment)
+                if self._end(job.segment) is not None:
+                    self._close_buffer(self._buffers.give_back(segment.buffer))
 
     def _failed(self, number: int, message: messages.Failure) -> None:
         place = self._places[number]
@@ -379,6 +404,7 @@ class System:
         with self._changed:
             if job is None:
                 place.restarts = 0  # it would fail again
+                place.error = error
                 if not self._is_started:
                     self._give_up(error)
                 return
@@ -408,15 +434,16 @@ class System:
             assert process is not None
             self._selector.unregister(process.connection)
             how = process.death()
-            process.forget()
             jobs = self._dispatch.remove_worker(number)
-            error = MemberFailed(f"the worker of member {name!r} on {place.device} {how}")
+            error = place.error or MemberFailed(
+                f"the worker of member {name!r} on {place.device} {how}"
+            )
             ran = jobs[0] if jobs else None
             if ran is not None and ran.deaths + 1 >= _MOST_DEATHS:
                 self._fail(ran.segment, error)
             wanted = [job for job in jobs if job.segment in self._segments]
             self._dispatch.again(wanted, ran=ran)
-            if self._error is None:
+            if not self._is_lost:
                 self._replace(number, error)
             self._send_jobs()
             self._changed.notify_all()
@@ -441,6 +468,7 @@ class System:
 
     def _give_up(self, error: MemberFailed) -> None:
         """A member cannot answer any more, so nobody can."""
+        self._is_lost = True
         if self._error is None:
             self._error = error
         for segment in list(self._segments):
