@@ -11,6 +11,7 @@ Source: Pochelu et al. (2022), section 2.1 (batcher, predictor and prediction se
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing.process
 import multiprocessing.reduction
@@ -39,7 +40,11 @@ def main(descriptor: int) -> None:
     """Serve the program at the other end of the socket ``descriptor``, until it closes that."""
     # Ctrl-C is for the program, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection: Connection[Any, Any] = Connection(descriptor)
+    with contextlib.suppress(EOFError, ConnectionError):  # the program has ended
+        _serve(Connection(descriptor))
+
+
+def _serve(connection: Connection[Any, Any]) -> None:
     setup = connection.recv()
     assert isinstance(setup, messages.SetUp)
     if cores := cores_of(setup.device):
@@ -48,9 +53,9 @@ def main(descriptor: int) -> None:
         function = _loaded_function(setup)
     except BaseException as error:
         connection.send(_failure(None, error))
-        return
-    connection.send(messages.Ready())
-    _Worker(connection, function, setup).run()
+    else:
+        connection.send(messages.Ready())
+        _Worker(connection, function, setup).run()
 
 
 def _loaded_function(setup: messages.SetUp) -> Callable[[Any], Any]:
