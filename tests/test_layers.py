@@ -88,6 +88,7 @@ LAYERS = (
     ("ensemble.buffers", "ensemble.combine", "ensemble.devices", "ensemble.footprint"),
     ("ensemble.payloads", "ensemble.problem_file"),
     ("ensemble.hosting", "ensemble.worker"),
+    ("ensemble.crew",),
     ("ensemble.system",),
     ("ensemble.ensemble",),
     ("ensemble.measuring",),

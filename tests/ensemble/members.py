@@ -147,3 +147,11 @@ def ensemble_of(*loads: Any, batch_size: int = 8, workers: int = 1, **options: A
 
 def by(function: Any, *arguments: Any) -> Any:
     return functools.partial(function, *arguments)
+
+
+def dying_while_it_loads(marks: str, times_: int, device: str) -> Function:
+    found = len(os.listdir(marks))
+    if found < times_:
+        Path(marks, str(found)).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return lambda batch: batch

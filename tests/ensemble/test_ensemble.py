@@ -467,3 +467,14 @@ def test_samples_of_failed_calls_are_not_mixed_with_others() -> None:
             with pytest.raises(MemberFailed):
                 bad.result(PATIENCE_S)
             assert np.array_equal(good.result(PATIENCE_S), ROWS[:64] + 1000 * turn + 1000.5)
+
+
+def test_a_worker_that_dies_while_it_loads_is_started_again_or_ends_the_start(
+    tmp_path: Path,
+) -> None:
+    load = by(members.dying_while_it_loads, str(tmp_path), 1)
+    with ensemble_of(load) as ensemble:
+        assert np.array_equal(ensemble.predict(ROWS), ROWS)
+    (tmp_path / "0").unlink()
+    with pytest.raises(MemberFailed, match="ended by signal 9"):
+        ensemble_of(load, workers=2, restarts=0)

@@ -26,7 +26,7 @@ from trims_shim.ensemble import messages
 from trims_shim.ensemble.devices import cores_of
 from trims_shim.errors import EnsembleError
 
-__all__ = ["WorkerProcess", "pickled", "threads_on"]
+__all__ = ["WorkerProcess", "pickled"]
 
 _PATIENCE_S = 5.0
 _MOMENT_S = 1.0
@@ -79,15 +79,13 @@ def _main() -> dict[str, str]:
 class WorkerProcess:
     """One process; its first message is Ready or a Failure. Any one thread may use it at a time."""
 
-    def __init__(self, *, member: str, device: str, load: bytes, threads: int) -> None:
+    def __init__(self, *, member: str, device: str, load: bytes) -> None:
         """Raises OSError where no process can be started."""
-        self.member = member
-        self.device = device
         self._buffers: set[int] = set()
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = _started(theirs.fileno(), threads)
+                self._process = _started(theirs.fileno(), _threads_on(device))
             except BaseException:
                 ours.close()
                 raise
@@ -173,7 +171,7 @@ def _started(descriptor: int, threads: int) -> subprocess.Popen[bytes]:
     )
 
 
-def threads_on(device: str) -> int:
+def _threads_on(device: str) -> int:
     """How many threads a worker's libraries should use; 0 for what they choose themselves."""
     if not device.startswith("cpu"):
         return 0

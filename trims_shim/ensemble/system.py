@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-import selectors
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -29,8 +27,8 @@ from trims_shim.ensemble import messages
 from trims_shim.ensemble.allocation import Allocation, Device
 from trims_shim.ensemble.buffers import Buffer, Buffers
 from trims_shim.ensemble.combine import Combine
+from trims_shim.ensemble.crew import Crew, Event, Place
 from trims_shim.ensemble.dispatch import Dispatch, Job
-from trims_shim.ensemble.hosting import WorkerProcess, threads_on
 from trims_shim.ensemble.payloads import dumped, joined, loaded, rows_of
 from trims_shim.errors import EnsembleError, MemberFailed
 
@@ -47,20 +45,6 @@ class WorkerTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
-
-
-@dataclass(slots=True)
-class _Place:
-    """An element of the allocation matrix, and the process that is there."""
-
-    member: int
-    device: str
-    batch_size: int
-    restarts: int
-    process: WorkerProcess | None = None
-    is_ready: bool = False
-    error: MemberFailed | None = None
-    """Why the member could not be loaded."""
 
 
 @dataclass(slots=True)
@@ -85,7 +69,7 @@ class _Segment:
 
 
 class System:
-    """The workers of an allocation. See :class:`~.ensemble.Ensemble`, its face to users."""
+    """The workers of an allocation at work. See :class:`~.ensemble.Ensemble`, its face to users."""
 
     def __init__(
         self,
@@ -101,7 +85,6 @@ class System:
         """Start the workers; :meth:`wait_ready` waits for them. Raises OSError."""
         self.names = tuple(loads)
         self.counts = {"samples": 0, "batches": 0, "restarts": 0}
-        self._loads = list(loads.values())
         self._combine = combine
         self._segment_size = segment_size
         self._window = threading.Semaphore(max_segments)
@@ -118,23 +101,21 @@ class System:
         """Why no call is taken any more."""
         self._is_lost = False
         """Whether a member has no workers, and gets none."""
+        self._load_errors: dict[int, MemberFailed] = {}
+        """By place, why the member could not be loaded there."""
         self._is_started = False
         self._is_ending = False
         self._pid = os.getpid()
         self._memory: dict[int, messages.Memory] = {}
-        self._selector = selectors.DefaultSelector()
-        self._bell, self._ear = socket.socketpair()
-        self._selector.register(self._ear, selectors.EVENT_READ, None)
-        self._places = [
-            _Place(member, devices[device].name, size, restarts)
+        places = [
+            Place(
+                member, self.names[member], loads[self.names[member]],
+                devices[device].name, size, restarts,
+            )
             for device, member, size in allocation.workers()
-        ]
-        try:
-            for number in range(len(self._places)):
-                self._start(number)
-        except BaseException:
-            self._end_processes()
-            raise
+        ]  # fmt: skip
+        self._crew = Crew(places)
+        self._places = self._crew.places
         self._thread = threading.Thread(target=self._run, name="trims-ensemble", daemon=True)
         self._thread.start()
 
@@ -189,7 +170,7 @@ class System:
             while place not in self._memory:
                 self._check()
                 if not self._changed.wait(deadline_s - time.monotonic()):
-                    name = self.names[self._places[place].member]
+                    name = self._places[place].name
                     raise MemberFailed(f"member {name!r} does not say how much memory it uses")
             return self._memory[place]
 
@@ -198,7 +179,7 @@ class System:
         with self._lock:
             return [
                 (
-                    self.names[place.member],
+                    place.name,
                     place.device,
                     place.batch_size,
                     None if place.process is None else place.process.pid,
@@ -216,27 +197,17 @@ class System:
             while wait and self._segments and not self._is_ending:
                 self._changed.wait()
             self._is_ending = True
-        self._ring()
+        self._crew.ring()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def forget(self) -> None:
-        """In a forked child: close what is the parent's, so that its end is seen."""
-        for place in self._places:
-            if place.process is not None:
-                place.process.forget()
-        self._bell.close()
-        self._ear.close()
+        """See :meth:`Crew.forget`."""
+        self._crew.forget()
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def _ring(self) -> None:
-        try:
-            self._bell.send(b"\0")
-        except OSError:
-            pass  # The thread has ended, or a ring is unheard already.
 
     # --- segments ---------------------------------------------------------------------------------
 
@@ -270,19 +241,13 @@ class System:
             self._changed.notify_all()
         return segment
 
-    def _close_buffer(self, buffer: Buffer | None) -> None:
-        if buffer is not None:
-            for place in self._places:
-                if place.process is not None:
-                    place.process.close_buffer(buffer.number)
-
     def _fail(self, number: int, error: BaseException) -> None:
         segment = self._end(number)
         if segment is not None:
             self._dispatch.drop_segment(number)
             # Not used again: workers may be about to copy samples out of it.
             segment.buffer.close()
-            self._close_buffer(segment.buffer)
+            self._crew.close_buffer(segment.buffer)
             self._failures.append((segment.call, error))
 
     def _tell_failures(self) -> None:
@@ -324,13 +289,9 @@ class System:
 
     def _run(self) -> None:
         try:
-            while not self._is_ending:
-                for key, _ in self._selector.select():
-                    if key.data is None:
-                        self._ear.recv(4096)
-                    else:
-                        self._receive(key.data)
-                    self._tell_failures()
+            for event in self._crew.events():
+                self._handle(event)
+                self._tell_failures()
         except BaseException as error:
             # Callers must not wait for ever, whatever it is.
             _logger.exception("the ensemble stops")
@@ -342,22 +303,15 @@ class System:
                 self._fail(number, self._error or EnsembleError("the ensemble is closed"))
             self._changed.notify_all()
         self._tell_failures()
-        self._end_processes()
+        self._crew.end()
         self._buffers.close()
 
-    def _receive(self, number: int) -> None:
-        process = self._places[number].process
-        assert process is not None
-        try:
-            message = process.connection.recv()
-            parts = []
-            if isinstance(message, messages.Answer):
-                parts = [process.connection.recv_bytes() for _ in range(message.parts)]
-        except (EOFError, OSError):
+    def _handle(self, event: Event) -> None:
+        number, message = event.place, event.message
+        if message is None:
             self._died(number)
-            return
-        if isinstance(message, messages.Answer):
-            self._answered(number, message.job, parts)
+        elif isinstance(message, messages.Answer):
+            self._answered(number, message.job, event.parts)
         elif isinstance(message, messages.Failure):
             self._failed(number, message)
         else:
@@ -393,20 +347,20 @@ class System:
             self._combine_segment(segment)
             with self._lock:
                 if self._end(job.segment) is not None:
-                    self._close_buffer(self._buffers.give_back(segment.buffer))
+                    superfluous = self._buffers.give_back(segment.buffer)
+                    if superfluous is not None:
+                        self._crew.close_buffer(superfluous)
 
     def _failed(self, number: int, message: messages.Failure) -> None:
         place = self._places[number]
-        name, job = self.names[place.member], message.job
+        job = message.job
         what = "could not be loaded" if job is None else f"failed on {job.stop - job.start} samples"
-        error = MemberFailed(f"member {name!r} {what} on {place.device}: {message.summary}")
+        error = MemberFailed(f"member {place.name!r} {what} on {place.device}: {message.summary}")
         error.__cause__ = WorkerTraceback(message.traceback)
         with self._changed:
             if job is None:
                 place.restarts = 0  # it would fail again
-                place.error = error
-                if not self._is_started:
-                    self._give_up(error)
+                self._load_errors[number] = error
                 return
             self._dispatch.done(number, job)
             self._fail(job.segment, error)
@@ -414,30 +368,14 @@ class System:
 
     # --- workers that die -------------------------------------------------------------------------
 
-    def _start(self, number: int) -> None:
-        place = self._places[number]
-        name = self.names[place.member]
-        process = WorkerProcess(
-            member=name,
-            device=place.device,
-            load=self._loads[place.member],
-            threads=threads_on(place.device),
-        )
-        place.process = process
-        self._selector.register(process.connection, selectors.EVENT_READ, number)
-
     def _died(self, number: int) -> None:
         place = self._places[number]
-        name = self.names[place.member]
         with self._changed:
-            process, place.process, place.is_ready = place.process, None, False
-            assert process is not None
-            self._selector.unregister(process.connection)
-            how = process.death()
-            jobs = self._dispatch.remove_worker(number)
-            error = place.error or MemberFailed(
-                f"the worker of member {name!r} on {place.device} {how}"
+            how = self._crew.bury(number)
+            error = self._load_errors.pop(number, None) or MemberFailed(
+                f"the worker of member {place.name!r} on {place.device} {how}"
             )
+            jobs = self._dispatch.remove_worker(number)
             ran = jobs[0] if jobs else None
             if ran is not None and ran.deaths + 1 >= _MOST_DEATHS:
                 self._fail(ran.segment, error)
@@ -456,14 +394,14 @@ class System:
             self.counts["restarts"] += 1
             _logger.warning("%s; it is started again", error)
             try:
-                self._start(number)
+                self._crew.start(number)
             except OSError as failure:
                 _logger.warning("no worker can be started: %s", failure)
             else:
                 return
-        if not any(
-            other.process is not None for other in self._places if other.member == place.member
-        ):
+        others = (each.process for each in self._places if each.member == place.member)
+        # At the start, all workers have to come.
+        if not self._is_started or not any(others):
             self._give_up(error)
 
     def _give_up(self, error: MemberFailed) -> None:
@@ -474,13 +412,3 @@ class System:
         for segment in list(self._segments):
             self._fail(segment, error)
         self._changed.notify_all()
-
-    def _end_processes(self) -> None:
-        processes = [place.process for place in self._places if place.process is not None]
-        for process in processes:
-            process.forget()
-        for process in processes:
-            process.end()
-        self._selector.close()
-        self._bell.close()
-        self._ear.close()
