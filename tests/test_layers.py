@@ -63,6 +63,7 @@ LAYERS = (
     ("daemon.connections", "daemon.offers"),
     ("daemon.control", "daemon.sessions", "daemon.loader"),
     ("daemon.prepared.directory", "daemon.prepared.externals"),
+    ("remote",),
     ("daemon.front",),
     ("daemon.waiting",),
     ("daemon.prepared.key", "daemon.prepared.files", "daemon.prepared.clients"),
@@ -144,6 +145,7 @@ PURE = (
     "ensemble.estimate",
     "ensemble.search",
     "planner",
+    "remote.listing",
 )
 IMPURE_MODULES = {
     "asyncio", "ctypes", "fcntl", "glob", "io", "logging", "mmap", "multiprocessing", "os",
@@ -151,8 +153,8 @@ IMPURE_MODULES = {
     "subprocess", "tempfile", "threading", "time", "_thread",
 }  # fmt: skip
 HEAVY_MODULES = {
-    "blake3", "cuda", "cupy", "highspy", "msgpack", "numpy", "onnxruntime", "rich", "safetensors",
-    "torch", "transformers", "zmq",
+    "blake3", "cuda", "cupy", "fsspec", "highspy", "msgpack", "numpy", "onnxruntime", "rich",
+    "safetensors", "torch", "transformers", "zmq",
 }  # fmt: skip
 # Where a heavy module is what the file is about; it is imported when that library is there.
 MAY_IMPORT_HEAVY = {

@@ -37,6 +37,7 @@ __all__ = [
     "disabled",
     "enable",
     "enabled",
+    "fetch",
     "info",
     "open",
     "stats",
@@ -88,6 +89,26 @@ def info() -> dict[str, Any]:
     from trims_shim.inspection import describe
 
     return describe()
+
+
+def fetch(url: str, *, digest: str | None = None) -> str:
+    """The path of the local copy of a remote file, or of a folder of files; downloaded once.
+
+    ``url``: ``https://``, or any that fsspec knows (``s3://``, ``gs://``, ...; extra ``remote``).
+    ``digest``: ``sha256:`` and 64 digits, checked before the copy gets its name; files only.
+
+    However many processes of this user ask, one downloads and the others wait. The copy is what
+    the remote has now; if it does not answer, an older one, with a warning. It is not deleted as
+    long as this process or a child forked from it lives. Its files are read-only. Needs no daemon.
+
+    Blocks. Raises ConfigError for another form of URL or digest, RemoteError, OSError (not there,
+    not allowed, disk full).
+    """
+    _check_platform()
+    ensure_imported("trims_shim.remote.fetching")
+    from trims_shim.remote.fetching import fetch
+
+    return fetch(url, digest=digest).path
 
 
 def warm(

@@ -262,6 +262,12 @@ SETTINGS = (
     ),
     Setting("log_file", "", _any, "file that the log is appended to; empty: logging's own set-up"),
     Setting(
+        "remote_bytes",
+        "25%",
+        _share_or_size,
+        "byte budget of copies of remote models (%: of the file system they are on)",
+    ),
+    Setting(
         "host_bytes", "50%", parse_size, "byte budget of the host tier (of RAM)", is_daemons=True
     ),
     Setting(
@@ -325,8 +331,8 @@ SETTINGS = (
         "cache_dir",
         "",
         _any,
-        "directory of prepared ONNX models and latency profiles; empty: trims in the user's cache "
-        "directory",
+        "directory of prepared ONNX models, latency profiles and copies of remote models; empty: "
+        "trims in the user's cache directory",
         is_daemons=True,
     ),
     Setting(

@@ -36,6 +36,9 @@
     ├── PlanningError            no plan was found, or none can be made
     ├── EnsembleError            an ensemble cannot be made, or takes no calls
     │   └── MemberFailed             a member could not be loaded, raised an error or died
+    ├── RemoteError              a remote file cannot be had
+    │   ├── RemoteUnreachable        no answer comes, or not the whole file
+    │   └── WrongDigest              the file is not the one that the digest means
     ├── NotServed                the load gains nothing or cannot be shared; not a fault
     └── PatchError               a patch point could not be applied
 
@@ -72,6 +75,8 @@ __all__ = [
     "PlanningError",
     "QueueFull",
     "ReadFailed",
+    "RemoteError",
+    "RemoteUnreachable",
     "RequestDropped",
     "RequestRefused",
     "StagingError",
@@ -84,6 +89,7 @@ __all__ = [
     "UnsupportedFormat",
     "UnusableSocketDir",
     "WireError",
+    "WrongDigest",
 ]
 
 
@@ -312,6 +318,24 @@ class MemberFailed(EnsembleError):
     """A member of an ensemble could not be loaded, raised an error, or its process died."""
 
     reason = "member_failed"
+
+
+class RemoteError(TrimsError):
+    """A remote file cannot be had."""
+
+    reason = "remote"
+
+
+class RemoteUnreachable(RemoteError):
+    """No answer comes from the remote, or not the whole file."""
+
+    reason = "remote_unreachable"
+
+
+class WrongDigest(RemoteError):
+    """A remote file is not the one that the given digest means."""
+
+    reason = "wrong_digest"
 
 
 class NotServed(TrimsError):

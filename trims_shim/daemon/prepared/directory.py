@@ -76,13 +76,14 @@ class Space:
     spare_bytes: int
 
 
-def directory_of(cache_dir: str, *, cache_home: str) -> str:
+def directory_of(cache_dir: str, *, cache_home: str, name: str = "prepared") -> str:
     """Where prepared models are, by the setting ``cache_dir`` or below the user's cache directory.
 
-    Absolute; the name of a file in it depends on nobody's working directory.
+    Absolute; the name of a file in it depends on nobody's working directory. Other things that are
+    kept have a directory of another ``name`` beside it.
     """
     base = os.path.expanduser(cache_dir) if cache_dir else os.path.join(cache_home, "trims")
-    return os.path.join(os.path.abspath(base), "prepared")
+    return os.path.join(os.path.abspath(base), name)
 
 
 def examine(directory: str) -> str:

@@ -1,0 +1,298 @@
+"""The directory of copies: found, made, held, counted and deleted.
+
+Owns the names below ``<cache_dir>/remote``::
+
+    <key>-<version>/<name>             a copy: a file, or a folder of files; 0400 below 0700
+    <key>-<version>.partial/<name>     one that is being downloaded, or will be resumed
+    .removed-<...>                     on the way out
+
+``key`` stands for a URL, ``version`` for what the remote said of it, or for a digest. A copy
+appears by one rename of a complete directory, and goes by a rename, then unlink. So who has a file
+open keeps it, whatever happens to its name.
+
+All processes of a user share the directory, without a daemon. The kernel knows who uses what, by
+flocks on the directories of copies. Shared: the process that asked for the copy lives (or a child
+that it forked), so it is not deleted. Exclusive: it is being downloaded, or deleted. A lock ends
+with its holder, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trims_shim.client.descriptors import OwnDescriptor
+from trims_shim.config import Config, ShareOrSize
+from trims_shim.daemon.prepared.directory import directory_of, examine, problem_of, space_of
+from trims_shim.errors import RemoteError
+
+__all__ = ["Copies", "Copy", "Partial"]
+
+_PARTIAL = ".partial"
+_REMOVED = ".removed-"
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_held: dict[str, OwnDescriptor] = {}
+"""By path, the descriptors that keep the shared locks of this process until it exits."""
+_filling: set[OwnDescriptor] = set()
+"""Descriptors with exclusive locks. A forked child closes them: it would hold the locks, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy on disk, or part of one; ``used_ns`` is 0 for what is to go first."""
+
+    name: str
+    size_bytes: int
+    used_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A directory to download into; nobody else does as long as this process lives."""
+
+    path: str
+    descriptor: OwnDescriptor
+
+    def release(self) -> None:
+        """Leave it to whoever goes on; nothing if it is a copy now."""
+        if self.descriptor in _filling:
+            _filling.discard(self.descriptor)
+            self.descriptor.close()
+
+    def size_bytes(self) -> int:
+        """How much has been downloaded."""
+        return sum(_sizes(self.path))
+
+    def discard(self) -> None:
+        """Delete it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+
+class Copies:
+    """See the module docstring. Methods may be called from any thread or process."""
+
+    def __init__(self, directory: str, budget: ShareOrSize) -> None:
+        """Touches nothing."""
+        self.directory = directory
+        self.budget = budget
+
+    @classmethod
+    def of(cls, config: Config) -> Copies:
+        """Those of this user, by the settings."""
+        directory = directory_of(config.cache_dir, cache_home=config.cache_home, name="remote")
+        return cls(directory, config.remote_bytes)
+
+    def prepare(self) -> None:
+        """Make the directory. Raises RemoteError if it cannot be made, or others may change it."""
+        try:
+            os.makedirs(os.path.dirname(self.directory), mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.directory, 0o700)
+            problem = examine(self.directory)
+        except OSError as error:
+            problem = f"{self.directory} cannot be made: {error}; set TRIMS_CACHE_DIR"
+        if problem:
+            raise RemoteError(f"no remote model can be kept here: {problem}")
+
+    # --- in use -----------------------------------------------------------------------------------
+
+    def use(self, name: str) -> str:
+        """The directory of a copy, which stays until this process exits; empty if there is none."""
+        path = os.path.join(self.directory, name)
+        held = _held.get(path)
+        if held is None or not held.is_open() or not _is_at(held, path):
+            held = _opened(path)
+            if held is None:
+                return ""
+            # Who holds it exclusively is about to delete it, or has just made it.
+            fcntl.flock(held.number, fcntl.LOCK_SH)
+            if not _is_at(held, path):
+                held.close()
+                return ""
+            _hold(path, held)
+        if problem_of(path, os.fstat(held.number), may_be_roots=False):
+            return ""
+        os.utime(path, follow_symlinks=False)
+        return path
+
+    def newest(self, key: str) -> str:
+        """The name of the copy of a URL that was used last; empty if there is none."""
+        own = [each for each in self.copies(key) if not each.name.endswith(_PARTIAL)]
+        return max(own, key=lambda each: each.used_ns).name if own else ""
+
+    # --- in ---------------------------------------------------------------------------------------
+
+    def claim(self, name: str) -> Partial | None:
+        """The directory to download a copy into, perhaps with what others have left there.
+
+        None as long as another thread or process downloads this one.
+        """
+        path = os.path.join(self.directory, name + _PARTIAL)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        descriptor = _opened(path)
+        if descriptor is None:
+            return None
+        _filling.add(descriptor)
+        partial = Partial(path, descriptor)
+        try:
+            fcntl.flock(descriptor.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, path):
+                return partial
+        except BlockingIOError:
+            pass
+        partial.release()
+        return None
+
+    def publish(self, partial: Partial, name: str) -> str:
+        """Give a complete download its name; its directory then. Raises OSError."""
+        path = os.path.join(self.directory, name)
+        _seal(partial.path)
+        try:
+            os.rename(partial.path, path)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            self._remove(path)  # What is there is damaged.
+            os.rename(partial.path, path)
+        _sync(self.directory)
+        fcntl.flock(partial.descriptor.number, fcntl.LOCK_SH)
+        _filling.discard(partial.descriptor)
+        _hold(path, partial.descriptor)
+        return path
+
+    # --- out --------------------------------------------------------------------------------------
+
+    def make_room(self, needed_bytes: int) -> None:
+        """Delete what was not used for longest until budget and disk have room for so many bytes.
+
+        What is in use stays: the budget decides only what is kept. Raises OSError (ENOSPC) if the
+        disk is full all the same.
+        """
+        copies = sorted(self.copies(), key=lambda each: each.used_ns)
+        total_bytes = sum(each.size_bytes for each in copies)
+        space = space_of(self.directory)
+        budget_bytes = self.budget.of(space.total_bytes)
+        for each in copies:
+            is_kept = total_bytes + needed_bytes <= budget_bytes
+            if is_kept and needed_bytes <= space.spare_bytes:
+                return
+            if self.evict(each.name):
+                total_bytes -= each.size_bytes
+                space = space_of(self.directory)
+        if needed_bytes > space.spare_bytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"{needed_bytes} bytes are needed, {max(0, space.spare_bytes)} are to spare; "
+                "make room, or set TRIMS_CACHE_DIR to a directory on another disk",
+                self.directory,
+            )
+
+    def evict(self, name: str) -> bool:
+        """Delete a copy, or part of one; whether it could be, which no process may use."""
+        path = os.path.join(self.directory, name)
+        descriptor = _opened(path)
+        if descriptor is None:
+            return False
+        try:
+            fcntl.flock(descriptor.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_at(descriptor, path):
+                return False
+            self._remove(path)
+        except BlockingIOError:
+            return False
+        finally:
+            descriptor.close()
+        return True
+
+    def copies(self, key: str = "") -> list[Copy]:
+        """What is there, or what is there of one URL."""
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self.directory):
+                if not name.startswith(f"{key}-" if key else ""):
+                    continue
+                path = os.path.join(self.directory, name)
+                with contextlib.suppress(FileNotFoundError):
+                    used_ns = 0 if name.startswith(_REMOVED) else os.lstat(path).st_mtime_ns
+                    found.append(Copy(name, sum(_sizes(path)), used_ns))
+        return found
+
+    def _remove(self, path: str) -> None:
+        # Half a copy must not have its name, whenever this process ends.
+        removed = os.path.join(self.directory, f"{_REMOVED}{secrets.token_hex(8)}")
+        os.rename(path, removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+
+# --- locks ----------------------------------------------------------------------------------------
+
+
+def _opened(path: str) -> OwnDescriptor | None:
+    try:
+        return OwnDescriptor(os.open(path, _OPEN_DIRECTORY))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _is_at(descriptor: OwnDescriptor, path: str) -> bool:
+    """Whether a directory still has this name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor.number), os.lstat(path))
+    return False
+
+
+def _hold(path: str, descriptor: OwnDescriptor) -> None:
+    before = _held.pop(path, None)
+    _held[path] = descriptor
+    if before is not None:
+        before.close()
+
+
+def _after_fork_in_child() -> None:
+    for descriptor in _filling:
+        descriptor.close()
+    _filling.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _sizes(path: str) -> Iterator[int]:
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                yield os.lstat(os.path.join(directory, name)).st_size
+
+
+def _seal(path: str) -> None:
+    """Make a download durable and its files read-only."""
+    for directory, _, names in os.walk(path):
+        for name in names:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(os.path.join(directory, name), flags)
+            try:
+                os.fchmod(descriptor, 0o400)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        _sync(directory)
+
+
+def _sync(directory: str) -> None:
+    descriptor = os.open(directory, _OPEN_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,214 @@
+"""Models in object stores and on web servers, as files of this machine: downloaded once.
+
+The daemon never fetches; this is the client's work, with the client's credentials. Each fetch asks
+the remote what it has (one request for a file), so a copy is as current as a download would be. If
+there is no answer, the copy that was used last is given, with a warning.
+
+A digest names the content, so with one nothing is asked if there is a copy that was verified with
+it.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trims_shim import config, diagnostics
+from trims_shim.errors import ConfigError, RemoteError, RemoteUnreachable, WrongDigest
+from trims_shim.remote.copies import Copies, Partial
+from trims_shim.remote.downloading import Remote, download
+from trims_shim.remote.listing import Listing, is_web, key_of, name_of, shown, version_of
+
+__all__ = ["Fetched", "Outcome", "fetch"]
+
+_POLL_S = 0.1
+_CHANGES_LIMIT = 3
+_CHUNK_BYTES = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Outcome(enum.Enum):
+    """Where a copy came from; the value is for people, and for counters."""
+
+    THERE = "there already"
+    DOWNLOADED = "downloaded"
+    UNREACHABLE = "not asked for: the copy that was there"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A local file or folder."""
+
+    path: str
+    outcome: Outcome
+
+
+def fetch(
+    url: str,
+    *,
+    digest: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    waiting: Callable[[], None] | None = None,
+) -> Fetched:
+    """The local copy of what a URL names; see :func:`trims_shim.fetch`.
+
+    ``progress`` gets the bytes that are there, and those of the whole; ``waiting`` is called now
+    and then while another process downloads it.
+    """
+    key = key_of(url)
+    expected = "" if digest is None else _checked(digest)
+    copies = Copies.of(config.current())
+    copies.prepare()
+    if expected and (path := copies.use(f"{key}-{version_of(expected)}")):
+        return _fetched(os.path.join(path, name_of(url)), Outcome.THERE)
+    try:
+        fetching = _Fetching(url, key, expected, copies, _remote(url), progress, waiting)
+        return fetching.run()
+    except RemoteUnreachable as error:
+        newest = "" if expected else copies.newest(key)
+        path = newest and copies.use(newest)
+        if not path:
+            raise
+        text = "%s: the copy from before is used, which may not be current (%s)"
+        diagnostics.log(logging.WARNING, text, shown(url), error)
+        return _fetched(os.path.join(path, name_of(url)), Outcome.UNREACHABLE)
+
+
+def _remote(url: str) -> Remote:
+    if is_web(url):
+        from trims_shim.remote.web import WebFiles
+
+        return WebFiles(url)
+    from trims_shim.remote.stores import StoreFiles
+
+    return StoreFiles(url)
+
+
+def _fetched(path: str, outcome: Outcome) -> Fetched:
+    diagnostics.count("fetched", outcome.name.lower())
+    return Fetched(path, outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetching:
+    """One call of :func:`fetch`."""
+
+    url: str
+    key: str
+    digest: str
+    copies: Copies
+    remote: Remote
+    progress: Callable[[int, int], None] | None
+    waiting: Callable[[], None] | None
+
+    def run(self) -> Fetched:
+        listing = self.remote.list()
+        if self.digest and listing.is_folder:
+            raise ConfigError(f"{shown(self.url)} is a folder, and a digest is of one file")
+        for _ in range(_CHANGES_LIMIT):
+            name = f"{self.key}-{version_of(self.digest) if self.digest else listing.version}"
+            partial = self._claim(name, listing)
+            if partial is None:
+                return _fetched(self._local(self.copies.use(name)), Outcome.THERE)
+            try:
+                self._download(partial, listing)
+                now = self.remote.list()
+                if now == listing:
+                    path = self.copies.publish(partial, name)
+                    return _fetched(self._local(path), Outcome.DOWNLOADED)
+                partial.discard()  # It may have bytes of both.
+                listing = now
+            finally:
+                partial.release()
+        raise RemoteError(f"{shown(self.url)} changes while it is downloaded; try again")
+
+    def _local(self, directory: str) -> str:
+        return os.path.join(directory, name_of(self.url))
+
+    def _claim(self, name: str, listing: Listing) -> Partial | None:
+        """Where to download to; None if the copy is there, perhaps after others downloaded it."""
+        has_waited = False
+        while not self._is_there(name, listing):
+            # What is there of a download is of one version, whichever digest it should have.
+            partial = self.copies.claim(f"{self.key}-{listing.version}")
+            if partial is not None and not self._is_there(name, listing):
+                return partial
+            if partial is not None:
+                partial.discard()
+            elif not has_waited:
+                has_waited = True
+                text = "%s is being downloaded by another process, which is waited for"
+                diagnostics.log(logging.INFO, text, shown(self.url))
+            if self.waiting is not None:
+                self.waiting()
+            time.sleep(_POLL_S)
+        return None
+
+    def _is_there(self, name: str, listing: Listing) -> bool:
+        path = self.copies.use(name)
+        return bool(path) and all(
+            _is_whole(os.path.join(path, file.name), file.size_bytes) for file in listing.files
+        )
+
+    def _download(self, partial: Partial, listing: Listing) -> None:
+        size_bytes = listing.size_bytes
+        if not all(file.token or file.size_bytes == 0 for file in listing.files):
+            text = "%s: the remote says neither ETag nor date; a change of equal size is not seen"
+            diagnostics.log(logging.WARNING, text, shown(self.url))
+        try:
+            self.copies.make_room(size_bytes - partial.size_bytes())
+            download(self.remote, listing, partial.path, progress=self._report(size_bytes))
+        except OSError as error:
+            if error.errno in _FULL:
+                partial.discard()
+                raise OSError(error.errno, error.strerror, self.copies.directory) from error
+            raise
+        if self.digest and (found := _digest_of(self._local(partial.path), self.digest)):
+            partial.discard()
+            raise WrongDigest(
+                f"{shown(self.url)} is not what was asked for: its digest is {found}, "
+                f"not {self.digest}"
+            )
+
+    def _report(self, size_bytes: int) -> Callable[[int], None]:
+        progress = self.progress
+        if progress is None:
+            return lambda done_bytes: None
+        return lambda done_bytes: progress(done_bytes, size_bytes)
+
+
+def _is_whole(path: str, size_bytes: int | None) -> bool:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return size_bytes is None or found.st_size == size_bytes
+
+
+# --- digests --------------------------------------------------------------------------------------
+
+
+def _checked(digest: str) -> str:
+    """``sha256:...`` as :func:`_digest_of` writes it. Raises ConfigError for another form."""
+    algorithm, _, digits = digest.lower().partition(":")
+    is_known = algorithm in hashlib.algorithms_guaranteed and not algorithm.startswith("shake")
+    if not is_known or len(digits) != 2 * hashlib.new(algorithm).digest_size:
+        raise ConfigError(f"{digest!r} is no digest; write sha256: and 64 hexadecimal digits")
+    return f"{algorithm}:{digits}"
+
+
+def _digest_of(path: str, expected: str) -> str:
+    """The digest of a file, if it is not the expected one; else empty."""
+    algorithm = expected.partition(":")[0]
+    computed = hashlib.new(algorithm)
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            computed.update(chunk)
+    found = f"{algorithm}:{computed.hexdigest()}"
+    return "" if found == expected else found

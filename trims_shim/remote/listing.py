@@ -1,0 +1,126 @@
+"""What a URL stands for, and the names that it gets on this machine. Pure.
+
+Names come from elsewhere, and become paths here: one that leads out of its folder, or that cannot
+be beside another, is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from trims_shim.errors import ConfigError, RemoteError
+
+__all__ = [
+    "Listing",
+    "RemoteFile",
+    "is_url",
+    "is_web",
+    "key_of",
+    "name_of",
+    "shown",
+    "version_of",
+]
+
+_FORM = re.compile(r"[a-z][a-z0-9+.-]*://.", re.ASCII | re.IGNORECASE | re.DOTALL)
+_WEB = re.compile(r"https?://", re.ASCII | re.IGNORECASE)
+_KEY_DIGITS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file, and what the remote says of it.
+
+    ``name``: its path on this machine, relative, beginning with :func:`name_of` its URL.
+    ``place``: what the remote knows it by. ``token``: differs when the content does; empty if the
+    remote has none. ``size_bytes``: None if it is not known. ``is_seekable``: parts can be read, as
+    the size is known.
+    """
+
+    name: str
+    place: str
+    size_bytes: int | None
+    token: str
+    is_seekable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files that a URL stands for, at one moment."""
+
+    files: tuple[RemoteFile, ...]
+
+    def __post_init__(self) -> None:
+        """Raises RemoteError for names that cannot be files of one folder here."""
+        names = [file.name for file in self.files]
+        folders = {name[:at] for name in names for at, each in enumerate(name) if each == "/"}
+        for name in names:
+            parts = name.split("/")
+            if "\0" in name or any(part in ("", ".", "..") for part in parts):
+                raise RemoteError(f"{name!r} is no name for a file here; rename it where it is")
+            if name in folders:
+                raise RemoteError(f"{name!r} is a file and a folder; rename one of them")
+        if len(set(names)) < len(names):
+            raise RemoteError(f"two files have the same name here: {', '.join(sorted(names))}")
+
+    @property
+    def version(self) -> str:
+        """Differs when any file does."""
+        known = [(file.name, file.size_bytes, file.token) for file in self.files]
+        return _digits(repr(sorted(known, key=repr)))
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the URL is that of a folder, even if there is one file in it."""
+        return any("/" in file.name for file in self.files)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files, as far as it is known."""
+        return sum(file.size_bytes or 0 for file in self.files)
+
+
+def is_url(text: str) -> bool:
+    """Whether a word of the command line means something remote."""
+    return _FORM.match(text) is not None
+
+
+def is_web(url: str) -> bool:
+    """Whether a web server has it; ``zip://x::https://...`` is not one of its files."""
+    return _WEB.match(url) is not None
+
+
+def key_of(url: str) -> str:
+    """The name of a URL among those of others. Raises ConfigError if it is no URL."""
+    if not is_url(url):
+        raise ConfigError(f"{url!r} is no URL; write for example s3://bucket/model.safetensors")
+    return _digits(url)
+
+
+def version_of(digest: str) -> str:
+    """The version of a copy that was verified with a digest."""
+    return _digits(digest)
+
+
+def name_of(url: str) -> str:
+    """The last part of a URL's path, which the local file or folder is called, too."""
+    if is_web(url):
+        split = urlsplit(url)
+        # Not unquoted as a whole: "%2F" does not divide parts.
+        return unquote((split.netloc + split.path).rstrip("/").rpartition("/")[2])
+    path = url.partition("::")[0].partition("://")[2]
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def shown(url: str) -> str:
+    """A URL for messages: without user and query, which may hold secrets."""
+    if not is_web(url):
+        return url
+    split = urlsplit(url)
+    return f"{split.scheme}://{split.netloc.rpartition('@')[2]}{split.path}"
+
+
+def _digits(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:_KEY_DIGITS]

@@ -1,0 +1,101 @@
+"""Files of object stores, and of whatever else fsspec knows (extra ``remote``).
+
+The store's own package (s3fs, gcsfs, adlfs) finds credentials as it always does, and fsspec reads
+its settings (``FSSPEC_S3_ANON``, ``~/.config/fsspec``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trims_shim import diagnostics
+from trims_shim.errors import RemoteError, RemoteUnreachable, TrimsError
+from trims_shim.remote.listing import Listing, RemoteFile, name_of
+
+__all__ = ["StoreFiles"]
+
+_CHUNK_BYTES = 1 << 20
+_TOKENS = (
+    *("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum", "mtime"),
+    *("LastModified", "last_modified", "updated", "modified", "modify", "created"),
+)
+"""What file systems call what differs when the content does. Not fsspec's ``ukey``: by default it
+hashes all that is known of a file, for sftp also when it was last read."""
+
+
+class StoreFiles:
+    """One URL of an fsspec file system."""
+
+    def __init__(self, url: str) -> None:
+        """Raises RemoteError without fsspec, or without the package of this kind of URL."""
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError as error:
+            raise RemoteError(f'{url} needs fsspec: pip install "trims-shim[remote]"') from error
+        self._url = url
+        try:
+            self._files, self._path = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            # "Install s3fs to access S3", "Protocol not known: s4"
+            raise RemoteError(f"{url} cannot be read: {error}") from error
+        # The others may be used by one thread at a time only.
+        self.is_concurrent = bool(self._files.async_impl)
+
+    def list(self) -> Listing:
+        """The file, or the files in the folder and below; one request for a file or a page.
+
+        Raises OSError (not there, not allowed), RemoteError.
+        """
+        name = name_of(self._url)
+        with _translated(self._url):
+            self._files.invalidate_cache()
+            info = self._files.info(self._path)
+            if info["type"] != "directory":
+                return Listing((_file(name, self._path, info),))
+            found = self._files.find(self._path, detail=True)
+        folder = self._path.rstrip("/") + "/"
+        # Some stores have an empty object for a folder.
+        files = [
+            _file(f"{name}/{place.removeprefix(folder)}", place, info)
+            for place, info in sorted(found.items())
+            if not place.endswith("/")
+        ]
+        if not files:
+            raise FileNotFoundError(errno.ENOENT, "it has no files", self._url)
+        return Listing(tuple(files))
+
+    def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+        """Pieces of the bytes from ``start`` on."""
+        with _translated(self._url):
+            if self.is_concurrent and end is not None:
+                yield self._files.cat_file(file.place, start=start, end=end)
+                return
+            with self._files.open(file.place, "rb") as opened:
+                opened.seek(start)
+                while piece := opened.read(_CHUNK_BYTES):
+                    yield piece
+
+
+def _file(name: str, place: str, info: Mapping[str, Any]) -> RemoteFile:
+    token = "".join(f"{key}={info[key]};" for key in _TOKENS if info.get(key) is not None)
+    size_bytes = info.get("size")
+    return RemoteFile(name, place, size_bytes, token, is_seekable=size_bytes is not None)
+
+
+@contextlib.contextmanager
+def _translated(url: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, "it is not there", url) from error
+    except PermissionError as error:
+        raise PermissionError(errno.EACCES, error.strerror or "access is denied", url) from error
+    except TrimsError:
+        raise
+    # Every store raises errors of its own, of no common class.
+    except Exception as error:
+        diagnostics.pass_on(error)
+        raise RemoteUnreachable(f"{url} is not reachable: {error or repr(error)}") from error

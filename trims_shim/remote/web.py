@@ -1,0 +1,170 @@
+"""Files of web servers, with what Python has: no ``requests``, no extra.
+
+Not fsspec's file system for HTTP: it reads a whole file into memory where a server has no ranges,
+lets servers compress, gives each transfer five minutes, and makes every error a missing file
+(fsspec 2026.9).
+
+Proxies and certificates are those of urllib (``https_proxy``, ``SSL_CERT_FILE``); a password comes
+from ``~/.netrc``, as for curl -n.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import netrc
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from http.client import HTTPException, HTTPResponse
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from trims_shim import diagnostics
+from trims_shim._version import __version__
+from trims_shim.errors import RemoteError, RemoteUnreachable
+from trims_shim.remote.listing import Listing, RemoteFile, name_of, shown
+
+__all__ = ["WebFiles"]
+
+_PATIENCE_S = 30.0
+"""Without a byte; then the server is asked once more, or given up."""
+_CHUNK_BYTES = 1 << 20
+_PAGE_LIMIT_BYTES = 4 << 20
+_FOLDER_LIMIT = 2000
+_GONE = (404, 410)
+_REFUSED = (401, 403, 407)
+_EMPTY = 416
+"""No byte of an empty file can be had."""
+
+
+class WebFiles:
+    """One URL of a web server."""
+
+    is_concurrent = True
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def list(self) -> Listing:
+        """The file, or the files that the page of a folder links to, and those in folders below.
+
+        One request for a file, one more for each page. Raises OSError (not there, not allowed),
+        RemoteError.
+        """
+        name = name_of(self._url)
+        if not urlsplit(self._url).path.endswith("/"):
+            return Listing((self._look(self._url, name),))
+        files = [
+            self._look(place, f"{name}/{unquote(place.removeprefix(self._url))}")
+            for place in self._below(self._url)
+        ]
+        if not files:
+            raise RemoteError(f"{shown(self._url)}: its page has no link to a file below it")
+        return Listing(tuple(files))
+
+    def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+        """Pieces of the bytes from ``start`` on; ends early if the connection does."""
+        # A server without ranges answers with the whole file, which is asked for then.
+        is_part = start > 0 or end != file.size_bytes
+        headers = {"Range": f"bytes={start}-{'' if end is None else end - 1}"} if is_part else {}
+        with _answer(file.place, headers) as response:
+            given = response.headers.get("Content-Range", "")
+            if is_part and not (response.status == 206 and given.startswith(f"bytes {start}-")):
+                raise RemoteUnreachable(
+                    f"{shown(file.place)}: the server answered with other bytes than were asked for"
+                )
+            while piece := response.read(_CHUNK_BYTES):
+                yield piece
+
+    def _look(self, url: str, name: str) -> RemoteFile:
+        # Not HEAD: a URL that is signed for GET refuses it, and it does not tell of ranges.
+        with _answer(url, {"Range": "bytes=0-0"}) as response:
+            headers = response.headers
+            has_ranges = response.status in (206, _EMPTY)
+            size = headers.get("Content-Length", "")
+            if has_ranges:
+                size = headers.get("Content-Range", "").rpartition("/")[2]
+            elif not size and headers.get("Transfer-Encoding", "").lower() != "chunked":
+                raise RemoteError(f"{shown(url)}: the server does not say where the file ends")
+            is_known = size.isdecimal()
+            token = headers.get("ETag", "") or headers.get("Last-Modified", "")
+            size_bytes = int(size) if is_known else None
+            return RemoteFile(name, url, size_bytes, token, has_ranges and is_known)
+
+    def _below(self, folder: str) -> Iterator[str]:
+        """The URLs that pages of folders link to."""
+        pages = [folder]
+        seen = {folder}
+        for page in pages:
+            with _answer(page, {}) as response:
+                links = _Links()
+                links.feed(response.read(_PAGE_LIMIT_BYTES).decode(errors="replace"))
+            for target in dict.fromkeys(urljoin(page, link) for link in links.found):
+                # A query sorts the page; others lead up, or away.
+                if not target.startswith(folder) or {"?", "#"} & set(target) or target in seen:
+                    continue
+                seen.add(target)
+                if len(seen) > _FOLDER_LIMIT:
+                    raise RemoteError(f"{shown(folder)} has more than {_FOLDER_LIMIT} files")
+                if target.endswith("/"):
+                    pages.append(target)
+                else:
+                    yield target
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value for name, value in attrs if (tag, name) == ("a", "href") and value]
+
+
+@contextlib.contextmanager
+def _answer(url: str, headers: dict[str, str]) -> Iterator[HTTPResponse | urllib.error.HTTPError]:
+    """The answer to a GET. Raises OSError (not there, not allowed), RemoteUnreachable."""
+    whole = quote(url, safe="%/:=&?~#+!$,;'@()*[]")
+    request = urllib.request.Request(whole, headers=headers)
+    request.add_header("User-Agent", f"trims_shim/{__version__}")
+    if password := _password(request.host):
+        request.add_unredirected_header("Authorization", password)
+    try:
+        with _opened(request) as response:
+            yield response
+    except urllib.error.HTTPError as error:
+        raise _meaning(error, url) from error
+    except (OSError, HTTPException, ValueError) as error:
+        diagnostics.pass_on(error)
+        raise RemoteUnreachable(f"{shown(url)} is not reachable: {error}") from error
+
+
+def _opened(request: urllib.request.Request) -> HTTPResponse | urllib.error.HTTPError:
+    try:
+        response: HTTPResponse = urllib.request.urlopen(request, timeout=_PATIENCE_S)
+        return response
+    except urllib.error.HTTPError as error:
+        if error.code == _EMPTY:
+            return error
+        error.close()
+        raise
+
+
+def _meaning(error: urllib.error.HTTPError, url: str) -> Exception:
+    said = f"{error.code} {error.reason}"
+    if error.code in _GONE:
+        return FileNotFoundError(errno.ENOENT, f"the server says {said}", shown(url))
+    if error.code in _REFUSED:
+        return PermissionError(errno.EACCES, f"the server says {said}", shown(url))
+    return RemoteUnreachable(f"{shown(url)}: the server says {said}")
+
+
+def _password(host: str) -> str:
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        found = netrc.netrc().authenticators(host.partition(":")[0])
+        if found is not None:
+            pair = f"{found[0]}:{found[2]}".encode()
+            return "Basic " + base64.b64encode(pair).decode("ascii")
+    return ""
