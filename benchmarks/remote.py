@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler
 from multiprocessing.connection import Connection
 
 import trims_shim
-from trims_shim.remote import downloading
+from trims_shim.remote import downloading, web
 
 SERVERS = ((20.0, 0.05), (50.0, 0.03), (100.0, 0.03), (0.0, 0.03), (0.0, 0.0))
 """MB a second for each connection (0: no limit), and seconds before the first byte."""
@@ -97,6 +97,7 @@ def _row(base: str, rate: float, pause: float, path: str, how: argparse.Namespac
     for number in range(how.repeats):
         for streams in STREAMS:
             downloading.STREAMS = streams
+            web.WebFiles.is_concurrent = streams > 1
             start = time.monotonic()
             # The query makes it another file, which is not there yet.
             copy = trims_shim.fetch(f"{base}/{rate}/{pause}{path}?{number},{streams}")

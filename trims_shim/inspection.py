@@ -36,6 +36,7 @@ from trims_shim.memory import copying_native
 from trims_shim.memory.limits import machine_bytes, memory_limit_bytes
 from trims_shim.memory.nvml import INSTALL
 from trims_shim.patches.points import resolve
+from trims_shim.remote.copies import Copies, Copy
 from trims_shim.wire.endpoint import Endpoint
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "MemoryKind",
     "PatchStatus",
     "PreparedSupport",
+    "RemoteCopies",
     "SettingStatus",
     "SocketStatus",
     "WrapperChain",
@@ -173,6 +175,16 @@ class PreparedSupport:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteCopies:
+    """Copies of remote models on this user's disk, with what is there of unfinished ones."""
+
+    directory: str
+    copies: int
+    size_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SocketStatus:
     """The socket directory; ``problem`` says why it is not usable (yet)."""
 
@@ -229,6 +241,7 @@ class Description:
     memory: tuple[MemoryKind, ...]
     device: DeviceSupport
     prepared: PreparedSupport
+    remote: RemoteCopies
     socket: SocketStatus
     daemon: DaemonStatus
     limits: LimitStatus
@@ -263,6 +276,7 @@ def _look(the_cache: Cache, problems: tuple[str, ...]) -> Description:
         memory=_memory(),
         device=_device(settings),
         prepared=_prepared(settings),
+        remote=_remote(settings),
         socket=_socket(the_cache.endpoint),
         daemon=_daemon(the_cache),
         limits=_limits(),
@@ -495,6 +509,17 @@ def _prepared(settings: Config) -> PreparedSupport:
         budget_bytes=budget_bytes,
         spare_bytes=spare_bytes,
     )
+
+
+def _remote(settings: Config) -> RemoteCopies:
+    copies = Copies.of(settings)
+    found: list[Copy] = []
+    budget_bytes = 0
+    with contextlib.suppress(OSError):
+        budget_bytes = copies.budget_bytes()
+        found = copies.copies()
+    size_bytes = sum(each.size_bytes for each in found)
+    return RemoteCopies(copies.directory, len(found), size_bytes, budget_bytes)
 
 
 def _socket(endpoint: Endpoint) -> SocketStatus:

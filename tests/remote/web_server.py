@@ -22,7 +22,7 @@ class Served:
 
     ``cut_bytes``: the connection ends after so many bytes of a body, ``cuts`` times. ``length``:
     what Content-Length says instead of the truth. ``rate``: bytes a second for each connection.
-    ``gate``: bodies wait for it. ``tag``: None for the content's hash. ``password``: as in a header.
+    ``gate``: bodies wait for it. ``tag``: None for the content's hash. ``password``: of the header.
     """
 
     content: bytes = b""
@@ -99,8 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
         if served.is_chunked:
             headers["Transfer-Encoding"] = "chunked"
         elif served.length != -1:
-            is_true = served.length is None or is_look
-            headers["Content-Length"] = str(last - first if is_true else served.length)
+            length = last - first if served.length is None else served.length
+            headers["Content-Length"] = str(length)
         self._begin(status, headers)
         if served.gate is not None and not is_look:
             served.gate.wait(60)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from trims_shim import api, config
 from trims_shim.cli.devices import device_named, tier_named
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.fetch import evict_copies, fetch_all
 from trims_shim.cli.progress import Progress
 from trims_shim.cli.status import ask
 from trims_shim.cli.text import counted, print_json, size
@@ -32,6 +33,7 @@ from trims_shim.errors import (
 )
 from trims_shim.formats.onnx import read_model
 from trims_shim.handles import DeviceHandle, Handle
+from trims_shim.remote.listing import is_url
 from trims_shim.specs import HOST_TIER
 from trims_shim.wire import admin
 
@@ -67,11 +69,15 @@ class _Warmed:
 
 def warm(arguments: argparse.Namespace) -> Exit:
     """Load files into the cache, one after the other; the daemon reads each with many threads."""
-    found = {word: list(_files(word)) for word in arguments.paths}
+    fetched = [word for word in arguments.paths if is_url(word)]
+    local = {each.url: each for each in fetch_all(fetched, is_quiet=arguments.json)}
+    paths_of = {word: local[word].path if word in local else word for word in arguments.paths}
+    found = {word: list(_files(path)) if path else [] for word, path in paths_of.items()}
     paths = list(dict.fromkeys(path for each in found.values() for path in each))
     empty = [word for word, each in found.items() if not each]
-    if empty:
-        print(f"trims warm: no model file in {', '.join(empty)}", file=sys.stderr)
+    missing = [word for word in empty if paths_of[word]]
+    if missing:
+        print(f"trims warm: no model file in {', '.join(missing)}", file=sys.stderr)
     if not paths:
         return Exit.FAILED
     tier = HOST_TIER if arguments.device is None else device_named(arguments.device, _devices())
@@ -221,6 +227,9 @@ def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
 
 def evict(arguments: argparse.Namespace) -> Exit:
     """Drop one image or prepared model, or all that are neither leased nor pinned."""
+    is_remote = arguments.tier == "remote" or (not arguments.all and is_url(arguments.image))
+    if is_remote and (arguments.all or arguments.image):
+        return evict_copies("" if arguments.all else arguments.image, as_json=arguments.json)
     if arguments.image == "":  # Perhaps a variable that was not set; to the daemon it means all.
         raise UnknownImage("no image has an empty name; `trims evict --all` drops every one")
     name = "" if arguments.all else _name_of(arguments.image)

@@ -36,8 +36,8 @@ def _sections(found: Description) -> list[str]:
     if wrapped:
         lines = "\n".join(f"  {each.target}\n    " + "\n    ".join(each.chain) for each in wrapped)
         sections.append(f"wrapped functions, outermost first\n{lines}")
-    machine = [_memory(found), _device(found), _prepared(found), _daemon(found), _limits(found)]
-    return [*sections, *machine, _settings(found)]
+    machine = (_memory, _device, _prepared, _remote, _daemon, _limits, _settings)
+    return [*sections, *(each(found) for each in machine)]
 
 
 def _patches(found: Description) -> str:
@@ -88,6 +88,15 @@ def _prepared(found: Description) -> str:
         ("budget", f"{size(prepared.budget_bytes)}, {size(max(0, prepared.spare_bytes))} to spare"),
     ]
     return "prepared ONNX models (TRIMS_CACHE_DIR)\n" + _pairs(lines)
+
+
+def _remote(found: Description) -> str:
+    remote = found.remote
+    lines = [
+        ("directory", remote.directory),
+        ("copies", f"{remote.copies}, {size(remote.size_bytes)} of {size(remote.budget_bytes)}"),
+    ]
+    return "copies of remote models (TRIMS_REMOTE_BYTES)\n" + _pairs(lines)
 
 
 def _daemon(found: Description) -> str:

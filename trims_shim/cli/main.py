@@ -187,15 +187,31 @@ def _add_looking(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_images(commands: Commands[argparse.ArgumentParser]) -> None:
+    fetch = add_command(
+        commands,
+        "fetch",
+        "fetch:fetch",
+        "download remote models that are not there yet, or have changed; print their paths",
+        "trims fetch s3://models/vit.pt https://example.org/bert/",
+    )
+    fetch.add_argument(
+        "urls", nargs="+", metavar="URL", help="a file, or a folder (ends with a slash)"
+    )
+    fetch.add_argument(
+        "--digest", metavar="sha256:HEX", help="what the file has to be; with one URL only"
+    )
     warm = add_command(
         commands,
         "warm",
         "images:warm",
         "load model files into the cache; starts the daemon when none runs",
-        "trims warm --pin /models/llama/*.safetensors /models/bert",
+        "trims warm --pin /models/llama/*.safetensors /models/bert s3://models/vit.pt",
     )
     warm.add_argument(
-        "paths", nargs="+", metavar="PATH", help="a file, a pattern, or a directory (all below it)"
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a file, a pattern, a directory (all below it), or a URL, which is fetched first",
     )
     warm.add_argument("--pin", action="store_true", help="keep them resident")
     warm.add_argument("--device", metavar="DEVICE", help=f"into a device's memory: {_DEVICE}")
@@ -209,7 +225,7 @@ def _add_images(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "evict",
         "images:evict",
-        "drop images and prepared ONNX models that no process uses",
+        "drop images, prepared ONNX models, or the copy of a URL, that no process uses",
         "trims evict 3f2a9c01d4e5",
     )
     verify = add_command(
@@ -222,7 +238,8 @@ def _add_images(commands: Commands[argparse.ArgumentParser]) -> None:
     for parser in (evict, verify):
         where = parser.add_mutually_exclusive_group()
         where.add_argument("--device", metavar="DEVICE", help=f"only there: {_DEVICE}")
-        where.add_argument("--tier", metavar="TIER", help="only there: host, or a device")
+        remote = ", or remote (copies on disk)" if parser is evict else ""
+        where.add_argument("--tier", metavar="TIER", help=f"only there: host, or a device{remote}")
         which = parser.add_mutually_exclusive_group(required=True)
         _add_image(which, nargs="?")
         which.add_argument("--all", action="store_true", help="every image")

@@ -1,7 +1,8 @@
-"""Progress of ``trims warm``: a bar on a terminal (with rich), lines elsewhere, or nothing.
+"""Progress of ``warm`` and ``fetch``: a bar on a terminal (with rich), lines elsewhere, or nothing.
 
-The command learns of a load only at its end, so a bar counts whole files, in bytes; the rate is
-that of the files that were loaded. Goes to stderr, so that stdout stays data.
+The command learns of a load only at its end, so a bar counts whole files, in bytes, but those that
+are downloaded; the rate is that of the files that were loaded. Goes to stderr, so that stdout stays
+data.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     import rich.progress
 
 __all__ = ["Progress"]
+
+
+_MOVED = ("loaded", "downloaded")
+"""Outcomes that took time by the size of the file."""
 
 
 class Progress:
@@ -60,6 +65,14 @@ class Progress:
             _say(f"{self._place()}: {reason} ...")
         self._is_waiting = True
 
+    def reach(self, done_bytes: int, size_bytes: int) -> None:
+        """So much of the file, whose size may not have been known before, is there."""
+        self._sizes[self._number] = size_bytes
+        if self._bar is not None:
+            before_bytes = sum(self._sizes[: self._number])
+            done_bytes += before_bytes
+            self._bar.update(self._task, total=sum(self._sizes), completed=done_bytes)
+
     def end(self, outcome: str, *, error: str, note: str) -> None:
         """A file is there, or has failed; a note is shown beside the outcome."""
         place, size_bytes = self._place(), self._sizes[self._number]
@@ -67,7 +80,7 @@ class Progress:
         if self._is_quiet:
             return
         seconds = max(1e-6, time.monotonic() - self._start)
-        rate = f", {size(size_bytes / seconds)}/s" if outcome == "loaded" else ""
+        rate = f", {size(size_bytes / seconds)}/s" if outcome in _MOVED else ""
         line = error or f"{outcome}, {size(size_bytes)} in {seconds:.2f} s{rate}"
         line += note and f"; {note}"
         text = f"{place}: {line}"
@@ -75,7 +88,7 @@ class Progress:
             _say(text)
             return
         self._bar.console.print(text, markup=False, highlight=False)
-        self._bar.advance(self._task, size_bytes)
+        self._bar.update(self._task, completed=sum(self._sizes[: self._number]))
 
     def _place(self) -> str:
         return f"[{self._number + 1}/{len(self._sizes)}] {self._path}"

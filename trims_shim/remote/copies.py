@@ -82,7 +82,7 @@ class Copies:
     def __init__(self, directory: str, budget: ShareOrSize) -> None:
         """Touches nothing."""
         self.directory = directory
-        self.budget = budget
+        self._budget = budget
 
     @classmethod
     def of(cls, config: Config) -> Copies:
@@ -180,7 +180,7 @@ class Copies:
         copies = sorted(self.copies(), key=lambda each: each.used_ns)
         total_bytes = sum(each.size_bytes for each in copies)
         space = space_of(self.directory)
-        budget_bytes = self.budget.of(space.total_bytes)
+        budget_bytes = self.budget_bytes()
         for each in copies:
             is_kept = total_bytes + needed_bytes <= budget_bytes
             if is_kept and needed_bytes <= space.spare_bytes:
@@ -195,6 +195,10 @@ class Copies:
                 "make room, or set TRIMS_CACHE_DIR to a directory on another disk",
                 self.directory,
             )
+
+    def budget_bytes(self) -> int:
+        """How much is kept that nobody uses. Raises OSError."""
+        return self._budget.of(space_of(self.directory).total_bytes)
 
     def evict(self, name: str) -> bool:
         """Delete a copy, or part of one; whether it could be, which no process may use."""

@@ -1,0 +1,118 @@
+"""``fetch``, and what ``warm``, ``evict`` and ``info`` do with remote models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trims_shim.cli.exits import Exit
+
+from .conftest import Trims
+
+CONTENT = os.urandom(1 << 20)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """The URL of a folder with two models, one of them in a folder below."""
+    (tmp_path / "store" / "bert").mkdir(parents=True)
+    (tmp_path / "store" / "vit.pt").write_bytes(CONTENT)
+    (tmp_path / "store" / "bert" / "model.safetensors").write_bytes(CONTENT[::-1])
+    return f"file://{tmp_path}/store"
+
+
+def test_fetch_prints_paths_and_says_what_it_did(trims: Trims, store: str) -> None:
+    done = trims("fetch", f"{store}/vit.pt", f"{store}/bert")
+    assert done.returncode == Exit.OK, done.stderr
+    file, folder = map(Path, done.stdout.splitlines())
+    assert file.read_bytes() == CONTENT
+    assert os.listdir(folder) == ["model.safetensors"]
+    assert f"[1/2] {store}/vit.pt: downloaded, 1.0 MiB in " in done.stderr
+    again = trims("fetch", f"{store}/vit.pt")
+    assert "there already" in again.stderr
+    assert not trims.sockets.exists(), "no daemon was started"
+
+
+def test_fetch_goes_on_after_a_url_that_fails(trims: Trims, store: str) -> None:
+    done = trims("fetch", "--json", f"{store}/none.pt", f"{store}/vit.pt", "s4://b/x")
+    assert done.returncode == Exit.FAILED
+    missing, good, unknown = json.loads(done.stdout)
+    assert missing["error"] == "it is not there"
+    assert (good["outcome"], good["size_bytes"], good["error"]) == ("downloaded", 1 << 20, "")
+    assert "Protocol not known" in unknown["error"]
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_fetch_with_a_digest(trims: Trims, store: str) -> None:
+    digest = f"sha256:{hashlib.sha256(CONTENT).hexdigest()}"
+    assert trims("fetch", f"{store}/vit.pt", "--digest", digest).returncode == Exit.OK
+    wrong = trims("fetch", f"{store}/bert/model.safetensors", "--digest", digest)
+    assert wrong.returncode == Exit.FAILED
+    assert "is not what was asked for" in wrong.stderr
+    for words in (("a/b.pt",), (f"{store}/vit.pt", "--digest", "12"), ("x://a", "y://b", digest)):
+        assert trims("fetch", *words).returncode == Exit.USAGE
+
+
+def test_warm_fetches_first(new_trims: Callable[[], Trims], store: str) -> None:
+    trims = new_trims()
+    done = trims("warm", f"{store}/vit.pt", f"{store}/bert/", "--json")
+    assert done.returncode == Exit.OK, done.stderr
+    assert [each["outcome"] for each in json.loads(done.stdout)] == ["loaded", "loaded"]
+    failed = trims("warm", f"{store}/none.pt", f"{store}/vit.pt")
+    assert failed.returncode == Exit.FAILED
+    assert "none.pt: it is not there" in failed.stderr
+    assert "in the cache already" in failed.stderr, "the other one is warmed all the same"
+
+
+def test_evict_deletes_copies(trims: Trims, store: str) -> None:
+    vit, bert = trims("fetch", f"{store}/vit.pt", f"{store}/bert").stdout.split()
+    done = trims("evict", f"{store}/vit.pt")
+    assert done.stdout == "evicted 1 remote model, 1.0 MiB\n"
+    assert not os.path.exists(vit)
+    assert os.path.exists(bert)
+    assert "no copy of it" in trims("evict", f"{store}/vit.pt").stderr
+    every = trims("evict", "--all", "--tier", "remote", "--json")
+    assert json.loads(every.stdout) == {"copies": 1, "freed_bytes": 1 << 20}
+    assert not os.path.exists(bert)
+    assert trims("evict", "--all", "--tier", "remote").returncode == Exit.OK
+    assert trims("evict", "bert.pt", "--tier", "remote").returncode == Exit.USAGE
+
+
+def test_evict_leaves_what_is_in_use(trims: Trims, store: str) -> None:
+    program = (
+        "import subprocess, sys, trims_shim\n"
+        f"path = trims_shim.fetch('{store}/vit.pt')\n"
+        "command = [sys.executable, '-m', 'trims_shim', 'evict', '--all', '--tier', 'remote']\n"
+        "print(subprocess.run(command, capture_output=True, text=True).stdout, end='')\n"
+        "print(len(open(path, 'rb').read()))\n"
+    )
+    done = trims.python("-c", program)
+    assert done.stdout == f"evicted 0 remote models, 0 B (1 in use)\n{1 << 20}\n", done.stderr
+
+
+def test_info_says_how_much_copies_take(trims: Trims, store: str) -> None:
+    trims("fetch", f"{store}/vit.pt")
+    assert "copies     1, 1.0 MiB of 5.0 MiB" in trims("info", TRIMS_REMOTE_BYTES="5M").stdout
+    remote = json.loads(trims("info", "--json").stdout)["remote"]
+    assert (remote["copies"], remote["size_bytes"]) == (1, 1 << 20)
+
+
+def test_a_program_is_served_from_a_copy(new_trims: Callable[[], Trims], tmp_path: Path) -> None:
+    """What fetch returns is an ordinary file: the second load takes it from the cache."""
+    trims = new_trims()
+    program = (
+        "import torch\n"
+        f"torch.save({{'w': torch.arange(1 << 19)}}, '{tmp_path}/m.pt')\n"
+        "import trims_shim\n"
+        f"path = trims_shim.fetch('file://{tmp_path}/m.pt')\n"
+        "one, two = torch.load(path), torch.load(path)\n"
+        "assert torch.equal(one['w'], two['w'])\n"
+        "assert trims_shim.stats().served == 2, trims_shim.stats()\n"
+    )
+    done = trims.python("-c", program)
+    assert done.returncode == 0, done.stderr

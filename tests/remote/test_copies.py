@@ -1,0 +1,295 @@
+"""Who uses a copy keeps it; everything else may go, and half a copy never has its name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trims_shim.config import ShareOrSize
+from trims_shim.daemon.prepared.directory import Space
+from trims_shim.errors import RemoteError
+from trims_shim.remote import copies as module
+from trims_shim.remote.copies import Copies
+
+from .conftest import forget, names_in
+
+LIMIT_S = 60
+
+
+@pytest.fixture
+def copies(home: Path) -> Copies:
+    made = Copies(str(home), ShareOrSize(size_bytes=1000))
+    made.prepare()
+    return made
+
+
+def keep(copies: Copies, name: str, size_bytes: int = 100, *, used_ns: int = 0) -> Path:
+    """A copy that nobody uses; its directory."""
+    partial = copies.claim(name)
+    assert partial is not None
+    (Path(partial.path) / "x.pt").write_bytes(bytes(size_bytes))
+    path = copies.publish(partial, name)
+    forget()
+    os.utime(path, ns=(used_ns, used_ns))
+    return Path(path)
+
+
+# --- the directory --------------------------------------------------------------------------------
+
+
+def test_nobody_else_can_read_or_change_it(copies: Copies, home: Path) -> None:
+    path = keep(copies, "k-1")
+    assert [each.stat().st_mode & 0o777 for each in (home.parent, home, path)] == [0o700] * 3
+    assert (path / "x.pt").stat().st_mode & 0o777 == 0o400
+    home.chmod(0o770)
+    with pytest.raises(RemoteError, match="writable by others"):
+        copies.prepare()
+
+
+def test_a_directory_of_another_user_or_a_link_is_refused(home: Path, tmp_path: Path) -> None:
+    home.parent.mkdir(mode=0o700)
+    (tmp_path / "elsewhere").mkdir()
+    home.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RemoteError, match="is not a directory"):
+        Copies(str(home), ShareOrSize(share=0.5)).prepare()
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RemoteError, match=r"cannot be made.*TRIMS_CACHE_DIR"):
+        Copies(str(tmp_path / "file" / "remote"), ShareOrSize(share=0.5)).prepare()
+
+
+def test_a_copy_that_others_may_change_is_not_used(copies: Copies) -> None:
+    path = keep(copies, "k-1")
+    assert copies.use("k-1")
+    path.chmod(0o777)
+    assert copies.use("k-1") == ""
+
+
+# --- in use ---------------------------------------------------------------------------------------
+
+
+def test_what_this_process_uses_is_not_evicted(copies: Copies, home: Path) -> None:
+    keep(copies, "k-1")
+    assert copies.use("k-1") == str(home / "k-1") == copies.use("k-1")
+    assert len(module._held) == 1, "one descriptor, however often it is asked for"
+    assert not copies.evict("k-1")
+    forget()
+    assert copies.evict("k-1")
+    assert not copies.evict("k-1")
+    assert copies.use("k-1") == ""
+    assert names_in(home) == []
+
+
+def test_what_was_just_downloaded_is_in_use(copies: Copies) -> None:
+    partial = copies.claim("k-1")
+    assert partial is not None
+    copies.publish(partial, "k-1")
+    partial.release()  # what a `finally` does
+    assert not copies.evict("k-1")
+
+
+HOLDER = """
+import os, sys
+from trims_shim import config
+from trims_shim.remote.copies import Copies
+copies = Copies(sys.argv[1], config.current().remote_bytes)
+if sys.argv[2] == "use":
+    assert copies.use("k-1")
+else:
+    assert copies.claim("k-1")
+if sys.argv[3] == "fork" and os.fork():
+    os._exit(0)
+if sys.argv[3] == "exec":
+    os.execv(sys.executable, [sys.executable, "-c", "print('ready', flush=True); input()"])
+print("ready", flush=True)
+input()
+"""
+
+
+class Holder:
+    """A process that holds a lock; ``how``: it is the one that took it, or a forked child is."""
+
+    def __init__(self, home: Path, what: str, how: str = "itself") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(home), what, how],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], LIMIT_S)[0]
+        assert self.process.stdout.readline() == b"ready\n"
+
+    def kill(self) -> None:
+        """The process, and its child."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        with self.process as process:
+            assert process.stdout is not None
+            process.stdout.read()  # ends with the child
+
+
+@pytest.fixture
+def hold(home: Path) -> Callable[..., Holder]:
+    return lambda *how: Holder(home, *how)
+
+
+def test_another_process_keeps_it_until_it_is_killed(
+    copies: Copies, hold: Callable[..., Holder]
+) -> None:
+    keep(copies, "k-1")
+    holder = hold("use")
+    assert not copies.evict("k-1")
+    assert copies.use("k-1"), "many may use it"
+    forget()
+    holder.kill()
+    assert copies.evict("k-1")
+
+
+def test_a_forked_child_keeps_what_its_parent_used(
+    copies: Copies, hold: Callable[..., Holder]
+) -> None:
+    keep(copies, "k-1")
+    holder = hold("use", "fork")
+    holder.process.wait(LIMIT_S)
+    assert not copies.evict("k-1"), "the child lives"
+    holder.kill()
+    assert copies.evict("k-1")
+
+
+def test_another_program_does_not_keep_it(copies: Copies, hold: Callable[..., Holder]) -> None:
+    keep(copies, "k-1")
+    holder = hold("use", "exec")
+    assert copies.evict("k-1")
+    holder.kill()
+
+
+# --- in -------------------------------------------------------------------------------------------
+
+
+def test_one_downloads(copies: Copies, hold: Callable[..., Holder], home: Path) -> None:
+    holder = hold("claim")
+    assert copies.claim("k-1") is None
+    assert not copies.evict("k-1.partial")
+    holder.kill()
+    (home / "k-1.partial" / "x.pt").write_bytes(b"half")
+    partial = copies.claim("k-1")
+    assert partial is not None
+    assert partial.size_bytes() == 4, "what the killed process left can be resumed"
+    assert copies.claim("k-1") is None, "nor another thread"
+    partial.release()
+    again = copies.claim("k-1")
+    assert again is not None
+    again.discard()
+    assert names_in(home) == []
+
+
+def test_a_forked_child_does_not_hold_a_download(
+    copies: Copies, hold: Callable[..., Holder]
+) -> None:
+    """Else all would wait for it, although nobody downloads."""
+    holder = hold("claim", "fork")
+    holder.process.wait(LIMIT_S)
+    partial = copies.claim("k-1")
+    assert partial is not None
+    partial.discard()
+    holder.kill()
+
+
+def test_a_damaged_copy_is_replaced(copies: Copies, home: Path) -> None:
+    path = keep(copies, "k-1", 100)
+    os.unlink(path / "x.pt")
+    (path / "y").write_bytes(b"")
+    keep(copies, "k-1", 200)
+    assert names_in(path) == ["x.pt"]
+    assert names_in(home) == ["k-1"]
+
+
+def test_who_has_it_open_keeps_the_bytes(copies: Copies) -> None:
+    path = keep(copies, "k-1", 100)
+    with open(path / "x.pt", "rb") as file:
+        assert copies.evict("k-1")
+        assert file.read() == bytes(100)
+
+
+def test_the_newest_copy_of_a_url(copies: Copies) -> None:
+    assert copies.newest("k") == ""
+    keep(copies, "k-1", used_ns=3)
+    keep(copies, "k-2", used_ns=5)
+    keep(copies, "other-3", used_ns=7)
+    partial = copies.claim("k-4")
+    assert partial is not None
+    assert copies.newest("k") == "k-2"
+    partial.discard()
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_goes(copies: Copies, home: Path) -> None:
+    for name, used_ns in (("a-1", 30), ("b-1", 10), ("c-1", 20)):
+        keep(copies, name, 300, used_ns=used_ns)
+    copies.make_room(100)
+    assert names_in(home) == ["a-1", "b-1", "c-1"]
+    copies.make_room(101)
+    assert names_in(home) == ["a-1", "c-1"]
+    copies.use("c-1")
+    forget()
+    copies.make_room(500)
+    assert names_in(home) == ["c-1"]
+
+
+def test_what_is_in_use_stays_whatever_the_budget(copies: Copies, home: Path) -> None:
+    keep(copies, "a-1", 900, used_ns=10)
+    keep(copies, "b-1", 100, used_ns=20)
+    copies.use("a-1")
+    copies.make_room(5000)
+    assert names_in(home) == ["a-1"]
+
+
+def test_what_was_left_half_done_goes_too(copies: Copies, home: Path) -> None:
+    keep(copies, "a-1", 400, used_ns=20)
+    partial = copies.claim("b-1")
+    assert partial is not None
+    (home / "b-1.partial" / "x.pt").write_bytes(bytes(400))
+    partial.release()
+    os.utime(home / "b-1.partial", ns=(10, 10))
+    removed = home / ".removed-0123"
+    removed.mkdir()
+    (removed / "x").write_bytes(bytes(200))
+    assert sum(each.size_bytes for each in copies.copies()) == 1000
+    copies.make_room(1)
+    assert names_in(home) == ["a-1", "b-1.partial"]
+    copies.make_room(300)
+    assert names_in(home) == ["a-1"]
+
+
+def test_the_disk_counts_as_well_as_the_budget(
+    copies: Copies, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(copies, "a-1", 100, used_ns=10)
+    keep(copies, "b-1", 100, used_ns=20)
+
+    def space(directory: str) -> Space:
+        return Space(1 << 40, 250 - 100 * len(names_in(home)))
+
+    monkeypatch.setattr(module, "space_of", space)
+    copies.make_room(150)
+    assert names_in(home) == ["b-1"]
+    with pytest.raises(OSError, match=r"251 bytes are needed, 250 are to spare.*TRIMS") as full:
+        copies.make_room(251)
+    assert full.value.errno == errno.ENOSPC
+
+
+def test_copies_without_a_directory(home: Path) -> None:
+    assert Copies(str(home), ShareOrSize(share=0.5)).copies() == []
+    assert Copies(str(home), ShareOrSize(share=0.5)).budget_bytes() > 0

@@ -1,0 +1,176 @@
+"""Bytes arrive in order, whichever part comes first, and again after they stopped coming."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from trims_shim.errors import RemoteUnreachable
+from trims_shim.remote import downloading
+from trims_shim.remote.downloading import STREAMS, download
+from trims_shim.remote.listing import Listing, RemoteFile
+
+CONTENT = os.urandom(100_000)
+PART_BYTES = 1000
+
+
+class Fake:
+    """A remote with one file; ``fails`` is called for each part and says how much of it comes."""
+
+    def __init__(self, *, is_concurrent: bool = True, is_seekable: bool = True) -> None:
+        self.is_concurrent = is_concurrent
+        self.file = RemoteFile("x.bin", "fake://x.bin", len(CONTENT), "1", is_seekable)
+        self.starts: list[int] = []
+        self.fails: Callable[[int, int], int] = lambda start, end: end
+
+    def list(self) -> Listing:
+        return Listing((self.file,))
+
+    def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+        self.starts.append(start)
+        last = self.fails(start, len(CONTENT) if end is None else end)
+        for at in range(start, last, 400):
+            yield CONTENT[at : min(at + 400, last)]
+        if end is not None and last < end:
+            raise RemoteUnreachable("it stopped")
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downloading, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(downloading, "_FIRST_PAUSE_S", 0.0)
+
+
+def downloaded(remote: Fake, directory: Path) -> bytes:
+    seen: list[int] = []
+    download(remote, remote.list(), str(directory), progress=seen.append)
+    assert seen[-1:] == [len(CONTENT)]
+    return (directory / "x.bin").read_bytes()
+
+
+@pytest.mark.parametrize("is_seekable", [True, False])
+@pytest.mark.parametrize("is_concurrent", [True, False])
+def test_all_bytes_arrive(is_concurrent: bool, is_seekable: bool, tmp_path: Path) -> None:
+    remote = Fake(is_concurrent=is_concurrent, is_seekable=is_seekable)
+    assert downloaded(remote, tmp_path) == CONTENT
+    assert len(remote.starts) == (100 if is_concurrent and is_seekable else 1)
+
+
+def test_parts_are_read_at_the_same_time_and_not_more_than_memory_is_for(tmp_path: Path) -> None:
+    """The first part comes after all others that may be under way, and no further ones begin."""
+    remote = Fake()
+    others = threading.Semaphore(0)
+
+    def fails(start: int, end: int) -> int:
+        if start == 0:
+            for _ in range(STREAMS - 1):
+                assert others.acquire(timeout=30)
+            assert not others.acquire(timeout=0.05), "more parts than streams"
+        else:
+            others.release()
+        return end
+
+    remote.fails = fails
+    assert downloaded(remote, tmp_path) == CONTENT
+
+
+@pytest.mark.parametrize("is_concurrent", [True, False])
+def test_goes_on_where_it_ended(is_concurrent: bool, tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(CONTENT[:60_500])
+    remote = Fake(is_concurrent=is_concurrent)
+    assert downloaded(remote, tmp_path) == CONTENT
+    assert min(remote.starts) == 60_500
+
+
+def test_without_ranges_it_begins_again(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"x" * 60_500)
+    remote = Fake(is_seekable=False)
+    assert downloaded(remote, tmp_path) == CONTENT
+    assert remote.starts == [0]
+
+
+def test_what_is_longer_than_the_file_is_not_of_it(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"x" * (len(CONTENT) + 1))
+    assert downloaded(Fake(is_concurrent=False), tmp_path) == CONTENT
+
+
+def test_nothing_is_asked_for_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(CONTENT)
+    remote = Fake()
+    download(remote, remote.list(), str(tmp_path), progress=lambda done: None)
+    assert remote.starts == []
+
+
+@pytest.mark.parametrize("is_concurrent", [True, False])
+def test_ends_are_survived_as_long_as_it_goes_on(is_concurrent: bool, tmp_path: Path) -> None:
+    """Each attempt brings a little; many more of them than may fail in a row."""
+    remote = Fake(is_concurrent=is_concurrent)
+    failed: set[int] = set()
+
+    def fails(start: int, end: int) -> int:
+        if not is_concurrent:
+            return min(end, start + 8000)
+        is_first = start % 7000 == 0 and start not in failed
+        failed.add(start)
+        return start if is_first else end
+
+    remote.fails = fails
+    assert downloaded(remote, tmp_path) == CONTENT
+    assert len(remote.starts) > downloading._TRIES
+
+
+@pytest.mark.parametrize("is_seekable", [True, False])
+def test_it_is_given_up_when_nothing_comes(is_seekable: bool, tmp_path: Path) -> None:
+    remote = Fake(is_concurrent=False, is_seekable=is_seekable)
+    remote.fails = lambda start, end: 5000
+    with pytest.raises(RemoteUnreachable, match="it stopped"):
+        download(remote, remote.list(), str(tmp_path), progress=lambda done: None)
+    assert (tmp_path / "x.bin").read_bytes() == CONTENT[:5000], "what came can be resumed"
+    assert len(remote.starts) == downloading._TRIES
+
+
+@pytest.mark.parametrize("size_bytes", [len(CONTENT) - 5, len(CONTENT) + 5])
+def test_another_length_than_was_said_is_an_error(size_bytes: int, tmp_path: Path) -> None:
+    class Liar(Fake):
+        def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+            self.starts.append(start)
+            yield CONTENT[start:]
+
+    remote = Liar(is_concurrent=False, is_seekable=False)
+    remote.file = RemoteFile("x.bin", "fake://x.bin", size_bytes, "1", False)
+    with pytest.raises(RemoteUnreachable, match=f"100000 bytes came, of {size_bytes}"):
+        download(remote, remote.list(), str(tmp_path), progress=lambda done: None)
+
+
+def test_a_short_part_is_an_error(tmp_path: Path) -> None:
+    class Short(Fake):
+        def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+            yield CONTENT[start : (end or 0) - (start == 5000)]
+
+    remote = Short()
+    with pytest.raises(RemoteUnreachable, match="cut off"):
+        download(remote, remote.list(), str(tmp_path), progress=lambda done: None)
+    assert (tmp_path / "x.bin").read_bytes() == CONTENT[:5000]
+
+
+def test_files_are_counted_together(tmp_path: Path) -> None:
+    remote = Fake()
+    names = ("bert/a", "bert/deep/b")
+    files = tuple(RemoteFile(name, name, len(CONTENT), "1", True) for name in names)
+    seen: list[int] = []
+    download(remote, Listing(files), str(tmp_path), progress=seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == 2 * len(CONTENT)
+    assert {(tmp_path / name).read_bytes() for name in names} == {CONTENT}
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"mine")
+    (tmp_path / "x.bin").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match=r"symbolic links"):
+        download(Fake(), Fake().list(), str(tmp_path), progress=lambda done: None)
+    assert (tmp_path / "other").read_bytes() == b"mine"

@@ -1,0 +1,448 @@
+"""``trims_shim.fetch``: one download, of what the remote has now, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+import trims_shim
+from trims_shim.errors import ConfigError, RemoteError, RemoteUnreachable, WrongDigest
+from trims_shim.remote import copies, downloading, fetching
+from trims_shim.remote.web import WebFiles
+
+from .conftest import forget, names_in
+from .web_server import WebServer
+
+CONTENT = os.urandom(200_000)
+OTHER = os.urandom(200_000)
+LIMIT_S = 60
+
+pytestmark = pytest.mark.usefixtures("home")
+
+
+def digest_of(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    until_s = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downloading, "PART_BYTES", 20_000)
+
+
+# --- once -----------------------------------------------------------------------------------------
+
+
+def test_it_is_downloaded_once(web: WebServer, home: Path) -> None:
+    url = web.put("models/vit.pt", CONTENT)
+    path = trims_shim.fetch(url)
+    assert read(path) == CONTENT
+    assert path.startswith(f"{home}/")
+    assert path.endswith("/vit.pt")
+    assert web.asked == {"look": 2, "body": 1}
+    assert trims_shim.fetch(url) == path
+    assert web.asked == {"look": 3, "body": 1}, "one request asks whether it is current"
+    events = trims_shim.stats().events
+    assert events["fetched:downloaded"] >= 1
+    assert events["fetched:there"] >= 1
+
+
+def test_large_files_come_in_parts(web: WebServer, small_parts: None) -> None:
+    url = web.put("vit.pt", CONTENT)
+    assert read(trims_shim.fetch(url)) == CONTENT
+    assert web.asked["body"] == 10
+
+
+def test_a_folder_is_a_directory(web: WebServer) -> None:
+    url = web.put("bert/", b'<a href="config.json">x</a><a href="deep/">x</a>')
+    web.put("bert/deep/", b'<a href="model.bin">x</a>')
+    web.put("bert/config.json", b"{}")
+    web.put("bert/deep/model.bin", CONTENT)
+    path = Path(trims_shim.fetch(url))
+    assert path.name == "bert"
+    assert (path / "config.json").read_bytes() == b"{}"
+    assert (path / "deep" / "model.bin").read_bytes() == CONTENT
+    web.put("bert/config.json", b"{1}")
+    assert (Path(trims_shim.fetch(url)) / "config.json").read_bytes() == b"{1}"
+    assert (path / "config.json").read_bytes() == b"{}"
+
+
+def test_any_file_system_of_fsspec() -> None:
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    files.pipe("/bert/model.bin", CONTENT)
+    path = trims_shim.fetch("memory://bert/model.bin")
+    assert read(path) == CONTENT
+    files.pipe("/bert/model.bin", OTHER)
+    assert read(trims_shim.fetch("memory://bert/model.bin")) == OTHER
+    assert read(path) == CONTENT
+    assert sorted(os.listdir(trims_shim.fetch("memory://bert"))) == ["model.bin"]
+    files.store.clear()
+
+
+PROGRAM = """
+import sys
+import trims_shim
+from trims_shim.remote import fetching
+fetching._POLL_S = 0.01
+path = trims_shim.fetch(sys.argv[1])
+print(len(open(path, "rb").read()))
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Start a process that fetches a URL."""
+    started = []
+    environment = dict(os.environ, TRIMS_CACHE_DIR=str(tmp_path / "cache"), TRIMS_LOG="info")
+
+    def begin(url: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, url],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_processes_that_ask_at_once_wait_for_one(
+    web: WebServer, start: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    gate = threading.Event()
+    url = web.put("vit.pt", CONTENT, gate=gate)
+    processes = [start(url) for _ in range(4)]
+    wait_until(lambda: web.asked["look"] == 4 and web.asked["body"] == 1)
+    gate.set()
+    said = [process.communicate(timeout=LIMIT_S) for process in processes]
+    assert [out for out, _ in said] == [f"{len(CONTENT)}\n"] * 4
+    waited = [error.count("is being downloaded by another process") for _, error in said]
+    assert sorted(waited)[0] == 0
+    assert set(waited) <= {0, 1}, "it is said once"
+    assert web.asked["body"] == 1
+
+
+def test_a_waiting_process_takes_over_from_a_killed_one(
+    web: WebServer, start: Callable[[str], subprocess.Popen[str]], home: Path
+) -> None:
+    gate = threading.Event()
+    url = web.put("vit.pt", CONTENT, gate=gate)
+    first = start(url)
+    wait_until(lambda: web.asked["body"] == 1)
+    second = start(url)
+    assert second.stderr is not None
+    assert "waited for" in second.stderr.readline()
+    assert web.asked["body"] == 1
+    first.kill()
+    wait_until(lambda: web.asked["body"] == 2)
+    gate.set()
+    assert second.communicate(timeout=LIMIT_S)[0] == f"{len(CONTENT)}\n"
+    assert [name for name in names_in(home) if name.endswith(".partial")] == []
+
+
+def test_waiting_can_be_interrupted(
+    web: WebServer, start: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    url = web.put("vit.pt", CONTENT, gate=threading.Event())
+    start(url)
+    wait_until(lambda: web.asked["body"] == 1)
+    second = start(url)
+    assert second.stderr is not None
+    assert "waited for" in second.stderr.readline()
+    second.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in second.communicate(timeout=LIMIT_S)[1]
+
+
+def test_threads_wait_for_one(web: WebServer) -> None:
+    gate = threading.Event()
+    url = web.put("vit.pt", CONTENT, gate=gate)
+    paths: list[str] = []
+    threads = [threading.Thread(target=lambda: paths.append(trims_shim.fetch(url))) for _ in "123"]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: web.asked["look"] == 3 and web.asked["body"] == 1)
+    gate.set()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert len(paths) == 3
+    assert len(set(paths)) == 1
+    assert web.asked["body"] == 1
+
+
+# --- current --------------------------------------------------------------------------------------
+
+
+def test_a_changed_remote_is_downloaded_and_the_old_copy_stays(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT)
+    old = trims_shim.fetch(url)
+    web.put("vit.pt", OTHER)
+    new = trims_shim.fetch(url)
+    assert (read(old), read(new)) == (CONTENT, OTHER)
+
+
+def test_a_change_during_the_download_begins_it_again(web: WebServer, small_parts: None) -> None:
+    """Its parts are of both; equal lengths do not tell."""
+    url = web.put("vit.pt", CONTENT, changes_to=[OTHER])
+    assert read(trims_shim.fetch(url)) == OTHER
+
+
+def test_a_remote_that_always_changes(web: WebServer, home: Path) -> None:
+    url = web.put("vit.pt", CONTENT, changes_to=[os.urandom(10 + n) for n in range(9)])
+    with pytest.raises(RemoteError, match="changes while it is downloaded"):
+        trims_shim.fetch(url)
+    assert names_in(home) == []
+
+
+def test_without_a_tag_the_size_decides_and_it_is_said(
+    web: WebServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = web.put("vit.pt", CONTENT, tag="")
+    assert read(trims_shim.fetch(url)) == CONTENT
+    assert "neither ETag nor date" in caplog.text
+    web.put("vit.pt", OTHER[:-1], tag="")
+    assert read(trims_shim.fetch(url)) == OTHER[:-1]
+
+
+def test_an_unreachable_remote_has_a_copy(web: WebServer, caplog: pytest.LogCaptureFixture) -> None:
+    url = web.put("vit.pt", CONTENT)
+    first = trims_shim.fetch(url)
+    web.put("vit.pt", OTHER)
+    second = trims_shim.fetch(url)
+    os.utime(Path(first).parent, ns=(1, 1))
+    web.put("vit.pt", status=503)
+    assert trims_shim.fetch(f"{url}") == second, "the newer one"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "may not be current" in record.getMessage()
+    assert "503" in record.getMessage()
+
+
+def test_a_download_that_breaks_off_has_a_copy_too(
+    web: WebServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = web.put("vit.pt", CONTENT)
+    path = trims_shim.fetch(url)
+    web.put("vit.pt", OTHER, has_ranges=False, cut_bytes=500)
+    assert trims_shim.fetch(url) == path
+    assert "may not be current" in caplog.text
+
+
+def test_an_unreachable_remote_without_a_copy(web: WebServer) -> None:
+    with pytest.raises(RemoteUnreachable, match="503"):
+        trims_shim.fetch(web.put("vit.pt", status=503))
+
+
+@pytest.mark.parametrize(("status", "kind"), [(404, FileNotFoundError), (403, PermissionError)])
+def test_what_is_gone_or_forbidden_is_not_given(
+    web: WebServer, status: int, kind: type[OSError]
+) -> None:
+    url = web.put("vit.pt", CONTENT)
+    trims_shim.fetch(url)
+    web.put("vit.pt", status=status)
+    with pytest.raises(kind):
+        trims_shim.fetch(url)
+
+
+def test_a_copy_that_was_damaged_is_replaced(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT)
+    path = trims_shim.fetch(url)
+    os.unlink(path)
+    assert read(trims_shim.fetch(url)) == CONTENT
+    os.chmod(path, 0o600)
+    os.truncate(path, 5)
+    assert read(trims_shim.fetch(url)) == CONTENT
+
+
+# --- whole ----------------------------------------------------------------------------------------
+
+
+def test_what_came_before_the_connection_broke_is_not_asked_for_again(
+    web: WebServer, home: Path
+) -> None:
+    url = web.put("vit.pt", CONTENT, cut_bytes=150_000)
+    served = web.files["vit.pt"]
+    web.files["vit.pt"].cuts = 1
+    assert read(trims_shim.fetch(url)) == CONTENT
+    assert served.cuts == 0
+    assert web.asked["body"] == 2
+
+
+def test_a_broken_off_download_is_resumed_by_the_next_call(
+    web: WebServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = web.put("vit.pt", CONTENT, cut_bytes=150_000)
+    monkeypatch.setattr(downloading, "_TRIES", 1)
+    with pytest.raises(RemoteUnreachable, match="150000 bytes came, of 200000"):
+        trims_shim.fetch(url)
+    (partial,) = names_in(home)
+    assert partial.endswith(".partial")
+    assert (home / partial / "vit.pt").stat().st_size == 150_000
+    asked: list[int] = []
+    read_web = WebFiles.read
+
+    def watched(self: WebFiles, file: object, start: int, end: int | None) -> Iterator[bytes]:
+        asked.append(start)
+        return read_web(self, file, start, end)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(WebFiles, "read", watched)
+    web.files["vit.pt"].cuts = 0
+    assert read(trims_shim.fetch(url)) == CONTENT
+    assert asked == [150_000]
+
+
+def test_what_another_version_left_is_not_resumed(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = web.put("vit.pt", CONTENT, cut_bytes=150_000)
+    monkeypatch.setattr(downloading, "_TRIES", 1)
+    with pytest.raises(RemoteUnreachable):
+        trims_shim.fetch(url)
+    web.put("vit.pt", OTHER)
+    assert read(trims_shim.fetch(url)) == OTHER
+
+
+def test_a_wrong_length_is_no_file(web: WebServer, home: Path) -> None:
+    url = web.put("vit.pt", CONTENT, has_ranges=False, length=len(CONTENT) + 7)
+    with pytest.raises(RemoteUnreachable, match="200000 bytes came, of 200007"):
+        trims_shim.fetch(url)
+    assert all(name.endswith(".partial") for name in names_in(home))
+
+
+def test_nothing_is_seen_of_it_before_it_is_whole(web: WebServer, home: Path) -> None:
+    gate = threading.Event()
+    url = web.put("vit.pt", CONTENT, gate=gate)
+    thread = threading.Thread(target=trims_shim.fetch, args=(url,))
+    thread.start()
+    wait_until(lambda: web.asked["body"])
+    assert all(name.endswith(".partial") for name in names_in(home))
+    gate.set()
+    thread.join(LIMIT_S)
+    assert not any(name.endswith(".partial") for name in names_in(home))
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_full_disk_is_an_error_and_nothing_is_left(
+    is_early: bool, web: WebServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = web.put("vit.pt", CONTENT)
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(*_: object, **__: object) -> None:
+        raise full
+
+    if is_early:
+        monkeypatch.setattr(copies.Copies, "make_room", fail)
+    else:
+        monkeypatch.setattr(fetching, "download", fail)
+    with pytest.raises(OSError, match="No space left") as raised:
+        trims_shim.fetch(url)
+    assert raised.value.errno == errno.ENOSPC
+    assert raised.value.filename == str(home)
+    assert names_in(home) == []
+
+
+def test_a_server_with_hostile_names(web: WebServer, home: Path) -> None:
+    web.put("x/../../y", CONTENT)
+    with pytest.raises(RemoteError, match="no name for a file"):
+        trims_shim.fetch(web.url("x/..%2f..%2fy"))
+    assert names_in(home) == []
+
+
+# --- digests --------------------------------------------------------------------------------------
+
+
+def test_a_digest_is_checked_before_the_file_is_there(web: WebServer, home: Path) -> None:
+    url = web.put("vit.pt", OTHER)
+    with pytest.raises(WrongDigest, match=r"not what was asked for.*sha256"):
+        trims_shim.fetch(url, digest=digest_of(CONTENT))
+    assert names_in(home) == []
+    assert read(trims_shim.fetch(url, digest=digest_of(OTHER))) == OTHER
+
+
+def test_a_digest_that_was_checked_needs_no_server(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT)
+    digest = digest_of(CONTENT)
+    path = trims_shim.fetch(url, digest=digest)
+    web.files.clear()
+    web.asked.clear()
+    assert trims_shim.fetch(url, digest=digest.upper().replace("SHA", "sha")) == path
+    assert web.asked == {}
+
+
+def test_a_copy_of_another_digest_is_not_given(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT)
+    trims_shim.fetch(url)
+    web.put("vit.pt", status=503)
+    with pytest.raises(RemoteUnreachable):
+        trims_shim.fetch(url, digest=digest_of(OTHER))
+
+
+@pytest.mark.parametrize("digest", ["", "sha256:12", "0" * 64, "md17:00", f"shake_128:{'0' * 32}"])
+def test_what_is_no_digest(digest: str, web: WebServer) -> None:
+    with pytest.raises(ConfigError, match="is no digest"):
+        trims_shim.fetch(web.put("vit.pt", CONTENT), digest=digest)
+
+
+def test_a_folder_has_no_digest(web: WebServer) -> None:
+    url = web.put("bert/", b'<a href="a">a</a>')
+    web.put("bert/a", CONTENT)
+    with pytest.raises(ConfigError, match="a digest is of one file"):
+        trims_shim.fetch(url, digest=digest_of(CONTENT))
+
+
+# --- room -----------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for_stays_even_without_a_budget(
+    web: WebServer, home: Path, settings: Callable[..., None]
+) -> None:
+    settings(TRIMS_REMOTE_BYTES="0")
+    one = trims_shim.fetch(web.put("one.pt", CONTENT))
+    forget()  # the process has ended
+    two = trims_shim.fetch(web.put("two.pt", OTHER))
+    assert not os.path.exists(one)
+    three = trims_shim.fetch(web.put("three.pt", CONTENT))
+    assert read(two) == OTHER, "this process fetched it"
+    assert read(three) == CONTENT
+
+
+def test_paths_are_no_urls() -> None:
+    with pytest.raises(ConfigError, match="is no URL"):
+        trims_shim.fetch("/models/vit.pt")
+
+
+def test_no_descriptor_is_left_by_what_fails(web: WebServer, no_leak: None) -> None:
+    with pytest.raises(RemoteUnreachable):
+        trims_shim.fetch(web.put("broken", status=500))
+    with pytest.raises(WrongDigest):
+        trims_shim.fetch(web.put("vit.pt", OTHER), digest=digest_of(CONTENT))

@@ -1,0 +1,94 @@
+"""Names from elsewhere never lead out of their folder, and every part of a version counts."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trims_shim.errors import ConfigError, RemoteError
+from trims_shim.remote.listing import Listing, RemoteFile, is_url, key_of, name_of, shown
+
+FILE = RemoteFile("bert/model.bin", "s3://b/bert/model.bin", 10, "etag", True)
+
+
+def listing(*names: str) -> Listing:
+    return Listing(tuple(replace(FILE, name=name) for name in names))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "a/../../x", "/etc/passwd", "", ".", "..", "a//b", "a/", "a/./b", "a\0b", "a/.."],
+)
+def test_hostile_names_are_refused(name: str) -> None:
+    with pytest.raises(RemoteError, match="no name for a file"):
+        listing("fine", name)
+
+
+@pytest.mark.parametrize("names", [("a", "a/b"), ("x/a/b/c", "x/a/b"), ("a", "a")])
+def test_names_that_collide_are_refused(names: tuple[str, ...]) -> None:
+    for order in itertools.permutations(names):
+        with pytest.raises(RemoteError, match=r"is a file and a folder|the same name"):
+            listing(*order)
+
+
+@given(st.lists(st.text("ab./\0", max_size=6), max_size=4))
+def test_what_is_not_refused_is_below_the_folder_and_apart(names: list[str]) -> None:
+    try:
+        listing(*names)
+    except RemoteError:
+        return
+    parts = [tuple(name.split("/")) for name in names]
+    assert not {"", ".", ".."} & set(itertools.chain(*parts))
+    for one, other in itertools.permutations(parts, 2):
+        assert other[: len(one)] != one
+
+
+def test_every_part_of_what_is_known_counts() -> None:
+    version = Listing((FILE,)).version
+    others = [
+        replace(FILE, name="bert/other.bin"),
+        replace(FILE, size_bytes=11),
+        replace(FILE, size_bytes=None),
+        replace(FILE, token="other"),
+    ]
+    assert len({version, *(Listing((each,)).version for each in others)}) == 5
+    two = replace(FILE, name="bert/two.bin")
+    assert Listing((FILE, two)).version == Listing((two, FILE)).version != version
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("s3://bucket/models/vit.pt", "vit.pt"),
+        ("s3://bucket/bert/", "bert"),
+        ("s3://bucket", "bucket"),
+        ("s3://bucket/a?b#c%20.pt", "a?b#c%20.pt"),
+        ("https://example.org/a%20b.pt?signature=x/y", "a b.pt"),
+        ("https://example.org/", "example.org"),
+        ("https://example.org/x/..%2f..%2fy", "../../y"),
+        ("http://[::1]:8000/x/m.onnx", "m.onnx"),
+        ("zip://inner.pt::https://example.org/x.zip", "inner.pt"),
+        ("memory://a/b.safetensors", "b.safetensors"),
+    ],
+)
+def test_local_names_are_the_last_part(url: str, name: str) -> None:
+    assert name_of(url) == name
+
+
+def test_urls_and_paths() -> None:
+    assert is_url("s3://bucket/x")
+    assert is_url("HTTPS://host/x")
+    assert not is_url("/models/x.pt")
+    assert not is_url("s3://")
+    assert key_of("s3://a/b") != key_of("s3://a/c")
+    with pytest.raises(ConfigError, match="is no URL"):
+        key_of("models/x.pt")
+
+
+def test_messages_have_no_secrets() -> None:
+    assert shown("https://me:pw@host:8/x/y.pt?X-Amz-Signature=s#z") == "https://host:8/x/y.pt"
+    assert shown("s3://bucket/x?y") == "s3://bucket/x?y"

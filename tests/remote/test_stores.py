@@ -1,0 +1,173 @@
+"""What fsspec's file systems say, on those that need no network."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from trims_shim.errors import RemoteError, RemoteUnreachable
+from trims_shim.remote.stores import StoreFiles, _file
+
+CONTENT = os.urandom(100_000)
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryFileSystem]:
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+
+
+def read(files: StoreFiles, start: int = 0) -> bytes:
+    (file,) = files.list().files
+    return b"".join(files.read(file, start, file.size_bytes))
+
+
+def test_a_file(memory: MemoryFileSystem) -> None:
+    memory.pipe("/models/vit.pt", CONTENT)
+    files = StoreFiles("memory://models/vit.pt")
+    (found,) = files.list().files
+    assert (found.name, found.size_bytes, found.is_seekable) == ("vit.pt", len(CONTENT), True)
+    assert not files.is_concurrent, "nobody says that threads may use it"
+    assert read(files) == CONTENT
+    assert read(files, 70_000) == CONTENT[70_000:]
+    before = files.list().version
+    assert files.list().version == before
+    memory.pipe("/models/vit.pt", CONTENT[::-1])
+    assert files.list().version != before
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_folder(memory: MemoryFileSystem, end: str) -> None:
+    for name in ("config.json", "deep/model.bin"):
+        memory.pipe(f"/models/bert/{name}", CONTENT)
+    memory.pipe("/models/bertha", CONTENT)
+    listing = StoreFiles(f"memory://models/bert{end}").list()
+    assert [file.name for file in listing.files] == ["bert/config.json", "bert/deep/model.bin"]
+
+
+def test_a_folder_on_a_mounted_disk(tmp_path: Path) -> None:
+    (tmp_path / "bert" / "deep").mkdir(parents=True)
+    (tmp_path / "bert" / "deep" / "model.bin").write_bytes(CONTENT)
+    files = StoreFiles(f"file://{tmp_path}/bert")
+    (file,) = files.list().files
+    assert file.name == "bert/deep/model.bin"
+    assert b"".join(files.read(file, 10, file.size_bytes)) == CONTENT[10:]
+    before = files.list()
+    os.utime(tmp_path / "bert" / "deep" / "model.bin", ns=(1, 1))
+    assert files.list() != before
+
+
+def test_what_is_not_there(memory: MemoryFileSystem) -> None:
+    with pytest.raises(FileNotFoundError, match="not there") as missing:
+        StoreFiles("memory://models/none").list()
+    assert missing.value.filename == "memory://models/none"
+    memory.mkdir("/models/empty")
+    with pytest.raises(FileNotFoundError, match="no files"):
+        StoreFiles("memory://models/empty/").list()
+
+
+def test_hostile_names(memory: MemoryFileSystem) -> None:
+    # A store may have any key; the memory's own functions would tidy it.
+    for key in ("/m/bert/a", "/m/bert/../../x"):
+        memory.store[key] = memory.open("/m/x", "wb")
+    files = StoreFiles("memory://m/bert")
+    found = {key: {"size": 1, "type": "file"} for key in memory.store}
+    files._files = SimpleNamespace(
+        invalidate_cache=lambda: None,
+        info=lambda path: {"type": "directory"},
+        find=lambda path, detail: found,
+    )
+    with pytest.raises(RemoteError, match="no name for a file"):
+        files.list()
+
+
+def test_objects_that_stand_for_folders_are_none(memory: MemoryFileSystem) -> None:
+    files = StoreFiles("memory://m/bert")
+    found = {"/m/bert/": {"size": 0}, "/m/bert/a": {"size": 1}, "/m/bert/deep/": {"size": 0}}
+    files._files = SimpleNamespace(
+        invalidate_cache=lambda: None,
+        info=lambda path: {"type": "directory"},
+        find=lambda path, detail: found,
+    )
+    assert [file.name for file in files.list().files] == ["bert/a"]
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RemoteError, match="Protocol not known: s4"):
+        StoreFiles("s4://bucket/x")
+    with pytest.raises(RemoteError, match=r"cannot be read: .*dropbox"):
+        StoreFiles("dropbox://x/y")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(RemoteError, match=r'pip install "trims-shim\[remote\]"'):
+        StoreFiles("s3://bucket/x")
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (FileNotFoundError("bucket/x"), FileNotFoundError),
+        (PermissionError(13, "Forbidden"), PermissionError),
+        (RuntimeError("unable to locate credentials"), RemoteUnreachable),
+        (TimeoutError(), RemoteUnreachable),
+    ],
+)
+def test_errors(raised: Exception, expected: type[Exception]) -> None:
+    files = StoreFiles("memory://bucket/x")
+
+    def info(path: str) -> None:
+        raise raised
+
+    files._files = SimpleNamespace(invalidate_cache=lambda: None, info=info)
+    with pytest.raises(expected, match="memory://bucket/x") as error:
+        files.list()
+    assert error.value.__cause__ is raised
+
+
+def test_parts_of_what_can_take_several_requests() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def cat_file(path: str, start: int, end: int) -> bytes:
+        asked.append((start, end))
+        return CONTENT[start:end]
+
+    info = {"type": "file", "size": len(CONTENT), "ETag": '"1"'}
+    files = StoreFiles("memory://bucket/x")
+    files._files = SimpleNamespace(
+        invalidate_cache=lambda: None, info=lambda path: info, cat_file=cat_file
+    )
+    files.is_concurrent = True
+    assert read(files, 500) == CONTENT[500:]
+    assert asked == [(500, len(CONTENT))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ETag": "2"},
+        {"generation": "2"},
+        {"mtime": 2.0},
+        {"LastModified": "2"},
+        {"created": "2"},
+        {"size": 2},
+    ],
+)
+def test_what_tells_of_a_change(change: dict[str, Any]) -> None:
+    info = dict.fromkeys(change, "1") | {"size": 1}
+    assert _file("x", "x", info | change) != _file("x", "x", info)
+
+
+def test_a_file_that_was_read_has_not_changed() -> None:
+    info = {"size": 1, "mtime": 1.0, "time": 1.0}
+    assert _file("x", "x", info) == _file("x", "x", info | {"time": 2.0})
+    assert not _file("x", "x", {"size": None}).is_seekable

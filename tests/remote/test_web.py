@@ -1,0 +1,154 @@
+"""What web servers answer: sizes, tags, ranges, folders, and what goes wrong."""
+
+from __future__ import annotations
+
+import base64
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from trims_shim.errors import RemoteError, RemoteUnreachable
+from trims_shim.remote.listing import RemoteFile
+from trims_shim.remote.web import WebFiles
+
+from .web_server import WebServer
+
+CONTENT = os.urandom(300_000)
+
+
+def looked(url: str) -> RemoteFile:
+    (found,) = WebFiles(url).list().files
+    return found
+
+
+def read(url: str, start: int = 0, end: int | None = -1) -> bytes:
+    files = WebFiles(url)
+    (file,) = files.list().files
+    return b"".join(files.read(file, start, file.size_bytes if end == -1 else end))
+
+
+def test_one_request_tells_size_tag_and_ranges(web: WebServer) -> None:
+    url = web.put("m/vit.pt", CONTENT)
+    assert looked(url) == RemoteFile("vit.pt", url, len(CONTENT), web.files["m/vit.pt"].etag, True)
+    assert web.asked == {"look": 1}
+
+
+def test_parts_and_the_whole(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT)
+    assert read(url) == CONTENT
+    assert read(url, 100, 200) == CONTENT[100:200]
+    assert read(url, 299_999) == CONTENT[-1:]
+
+
+def test_a_server_without_ranges(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT, has_ranges=False)
+    assert looked(url).size_bytes == len(CONTENT)
+    assert not looked(url).is_seekable
+    assert read(url) == CONTENT
+    with pytest.raises(RemoteUnreachable, match="other bytes than were asked for"):
+        read(url, 100)
+
+
+def test_lengths(web: WebServer) -> None:
+    empty = looked(web.put("empty", b""))
+    assert (empty.size_bytes, empty.is_seekable) == (0, True)
+    chunked = looked(url := web.put("chunked", CONTENT, has_ranges=False, is_chunked=True))
+    assert (chunked.size_bytes, chunked.is_seekable) == (None, False)
+    assert read(url) == CONTENT
+    with pytest.raises(RemoteError, match="does not say where the file ends"):
+        looked(web.put("endless", CONTENT, has_ranges=False, length=-1))
+
+
+def test_chunks_that_end_early_are_noticed(web: WebServer) -> None:
+    url = web.put("chunked", CONTENT, has_ranges=False, is_chunked=True, cut_bytes=9000)
+    with pytest.raises(RemoteUnreachable, match=r"IncompleteRead|not reachable"):
+        read(url)
+
+
+def test_what_servers_refuse(web: WebServer) -> None:
+    with pytest.raises(FileNotFoundError, match="404 Not Found") as missing:
+        looked(web.url("missing.pt?signature=secret"))
+    assert missing.value.filename == web.url("missing.pt")
+    with pytest.raises(PermissionError, match="403 Forbidden"):
+        looked(web.put("private", status=403))
+    with pytest.raises(RemoteUnreachable, match="500 Internal Server Error"):
+        looked(web.put("broken", status=500))
+
+
+def test_no_server() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and not listening
+        port = taken.getsockname()[1]
+        with pytest.raises(RemoteUnreachable, match=r"is not reachable: .*refused"):
+            looked(f"http://127.0.0.1:{port}/x.pt?secret")
+
+
+def test_redirects_are_followed_and_the_name_stays(web: WebServer) -> None:
+    web.put("store/0123", CONTENT)
+    url = web.put("vit.pt", status=302, location="/store/0123")
+    assert looked(url).name == "vit.pt"
+    assert looked(url).is_seekable
+    assert read(url, 5, 10) == CONTENT[5:10]
+
+
+def test_a_redirect_to_a_local_file_is_refused(web: WebServer) -> None:
+    url = web.put("vit.pt", status=302, location="file:///etc/passwd")
+    with pytest.raises(RemoteUnreachable, match="302"):
+        looked(url)
+
+
+def test_passwords_come_from_netrc_and_go_to_their_host_only(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    password = "Basic " + base64.b64encode(b"me:secret").decode()
+    url = web.put("private.pt", CONTENT, password=password)
+    with pytest.raises(PermissionError, match="401"):
+        looked(url)
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert looked(url).size_bytes == len(CONTENT)
+    # localhost is another name than the one in .netrc.
+    there = web.base.replace("127.0.0.1", "localhost") + "/private.pt"
+    with pytest.raises(PermissionError, match="401"):
+        looked(web.put("moved.pt", status=302, location=there))
+
+
+PAGE = b"""<html><a href="../">up</a> <a href="?C=N;O=D">Name</a> <a href="/">top</a>
+<a href="config.json">x</a> <a href='with%20space.bin'>x</a> <a href="config.json">again</a>
+<a href="below/">below/</a> <a href="http://elsewhere.example/x.bin">x</a> <a name="here">x</a>"""
+
+
+def test_a_folder_is_what_its_page_links_to(web: WebServer) -> None:
+    url = web.put("bert/", PAGE)
+    for name in ("config.json", "with space.bin", "below/a.bin", "below/deep/b.bin"):
+        web.put(f"bert/{name}", CONTENT)
+    web.put("bert/below/", b'<a href="a.bin">a</a><a href="deep/">deep</a><a href="../">up</a>')
+    web.put("bert/below/deep/", f'<a href="{web.url("bert/below/deep/b.bin")}">b</a>'.encode())
+    listing = WebFiles(url).list()
+    assert {file.name for file in listing.files} == {
+        "bert/config.json",
+        "bert/with space.bin",
+        "bert/below/a.bin",
+        "bert/below/deep/b.bin",
+    }
+    assert listing.is_folder
+
+
+@pytest.mark.parametrize("link", ["..%2f..%2fx", "%2e%2e/x", "a%00b", "%2fetc%2fpasswd"])
+def test_a_folder_with_hostile_names_is_refused(web: WebServer, link: str) -> None:
+    url = web.put("bert/", f'<a href="{link}">x</a>'.encode())
+    for path in ("bert/../../x", "bert/../x", "bert/a\0b", "bert//etc/passwd"):
+        web.put(path, CONTENT)
+    with pytest.raises(RemoteError, match=r"no name for a file|no link to a file"):
+        WebFiles(url).list()
+
+
+def test_a_folder_without_files_and_one_without_end(web: WebServer) -> None:
+    with pytest.raises(RemoteError, match="no link to a file"):
+        WebFiles(web.put("none/", b"<html>hello")).list()
+    links = "".join(f'<a href="{number}/">x</a>' for number in range(3000))
+    with pytest.raises(RemoteError, match="more than 2000 files"):
+        WebFiles(web.put("many/", links.encode())).list()
