@@ -46,10 +46,10 @@ value unclear, the program runs without the shim, with one warning, and `trims` 
 the cache end with status 2.
 
 - **When it is read.** A process reads its settings once, when it imports `trims_shim`. Settings
-  marked *daemon* are read when the daemon starts: `trims stop` to apply a change. (Batchers read
-  `TRIMS_CACHE_DIR`, too.)
+  marked *daemon* are read when the daemon starts: `trims stop` to apply a change. (Batchers and
+  `trims_shim.fetch` read `TRIMS_CACHE_DIR`, too.)
 - **Sizes**: `512M`, `8GiB`, `40%`. A percentage is of the memory the process may use; for settings
-  of a device, of the device's; for `TRIMS_PREPARED_BYTES`, of the file system's size.
+  of a device, of the device's; for `TRIMS_PREPARED_BYTES` and `TRIMS_REMOTE_BYTES`, of the file system's size.
 - **Booleans**: `1` or `0`.
 
 | variable | default | read by | meaning |

@@ -93,9 +93,11 @@ def test_what_this_process_uses_is_not_evicted(copies: Copies, home: Path) -> No
 def test_what_was_just_downloaded_is_in_use(copies: Copies) -> None:
     partial = copies.claim("k-1")
     assert partial is not None
+    os.utime(partial.path, ns=(10, 10))  # the download took long
     copies.publish(partial, "k-1")
     partial.release()  # what a `finally` does
     assert not copies.evict("k-1")
+    assert copies.copies()[0].used_ns > 10
 
 
 HOLDER = """

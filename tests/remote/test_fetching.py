@@ -350,9 +350,9 @@ def test_nothing_is_seen_of_it_before_it_is_whole(web: WebServer, home: Path) ->
     assert not any(name.endswith(".partial") for name in names_in(home))
 
 
-@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("when", ["make_room", "download", "publish"])
 def test_a_full_disk_is_an_error_and_nothing_is_left(
-    is_early: bool, web: WebServer, home: Path, monkeypatch: pytest.MonkeyPatch
+    when: str, web: WebServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = web.put("vit.pt", CONTENT)
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -360,10 +360,7 @@ def test_a_full_disk_is_an_error_and_nothing_is_left(
     def fail(*_: object, **__: object) -> None:
         raise full
 
-    if is_early:
-        monkeypatch.setattr(copies.Copies, "make_room", fail)
-    else:
-        monkeypatch.setattr(fetching, "download", fail)
+    monkeypatch.setattr(fetching if when == "download" else copies.Copies, when, fail)
     with pytest.raises(OSError, match="No space left") as raised:
         trims_shim.fetch(url)
     assert raised.value.errno == errno.ENOSPC

@@ -171,3 +171,10 @@ def test_a_file_that_was_read_has_not_changed() -> None:
     info = {"size": 1, "mtime": 1.0, "time": 1.0}
     assert _file("x", "x", info) == _file("x", "x", info | {"time": 2.0})
     assert not _file("x", "x", {"size": None}).is_seekable
+
+
+def test_where_nothing_is_known_to_tell_all_has_to() -> None:
+    info = {"name": "x", "size": 1, "type": "file", "CRC": 17, "handle": object()}
+    assert _file("x", "x", info) == _file("x", "x", info | {"handle": object()})
+    assert _file("x", "x", info) != _file("x", "x", info | {"CRC": 18})
+    assert _file("x", "x", {"name": "x", "size": 1, "type": "file"}).token == ""

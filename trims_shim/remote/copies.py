@@ -163,6 +163,7 @@ class Copies:
                 raise
             self._remove(path)  # What is there is damaged.
             os.rename(partial.path, path)
+        os.utime(path, follow_symlinks=False)
         _sync(self.directory)
         fcntl.flock(partial.descriptor.number, fcntl.LOCK_SH)
         _filling.discard(partial.descriptor)

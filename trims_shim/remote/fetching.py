@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from trims_shim import config, diagnostics
 from trims_shim.errors import ConfigError, RemoteError, RemoteUnreachable, WrongDigest
+from trims_shim.late_imports import ensure_imported
 from trims_shim.remote.copies import Copies, Partial
 from trims_shim.remote.downloading import Remote, download
 from trims_shim.remote.listing import Listing, is_web, key_of, name_of, shown, version_of
@@ -75,16 +76,18 @@ def fetch(
         path = newest and copies.use(newest)
         if not path:
             raise
-        text = "%s: the copy from before is used, which may not be current (%s)"
-        diagnostics.log(logging.WARNING, text, shown(url), error)
+        text = "%s; the copy from before is used, which may not be current"
+        diagnostics.log(logging.WARNING, text, error)
         return _fetched(os.path.join(path, name_of(url)), Outcome.UNREACHABLE)
 
 
 def _remote(url: str) -> Remote:
     if is_web(url):
+        ensure_imported("trims_shim.remote.web")
         from trims_shim.remote.web import WebFiles
 
         return WebFiles(url)
+    ensure_imported("trims_shim.remote.stores")
     from trims_shim.remote.stores import StoreFiles
 
     return StoreFiles(url)
@@ -124,6 +127,11 @@ class _Fetching:
                     return _fetched(self._local(path), Outcome.DOWNLOADED)
                 partial.discard()  # It may have bytes of both.
                 listing = now
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                partial.discard()
+                raise OSError(error.errno, error.strerror, self.copies.directory) from error
             finally:
                 partial.release()
         raise RemoteError(f"{shown(self.url)} changes while it is downloaded; try again")
@@ -161,14 +169,9 @@ class _Fetching:
         if not all(file.token or file.size_bytes == 0 for file in listing.files):
             text = "%s: the remote says neither ETag nor date; a change of equal size is not seen"
             diagnostics.log(logging.WARNING, text, shown(self.url))
-        try:
-            self.copies.make_room(size_bytes - partial.size_bytes())
-            download(self.remote, listing, partial.path, progress=self._report(size_bytes))
-        except OSError as error:
-            if error.errno in _FULL:
-                partial.discard()
-                raise OSError(error.errno, error.strerror, self.copies.directory) from error
-            raise
+        diagnostics.log(logging.INFO, "%s: downloading %d bytes", shown(self.url), size_bytes)
+        self.copies.make_room(size_bytes - partial.size_bytes())
+        download(self.remote, listing, partial.path, progress=self._report(size_bytes))
         if self.digest and (found := _digest_of(self._local(partial.path), self.digest)):
             partial.discard()
             raise WrongDigest(

@@ -13,6 +13,7 @@ from typing import Any
 
 from trims_shim import diagnostics
 from trims_shim.errors import RemoteError, RemoteUnreachable, TrimsError
+from trims_shim.late_imports import ensure_imported
 from trims_shim.remote.listing import Listing, RemoteFile, name_of
 
 __all__ = ["StoreFiles"]
@@ -23,7 +24,8 @@ _TOKENS = (
     *("LastModified", "last_modified", "updated", "modified", "modify", "created"),
 )
 """What file systems call what differs when the content does. Not fsspec's ``ukey``: by default it
-hashes all that is known of a file, for sftp also when it was last read."""
+hashes all that is known of a file, for sftp also when it was last read. If there is none of these,
+all that is known has to do here, too."""
 
 
 class StoreFiles:
@@ -32,6 +34,7 @@ class StoreFiles:
     def __init__(self, url: str) -> None:
         """Raises RemoteError without fsspec, or without the package of this kind of URL."""
         try:
+            ensure_imported("fsspec.core")
             from fsspec.core import url_to_fs
         except ImportError as error:
             raise RemoteError(f'{url} needs fsspec: pip install "trims-shim[remote]"') from error
@@ -80,7 +83,13 @@ class StoreFiles:
 
 
 def _file(name: str, place: str, info: Mapping[str, Any]) -> RemoteFile:
-    token = "".join(f"{key}={info[key]};" for key in _TOKENS if info.get(key) is not None)
+    known = {key: info[key] for key in _TOKENS if info.get(key) is not None}
+    known = known or {
+        key: value
+        for key, value in sorted(info.items())
+        if key not in ("name", "size", "type") and isinstance(value, str | int | float)
+    }
+    token = "".join(f"{key}={value};" for key, value in known.items())
     size_bytes = info.get("size")
     return RemoteFile(name, place, size_bytes, token, is_seekable=size_bytes is not None)
 
