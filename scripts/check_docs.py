@@ -49,7 +49,8 @@ the cache end with status 2.
   marked *daemon* are read when the daemon starts: `trims stop` to apply a change. (Batchers and
   `trims_shim.fetch` read `TRIMS_CACHE_DIR`, too.)
 - **Sizes**: `512M`, `8GiB`, `40%`. A percentage is of the memory the process may use; for settings
-  of a device, of the device's; for `TRIMS_PREPARED_BYTES` and `TRIMS_REMOTE_BYTES`, of the file system's size.
+  of a device, of the device's; for `TRIMS_PREPARED_BYTES` and `TRIMS_REMOTE_BYTES`, of the file
+  system's size.
 - **Booleans**: `1` or `0`.
 
 | variable | default | read by | meaning |

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.progress import Progress
 
 from .conftest import Trims
 
@@ -116,3 +118,19 @@ def test_a_program_is_served_from_a_copy(new_trims: Callable[[], Trims], tmp_pat
     )
     done = trims.python("-c", program)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_bar_moves_within_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size is known only when the remote has answered."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Progress([0, 0], is_quiet=False) as progress:
+        assert progress._bar is not None
+        (task,) = progress._bar.tasks
+        progress.begin("s3://models/vit.pt")
+        progress.reach(30, 100)
+        assert (task.completed, task.total) == (30, 100)
+        progress.end("downloaded", error="", note="")
+        progress.begin("s3://models/bert")
+        progress.reach(50, 200)
+        assert (task.completed, task.total) == (150, 300)
+        progress.end("", error="not reachable", note="")

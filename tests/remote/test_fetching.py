@@ -106,22 +106,24 @@ def test_any_file_system_of_fsspec() -> None:
 PROGRAM = """
 import sys
 import trims_shim
-from trims_shim.remote import fetching
+from trims_shim.remote import downloading, fetching, web
 fetching._POLL_S = 0.01
+downloading.PART_BYTES = int(sys.argv[2])
+web._PATIENCE_S = 600
 path = trims_shim.fetch(sys.argv[1])
 print(len(open(path, "rb").read()))
 """
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start a process that fetches a URL."""
     started = []
     environment = dict(os.environ, TRIMS_CACHE_DIR=str(tmp_path / "cache"), TRIMS_LOG="info")
 
-    def begin(url: str) -> subprocess.Popen[str]:
+    def begin(url: str, *, part_bytes: int = 1 << 20) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, url],
+            [sys.executable, "-c", PROGRAM, url, str(part_bytes)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -137,7 +139,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
 
 def test_processes_that_ask_at_once_wait_for_one(
-    web: WebServer, start: Callable[[str], subprocess.Popen[str]]
+    web: WebServer, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
     gate = threading.Event()
     url = web.put("vit.pt", CONTENT, gate=gate)
@@ -153,7 +155,7 @@ def test_processes_that_ask_at_once_wait_for_one(
 
 
 def test_a_waiting_process_takes_over_from_a_killed_one(
-    web: WebServer, start: Callable[[str], subprocess.Popen[str]], home: Path
+    web: WebServer, start: Callable[..., subprocess.Popen[str]], home: Path
 ) -> None:
     gate = threading.Event()
     url = web.put("vit.pt", CONTENT, gate=gate)
@@ -171,7 +173,7 @@ def test_a_waiting_process_takes_over_from_a_killed_one(
 
 
 def test_waiting_can_be_interrupted(
-    web: WebServer, start: Callable[[str], subprocess.Popen[str]]
+    web: WebServer, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
     url = web.put("vit.pt", CONTENT, gate=threading.Event())
     start(url)
@@ -181,6 +183,17 @@ def test_waiting_can_be_interrupted(
     assert "waited for" in second.stderr.readline()
     second.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in second.communicate(timeout=LIMIT_S)[1]
+
+
+def test_a_download_can_be_interrupted_though_nothing_comes(
+    web: WebServer, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """In all streams; the process does not wait for them."""
+    url = web.put("vit.pt", CONTENT, gate=threading.Event())
+    process = start(url, part_bytes=20_000)
+    wait_until(lambda: web.asked["body"] == downloading.STREAMS)
+    process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in process.communicate(timeout=LIMIT_S)[1]
 
 
 def test_threads_wait_for_one(web: WebServer) -> None:

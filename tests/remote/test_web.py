@@ -81,7 +81,7 @@ def test_no_server() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and not listening
         port = taken.getsockname()[1]
-        with pytest.raises(RemoteUnreachable, match=r"is not reachable: .*refused"):
+        with pytest.raises(RemoteUnreachable, match=r"x.pt: not reachable: .*refused"):
             looked(f"http://127.0.0.1:{port}/x.pt?secret")
 
 

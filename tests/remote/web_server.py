@@ -38,7 +38,7 @@ class Served:
     gate: threading.Event | None = None
     password: str = ""
     changes_to: list[bytes] = field(default_factory=list)
-    """What it holds after each of the next bodies of more than one byte."""
+    """What it holds from the next bodies on, each of which is still of the one before."""
 
     @property
     def etag(self) -> str:
@@ -104,9 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._begin(status, headers)
         if served.gate is not None and not is_look:
             served.gate.wait(60)
-        self._send(served, content[first:last])
         if not is_look and served.changes_to:
             served.content = served.changes_to.pop(0)
+        self._send(served, content[first:last])
 
     def _send(self, served: Served, body: bytes) -> None:
         is_cut = served.cuts > 0 and 0 <= served.cut_bytes < len(body)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import BinaryIO, Protocol
 
 from trims_shim.errors import RemoteUnreachable
@@ -109,15 +109,28 @@ def _pieces(remote: Remote, file: RemoteFile, start: int) -> Iterator[bytes]:
             raise RemoteUnreachable(f"{file.place}: a part came cut off; try again")
         return pieces
 
-    pool = ThreadPoolExecutor(STREAMS, thread_name_prefix="trims-fetch")
     parts: deque[Future[list[bytes]]] = deque()
     try:
         for first in range(start, end, PART_BYTES):
-            parts.append(pool.submit(read, first))
+            parts.append(_begun(read, first))
             if len(parts) == STREAMS:
                 yield from parts.popleft().result()
         while parts:
             yield from parts.popleft().result()
     finally:
         is_over.set()
-        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begun(read: Callable[[int], list[bytes]], first: int) -> Future[list[bytes]]:
+    """A part that a thread reads. No pool: at its exit, Python waits for those of a pool."""
+    part: Future[list[bytes]] = Future()
+
+    def run() -> None:
+        try:
+            part.set_result(read(first))
+        # Whatever it is, it is raised where the part is waited for.
+        except BaseException as error:
+            part.set_exception(error)
+
+    threading.Thread(target=run, name="trims-fetch", daemon=True).start()
+    return part

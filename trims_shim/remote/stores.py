@@ -107,4 +107,5 @@ def _translated(url: str) -> Iterator[None]:
     # Every store raises errors of its own, of no common class.
     except Exception as error:
         diagnostics.pass_on(error)
-        raise RemoteUnreachable(f"{url} is not reachable: {error or repr(error)}") from error
+        reason = str(error) or repr(error)
+        raise RemoteUnreachable(f"{url}: not reachable: {reason}") from error

@@ -138,7 +138,8 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[HTTPResponse | urllib
         raise _meaning(error, url) from error
     except (OSError, HTTPException, ValueError) as error:
         diagnostics.pass_on(error)
-        raise RemoteUnreachable(f"{shown(url)} is not reachable: {error}") from error
+        reason = getattr(error, "reason", error)
+        raise RemoteUnreachable(f"{shown(url)}: not reachable: {reason}") from error
 
 
 def _opened(request: urllib.request.Request) -> HTTPResponse | urllib.error.HTTPError:
