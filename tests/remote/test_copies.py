@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -290,6 +292,76 @@ def test_the_disk_counts_as_well_as_the_budget(
     with pytest.raises(OSError, match=r"251 bytes are needed, 250 are to spare.*TRIMS") as full:
         copies.make_room(251)
     assert full.value.errno == errno.ENOSPC
+
+
+# --- at the same moment ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def before_lock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Do something once, between the opening of a directory and its lock."""
+    lock = fcntl.flock
+
+    def arrange(action: Callable[[], object]) -> None:
+        def flock(descriptor: int, how: int) -> None:
+            monkeypatch.setattr(fcntl, "flock", lock)
+            action()
+            lock(descriptor, how)
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+    return arrange
+
+
+def test_a_copy_that_goes_while_it_is_taken_is_none(
+    copies: Copies, before_lock: Callable[..., None]
+) -> None:
+    keep(copies, "k-1")
+    before_lock(lambda: copies.evict("k-1"))
+    assert copies.use("k-1") == ""
+
+
+def test_a_download_that_goes_while_it_is_claimed_is_none(
+    copies: Copies, home: Path, before_lock: Callable[..., None]
+) -> None:
+    (home / "k-1.partial").mkdir(0o700)
+    before_lock(lambda: copies.evict("k-1.partial"))
+    assert copies.claim("k-1") is None
+
+
+def test_a_copy_that_came_after_another_went_is_not_evicted(
+    copies: Copies, home: Path, before_lock: Callable[..., None]
+) -> None:
+    """What was chosen is the old one; the new one may be in use."""
+    keep(copies, "k-1")
+
+    def replace() -> None:
+        copies.evict("k-1")
+        keep(copies, "k-1")
+        assert copies.use("k-1")
+
+    before_lock(replace)
+    assert not copies.evict("k-1")
+    assert names_in(home) == ["k-1"]
+
+
+def test_half_a_copy_has_no_name(
+    copies: Copies, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends while it deletes."""
+    keep(copies, "k-1")
+
+    def end(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", end)
+    with pytest.raises(KeyboardInterrupt):
+        copies.evict("k-1")
+    (left,) = names_in(home)
+    assert left.startswith(".removed-")
+    assert copies.use("k-1") == ""
+    monkeypatch.undo()
+    assert copies.evict(left)
 
 
 def test_copies_without_a_directory(home: Path) -> None:

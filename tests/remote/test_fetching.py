@@ -212,6 +212,23 @@ def test_threads_wait_for_one(web: WebServer) -> None:
     assert web.asked["body"] == 1
 
 
+def test_a_copy_that_comes_before_the_claim_is_taken(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has downloaded it after this one looked."""
+    url = web.put("vit.pt", CONTENT)
+    claim = copies.Copies.claim
+
+    def late(self: copies.Copies, name: str) -> copies.Partial | None:
+        monkeypatch.setattr(copies.Copies, "claim", claim)
+        trims_shim.fetch(url)
+        return claim(self, name)
+
+    monkeypatch.setattr(copies.Copies, "claim", late)
+    assert read(trims_shim.fetch(url)) == CONTENT
+    assert web.asked["body"] == 1
+
+
 # --- current --------------------------------------------------------------------------------------
 
 

@@ -113,6 +113,17 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         StoreFiles("s3://bucket/x")
 
 
+def test_what_a_store_remembers_is_not_believed() -> None:
+    """s3fs keeps listings, with the ETags of then."""
+    files = StoreFiles("memory://bucket/x")
+    now, remembered = {"type": "file", "size": 1, "ETag": "2"}, [{"size": 1, "ETag": "1"}]
+    files._files = SimpleNamespace(
+        invalidate_cache=remembered.clear,
+        info=lambda path: now | (remembered[0] if remembered else {}),
+    )
+    assert files.list().files[0].token == "ETag=2;"
+
+
 @pytest.mark.parametrize(
     ("raised", "expected"),
     [
