@@ -246,6 +246,14 @@ def test_a_change_during_the_download_begins_it_again(web: WebServer, small_part
     assert read(trims_shim.fetch(url)) == OTHER
 
 
+@pytest.mark.parametrize("after", [b"", OTHER[:50_000], OTHER + CONTENT])
+def test_a_change_of_the_length_begins_it_again(
+    after: bytes, web: WebServer, small_parts: None
+) -> None:
+    url = web.put("vit.pt", CONTENT, changes_to=[after])
+    assert read(trims_shim.fetch(url)) == after
+
+
 def test_a_remote_that_always_changes(web: WebServer, home: Path) -> None:
     url = web.put("vit.pt", CONTENT, changes_to=[os.urandom(10 + n) for n in range(9)])
     with pytest.raises(RemoteError, match="changes while it is downloaded"):
@@ -410,7 +418,7 @@ def test_a_server_with_hostile_names(web: WebServer, home: Path) -> None:
 
 def test_a_digest_is_checked_before_the_file_is_there(web: WebServer, home: Path) -> None:
     url = web.put("vit.pt", OTHER)
-    with pytest.raises(WrongDigest, match=r"not what was asked for.*sha256"):
+    with pytest.raises(WrongDigest, match=r"vit.pt: its digest is sha256:.*, not sha256:"):
         trims_shim.fetch(url, digest=digest_of(CONTENT))
     assert names_in(home) == []
     assert read(trims_shim.fetch(url, digest=digest_of(OTHER))) == OTHER

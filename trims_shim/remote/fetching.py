@@ -120,8 +120,7 @@ class _Fetching:
             if partial is None:
                 return _fetched(self._local(self.copies.use(name)), Outcome.THERE)
             try:
-                self._download(partial, listing)
-                now = self.remote.list()
+                now = self._download(partial, listing)
                 if now == listing:
                     path = self.copies.publish(partial, name)
                     return _fetched(self._local(path), Outcome.DOWNLOADED)
@@ -164,20 +163,30 @@ class _Fetching:
             _is_whole(os.path.join(path, file.name), file.size_bytes) for file in listing.files
         )
 
-    def _download(self, partial: Partial, listing: Listing) -> None:
+    def _download(self, partial: Partial, listing: Listing) -> Listing:
+        """Complete a download; what the remote has then, which may be something else."""
         size_bytes = listing.size_bytes
         if not all(file.token or file.size_bytes == 0 for file in listing.files):
             text = "%s: the remote says neither ETag nor date; a change of equal size is not seen"
             diagnostics.log(logging.WARNING, text, shown(self.url))
         diagnostics.log(logging.INFO, "%s: downloading %d bytes", shown(self.url), size_bytes)
         self.copies.make_room(size_bytes - partial.size_bytes())
-        download(self.remote, listing, partial.path, progress=self._report(size_bytes))
-        if self.digest and (found := _digest_of(self._local(partial.path), self.digest)):
-            partial.discard()
-            raise WrongDigest(
-                f"{shown(self.url)} is not what was asked for: its digest is {found}, "
-                f"not {self.digest}"
-            )
+        try:
+            download(self.remote, listing, partial.path, progress=self._report(size_bytes))
+        except RemoteUnreachable:
+            now = self.remote.list()
+            if now == listing:
+                raise
+            return now  # For example, it is shorter, and the rest is not there any more.
+        now = self.remote.list()
+        if now == listing and self.digest:
+            found = _digest_of(self._local(partial.path), self.digest)
+            if found != self.digest:
+                partial.discard()
+                raise WrongDigest(
+                    f"{shown(self.url)}: its digest is {found}, not {self.digest} as was asked for"
+                )
+        return now
 
     def _report(self, size_bytes: int) -> Callable[[int], None]:
         progress = self.progress
@@ -207,11 +216,10 @@ def _checked(digest: str) -> str:
 
 
 def _digest_of(path: str, expected: str) -> str:
-    """The digest of a file, if it is not the expected one; else empty."""
+    """The digest of a file, of the same kind as the expected one."""
     algorithm = expected.partition(":")[0]
     computed = hashlib.new(algorithm)
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             computed.update(chunk)
-    found = f"{algorithm}:{computed.hexdigest()}"
-    return "" if found == expected else found
+    return f"{algorithm}:{computed.hexdigest()}"
