@@ -209,6 +209,25 @@ def test_a_forked_child_does_not_hold_a_download(
     holder.kill()
 
 
+def test_what_was_nearly_published_can_be_resumed(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files can be written to, also by others than root."""
+    partial = copies.claim("k-1")
+    assert partial is not None
+    file = Path(partial.path) / "x.pt"
+    file.write_bytes(b"half")
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", end)
+    with pytest.raises(KeyboardInterrupt):
+        copies.publish(partial, "k-1")
+    assert file.stat().st_mode & 0o200
+    partial.discard()
+
+
 def test_a_damaged_copy_is_replaced(copies: Copies, home: Path) -> None:
     path = keep(copies, "k-1", 100)
     os.unlink(path / "x.pt")

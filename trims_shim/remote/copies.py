@@ -155,7 +155,7 @@ class Copies:
     def publish(self, partial: Partial, name: str) -> str:
         """Give a complete download its name; its directory then. Raises OSError."""
         path = os.path.join(self.directory, name)
-        _seal(partial.path)
+        _sync_all(partial.path)
         try:
             os.rename(partial.path, path)
         except OSError as error:
@@ -163,8 +163,10 @@ class Copies:
                 raise
             self._remove(path)  # What is there is damaged.
             os.rename(partial.path, path)
-        os.utime(path, follow_symlinks=False)
         _sync(self.directory)
+        for file in _files(path):
+            os.chmod(file, 0o400)  # Not before: what is resumed is written to.
+        os.utime(path, follow_symlinks=False)
         fcntl.flock(partial.descriptor.number, fcntl.LOCK_SH)
         _filling.discard(partial.descriptor)
         _hold(path, partial.descriptor)
@@ -274,29 +276,27 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 # --- files ----------------------------------------------------------------------------------------
 
 
+def _files(path: str) -> Iterator[str]:
+    for directory, _, names in os.walk(path):
+        for name in names:
+            yield os.path.join(directory, name)
+
+
 def _sizes(path: str) -> Iterator[int]:
-    for directory, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                yield os.lstat(os.path.join(directory, name)).st_size
+    for file in _files(path):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.lstat(file).st_size
 
 
-def _seal(path: str) -> None:
-    """Make a download durable and its files read-only."""
-    for directory, _, names in os.walk(path):
-        for name in names:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(os.path.join(directory, name), flags)
-            try:
-                os.fchmod(descriptor, 0o400)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+def _sync_all(path: str) -> None:
+    for file in _files(path):
+        _sync(file)
+    for directory, _, _ in os.walk(path):
         _sync(directory)
 
 
-def _sync(directory: str) -> None:
-    descriptor = os.open(directory, _OPEN_DIRECTORY)
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
