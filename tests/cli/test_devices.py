@@ -372,7 +372,7 @@ def test_warm_names_a_device_before_any_daemon_runs(monkeypatch: pytest.MonkeyPa
 
 
 def shown_device(support: DeviceSupport) -> str:
-    found = Description({}, (), (), (), (), support, *[None] * 6)  # type: ignore[arg-type]
+    found = Description({}, (), (), (), (), support, *[None] * 7)  # type: ignore[arg-type]
     return info._device(found)
 
 
