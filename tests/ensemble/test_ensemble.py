@@ -18,6 +18,7 @@ import torch
 
 from tests.ensemble import members
 from tests.ensemble.members import by, ensemble_of
+from trims_shim.batching import Batcher
 from trims_shim.ensemble import Allocation, Ensemble, Member
 from trims_shim.ensemble.system import WorkerTraceback
 from trims_shim.errors import EnsembleError, MemberFailed
@@ -147,6 +148,15 @@ def test_callers_wait_while_as_many_segments_are_under_way_as_may_be(tmp_path: P
         second.join(PATIENCE_S)
         assert not second.is_alive()
         assert np.array_equal(first.result(PATIENCE_S), ROWS[:8])
+
+
+def test_single_requests_through_a_batcher() -> None:
+    loads = by(members.times, 1.0), by(members.times, 3.0)
+    with ensemble_of(*loads) as ensemble, Batcher(ensemble.predict, slo_ms=60_000) as batcher:
+        futures = [batcher.submit(row) for row in ROWS]
+        found = [future.result(PATIENCE_S) for future in futures]
+        assert np.array_equal(np.stack(found), ROWS * 2)
+        assert ensemble.stats().batches < 2 * len(ROWS)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
