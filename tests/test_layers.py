@@ -55,6 +55,8 @@ LAYERS = (
     ("ensemble.allocation",),
     ("ensemble.estimate",),
     ("ensemble.search",),
+    ("cluster.fleet",),
+    ("cluster.routing",),
     ("memory", "wire.endpoint", "wire.frames", "wire.handover", "daemon.ingest", "client.session"),
     ("client.descriptors", "client.threads"),
     ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
@@ -94,6 +96,8 @@ LAYERS = (
     ("ensemble.ensemble",),
     ("ensemble.measuring",),
     ("ensemble",),
+    ("plan_files", "cluster.actor"),
+    ("cluster",),
     ("patches",),
     ("batching.staged.slicing.onnx_slicing",),
     ("handles",),
@@ -146,6 +150,8 @@ PURE = (
     "ensemble.search",
     "planner",
     "remote.listing",
+    "cluster.fleet",
+    "cluster.routing",
 )
 IMPURE_MODULES = {
     "asyncio", "ctypes", "fcntl", "glob", "io", "logging", "mmap", "multiprocessing", "os",
@@ -153,7 +159,8 @@ IMPURE_MODULES = {
     "subprocess", "tempfile", "threading", "time", "_thread",
 }  # fmt: skip
 HEAVY_MODULES = {
-    "blake3", "cuda", "cupy", "fsspec", "highspy", "msgpack", "numpy", "onnxruntime", "rich",
+    "blake3", "cuda", "cupy", "fsspec", "highspy", "msgpack", "numpy", "onnxruntime", "ray",
+    "rich",
     "safetensors", "torch", "transformers", "zmq",
 }  # fmt: skip
 # Where a heavy module is what the file is about; it is imported when that library is there.

@@ -39,6 +39,8 @@
     ├── RemoteError              a remote file cannot be had
     │   ├── RemoteUnreachable        no answer comes, or not the whole file
     │   └── WrongDigest              the file is not the one that the digest means
+    ├── ClusterError             a plan cannot be carried out on a cluster
+    │   └── DeviceLost               a device was lost with a request
     ├── NotServed                the load gains nothing or cannot be shared; not a fault
     └── PatchError               a patch point could not be applied
 
@@ -53,12 +55,14 @@ __all__ = [
     "BadBatch",
     "BatcherClosed",
     "BatchingError",
+    "ClusterError",
     "ConfigError",
     "CorruptFile",
     "DaemonError",
     "DaemonStartFailed",
     "DaemonTimeout",
     "DaemonUnavailable",
+    "DeviceLost",
     "DriverFailure",
     "EnsembleError",
     "FileChanged",
@@ -336,6 +340,18 @@ class WrongDigest(RemoteError):
     """A remote file is not the one that the given digest means."""
 
     reason = "wrong_digest"
+
+
+class ClusterError(TrimsError):
+    """A plan cannot be carried out on a cluster."""
+
+    reason = "cluster"
+
+
+class DeviceLost(ClusterError):
+    """A device was lost with a request, which may have run on it."""
+
+    reason = "device_lost"
 
 
 class NotServed(TrimsError):

@@ -14,9 +14,9 @@ from trims_shim.batching.simulator import Outcome, Report, gamma, merged, reques
 from trims_shim.cli.batch import report_fields
 from trims_shim.cli.batch_setup import policies, read_requests
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.plan_files import Cluster, read_cluster, read_herd
 from trims_shim.cli.text import counted, print_json, table
 from trims_shim.errors import ConfigError, FormatError
+from trims_shim.plan_files import Cluster, read_cluster, read_herd
 from trims_shim.planner import (
     Placement,
     Problem,

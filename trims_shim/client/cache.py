@@ -123,6 +123,10 @@ class Cache:
         diagnostics.count("bytes_shared", amount=arena.size_bytes)
         return arena
 
+    def opened(self) -> frozenset[Digest]:
+        """Digests of the images that this process has opened, on the host or on a device."""
+        return frozenset(list(self._digests.values()))
+
     def open_prepared(
         self,
         recipe: messages.SessionRecipe,

@@ -6,7 +6,7 @@ variant, and changes as few devices as possible.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trims_shim.planner.problem import Option
@@ -22,6 +22,11 @@ class Group:
     devices: int
     planned_qps: float
     """The part of the demand that is planned for all of them together, in requests a second."""
+
+    @property
+    def device_qps(self) -> float:
+        """The planned requests a second of each device."""
+        return self.planned_qps / self.devices
 
     @property
     def utilisation(self) -> float:
@@ -70,28 +75,35 @@ class Placement:
 
 
 def assign(
-    placement: Placement, kinds: Sequence[str], before: Sequence[Option | None] = ()
+    placement: Placement,
+    kinds: Sequence[str],
+    before: Sequence[Option | None] = (),
+    *,
+    is_warm: Callable[[int, Option], bool] = lambda device, option: False,
 ) -> list[Option | None]:
     """Return the option of each device; None for a device that is not needed.
 
     ``kinds`` names the kind of each device, ``before`` what each runs now. As many devices as
     possible keep their variant; one that is not needed keeps it, too, as it may be needed again.
-    Raises ValueError if there are fewer devices than the placement uses.
+    Others preferably get one for which they are warm: its weights are near. Raises ValueError if
+    there are fewer devices than the placement uses.
     """
     missing = {group.option: group.devices for group in placement.groups}
     chosen: list[Option | None] = [None] * len(kinds)
-    for device, option in enumerate(before):
-        if option is not None and missing.get(option):
-            missing[option] -= 1
-            chosen[device] = option
+
+    def take(suits: Callable[[int, Option], bool]) -> None:
+        for option in missing:
+            for device, kind in enumerate(kinds):
+                if not missing[option]:
+                    break
+                if kind == option.device and chosen[device] is None and suits(device, option):
+                    chosen[device] = option
+                    missing[option] -= 1
+
+    take(lambda device, option: device < len(before) and before[device] == option)
+    take(is_warm)
+    take(lambda device, option: True)
     for option, count in missing.items():
-        free = [
-            device
-            for device, kind in enumerate(kinds)
-            if kind == option.device and chosen[device] is None
-        ]
-        if len(free) < count:
+        if count:
             raise ValueError(f"there are too few devices of the kind {option.device!r}")
-        for device in free[:count]:
-            chosen[device] = option
     return chosen

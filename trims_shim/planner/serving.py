@@ -11,7 +11,6 @@ key is its family.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,9 +29,9 @@ from trims_shim.batching.protocol import (
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import Cluster, Node, Outcome, Report, simulate
 from trims_shim.batching.single import Batching
-from trims_shim.planner.demand import Demand
 from trims_shim.planner.placement import Placement, assign
 from trims_shim.planner.problem import Option
+from trims_shim.planner.replanning import Replanner
 
 if TYPE_CHECKING:
     from random import Random
@@ -40,10 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Replanning", "Serving", "serve"]
 
 _NS_PER_S = 1_000_000_000
-_LEAST_QPS = 0.1
-"""Families that nobody asks for now may be asked for before the next plan."""
-_LEAST_PERIOD_S = 2.0
-"""Between two plans, however fast the demand grows (the artefact's value)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,39 +71,47 @@ class Serving(Cluster):
     ) -> None:
         self.kinds = tuple(kinds)
         self.placement = placement
-        self.plans = 0
-        """How often it was planned again."""
         self.loads = 0
         """How often a device has changed its variant."""
         self._replanning = replanning
+        self._replanner: Replanner | None = None
+        if replanning is not None:
+            self._replanner = Replanner(
+                placement, period_s=replanning.period_s, burst=replanning.burst
+            )
         self._load_ns = load_ns
         self._random = random
-        self._demand = Demand(placement.demand_qps)
         self._devices = [_Device(make_rule) for _ in kinds]
-        self._is_asked = False
-        """Whether a request has come since the last plan."""
-        self._next_plan_ns = self._last_plan_ns = 0
         super().__init__([Node(device, keys=()) for device in self._devices], self._routed)
         self._place(0, placement, load_ns=lambda option: 0)
         self.loads = 0
 
+    @property
+    def plans(self) -> int:
+        """How often it was planned again."""
+        return 0 if self._replanner is None else self._replanner.plans
+
     def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
         """As :class:`~trims_shim.batching.protocol.Policy` has it."""
+        replanner = self._replanner
         if isinstance(event, Request):
-            self._came(now_ns, event)
+            if replanner is not None:
+                assert isinstance(event.key, str)
+                replanner.came(now_ns, event.key)
             actions = self._give(now_ns, event)
         else:
             actions = super().on_event(now_ns, event)
-        if self._is_plan_due(now_ns, event):
-            actions = [*actions, *self._plan(now_ns)]
+        if replanner is not None and event is not FLUSH and replanner.is_due(now_ns):
+            actions = [*actions, *self._plan(now_ns, replanner)]
         return actions
 
     def next_deadline_ns(self) -> int | None:
         """The next time at which a device, or planning, wants to be asked."""
         wake_ns = super().next_deadline_ns()
-        if self._replanning is None or not self._is_asked:
-            return wake_ns
-        return self._next_plan_ns if wake_ns is None else min(wake_ns, self._next_plan_ns)
+        plan_ns = None if self._replanner is None else self._replanner.next_plan_ns()
+        if wake_ns is None or plan_ns is None:
+            return plan_ns if wake_ns is None else wake_ns
+        return min(wake_ns, plan_ns)
 
     def option_of(self, device: int) -> Option:
         """What runs, or last ran, on a device."""
@@ -118,46 +121,17 @@ class Serving(Cluster):
 
     # --- planning ---------------------------------------------------------------------------------
 
-    def _came(self, now_ns: int, request: Request) -> None:
-        assert isinstance(request.key, str)
-        self._demand.came(now_ns, request.key)
-        if self._replanning is not None and not self._is_asked:
-            period_ns = round(self._replanning.period_s * _NS_PER_S)
-            self._is_asked = True
-            self._next_plan_ns = max(now_ns + 1, self._last_plan_ns + period_ns)
-
-    def _is_plan_due(self, now_ns: int, event: Event) -> bool:
-        replanning = self._replanning
-        if replanning is None or not self._is_asked or event is FLUSH:
-            return False
-        if now_ns >= self._next_plan_ns:
-            return True
-        if now_ns < self._last_plan_ns + _LEAST_PERIOD_S * _NS_PER_S:
-            return False
-        planned_qps = sum(self.placement.demand_qps.values())
-        by_chance_qps = planned_qps + 3 * math.sqrt(planned_qps)
-        return self._demand.last_qps(now_ns) > max(replanning.burst * planned_qps, by_chance_qps)
-
-    def _plan(self, now_ns: int) -> Sequence[Action]:
+    def _plan(self, now_ns: int, replanner: Replanner) -> Sequence[Action]:
         assert self._replanning is not None
-        demand_qps = self._demand.estimate_qps(now_ns)
-        last_qps, total_qps = self._demand.last_qps(now_ns), sum(demand_qps.values())
-        # A sudden rise counts at once.
-        growth = max(1.0, last_qps / total_qps) if total_qps else 1.0
-        placement = self._replanning.plan(
-            {family: max(_LEAST_QPS, growth * qps) for family, qps in demand_qps.items()},
-            self.placement,
-        )
-        self.plans += 1
-        self._is_asked = False
-        self._last_plan_ns = now_ns
+        placement = self._replanning.plan(replanner.wanted_qps(now_ns), replanner.placement)
+        replanner.planned(now_ns, placement)
         return self._place(now_ns, placement, load_ns=self._load_ns)
 
     def _place(
         self, now_ns: int, placement: Placement, *, load_ns: Callable[[Option], int]
     ) -> Sequence[Action]:
         self.placement = placement
-        shares = {group.option: group.planned_qps / group.devices for group in placement.groups}
+        shares = {group.option: group.device_qps for group in placement.groups}
         before = [device.option for device in self._devices]
         homeless: list[Request] = []
         changed: list[int] = []

@@ -1,4 +1,4 @@
-"""The problems of ``trims plan``: TOML or JSON files, read and checked.
+"""The problems of plans: TOML or JSON files, read and checked.
 
 Content is not trusted: whatever is wrong with it is a FormatError that names the entry.
 """

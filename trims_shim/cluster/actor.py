@@ -1,0 +1,124 @@
+"""One device of a cluster, in a process of its own: runs one variant, in batches.
+
+A plain class; :mod:`trims_shim.cluster.deploying` makes Ray actors of it. Its methods run on the
+actor's event loop; variants load and compute in threads. Importing this module imports trims_shim,
+so loaders take weights from the node's daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from trims_shim.batching import Batcher
+from trims_shim.config import platform_problem
+from trims_shim.errors import TrimsError
+from trims_shim.planner import Option
+from trims_shim.wire.admin import GetStatusRequest
+
+__all__ = ["BatchFunction", "DeviceActor", "Loaded", "Loader"]
+
+BatchFunction: TypeAlias = Callable[..., Any]
+"""A batch -> one result for each item, as for :class:`~trims_shim.batching.Batcher`."""
+Loader: TypeAlias = Callable[[str], BatchFunction]
+"""The device for torch, ``"cuda"`` or ``"cpu"`` -> what runs there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A variant is ready."""
+
+    node: str
+    """Ray's id of the node."""
+    digests: frozenset[str]
+    """Of the images that its loader has opened through the node's daemon."""
+
+
+class DeviceActor:
+    """``loaders``: by the names of variants. ``policy``: of the batchers."""
+
+    def __init__(self, loaders: Mapping[str, Loader], policy: str | None) -> None:
+        self._loaders = loaders
+        self._policy = policy
+        self._load = 0
+        """The number of the load whose variant is ready; 0 for none."""
+        self._batcher: Batcher[Any, Any, Any] | None = None
+        self._digests: dict[str, frozenset[str]] = {}
+
+    async def ping(self) -> None:
+        """Return when the process has started."""
+
+    async def load(self, number: int, option: Option) -> Loaded:
+        """Answer what was asked before, then load a variant. Raises what its loader raises."""
+        self._load = 0
+        if self._batcher is not None:
+            await self._batcher.aclose()
+            self._batcher = None
+            gc.collect()  # models may have cycles, and the next one may need their memory
+        function = await asyncio.to_thread(self._function_of, option.variant)
+        self._batcher = Batcher(
+            function,
+            max_batch_size=option.profile.max_batch_size,
+            profile=option.profile,
+            policy=self._policy,
+            name=f"{option.family}/{option.variant}",
+        )
+        self._load = number
+        return Loaded(_context().get_node_id(), self._digests[option.variant])
+
+    async def answer(self, load: int, item: Any, limit_ms: float) -> tuple[Any, ...]:
+        """The answer in a tuple; an empty one if the variant of this load is not here.
+
+        ``limit_ms``: the time that is left. Raises what the batcher raises.
+        """
+        if load != self._load or self._batcher is None:
+            return ()
+        return (await self._batcher.aio(item, deadline_ms=limit_ms),)
+
+    async def resident(self) -> frozenset[str]:
+        """Digests of the images in the memory of this node's daemon; none without a daemon."""
+        return await asyncio.to_thread(_resident)
+
+    def _function_of(self, variant: str) -> BatchFunction:
+        before = _opened()
+        function = self._loaders[variant](_device())
+        # One that was loaded here before may have opened nothing new.
+        self._digests[variant] = self._digests.get(variant, frozenset()) | _opened() - before
+        return function
+
+
+def _opened() -> frozenset[str]:
+    if platform_problem:
+        return frozenset()
+    from trims_shim.client.cache import cache
+
+    try:
+        return cache().opened()
+    except TrimsError:  # of unusable settings
+        return frozenset()
+
+
+def _resident() -> frozenset[str]:
+    if platform_problem:
+        return frozenset()
+    from trims_shim.client.cache import cache
+
+    try:
+        status = cache().request(GetStatusRequest())
+    except TrimsError:
+        return frozenset()
+    return frozenset(image.digest for image in status.images)
+
+
+def _device() -> str:
+    """Of what Ray shows to this actor."""
+    return "cuda" if _context().get_accelerator_ids().get("GPU") else "cpu"
+
+
+def _context() -> Any:
+    import ray
+
+    return ray.get_runtime_context()

@@ -1,0 +1,197 @@
+"""The devices of a cluster: what each runs, and when it may change. Pure.
+
+::
+
+    EMPTY ──► LOADING ──► READY          a placement wants a variant there; it has loaded
+      ▲          │  ▲       │
+      └──────────┘  └───────┘            its loader raised an error; another variant is wanted
+            LOST ◄── any                 its process is gone, and comes back without a variant
+
+A device that changes answers what it was given before, then loads; so nothing waits for it. The
+last device that is ready for a family stays so while another one is loading for that family.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from trims_shim.planner import Option, Placement, assign
+
+__all__ = ["Device", "Fleet", "Phase"]
+
+_NS_PER_S = 1_000_000_000
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 30.0
+"""Between attempts to load: each pause is twice the one before."""
+_BATCHES_AHEAD = 2
+"""Of the largest size: one that runs, and one that is formed meanwhile. All else waits where any
+device can still take it."""
+
+
+class Phase(enum.Enum):
+    """What a device is doing."""
+
+    EMPTY = "empty"
+    LOADING = "loading"
+    READY = "ready"
+    LOST = "lost"
+
+
+@dataclass(slots=True, eq=False)
+class Device:
+    """One device, as far as is known."""
+
+    number: int
+    kind: str
+    phase: Phase = Phase.EMPTY
+    option: Option | None = None
+    """What it runs, loads, or had before it became empty or was lost."""
+    wanted: Option | None = None
+    """What it is to run; None if it is not needed."""
+    planned_qps: float = 0.0
+    """Its share of the requests."""
+    load: int = 0
+    """The number of its last load, by which late news of loads before are told apart."""
+    open: int = 0
+    """Requests that it was given and has not answered."""
+    failures: int = 0
+    """In a row."""
+    retry_ns: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may be given one more request."""
+        assert self.option is not None
+        return self.open < _BATCHES_AHEAD * self.option.profile.max_batch_size
+
+
+class Fleet:
+    """Devices are numbered in the order of ``kinds``, which names the kind of each."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        self.devices = [Device(number, kind) for number, kind in enumerate(kinds)]
+        self.loads = 0
+        """How often a variant was loaded."""
+        self.unloadable: set[Option] = set()
+        """Their loaders have raised errors; they need not be planned again."""
+        self._ready: dict[str, list[Device]] = {}
+
+    @property
+    def present(self) -> list[Device]:
+        """Those that are not lost."""
+        return [device for device in self.devices if device.phase is not Phase.LOST]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every device runs what the placement wants."""
+        return all(
+            each.wanted is None or (each.phase is Phase.READY and each.option == each.wanted)
+            for each in self.devices
+        )
+
+    def ready(self, family: str) -> list[Device]:
+        """The devices that can answer its requests."""
+        return self._ready.get(family, [])
+
+    def is_coming(self, family: str) -> bool:
+        """Whether some device can answer its requests, or will when it has loaded."""
+        return bool(self.ready(family)) or any(
+            device.wanted is not None and device.wanted.family == family for device in self.devices
+        )
+
+    def place(
+        self,
+        placement: Placement,
+        is_warm: Callable[[Device, Option], bool] = lambda device, option: False,
+    ) -> None:
+        """Have this placement from now on, on the devices that are not lost.
+
+        Those are to come back as they were. Raises ValueError if the others are too few.
+        """
+        devices = self.present
+        shares = {group.option: group.device_qps for group in placement.groups}
+        chosen = assign(
+            placement,
+            [device.kind for device in devices],
+            [device.option for device in devices],
+            is_warm=lambda index, option: is_warm(devices[index], option),
+        )
+        for device in self.devices:
+            device.wanted, device.planned_qps = device.option, 0.0
+        for device, option in zip(devices, chosen, strict=True):
+            device.wanted = option
+            device.planned_qps = 0.0 if option is None else shares[option]
+
+    def begin_loads(self, now_ns: int) -> Iterator[Device]:
+        """Yield the devices that load from now on what is their ``option`` then."""
+        for device in self.devices:
+            if self._may_load(device, now_ns):
+                device.option = device.wanted
+                device.load += 1
+                self.loads += 1
+                self._enter(device, Phase.LOADING)
+                yield device
+
+    def loaded(self, device: Device, load: int) -> None:
+        """The device has done its load of this number."""
+        if self._is_current(device, load):
+            device.failures = 0
+            self._enter(device, Phase.READY)
+
+    def failed(self, device: Device, load: int, now_ns: int) -> None:
+        """The loader has raised an error. It is tried again after a pause."""
+        if self._is_current(device, load):
+            assert device.option is not None
+            self.unloadable.add(device.option)
+            self._pause(device, now_ns)
+            self._enter(device, Phase.EMPTY)
+
+    def lost(self, device: Device, load: int, now_ns: int) -> None:
+        """The device's process is gone, or has no variant as if it were new."""
+        if device.load == load and device.phase in (Phase.LOADING, Phase.READY):
+            self._pause(device, now_ns)
+            self._enter(device, Phase.LOST)
+
+    def next_retry_ns(self) -> int | None:
+        """When to call :meth:`begin_loads` next if nothing happens before."""
+        return min(
+            (
+                device.retry_ns
+                for device in self.devices
+                if device.phase in (Phase.EMPTY, Phase.LOST) and device.wanted is not None
+            ),
+            default=None,
+        )
+
+    def _may_load(self, device: Device, now_ns: int) -> bool:
+        if device.wanted is None or device.phase is Phase.LOADING:
+            return False
+        if device.phase is Phase.READY:
+            return device.wanted != device.option and not self._has_to_stay(device)
+        return now_ns >= device.retry_ns
+
+    def _has_to_stay(self, device: Device) -> bool:
+        """Whether it is the last one that is ready for its family, and another will be soon."""
+        assert device.option is not None
+        family = device.option.family
+        return self.ready(family) == [device] and any(
+            each.phase is Phase.LOADING and each.option is not None and each.option.family == family
+            for each in self.devices
+        )
+
+    def _is_current(self, device: Device, load: int) -> bool:
+        return device.phase is Phase.LOADING and device.load == load
+
+    def _pause(self, device: Device, now_ns: int) -> None:
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**device.failures)
+        device.failures += 1
+        device.retry_ns = now_ns + round(pause_s * _NS_PER_S)
+
+    def _enter(self, device: Device, phase: Phase) -> None:
+        device.phase = phase
+        self._ready = {}
+        for each in self.devices:
+            if each.phase is Phase.READY and each.option is not None:
+                self._ready.setdefault(each.option.family, []).append(each)
