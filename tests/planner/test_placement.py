@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planner.making import option
-from trims_shim.planner import Group, Placement, assign
+from trims_shim.planner import Group, Option, Placement, assign
 
 OPTIONS = [
     option("cats", "small", "cpu", 60, 40),
@@ -38,6 +38,20 @@ def test_every_group_gets_its_devices_and_few_change(
     assert all(
         each is None or each.device == kind for each, kind in zip(chosen, kinds, strict=True)
     )
+
+
+def test_warm_devices_come_first_but_none_changes_for_it() -> None:
+    cats, dogs = OPTIONS[1:]
+
+    def is_warm(device: int, each: Option) -> bool:
+        return (device, each) in {(2, cats), (0, cats), (1, dogs)}
+
+    chosen = assign(placed([0, 1, 1]), ["gpu"] * 4, [None, None, None, dogs], is_warm=is_warm)
+    assert chosen == [cats, None, None, dogs]
+    # Nor is a warm device given to another variant that comes first in the placement.
+    assert assign(
+        placed([0, 1, 1]), ["gpu"] * 2, is_warm=lambda device, each: (device, each) == (0, dogs)
+    ) == [dogs, cats]
 
 
 def test_too_few_devices_are_an_error() -> None:

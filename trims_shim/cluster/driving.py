@@ -198,8 +198,6 @@ class Driver:
             self._close(ticket).set_exception(error)
 
     def _answered(self, ticket: Ticket, load: int, done: Future[Any], now_ns: int) -> None:
-        from ray.exceptions import RayTaskError
-
         device, error = ticket.device, done.exception()
         assert device is not None
         if error is None and (answer := done.result()):
@@ -213,11 +211,10 @@ class Driver:
             self._fleet.lost(device, load, now_ns)
             self._obey(now_ns, self._router.lost(ticket))
         else:
-            if isinstance(error, RayTaskError):
-                error = _cause(error)
-            is_dropped = isinstance(error, RequestDropped)
+            cause = _cause(error)
+            is_dropped = isinstance(cause, RequestDropped)
             self._router.answered(now_ns, ticket, "dropped" if is_dropped else "failed")
-            self._close(ticket).set_exception(error)
+            self._close(ticket).set_exception(cause)
 
     def _close(self, ticket: Ticket) -> Future[Any]:
         with self._lock:
@@ -229,8 +226,6 @@ class Driver:
     # --- variants ---------------------------------------------------------------------------------
 
     def _loaded(self, device: Device, load: int, done: Future[Loaded], now_ns: int) -> None:
-        from ray.exceptions import RayTaskError
-
         error, option = done.exception(), device.option
         assert option is not None
         if error is None:
@@ -238,18 +233,17 @@ class Driver:
             self.nodes[device.number] = found.node
             self._digests[option.variant] = found.digests
             self._fleet.loaded(device, load)
-            return
-        if not isinstance(error, RayTaskError):
+        elif (cause := _cause(error)) is error:  # the actor did not raise it
             self._fleet.lost(device, load, now_ns)
-            return
-        text = f"{option.name} ({option.family}) could not be loaded: {error.cause!r}"
-        if option not in self._fleet.unloadable:
-            _logger.warning("%s; it is tried again, and not planned for any more", text)
-        self._fleet.failed(device, load, now_ns)
-        if not self.started.done():
-            failure = ClusterError(f"{text}; call its loader in a process of its own")
-            failure.__cause__ = _cause(error)
-            self.started.set_exception(failure)
+        else:
+            text = f"{option.name} ({option.family}) could not be loaded: {cause!r}"
+            if option not in self._fleet.unloadable:
+                _logger.warning("%s; it is tried again, and not planned for any more", text)
+            self._fleet.failed(device, load, now_ns)
+            if not self.started.done():
+                failure = ClusterError(f"{text}; call its loader in a process of its own")
+                failure.__cause__ = cause
+                self.started.set_exception(failure)
 
     # --- planning again ---------------------------------------------------------------------------
 
@@ -311,10 +305,12 @@ def _is_loss(error: BaseException) -> bool:
     return isinstance(error, RayActorError | ObjectLostError)
 
 
-def _cause(error: Any) -> BaseException:
-    """What an actor raised; its cause has the traceback there."""
-    from ray.exceptions import RayError
+def _cause(error: BaseException) -> BaseException:
+    """What an actor raised, whose cause has the traceback there; else the error of Ray."""
+    from ray.exceptions import RayError, RayTaskError
 
+    if not isinstance(error, RayTaskError):
+        return error
     cause: BaseException = error.cause
     cause.__cause__ = RayError(str(error))
     return cause

@@ -1,0 +1,97 @@
+"""What is wrong with a deployment is said before anything is started. No Ray."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.making import LARGE, OTHER, SMALL
+from trims_shim.batching.protocol import NEVER_NS
+from trims_shim.cluster import deploy
+from trims_shim.cluster.deploying import _usual_options, _with_objectives
+from trims_shim.errors import ClusterError, FormatError, PlanningError
+from trims_shim.planner import Problem
+
+PROBLEM = Problem({"gpu": 2}, [SMALL, LARGE, OTHER], {"cats": 10, "dogs": 5})
+MS = 1_000_000
+
+FILE = """
+slo_ms = 300
+[devices]
+cpu = 1
+[families.cats]
+demand_qps = 5
+[families.cats.variants.small]
+accuracy = 60
+latency_ms.cpu = { 1 = 20, 8 = 200 }
+"""
+
+
+def load(device: str) -> object:
+    raise AssertionError("nothing is started")
+
+
+LOADERS = {"small": load, "large": load, "other": load}
+
+
+def test_objectives_are_for_all_families_or_for_each() -> None:
+    # Batches of two take 10 ms, or 50 ms with LARGE and OTHER.
+    same, slo_ns = _with_objectives(PROBLEM, 90)
+    assert slo_ns == {"cats": 90 * MS, "dogs": 90 * MS}
+    assert [each.variant for each in same.options] == ["small"]
+    own, slo_ns = _with_objectives(PROBLEM, {"cats": 90})
+    assert slo_ns == {"cats": 90 * MS, "dogs": NEVER_NS}
+    assert [each.variant for each in own.options] == ["small", "other"]
+    unlimited, slo_ns = _with_objectives(PROBLEM, None)
+    assert unlimited.options == PROBLEM.options
+    assert set(slo_ns.values()) == {NEVER_NS}
+
+
+def test_a_file_has_the_objectives(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(FILE)
+    problem, slo_ns = _with_objectives(path, None)
+    assert slo_ns == {"cats": 300 * MS}
+    assert problem.options[0].profile.max_batch_size < 8
+    with pytest.raises(ValueError, match="a file has the objectives"):
+        deploy(path, LOADERS, slo_ms=100)
+    path.write_text("devices = 3")
+    with pytest.raises(FormatError, match="devices is not a table"):
+        deploy(path, LOADERS)
+
+
+def test_what_a_device_takes_by_default() -> None:
+    assert _usual_options("gpu") == {"num_gpus": 1}
+    assert _usual_options("cpu") == {"num_cpus": 1}
+    assert _usual_options("edge") == {"resources": {"edge": 1}}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slo_ms": {"birds": 1}}, "slo_ms has 'birds', which is no family"),
+        ({"slo_ms": 0}, "slo_ms is 0"),
+        ({"replan_s": 0}, "replan_s is 0"),
+        ({"replan_s": math.nan}, "replan_s"),
+        ({"queue_size": 0}, "queue_size is 0"),
+        ({"headroom": 0}, "a headroom of 0"),
+        ({"loaders": {"small": load}}, "none for large, other"),
+    ],
+)
+def test_unusable_arguments_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        deploy(PROBLEM, **{"loaders": LOADERS, **options})  # type: ignore[arg-type]
+
+
+def test_a_family_that_no_device_serves_in_time_cannot_be_planned() -> None:
+    with pytest.raises(PlanningError, match="'dogs'"):
+        deploy(PROBLEM, LOADERS, slo_ms=90)
+
+
+def test_ray_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ClusterError, match=r"trims-shim\[cluster\]"):
+        deploy(PROBLEM, LOADERS)

@@ -1,0 +1,136 @@
+"""Devices load what they have to, come back when they were lost, and leave no family alone."""
+
+from __future__ import annotations
+
+from tests.cluster.making import LARGE, OTHER, SECOND, SMALL, placed, ready, start
+from trims_shim.cluster.fleet import Fleet, Phase
+
+
+def phases(fleet: Fleet) -> list[Phase]:
+    return [device.phase for device in fleet.devices]
+
+
+def test_devices_load_what_is_placed_and_then_are_ready() -> None:
+    fleet = Fleet(["gpu", "gpu", "gpu"])
+    fleet.place(placed((SMALL, 1, 8.0), (OTHER, 1, 5.0)))
+    assert not fleet.is_settled
+    assert not fleet.ready("cats")
+    assert fleet.is_coming("cats")
+    loading = start(fleet)
+    assert [device.option for device in loading] == [SMALL, OTHER]
+    assert start(fleet) == []
+    for device in loading:
+        fleet.loaded(device, device.load)
+    assert fleet.is_settled
+    assert fleet.ready("cats") == [fleet.devices[0]]
+    assert fleet.devices[0].planned_qps == 8.0
+    assert phases(fleet) == [Phase.READY, Phase.READY, Phase.EMPTY]
+    assert fleet.next_retry_ns() is None
+    assert fleet.loads == 2
+
+
+def test_only_devices_change_that_have_to_and_warm_ones_are_preferred() -> None:
+    fleet = ready((SMALL, 3, 9.0), (OTHER, 1, 1.0))
+    fleet.place(
+        placed((SMALL, 2, 6.0), (LARGE, 1, 3.0), (OTHER, 1, 1.0)),
+        is_warm=lambda device, option: device.number == 1,
+    )
+    # The two that keep their variant are the first ones; so the third changes, warm or not.
+    assert [device.number for device in start(fleet)] == [2]
+    assert len(fleet.ready("cats")) == 2
+    fleet = Fleet(["gpu", "gpu"])
+    fleet.place(placed((SMALL, 1, 1.0)), is_warm=lambda device, option: device.number == 1)
+    assert [device.number for device in start(fleet)] == [1]
+
+
+def test_a_device_that_is_not_needed_keeps_its_variant() -> None:
+    fleet = ready((SMALL, 1, 1.0), (OTHER, 1, 1.0))
+    fleet.place(placed((OTHER, 1, 1.0)))
+    assert start(fleet) == []
+    assert [device.planned_qps for device in fleet.ready("cats")] == [0.0]
+
+
+def test_the_last_ready_device_waits_until_another_has_loaded() -> None:
+    fleet = ready((SMALL, 3, 9.0))
+    fleet.place(placed((LARGE, 3, 9.0)))
+    first, second = start(fleet)
+    (last,) = fleet.ready("cats")
+    fleet.loaded(second, second.load)
+    assert start(fleet) == [last]
+    fleet.loaded(first, first.load)
+    fleet.loaded(last, last.load)
+    assert fleet.is_settled
+
+
+def test_single_devices_of_two_families_can_swap() -> None:
+    """Each is the last one of its family; they must not wait for each other."""
+    fleet = ready((SMALL, 1, 1.0), (OTHER, 1, 1.0))
+    fleet.devices[0].kind = "gpu"
+    fleet.devices[0].wanted, fleet.devices[1].wanted = OTHER, SMALL
+    (first,) = start(fleet)
+    fleet.loaded(first, first.load)
+    (second,) = start(fleet)
+    fleet.loaded(second, second.load)
+    assert fleet.is_settled
+
+
+def test_a_lost_device_loads_again_after_pauses_that_grow() -> None:
+    fleet = ready((SMALL, 2, 9.0))
+    device = fleet.devices[0]
+    pauses = []
+    now_ns = 5 * SECOND
+    for _ in range(9):
+        fleet.lost(device, device.load, now_ns)
+        assert fleet.ready("cats") == [fleet.devices[1]]
+        retry_ns = fleet.next_retry_ns()
+        assert retry_ns is not None
+        assert start(fleet, retry_ns - 1) == []
+        assert start(fleet, retry_ns) == [device]
+        pauses.append(retry_ns - now_ns)
+        now_ns = retry_ns
+    assert pauses[0] < SECOND < pauses[4]
+    assert pauses[-1] == pauses[-2] == 30 * SECOND
+    fleet.loaded(device, device.load)
+    fleet.lost(device, device.load, now_ns)
+    retry_ns = fleet.next_retry_ns()
+    assert retry_ns == now_ns + pauses[0]
+
+
+def test_late_news_of_loads_before_are_void() -> None:
+    fleet = ready((SMALL, 1, 1.0))
+    device = fleet.devices[0]
+    before = device.load
+    fleet.place(placed((LARGE, 1, 1.0)))
+    start(fleet)
+    fleet.lost(device, before, 0)
+    fleet.loaded(device, before)
+    fleet.failed(device, before, 0)
+    assert device.phase is Phase.LOADING
+    assert not fleet.unloadable
+    fleet.loaded(device, device.load)
+    assert device.phase is Phase.READY
+
+
+def test_a_loader_that_fails_is_tried_again_and_its_variant_is_known() -> None:
+    fleet = ready((SMALL, 2, 1.0))
+    fleet.place(placed((SMALL, 1, 1.0), (LARGE, 1, 1.0)))
+    (device,) = start(fleet)
+    fleet.failed(device, device.load, 0)
+    assert fleet.unloadable == {LARGE}
+    assert device.phase is Phase.EMPTY
+    assert start(fleet, 60 * SECOND) == [device]
+    fleet.failed(device, device.load, 60 * SECOND)
+    fleet.place(placed((SMALL, 2, 1.0)))
+    start(fleet, 120 * SECOND)
+    assert device.option == SMALL
+
+
+def test_plans_are_for_the_devices_that_are_there() -> None:
+    fleet = ready((SMALL, 2, 2.0), (OTHER, 1, 1.0))
+    fleet.lost(fleet.devices[2], fleet.devices[2].load, 0)
+    assert len(fleet.present) == 2
+    fleet.place(placed((SMALL, 1, 1.0), (OTHER, 1, 1.0)))
+    assert [device.wanted for device in fleet.devices] == [SMALL, OTHER, OTHER]
+    assert [device.planned_qps for device in fleet.devices] == [1.0, 1.0, 0.0]
+    # It comes back as it was, and is there for the next plan.
+    assert fleet.devices[2] in start(fleet, SECOND)

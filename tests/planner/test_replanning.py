@@ -1,0 +1,59 @@
+"""When it is planned again, and for what demand."""
+
+from __future__ import annotations
+
+import pytest
+
+from trims_shim.planner import Placement
+from trims_shim.planner.replanning import Replanner
+
+SECOND = 1_000_000_000
+
+
+def placement(cats: float, dogs: float = 0.0) -> Placement:
+    return Placement((), {"cats": cats, "dogs": dogs}, 1.5)
+
+
+def ask(replanner: Replanner, second: int, times: int, family: str = "cats") -> None:
+    """So many requests, evenly in the second that begins then."""
+    for number in range(times):
+        replanner.came(second * SECOND + number * SECOND // times, family)
+
+
+def test_a_plan_is_due_after_the_period_but_only_if_somebody_asks() -> None:
+    replanner = Replanner(placement(10), period_s=5, burst=1.1)
+    assert replanner.next_plan_ns() is None
+    assert not replanner.is_due(60 * SECOND)
+    replanner.came(60 * SECOND, "cats")
+    assert replanner.next_plan_ns() == 60 * SECOND + 1
+    assert replanner.is_due(60 * SECOND + 1)
+    replanner.planned(61 * SECOND, placement(1))
+    replanner.came(62 * SECOND, "cats")
+    assert not replanner.is_due(66 * SECOND - 1)
+    assert replanner.is_due(66 * SECOND)
+    assert replanner.plans == 1
+
+
+@pytest.mark.parametrize(
+    ("qps", "after_s", "is_due"),
+    [
+        (500, 3, True),
+        (115, 3, False),  # within three standard deviations of 100
+        (500, 1, False),  # too soon after the last plan
+    ],
+)
+def test_a_burst_is_planned_for_at_once(qps: int, after_s: int, is_due: bool) -> None:
+    replanner = Replanner(placement(100), period_s=60, burst=1.1)
+    ask(replanner, 10, 100)
+    replanner.planned(11 * SECOND, placement(100))
+    ask(replanner, 10 + after_s, qps)
+    assert replanner.is_due((11 + after_s) * SECOND) is is_due
+
+
+def test_a_sudden_rise_counts_at_once_and_no_family_is_forgotten() -> None:
+    replanner = Replanner(placement(100), period_s=60, burst=1.1)
+    for second in range(10, 30):
+        ask(replanner, second, 100)
+    assert replanner.wanted_qps(30 * SECOND)["cats"] == pytest.approx(100)
+    ask(replanner, 30, 1000)
+    assert replanner.wanted_qps(31 * SECOND) == {"cats": pytest.approx(1000), "dogs": 0.1}
