@@ -58,6 +58,7 @@ class DeviceActor:
             await self._batcher.aclose()
             self._batcher = None
             gc.collect()  # models may have cycles, and the next one may need their memory
+            gc.freeze()  # what is left are libraries; looking at torch again takes 130 ms
         function = await asyncio.to_thread(self._function_of, option.variant)
         self._batcher = Batcher(
             function,
