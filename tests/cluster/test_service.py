@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -31,6 +32,7 @@ from trims_shim.planner import Option, Problem
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cluster.py"
 PROFILE = LatencyProfile.linear(1.0, 4.0, max_batch_size=4)
 LONG_MS = PATIENCE_S * 1e3
 
@@ -49,7 +51,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         ray.init(
             num_cpus=3,
-            num_gpus=0,
+            num_gpus=1,
             include_dashboard=False,
             log_to_driver=False,
             object_store_memory=100 << 20,
@@ -76,10 +78,11 @@ def loader(variant: str) -> Callable[[str], Callable[[list[Any]], list[Any]]]:
         import time
 
         def answer(item: Any) -> Any:
+            """A number with a point is a time in seconds that it takes."""
             if item == "bad":
                 raise KeyError("a bad item")
-            if item == "slow":
-                time.sleep(0.1)
+            if isinstance(item, float):
+                time.sleep(item)
             return variant, device, os.getpid()
 
         return lambda items: [answer(item) for item in items]
@@ -136,7 +139,7 @@ def test_errors_are_those_of_the_function_and_of_the_batcher(service: Service) -
 
 
 def test_too_many_requests_are_refused_at_once(service: Service) -> None:
-    futures = [service.submit("cats", "slow") for _ in range(80)]
+    futures = [service.submit("cats", 0.03) for _ in range(80)]
     errors = [future.exception(PATIENCE_S) for future in futures]
     refused = [error for error in errors if error is not None]
     assert refused
@@ -162,10 +165,9 @@ def test_requests_of_a_lost_device_are_answered_by_another_and_it_comes_back(
         lambda: [each.phase for each in service.stats().devices] == ["ready", "ready"],
         "Ray starts it again, and it loads",
     )
-    again = [service.submit("cats", "slow") for _ in range(4)]
-    pids = {future.result(PATIENCE_S)[2] for future in again}
-    assert len(pids) == 2
-    left = service.submit("cats", "slow")
+    again = [service.submit("cats", number) for number in range(8)]
+    assert len({future.result(PATIENCE_S)[2] for future in again}) == 2
+    left = service.submit("cats", 0.5)
     service.shutdown(timeout_s=0)
     assert isinstance(left.exception(0), BatcherClosed)
 
@@ -201,6 +203,14 @@ def test_devices_change_with_the_demand_and_no_request_is_lost(cluster: None) ->
         assert stats.families["dogs"].failed == stats.families["dogs"].dropped == 0
 
 
+def test_the_example_changes_a_device(cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    quiet, busy, failed = capsys.readouterr().out.splitlines()
+    assert quiet == "few requests are answered by: large"
+    assert busy == "many requests are answered by: large, small"
+    assert failed == "failed: 0"
+
+
 def test_a_device_knows_what_its_nodes_daemon_holds(cluster: None, tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(os.urandom(1 << 20))
@@ -228,24 +238,26 @@ def test_a_device_knows_what_its_nodes_daemon_holds(cluster: None, tmp_path: Pat
 
 
 def test_a_loader_that_fails_ends_the_deployment(cluster: None) -> None:
-    def load(device: str) -> Any:
-        raise OSError("no such model")
+    """Ray believes that there is a GPU; so does the loader."""
 
-    problem = Problem({"cpu": 1}, [option("cats", "small", 60)], {"cats": 1})
-    with pytest.raises(ClusterError, match=r"small on cpu .* could not be loaded.*no such model"):
+    def load(device: str) -> Any:
+        raise OSError(f"no model for {device}")
+
+    problem = Problem({"gpu": 1}, [Option("cats", "small", "gpu", 60, PROFILE)], {"cats": 1})
+    with pytest.raises(ClusterError, match=r"small on gpu .* could not be loaded.* for cuda"):
         started(problem, {"small": load})
 
 
 def test_devices_that_the_cluster_does_not_have_are_named(cluster: None) -> None:
-    chosen = Option("cats", "small", "gpu", 60, PROFILE)
-    problem = Problem({"gpu": 1}, [chosen], {"cats": 1})
-    with pytest.raises(ClusterError, match="did not start: 1 of kind 'gpu'"):
+    chosen = Option("cats", "small", "edge", 60, PROFILE)
+    problem = Problem({"edge": 1}, [chosen], {"cats": 1})
+    with pytest.raises(ClusterError, match="did not start: 1 of kind 'edge'"):
         started(problem, {"small": loader("small")}, start_timeout_s=0.2)
 
 
 def test_shutdown_answers_what_was_asked_and_takes_no_more(cluster: None) -> None:
     service = two_devices()
-    futures = [service.submit("cats", "slow") for _ in range(4)]
+    futures = [service.submit("cats", 0.2) for _ in range(4)]
     stopping = threading.Thread(target=service.shutdown)
     stopping.start()
     wait_until(lambda: service._driver._end_ns is not None, "it is told")
