@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.cluster.making import LARGE, OTHER, SMALL
 from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.cluster import deploy
-from trims_shim.cluster.deploying import _usual_options, _with_objectives
+from trims_shim.cluster.deploying import _usual_options, _wait_until_loaded, _with_objectives
 from trims_shim.errors import ClusterError, FormatError, PlanningError
 from trims_shim.planner import Problem
 
@@ -89,6 +91,12 @@ def test_unusable_arguments_are_refused(options: dict[str, object], message: str
 def test_a_family_that_no_device_serves_in_time_cannot_be_planned() -> None:
     with pytest.raises(PlanningError, match="'dogs'"):
         deploy(PROBLEM, LOADERS, slo_ms=90)
+
+
+def test_a_loader_that_takes_too_long_is_named_as_the_cause() -> None:
+    driver = SimpleNamespace(started=Future())
+    with pytest.raises(ClusterError, match=r"in 0\.01 s, not all variants have loaded"):
+        _wait_until_loaded(driver, 0.01)  # type: ignore[arg-type]
 
 
 def test_ray_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

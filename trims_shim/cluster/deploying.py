@@ -10,6 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 from trims_shim.batching.arguments import objective_ns, patience_s, whole
@@ -85,7 +86,7 @@ def deploy(
         if not ray.is_initialized():
             ray.init()
             stack.callback(ray.shutdown)
-        largest = max(option.profile.max_batch_size for option in problem.options)
+        largest = max((each.profile.max_batch_size for each in problem.options), default=1)
         start = ray.remote(max_restarts=-1, max_concurrency=2 * largest + _ASIDE)(DeviceActor)
         actors = []
         for kind in kinds:
@@ -104,7 +105,7 @@ def deploy(
             replanner=replanner,
         )
         stack.callback(driver.stop, 0)
-        driver.started.result(start_timeout_s)
+        _wait_until_loaded(driver, start_timeout_s)
         return Service(driver, fleet, router, slo_ns, on_shutdown=stack.pop_all().close)
 
 
@@ -150,6 +151,17 @@ def _wait_until_up(ray: Any, kinds: Sequence[str], actors: Sequence[Any], timeou
         ray.get(up)
     except ray.exceptions.RayError as error:
         raise ClusterError(f"a device cannot start: {error}") from error
+
+
+def _wait_until_loaded(driver: Driver, timeout_s: float) -> None:
+    """Raise ClusterError if a variant has not loaded in time, or cannot."""
+    try:
+        driver.started.result(timeout_s)
+    except futures.TimeoutError:
+        raise ClusterError(
+            f"in {timeout_s:g} s, not all variants have loaded: give more start_timeout_s, or see "
+            "Ray's logs of the actors"
+        ) from None
 
 
 def _ray() -> Any:

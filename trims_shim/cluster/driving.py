@@ -74,6 +74,8 @@ class Driver:
         self._make_plan = plan
         self._replanner = replanner
         self._is_planning = False
+        self._no_plan = ""
+        """Why there was no plan; told once."""
         self._digests: dict[str, frozenset[str]] = {}
         """By variant: the images that it needs, as far as is known."""
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -226,12 +228,15 @@ class Driver:
     # --- variants ---------------------------------------------------------------------------------
 
     def _loaded(self, device: Device, load: int, done: Future[Loaded], now_ns: int) -> None:
+        if load != device.load:
+            return  # the device was lost, and loads once more
         error, option = done.exception(), device.option
         assert option is not None
         if error is None:
             found = done.result()
             self.nodes[device.number] = found.node
-            self._digests[option.variant] = found.digests
+            if found.digests:
+                self._digests[option.variant] = found.digests
             self._fleet.loaded(device, load)
         elif (cause := _cause(error)) is error:  # the actor did not raise it
             self._fleet.lost(device, load, now_ns)
@@ -268,7 +273,9 @@ class Driver:
             placement = self._make_plan(problem, before=placement)
         # Border: the placement that there is stays.
         except Exception as error:
-            _logger.warning("no new plan, the old one stays: %s", error)
+            if self._no_plan != str(error):
+                _logger.warning("no new plan, the old one stays: %s", error)
+            self._no_plan = str(error)
         self._events.put(partial(self._planned, replanner, placement, resident))
 
     def _planned(

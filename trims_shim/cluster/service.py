@@ -99,9 +99,9 @@ class Service:
     def submit(self, family: str, item: Any, *, deadline_ms: float | None = None) -> Future[Any]:
         """The answer for one item as a future, which has all errors but these. Does not block.
 
-        ``deadline_ms``, from now, replaces the family's objective. A future that is cancelled does
-        not take the request back. Raises ValueError for an unknown family, BatcherClosed after
-        :meth:`shutdown`.
+        ``deadline_ms``, from now, replaces the family's objective. A future cannot be cancelled.
+        Its callbacks run in the service's thread and must not block. Raises ValueError for an
+        unknown family, BatcherClosed after :meth:`shutdown`.
         """
         slo_ns = self._slo_ns.get(family)
         if slo_ns is None:
