@@ -92,7 +92,7 @@ def deploy(
         for kind in kinds:
             options = dict((actor_options or {}).get(kind) or _usual_options(kind))
             actors.append(start.options(**options).remote(dict(loaders), policy))
-            stack.callback(ray.kill, actors[-1])
+            stack.callback(_kill, ray, actors[-1])
         _wait_until_up(ray, kinds, actors, start_timeout_s)
         replanner = Replanner(placement, period_s=replan_s, burst=_BURST) if replan_s else None
         driver = Driver(
@@ -103,6 +103,7 @@ def deploy(
             problem=problem,
             plan=plan,
             replanner=replanner,
+            is_up=ray.is_initialized,
         )
         stack.callback(driver.stop, 0)
         _wait_until_loaded(driver, start_timeout_s)
@@ -162,6 +163,11 @@ def _wait_until_loaded(driver: Driver, timeout_s: float) -> None:
             f"in {timeout_s:g} s, not all variants have loaded: give more start_timeout_s, or see "
             "Ray's logs of the actors"
         ) from None
+
+
+def _kill(ray: Any, actor: Any) -> None:
+    if ray.is_initialized():  # else it is gone, and ray.kill would start another Ray
+        ray.kill(actor)
 
 
 def _ray() -> Any:

@@ -35,6 +35,8 @@ _NS_PER_MS = 1e6
 _NS_PER_S = 1e9
 _PATIENCE_S = 1.0
 """For nodes to say what they hold; those that do not in time are not preferred."""
+_LOOK_NS = 1_000_000_000
+"""While requests are open: between looks at whether Ray still runs, as it may leave them open."""
 
 _logger = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ class Driver:
     """``actors``: one for each device of the fleet, which has ``placement``.
 
     ``plan(problem, before=placement)`` plans again, for ``problem`` with another demand and the
-    devices that there are. ``replanner``: None to plan no more.
+    devices that there are. ``replanner``: None to plan no more. ``is_up``: whether Ray still runs;
+    calls of actors would start another one.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Driver:
         problem: Problem,
         plan: Callable[..., Placement],
         replanner: Replanner | None,
+        is_up: Callable[[], bool],
     ) -> None:
         self.placement = placement
         self.started: Future[None] = Future()
@@ -73,6 +77,7 @@ class Driver:
         self._problem = problem
         self._make_plan = plan
         self._replanner = replanner
+        self._is_up = is_up
         self._is_planning = False
         self._no_plan = ""
         """Why there was no plan; told once."""
@@ -111,6 +116,8 @@ class Driver:
         try:
             while not self._is_over(time.monotonic_ns()):
                 events = self._next_events()
+                if not self._is_up():
+                    raise ClusterError("Ray was shut down before the service was")
                 now_ns = time.monotonic_ns()
                 for event in events:
                     event(now_ns)
@@ -118,7 +125,7 @@ class Driver:
         # Border: a fault here, or of Ray, must not leave callers waiting.
         except Exception as fault:
             _logger.exception("the service has failed; deploy it again")
-            error = ClusterError(f"the service has failed: {fault!r}; deploy it again")
+            error = ClusterError(f"the service has failed ({fault!r}): deploy it again")
             error.__cause__ = fault
         finally:
             self._end(error)
@@ -133,6 +140,8 @@ class Driver:
         wakes = [self._end_ns, self._router.next_deadline_ns(), self._fleet.next_retry_ns()]
         if self._replanner is not None and not self._is_planning:
             wakes.append(self._replanner.next_plan_ns())
+        if self._open:
+            wakes.append(time.monotonic_ns() + _LOOK_NS)
         known = [wake_ns for wake_ns in wakes if wake_ns is not None]
         timeout_s = None
         if known:
