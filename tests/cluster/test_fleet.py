@@ -62,6 +62,15 @@ def test_the_last_ready_device_waits_until_another_has_loaded() -> None:
     assert fleet.is_settled
 
 
+def test_nobody_waits_for_a_device_that_may_never_come_back() -> None:
+    fleet = ready((SMALL, 2, 9.0))
+    away, last = fleet.devices
+    fleet.lost(away, away.load, 0)
+    assert start(fleet, SECOND) == [away]
+    fleet.place(placed((LARGE, 1, 9.0)))
+    assert start(fleet, SECOND) == [last]
+
+
 def test_single_devices_of_two_families_can_swap() -> None:
     """Each is the last one of its family; they must not wait for each other."""
     fleet = ready((SMALL, 1, 1.0), (OTHER, 1, 1.0))
@@ -132,5 +141,8 @@ def test_plans_are_for_the_devices_that_are_there() -> None:
     fleet.place(placed((SMALL, 1, 1.0), (OTHER, 1, 1.0)))
     assert [device.wanted for device in fleet.devices] == [SMALL, OTHER, OTHER]
     assert [device.planned_qps for device in fleet.devices] == [1.0, 1.0, 0.0]
-    # It comes back as it was, and is there for the next plan.
+    # It tries to come back as it was, but is not there for plans before it has.
     assert fleet.devices[2] in start(fleet, SECOND)
+    assert len(fleet.present) == 2
+    fleet.loaded(fleet.devices[2], fleet.devices[2].load)
+    assert len(fleet.present) == 3

@@ -56,6 +56,8 @@ class Device:
     """The number of its last load, by which late news of loads before are told apart."""
     open: int = 0
     """Requests that it was given and has not answered."""
+    is_away: bool = False
+    """Lost, and not heard of since; it may be loading, for all that is known."""
     failures: int = 0
     """In a row."""
     retry_ns: int = 0
@@ -80,8 +82,8 @@ class Fleet:
 
     @property
     def present(self) -> list[Device]:
-        """Those that are not lost."""
-        return [device for device in self.devices if device.phase is not Phase.LOST]
+        """Those that are not away."""
+        return [device for device in self.devices if not device.is_away]
 
     @property
     def is_settled(self) -> bool:
@@ -106,9 +108,9 @@ class Fleet:
         placement: Placement,
         is_warm: Callable[[Device, Option], bool] = lambda device, option: False,
     ) -> None:
-        """Have this placement from now on, on the devices that are not lost.
+        """Have this placement from now on, on the devices that are present.
 
-        Those are to come back as they were. Raises ValueError if the others are too few.
+        Others are to come back as they were. Raises ValueError if there are too few.
         """
         devices = self.present
         shares = {group.option: group.device_qps for group in placement.groups}
@@ -137,7 +139,7 @@ class Fleet:
     def loaded(self, device: Device, load: int) -> None:
         """The device has done its load of this number."""
         if self._is_current(device, load):
-            device.failures = 0
+            device.failures, device.is_away = 0, False
             self._enter(device, Phase.READY)
 
     def failed(self, device: Device, load: int, now_ns: int) -> None:
@@ -145,12 +147,14 @@ class Fleet:
         if self._is_current(device, load):
             assert device.option is not None
             self.unloadable.add(device.option)
+            device.is_away = False
             self._pause(device, now_ns)
             self._enter(device, Phase.EMPTY)
 
     def lost(self, device: Device, load: int, now_ns: int) -> None:
         """The device's process is gone, or has no variant as if it were new."""
         if device.load == load and device.phase in (Phase.LOADING, Phase.READY):
+            device.is_away = True
             self._pause(device, now_ns)
             self._enter(device, Phase.LOST)
 
@@ -178,7 +182,7 @@ class Fleet:
         family = device.option.family
         return self.ready(family) == [device] and any(
             each.phase is Phase.LOADING and each.option is not None and each.option.family == family
-            for each in self.devices
+            for each in self.present
         )
 
     def _is_current(self, device: Device, load: int) -> bool:
