@@ -14,6 +14,7 @@ from tests.planner.making import option
 from trims_shim.batching.policies import rule_maker
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.simulator import merged, poisson, requests
+from trims_shim.errors import PlanningError
 from trims_shim.planner import (
     Option,
     Placement,
@@ -104,6 +105,18 @@ def test_when_demand_rises_answers_become_less_accurate_instead_of_late() -> Non
     assert 60 <= scaled.accuracy < static.accuracy <= 90
     assert again.plans > 5
     assert again.loads > 0
+
+
+def test_where_no_plan_is_found_the_old_one_stays() -> None:
+    def none(demand_qps: Mapping[str, float], before: Placement) -> Placement:
+        raise PlanningError("no time left")
+
+    stream = arrivals((40, 60, 10))
+    first = plan_proteus(problem(60, 10))
+    never, fails = serving(first), serving(first, replanning=Replanning(none))
+    assert serve(never, stream)[1] == serve(fails, stream)[1]
+    assert fails.plans > 1
+    assert fails.placement is first
 
 
 def test_variants_that_load_slowly_cost_answers() -> None:

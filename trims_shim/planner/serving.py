@@ -29,6 +29,7 @@ from trims_shim.batching.protocol import (
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import Cluster, Node, Outcome, Report, simulate
 from trims_shim.batching.single import Batching
+from trims_shim.errors import PlanningError
 from trims_shim.planner.placement import Placement, assign
 from trims_shim.planner.problem import Option
 from trims_shim.planner.replanning import Replanner
@@ -46,7 +47,8 @@ class Replanning:
     """When and how to plan again."""
 
     plan: Callable[[Mapping[str, float], Placement], Placement]
-    """For an estimated demand, and the placement that is running."""
+    """For an estimated demand, and the placement that is running. If it raises PlanningError, that
+    one stays."""
     period_s: float = 10.0
     burst: float = 1.1
     """Plan at once when a second has this many times the requests that were planned for, and more
@@ -123,7 +125,10 @@ class Serving(Cluster):
 
     def _plan(self, now_ns: int, replanner: Replanner) -> Sequence[Action]:
         assert self._replanning is not None
-        placement = self._replanning.plan(replanner.wanted_qps(now_ns), replanner.placement)
+        try:
+            placement = self._replanning.plan(replanner.wanted_qps(now_ns), replanner.placement)
+        except PlanningError:
+            placement = replanner.placement  # the one that there is stays, as in a cluster
         replanner.planned(now_ns, placement)
         return self._place(now_ns, placement, load_ns=self._load_ns)
 
