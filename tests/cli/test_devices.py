@@ -247,6 +247,8 @@ def test_a_beginning_of_several(numbers: None) -> None:
     with pytest.raises(DriverFailure, match="no CUDA device 7"):
         devices.device_named("cuda:7", [FIRST])
     assert devices.tier_named("host", []) == "host"
+    with pytest.raises(UnknownDevice, match=r"'banana' is no device; .* memory is host"):
+        devices.tier_named("banana", [FIRST])
 
 
 # --- warm and evict -------------------------------------------------------------------------------

@@ -42,7 +42,12 @@ def device_named(word: str, known: Iterable[DeviceId]) -> DeviceId:
 
 def tier_named(word: str, known: Iterable[DeviceId]) -> str:
     """``host``, or a device as :func:`device_named`."""
-    return HOST_TIER if word == HOST_TIER else device_named(word, known)
+    if word == HOST_TIER:
+        return HOST_TIER
+    try:
+        return device_named(word, known)
+    except UnknownDevice as error:
+        raise UnknownDevice(f"{error}; the tier of the machine's memory is {HOST_TIER}") from None
 
 
 # --- text -----------------------------------------------------------------------------------------
