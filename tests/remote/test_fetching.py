@@ -246,6 +246,15 @@ def test_a_change_during_the_download_begins_it_again(web: WebServer, small_part
     assert read(trims_shim.fetch(url)) == OTHER
 
 
+def test_servers_of_one_name_with_different_versions_are_not_mixed(
+    web: WebServer, small_parts: None
+) -> None:
+    """Before and after the download, it is the same one that is asked."""
+    url = web.put("vit.pt", CONTENT, odd_one=OTHER)
+    assert read(trims_shim.fetch(url)) == CONTENT
+    assert not web.files["vit.pt"].odd_one
+
+
 @pytest.mark.parametrize("after", [b"", OTHER[:50_000], OTHER + CONTENT])
 def test_a_change_of_the_length_begins_it_again(
     after: bytes, web: WebServer, small_parts: None

@@ -67,6 +67,21 @@ def test_chunks_that_end_early_are_noticed(web: WebServer) -> None:
         read(url)
 
 
+@pytest.mark.parametrize("length", [-1, len(CONTENT)])
+def test_a_file_of_unknown_size_may_not_just_end(web: WebServer, length: int) -> None:
+    """Nobody would notice that it is cut off."""
+    url = web.put("vit.pt", CONTENT, has_ranges=False, length=length, cut_bytes=9000)
+    file = RemoteFile("vit.pt", url, None, "", False)
+    with pytest.raises(RemoteUnreachable, match="may not be the whole file"):
+        list(WebFiles(url).read(file, 0, None))
+
+
+def test_the_text_of_an_error_is_not_the_file(web: WebServer) -> None:
+    url = web.put("vit.pt", status=416)
+    with pytest.raises(RemoteUnreachable, match="other bytes than were asked for"):
+        list(WebFiles(url).read(RemoteFile("vit.pt", url, None, "", False), 0, None))
+
+
 def test_what_servers_refuse(web: WebServer) -> None:
     with pytest.raises(FileNotFoundError, match="404 Not Found") as missing:
         looked(web.url("missing.pt?signature=secret"))

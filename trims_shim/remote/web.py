@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from http.client import HTTPException, HTTPResponse
+from typing import TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from trims_shim import diagnostics
@@ -37,6 +38,7 @@ _GONE = (404, 410)
 _REFUSED = (401, 403, 407)
 _EMPTY = 416
 """No byte of an empty file can be had."""
+_Response: TypeAlias = "HTTPResponse | urllib.error.HTTPError"
 
 
 class WebFiles:
@@ -70,13 +72,15 @@ class WebFiles:
         is_part = start > 0 or end != file.size_bytes
         headers = {"Range": f"bytes={start}-{'' if end is None else end - 1}"} if is_part else {}
         with _answer(file.place, headers) as response:
-            given = response.headers.get("Content-Range", "")
-            if is_part and not (response.status == 206 and given.startswith(f"bytes {start}-")):
+            if not _is_asked_for(response, file, start if is_part else None):
                 raise RemoteUnreachable(
                     f"{shown(file.place)}: the server answered with other bytes than were asked for"
                 )
             while piece := response.read(_CHUNK_BYTES):
                 yield piece
+            # Python does not tell a connection that ends early from the end of the file.
+            if file.size_bytes is None and not _is_whole(response):
+                raise RemoteUnreachable(f"{shown(file.place)}: it may not be the whole file")
 
     def _look(self, url: str, name: str) -> RemoteFile:
         # Not HEAD: a URL that is signed for GET refuses it, and it does not tell of ranges.
@@ -114,6 +118,21 @@ class WebFiles:
                     yield target
 
 
+def _is_asked_for(response: _Response, file: RemoteFile, start: int | None) -> bool:
+    """Whether it has the bytes from ``start`` on, or all; of the version that was looked at."""
+    headers = response.headers
+    # Some of the servers behind one name may still have, or have already, another version.
+    if file.token and file.token not in (headers.get("ETag"), headers.get("Last-Modified")):
+        return False
+    if start is None:
+        return response.status == 200
+    return response.status == 206 and headers.get("Content-Range", "").startswith(f"bytes {start}-")
+
+
+def _is_whole(response: _Response) -> bool:
+    return isinstance(response, HTTPResponse) and (response.chunked or response.length == 0)
+
+
 class _Links(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +143,7 @@ class _Links(HTMLParser):
 
 
 @contextlib.contextmanager
-def _answer(url: str, headers: dict[str, str]) -> Iterator[HTTPResponse | urllib.error.HTTPError]:
+def _answer(url: str, headers: dict[str, str]) -> Iterator[_Response]:
     """The answer to a GET. Raises OSError (not there, not allowed), RemoteUnreachable."""
     whole = quote(url, safe="%/:=&?~#+!$,;'@()*[]")
     request = urllib.request.Request(whole, headers=headers)
@@ -142,7 +161,7 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[HTTPResponse | urllib
         raise RemoteUnreachable(f"{shown(url)}: not reachable: {reason}") from error
 
 
-def _opened(request: urllib.request.Request) -> HTTPResponse | urllib.error.HTTPError:
+def _opened(request: urllib.request.Request) -> _Response:
     try:
         response: HTTPResponse = urllib.request.urlopen(request, timeout=_PATIENCE_S)
         return response
