@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,7 @@ def test_a_short_part_is_an_error(tmp_path: Path) -> None:
             yield CONTENT[start : (end or 0) - (start == 5000)]
 
     remote = Short()
-    with pytest.raises(RemoteUnreachable, match="cut off"):
+    with pytest.raises(RemoteUnreachable, match="has not its length"):
         download(remote, remote.list(), str(tmp_path), progress=lambda done: None)
     assert (tmp_path / "x.bin").read_bytes() == CONTENT[:5000]
 
@@ -174,3 +175,29 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"symbolic links"):
         download(Fake(), Fake().list(), str(tmp_path), progress=lambda done: None)
     assert (tmp_path / "other").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("is_concurrent", [True, False])
+def test_a_body_without_end_is_given_up(is_concurrent: bool, tmp_path: Path) -> None:
+    """It would fill the memory, or the disk."""
+    remote = Fake(is_concurrent=is_concurrent)
+    pieces = 0
+
+    def read(*_: object) -> Iterator[bytes]:
+        nonlocal pieces
+        while True:
+            pieces += 1
+            assert pieces < 10_000
+            yield bytes(400)
+
+    remote.read = read  # type: ignore[method-assign]
+    with pytest.raises(RemoteUnreachable, match=r"bytes came|has not its length"):
+        download(remote, remote.list(), str(tmp_path), progress=lambda _: None)
+
+
+def test_messages_have_no_signatures(tmp_path: Path) -> None:
+    remote = Fake(is_concurrent=False)
+    remote.file = replace(remote.file, place="https://b.example/x.bin?signature=secret")
+    remote.read = lambda *_: iter(())  # type: ignore[method-assign]
+    with pytest.raises(RemoteUnreachable, match=r"x.bin: \d+ bytes came"):
+        download(remote, remote.list(), str(tmp_path), progress=lambda _: None)

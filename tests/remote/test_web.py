@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import io
 import os
 import socket
+import urllib.request
+from http.client import HTTPMessage
 from pathlib import Path
 
 import pytest
 
 from trims_shim.errors import RemoteError, RemoteUnreachable
 from trims_shim.remote.listing import RemoteFile
-from trims_shim.remote.web import WebFiles
+from trims_shim.remote.web import WebFiles, _Redirects
 
 from .web_server import WebServer
 
@@ -112,6 +115,43 @@ def test_a_redirect_to_a_local_file_is_refused(web: WebServer) -> None:
     url = web.put("vit.pt", status=302, location="file:///etc/passwd")
     with pytest.raises(RemoteUnreachable, match="302"):
         looked(url)
+
+
+def test_a_redirect_to_ftp_is_refused(web: WebServer) -> None:
+    """Anybody on the way could change what comes; and its answers are not those of a web server."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.setblocking(False)
+        place = f"ftp://127.0.0.1:{other.getsockname()[1]}/vit.pt"
+        with pytest.raises(RemoteError, match=r"vit.pt leads to ftp://.*name that URL"):
+            looked(web.put("vit.pt", status=302, location=place))
+        with pytest.raises(BlockingIOError):
+            other.accept()
+
+
+def test_a_redirect_from_https_to_http_is_refused() -> None:
+    answer = io.BytesIO(b"moved")
+    request = urllib.request.Request("https://a.example/vit.pt?secret")
+    with pytest.raises(RemoteError, match=r"https://a.example/vit.pt leads to http://b.example/x,"):
+        _Redirects().redirect_request(
+            request, answer, 302, "Found", HTTPMessage(), "http://b.example/x?secret"
+        )
+    for kind in ("http", "https"):
+        again = _Redirects().redirect_request(
+            urllib.request.Request(f"{kind}://a.example/x"),
+            answer,
+            302,
+            "Found",
+            HTTPMessage(),
+            "https://b.example/x",
+        )
+        assert again is not None
+
+
+def test_the_body_of_a_redirect_is_not_read(web: WebServer) -> None:
+    """It may have no end."""
+    web.put("store/0123", CONTENT)
+    url = web.put("vit.pt", b"moved", status=302, location="/store/0123", length=1 << 40)
+    assert looked(url).size_bytes == len(CONTENT)
 
 
 def test_passwords_come_from_netrc_and_go_to_their_host_only(

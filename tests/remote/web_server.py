@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         served = self.world.files.get(path, Served(status=404))
         if served.status != 200:
             location = {"Location": served.location} if served.location else {}
-            self._begin(served.status, {"Content-Length": "0", **location})
+            self._begin(served.status, {"Content-Length": str(served.length or 0), **location})
         elif served.password and self.headers.get("Authorization") != served.password:
             self._begin(401, {"Content-Length": "0"})
         else:

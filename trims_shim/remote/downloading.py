@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import BinaryIO, Protocol
 
 from trims_shim.errors import RemoteUnreachable
-from trims_shim.remote.listing import Listing, RemoteFile
+from trims_shim.remote.listing import Listing, RemoteFile, shown
 
 __all__ = ["PART_BYTES", "STREAMS", "Remote", "download"]
 
@@ -79,13 +79,18 @@ def _complete(
 def _append(
     remote: Remote, file: RemoteFile, out: BinaryIO, progress: Callable[[int], None]
 ) -> None:
-    if out.tell() != file.size_bytes:
-        for piece in _pieces(remote, file, out.tell()):
+    came_bytes, size_bytes = out.tell(), file.size_bytes
+    if came_bytes != size_bytes:
+        for piece in _pieces(remote, file, came_bytes):
+            came_bytes += len(piece)
+            if size_bytes is not None and came_bytes > size_bytes:
+                out.truncate(out.seek(0))
+                break  # Perhaps it never ends.
             out.write(piece)
-            progress(out.tell())
-    if file.size_bytes is not None and out.tell() != file.size_bytes:
+            progress(came_bytes)
+    if size_bytes not in (None, came_bytes):
         raise RemoteUnreachable(
-            f"{file.place}: {out.tell()} bytes came, of {file.size_bytes}; try again"
+            f"{shown(file.place)}: {came_bytes} bytes came, of {size_bytes}; try again"
         )
 
 
@@ -101,12 +106,14 @@ def _pieces(remote: Remote, file: RemoteFile, start: int) -> Iterator[bytes]:
     def read(first: int) -> list[bytes]:
         pieces = []
         last = min(first + PART_BYTES, end)
+        left_bytes = last - first
         for piece in remote.read(file, first, last):
-            if is_over.is_set():
-                break
             pieces.append(piece)
-        if sum(map(len, pieces)) != last - first:
-            raise RemoteUnreachable(f"{file.place}: a part came cut off; try again")
+            left_bytes -= len(piece)
+            if is_over.is_set() or left_bytes < 0:
+                break
+        if left_bytes != 0:
+            raise RemoteUnreachable(f"{shown(file.place)}: a part has not its length; try again")
         return pieces
 
     parts: deque[Future[list[bytes]]] = deque()

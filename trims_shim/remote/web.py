@@ -13,13 +13,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import functools
 import netrc
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from http.client import HTTPException, HTTPResponse
-from typing import TypeAlias
+from http.client import HTTPException, HTTPMessage, HTTPResponse
+from typing import IO, TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from trims_shim import diagnostics
@@ -133,6 +134,32 @@ def _is_whole(response: _Response) -> bool:
     return isinstance(response, HTTPResponse) and (response.chunked or response.length == 0)
 
 
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """To web servers only (not ftp), and not from https to http: models are often programs."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: HTTPMessage,
+        newurl: str,
+    ) -> urllib.request.Request | None:
+        fp.close()  # It would be read to its end, of which there may be none.
+        if urlsplit(newurl).scheme not in ("https", req.type):
+            raise RemoteError(
+                f"{shown(req.full_url)} leads to {shown(newurl)}, which is not as safe; "
+                "name that URL if you trust it"
+            )
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+@functools.cache
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_Redirects)
+
+
 class _Links(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +190,7 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[_Response]:
 
 def _opened(request: urllib.request.Request) -> _Response:
     try:
-        response: HTTPResponse = urllib.request.urlopen(request, timeout=_PATIENCE_S)
+        response: HTTPResponse = _opener().open(request, timeout=_PATIENCE_S)
         return response
     except urllib.error.HTTPError as error:
         if error.code == _EMPTY:
