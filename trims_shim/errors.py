@@ -50,6 +50,8 @@ name under which diagnostics count the error.
 
 from __future__ import annotations
 
+from trims_shim.printable import printable
+
 __all__ = [
     "AccessDenied",
     "BadBatch",
@@ -328,6 +330,10 @@ class RemoteError(TrimsError):
     """A remote file cannot be had."""
 
     reason = "remote"
+
+    def __init__(self, text: str) -> None:
+        """``text`` may quote what the remote said; it is for terminals, too."""
+        super().__init__(printable(text))
 
 
 class RemoteUnreachable(RemoteError):

@@ -6,6 +6,7 @@ import base64
 import io
 import os
 import socket
+import threading
 import urllib.request
 from http.client import HTTPMessage
 from pathlib import Path
@@ -93,6 +94,36 @@ def test_what_servers_refuse(web: WebServer) -> None:
         looked(web.put("private", status=403))
     with pytest.raises(RemoteUnreachable, match="500 Internal Server Error"):
         looked(web.put("broken", status=500))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 404 \x1bc\r\n\r\n",
+        b"HTTP/1.1 403 \x1bc\r\n\r\n",
+        b"HTTP/1.1 500 \x1bc\r\n\r\n",
+        b"\x1bc 200 OK\r\n\r\n",
+        b"HTTP/1.1 302 OK\r\nLocation: gopher://\x1bc\r\n\r\n",
+        b"HTTP/1.1 302 OK\r\nLocation: http://h:\x1bc/\r\n\r\n",
+        b"HTTP/1.1 302 OK\r\nLocation: ftp://h/\x9bc/\r\n\r\n",
+    ],
+)
+def test_messages_do_not_steer_the_terminal(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises((OSError, RemoteError)) as raised:
+            looked(f"http://127.0.0.1:{server.getsockname()[1]}/x.pt")
+        thread.join(60)
+    assert str(raised.value).isprintable()
+    assert str(getattr(raised.value, "strerror", "")).isprintable()
 
 
 def test_no_server() -> None:

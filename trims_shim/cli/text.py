@@ -6,6 +6,8 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from trims_shim.printable import printable
+
 __all__ = ["ago", "bar", "counted", "duration", "print_json", "printable", "size", "table"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -54,11 +56,6 @@ def bar(parts: Sequence[tuple[float, str]], whole: float, *, width: int = 30) ->
         end = round(width * min(1.0, total / whole)) if whole > 0 else 0
         drawn += character * (end - len(drawn))
     return f"[{drawn.ljust(width, '.')}]"
-
-
-def printable(name: str) -> str:
-    r"""A name that others chose, without characters that steer a terminal: ``\n`` is escaped."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
 
 
 def table(

@@ -101,7 +101,7 @@ def _translated(url: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "it is not there", url) from error
     except PermissionError as error:
-        raise PermissionError(errno.EACCES, error.strerror or "access is denied", url) from error
+        raise PermissionError(errno.EACCES, "access is denied", url) from error
     except TrimsError:
         raise
     # Every store raises errors of its own, of no common class.

@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from http.client import HTTPException, HTTPMessage, HTTPResponse
+from http.client import HTTPException, HTTPMessage, HTTPResponse, responses
 from typing import IO, TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -200,7 +200,7 @@ def _opened(request: urllib.request.Request) -> _Response:
 
 
 def _meaning(error: urllib.error.HTTPError, url: str) -> Exception:
-    said = f"{error.code} {error.reason}"
+    said = f"{error.code} {responses.get(error.code, '')}".rstrip()
     if error.code in _GONE:
         return FileNotFoundError(errno.ENOENT, f"the server says {said}", shown(url))
     if error.code in _REFUSED:
