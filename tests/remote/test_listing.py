@@ -21,7 +21,10 @@ def listing(*names: str) -> Listing:
 
 @pytest.mark.parametrize(
     "name",
-    ["../x", "a/../../x", "/etc/passwd", "", ".", "..", "a//b", "a/", "a/./b", "a\0b", "a/.."],
+    [
+        *("../x", "a/../../x", "/etc/passwd", "", ".", "..", "a//b", "a/", "a/./b", "a\0b", "a/.."),
+        *("a" * 256, "\u00e4" * 128, "a/" * 2000 + "b", "\ud800"),
+    ],
 )
 def test_hostile_names_are_refused(name: str) -> None:
     with pytest.raises(RemoteError, match="no name for a file"):
@@ -87,6 +90,27 @@ def test_urls_and_paths() -> None:
     assert key_of("s3://a/b") != key_of("s3://a/c")
     with pytest.raises(ConfigError, match="is no URL"):
         key_of("models/x.pt")
+
+
+def test_a_long_name_takes_no_more_memory() -> None:
+    """Its folders would be 10 GB of names."""
+    with pytest.raises(RemoteError) as raised:
+        listing("a/" * 100_000 + "b")
+    assert len(str(raised.value)) < 3000
+
+
+@pytest.mark.parametrize(
+    "url", ["https://me:secret@host/x", "http://internal.example:x@evil.example:80/x"]
+)
+def test_a_url_has_no_password(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"netrc") as raised:
+        key_of(url)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_host_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="is no URL: Invalid IPv6"):
+        key_of("https://[::1/x")
 
 
 def test_messages_have_no_secrets() -> None:

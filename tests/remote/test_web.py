@@ -15,7 +15,7 @@ import pytest
 
 from trims_shim.errors import RemoteError, RemoteUnreachable
 from trims_shim.remote.listing import RemoteFile
-from trims_shim.remote.web import WebFiles, _Redirects
+from trims_shim.remote.web import WebFiles, _password, _Redirects
 
 from .web_server import WebServer
 
@@ -202,6 +202,22 @@ def test_passwords_come_from_netrc_and_go_to_their_host_only(
         looked(web.put("moved.pt", status=302, location=there))
 
 
+@pytest.mark.parametrize(
+    ("url", "machine"), [("http://HOST.example:80/x", "host.example"), ("http://[::1]:80/x", "::1")]
+)
+def test_hosts_in_netrc(
+    url: str, machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = f"machine {machine} login me password secret\n"
+    (tmp_path / ".netrc").write_text(text)
+    (tmp_path / ".netrc").chmod(0o600)
+    assert _password(url)
+    assert not _password("http://other.example/x")
+    (tmp_path / ".netrc").write_bytes(text.encode() + b"machine \xe4 login me password secret\n")
+    _password(url)
+
+
 PAGE = b"""<html><a href="../">up</a> <a href="?C=N;O=D">Name</a> <a href="/">top</a>
 <a href="config.json">x</a> <a href='with%20space.bin'>x</a> <a href="config.json">again</a>
 <a href="below/">below/</a> <a href="http://elsewhere.example/x.bin">x</a> <a name="here">x</a>"""
@@ -230,6 +246,13 @@ def test_a_folder_with_hostile_names_is_refused(web: WebServer, link: str) -> No
         web.put(path, CONTENT)
     with pytest.raises(RemoteError, match=r"no name for a file|no link to a file"):
         WebFiles(url).list()
+
+
+def test_a_page_that_is_too_long_is_not_cut_off(web: WebServer) -> None:
+    web.put("long/a", CONTENT)
+    page = b'<a href="a">a</a>' + b" " * (4 << 20) + b'<a href="b">b</a>'
+    with pytest.raises(RemoteError, match="too long for a list"):
+        WebFiles(web.put("long/", page)).list()
 
 
 def test_a_folder_without_files_and_one_without_end(web: WebServer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
@@ -27,6 +28,9 @@ __all__ = [
 _FORM = re.compile(r"[a-z][a-z0-9+.-]*://.", re.ASCII | re.IGNORECASE | re.DOTALL)
 _WEB = re.compile(r"https?://", re.ASCII | re.IGNORECASE)
 _KEY_DIGITS = 20
+_PART_LIMIT_BYTES = 255
+_NAME_LIMIT_BYTES = 2048
+"""Half of Linux' limit of a path; the other half is for the directory of copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +59,16 @@ class Listing:
     def __post_init__(self) -> None:
         """Raises RemoteError for names that cannot be files of one folder here."""
         names = [file.name for file in self.files]
-        folders = {name[:at] for name in names for at, each in enumerate(name) if each == "/"}
         for name in names:
-            parts = name.split("/")
-            if "\0" in name or any(part in ("", ".", "..") for part in parts):
-                raise RemoteError(f"{name!r} is no name for a file here; rename it where it is")
+            if not _is_name(name):
+                start = name[:_NAME_LIMIT_BYTES]
+                raise RemoteError(f"{start!r} is no name for a file here; rename it where it is")
+        folders = {name[:at] for name in names for at, each in enumerate(name) if each == "/"}
+        for name, times in Counter(names).items():
             if name in folders:
                 raise RemoteError(f"{name!r} is a file and a folder; rename one of them")
-        if len(set(names)) < len(names):
-            raise RemoteError(f"two files have the same name here: {', '.join(sorted(names))}")
+            if times > 1:
+                raise RemoteError(f"two files have the same name here: {name!r}")
 
     @property
     def version(self) -> str:
@@ -96,7 +101,18 @@ def key_of(url: str) -> str:
     """The name of a URL among those of others. Raises ConfigError if it is no URL."""
     if not is_url(url):
         raise ConfigError(f"{url!r} is no URL; write for example s3://bucket/model.safetensors")
+    if is_web(url):
+        _check_host(url)
     return _digits(url)
+
+
+def _check_host(url: str) -> None:
+    try:
+        host = urlsplit(url).netloc
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no URL: {error}") from error
+    if "@" in host:
+        raise ConfigError(f"{shown(url)}: user and password belong in ~/.netrc, not in a URL")
 
 
 def version_of(digest: str) -> str:
@@ -120,6 +136,16 @@ def shown(url: str) -> str:
         return url
     split = urlsplit(url)
     return f"{split.scheme}://{split.netloc.rpartition('@')[2]}{split.path}"
+
+
+def _is_name(name: str) -> bool:
+    if "\0" in name or len(name) > _NAME_LIMIT_BYTES:
+        return False
+    try:
+        parts = name.encode("utf-8", "surrogateescape").split(b"/")
+    except UnicodeEncodeError:
+        return False
+    return all(part not in (b"", b".", b"..") and len(part) <= _PART_LIMIT_BYTES for part in parts)
 
 
 def _digits(text: str) -> str:

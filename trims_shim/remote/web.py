@@ -105,7 +105,10 @@ class WebFiles:
         for page in pages:
             with _answer(page, {}) as response:
                 links = _Links()
-                links.feed(response.read(_PAGE_LIMIT_BYTES).decode(errors="replace"))
+                text = response.read(_PAGE_LIMIT_BYTES + 1)
+                if len(text) > _PAGE_LIMIT_BYTES:
+                    raise RemoteError(f"{shown(page)} is too long for a list of files")
+                links.feed(text.decode(errors="replace"))
             for target in dict.fromkeys(urljoin(page, link) for link in links.found):
                 # A query sorts the page; others lead up, or away.
                 if not target.startswith(folder) or {"?", "#"} & set(target) or target in seen:
@@ -175,7 +178,7 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[_Response]:
     whole = quote(url, safe="%/:=&?~#+!$,;'@()*[]")
     request = urllib.request.Request(whole, headers=headers)
     request.add_header("User-Agent", f"trims_shim/{__version__}")
-    if password := _password(request.host):
+    if password := _password(url):
         request.add_unredirected_header("Authorization", password)
     try:
         with _opened(request) as response:
@@ -208,9 +211,9 @@ def _meaning(error: urllib.error.HTTPError, url: str) -> Exception:
     return RemoteUnreachable(f"{shown(url)}: the server says {said}")
 
 
-def _password(host: str) -> str:
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        found = netrc.netrc().authenticators(host.partition(":")[0])
+def _password(url: str) -> str:
+    with contextlib.suppress(OSError, UnicodeError, netrc.NetrcParseError):
+        found = netrc.netrc().authenticators(urlsplit(url).hostname or "")
         if found is not None:
             pair = f"{found[0]}:{found[2]}".encode()
             return "Basic " + base64.b64encode(pair).decode("ascii")
