@@ -12,9 +12,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.config import ShareOrSize
 from trims_shim.daemon.prepared.directory import Space
 from trims_shim.errors import RemoteError
@@ -90,6 +92,37 @@ def test_what_this_process_uses_is_not_evicted(copies: Copies, home: Path) -> No
     assert not copies.evict("k-1")
     assert copies.use("k-1") == ""
     assert names_in(home) == []
+
+
+def test_a_descriptor_that_another_thread_closes_is_opened_again(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that first use a copy at the same time both open it."""
+    keep(copies, "k-1")
+    copies.use("k-1")
+    is_open = OwnDescriptor.is_open
+
+    def close(self: OwnDescriptor) -> bool:
+        monkeypatch.setattr(OwnDescriptor, "is_open", is_open)
+        os.close(self.number)
+        return True
+
+    monkeypatch.setattr(OwnDescriptor, "is_open", close)
+    assert copies.use("k-1")
+
+
+def test_a_directory_that_is_deleted_is_no_copy(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = keep(copies, "k-1")
+    utime = os.utime
+
+    def late(*arguments: Any, **options: Any) -> None:
+        shutil.rmtree(path)
+        utime(*arguments, **options)
+
+    monkeypatch.setattr(os, "utime", late)
+    assert copies.use("k-1") == ""
 
 
 def test_what_was_just_downloaded_is_in_use(copies: Copies) -> None:
@@ -207,6 +240,58 @@ def test_a_forked_child_does_not_hold_a_download(
     assert partial is not None
     partial.discard()
     holder.kill()
+
+
+def test_a_lock_ends_though_a_child_was_forked_at_a_bad_moment(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a thread, between a descriptor's opening and what says that a child has to close it."""
+    inherited = []
+    opened = module._opened
+
+    def fork(path: str) -> OwnDescriptor | None:
+        descriptor = opened(path)
+        if descriptor is not None:
+            inherited.append(os.dup(descriptor.number))
+        return descriptor
+
+    monkeypatch.setattr(module, "_opened", fork)
+    partial = copies.claim("k-1")
+    assert partial is not None
+    partial.release()
+    again = copies.claim("k-1")
+    assert again is not None
+    copies.publish(again, "k-1")
+    forget()
+    for number in inherited:
+        os.close(number)
+    inherited.clear()
+
+    def fail(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(copies, "_remove", fail)
+    with pytest.raises(PermissionError):
+        copies.evict("k-1")
+    descriptor = opened(os.path.join(copies.directory, "k-1"))
+    assert descriptor is not None
+    fcntl.flock(descriptor.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    for number in (*inherited, descriptor.number):
+        os.close(number)
+
+
+def test_an_interrupt_does_not_leave_a_claim(
+    copies: Copies, before_lock: Callable[..., None]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    before_lock(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        copies.claim("k-1")
+    partial = copies.claim("k-1")
+    assert partial is not None
+    partial.discard()
 
 
 def test_what_was_nearly_published_can_be_resumed(

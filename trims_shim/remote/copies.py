@@ -63,8 +63,8 @@ class Partial:
     def release(self) -> None:
         """Leave it to whoever goes on; nothing if it is a copy now."""
         if self.descriptor in _filling:
+            _unlock(self.descriptor)
             _filling.discard(self.descriptor)
-            self.descriptor.close()
 
     def size_bytes(self) -> int:
         """How much has been downloaded."""
@@ -108,7 +108,7 @@ class Copies:
         """The directory of a copy, which stays until this process exits; empty if there is none."""
         path = os.path.join(self.directory, name)
         held = _held.get(path)
-        if held is None or not held.is_open() or not _is_at(held, path):
+        if held is None or not _is_at(held, path):
             held = _opened(path)
             if held is None:
                 return ""
@@ -118,10 +118,11 @@ class Copies:
                 held.close()
                 return ""
             _hold(path, held)
-        if problem_of(path, os.fstat(held.number), may_be_roots=False):
-            return ""
-        os.utime(path, follow_symlinks=False)
-        return path
+        with contextlib.suppress(FileNotFoundError):
+            if not problem_of(path, os.lstat(path), may_be_roots=False):
+                os.utime(path, follow_symlinks=False)
+                return path
+        return ""
 
     def newest(self, key: str) -> str:
         """The name of the copy of a URL that was used last; empty if there is none."""
@@ -143,14 +144,16 @@ class Copies:
             return None
         _filling.add(descriptor)
         partial = Partial(path, descriptor)
+        is_claimed = False
         try:
             fcntl.flock(descriptor.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):
-                return partial
+            is_claimed = _is_at(descriptor, path)
         except BlockingIOError:
             pass
-        partial.release()
-        return None
+        finally:
+            if not is_claimed:
+                partial.release()
+        return partial if is_claimed else None
 
     def publish(self, partial: Partial, name: str) -> str:
         """Give a complete download its name; its directory then. Raises OSError."""
@@ -217,7 +220,7 @@ class Copies:
         except BlockingIOError:
             return False
         finally:
-            descriptor.close()
+            _unlock(descriptor)
         return True
 
     def copies(self, key: str = "") -> list[Copy]:
@@ -250,10 +253,19 @@ def _opened(path: str) -> OwnDescriptor | None:
         return None
 
 
+def _unlock(descriptor: OwnDescriptor) -> None:
+    """Give a lock up, and the descriptor; a child that was just forked may have both."""
+    with contextlib.suppress(OSError):
+        if descriptor.is_open():
+            fcntl.flock(descriptor.number, fcntl.LOCK_UN)
+    descriptor.close()
+
+
 def _is_at(descriptor: OwnDescriptor, path: str) -> bool:
-    """Whether a directory still has this name."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor.number), os.lstat(path))
+    """Whether a directory still has this name, and no other thread has closed the descriptor."""
+    with contextlib.suppress(OSError):
+        is_same = os.path.samestat(os.fstat(descriptor.number), os.lstat(path))
+        return is_same and descriptor.is_open()
     return False
 
 
