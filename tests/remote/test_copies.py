@@ -68,8 +68,31 @@ def test_a_directory_of_another_user_or_a_link_is_refused(home: Path, tmp_path: 
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RemoteError, match=r"cannot be made.*TRIMS_CACHE_DIR"):
+    with pytest.raises(RemoteError, match=r"is not a directory.*TRIMS_CACHE_DIR"):
         Copies(str(tmp_path / "file" / "remote"), ShareOrSize(share=0.5)).prepare()
+
+
+def test_no_umask_opens_the_directories_above(home: Path, tmp_path: Path) -> None:
+    base = tmp_path / "home" / "cache"
+    before = os.umask(0)
+    try:
+        Copies(str(base / "trims" / "remote"), ShareOrSize(share=0.5)).prepare()
+    finally:
+        os.umask(before)
+    made = (base.parent, base, base / "trims", base / "trims" / "remote")
+    assert [each.stat().st_mode & 0o777 for each in made] == [0o700] * 4
+
+
+def test_root_makes_nothing_in_the_home_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 1234, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(RemoteError, match="belongs to user"):
+        Copies(str(tmp_path / "trims" / "remote"), ShareOrSize(share=0.5)).prepare()
+    assert names_in(tmp_path) == []
 
 
 def test_a_copy_that_others_may_change_is_not_used(copies: Copies) -> None:
@@ -178,6 +201,16 @@ class Holder:
 @pytest.fixture
 def hold(home: Path) -> Callable[..., Holder]:
     return lambda *how: Holder(home, *how)
+
+
+def test_a_process_that_takes_each_new_version_does_not_keep_all(copies: Copies) -> None:
+    names = ["other-1", "k-1", "k-2", "k-3", "k-4"]
+    for name in names:
+        keep(copies, name)
+    for name in names:
+        assert copies.use(name)
+    assert [name for name in names if copies.evict(name)] == ["k-1", "k-2"]
+    assert len(module._held) == 3
 
 
 def test_another_process_keeps_it_until_it_is_killed(
@@ -393,9 +426,10 @@ def test_the_disk_counts_as_well_as_the_budget(
     monkeypatch.setattr(module, "space_of", space)
     copies.make_room(150)
     assert names_in(home) == ["b-1"]
-    with pytest.raises(OSError, match=r"251 bytes are needed, 250 are to spare.*TRIMS") as full:
+    with pytest.raises(OSError, match=r"251 bytes are needed, 150 are to spare.*TRIMS") as full:
         copies.make_room(251)
     assert full.value.errno == errno.ENOSPC
+    assert names_in(home) == ["b-1"], "all is not enough, so nothing goes"
 
 
 # --- at the same moment ---------------------------------------------------------------------------

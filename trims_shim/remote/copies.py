@@ -12,8 +12,8 @@ open keeps it, whatever happens to its name.
 
 All processes of a user share the directory, without a daemon. The kernel knows who uses what, by
 flocks on the directories of copies. Shared: the process that asked for the copy lives (or a child
-that it forked), so it is not deleted. Exclusive: it is being downloaded, or deleted. A lock ends
-with its holder, however that ends.
+that it forked), and has not asked for two newer ones, so it is not deleted. Exclusive: it is being
+downloaded, or deleted. A lock ends with its holder, however that ends.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ _PARTIAL = ".partial"
 _REMOVED = ".removed-"
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
+_VERSIONS_HELD = 2
+"""Of one URL: a server that runs for months and takes each new model would keep all on disk. The
+one before the newest may still be in use, until what is loaded from the newest replaces it."""
 _held: dict[str, OwnDescriptor] = {}
-"""By path, the descriptors that keep the shared locks of this process until it exits."""
+"""By path, the descriptors that keep the shared locks of this process."""
 _filling: set[OwnDescriptor] = set()
 """Descriptors with exclusive locks. A forked child closes them: it would hold the locks, too."""
 
@@ -93,10 +96,10 @@ class Copies:
     def prepare(self) -> None:
         """Make the directory. Raises RemoteError if it cannot be made, or others may change it."""
         try:
-            os.makedirs(os.path.dirname(self.directory), mode=0o700, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self.directory, 0o700)
             problem = examine(self.directory)
+            if not problem:
+                _make(self.directory)
+                problem = examine(self.directory)
         except OSError as error:
             problem = f"{self.directory} cannot be made: {error}; set TRIMS_CACHE_DIR"
         if problem:
@@ -105,7 +108,7 @@ class Copies:
     # --- in use -----------------------------------------------------------------------------------
 
     def use(self, name: str) -> str:
-        """The directory of a copy, which stays until this process exits; empty if there is none."""
+        """The directory of a copy, which stays as the module says; empty if there is none."""
         path = os.path.join(self.directory, name)
         held = _held.get(path)
         if held is None or not _is_at(held, path):
@@ -187,6 +190,8 @@ class Copies:
         total_bytes = sum(each.size_bytes for each in copies)
         space = space_of(self.directory)
         budget_bytes = self.budget_bytes()
+        if needed_bytes > space.spare_bytes + total_bytes:
+            copies = []  # Perhaps the remote lies: for nothing, nothing is deleted.
         for each in copies:
             is_kept = total_bytes + needed_bytes <= budget_bytes
             if is_kept and needed_bytes <= space.spare_bytes:
@@ -272,8 +277,11 @@ def _is_at(descriptor: OwnDescriptor, path: str) -> bool:
 def _hold(path: str, descriptor: OwnDescriptor) -> None:
     before = _held.pop(path, None)
     _held[path] = descriptor
-    if before is not None:
-        before.close()
+    key = path.rpartition("-")[0]
+    older = [each for each in list(_held) if each.rpartition("-")[0] == key][:-_VERSIONS_HELD]
+    for each in (before, *(_held.pop(path, None) for path in older)):
+        if each is not None:
+            each.close()
 
 
 def _after_fork_in_child() -> None:
@@ -286,6 +294,14 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 # --- files ----------------------------------------------------------------------------------------
+
+
+def _make(path: str) -> None:
+    """A directory and those above it; os.makedirs leaves the mode of the latter to the umask."""
+    if not os.path.lexists(path):
+        _make(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
 
 
 def _files(path: str) -> Iterator[str]:
