@@ -201,3 +201,13 @@ def test_messages_have_no_signatures(tmp_path: Path) -> None:
     remote.read = lambda *_: iter(())  # type: ignore[method-assign]
     with pytest.raises(RemoteUnreachable, match=r"x.bin: \d+ bytes came"):
         download(remote, remote.list(), str(tmp_path), progress=lambda _: None)
+
+
+def test_without_threads_parts_come_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert downloaded(Fake(), tmp_path) == CONTENT

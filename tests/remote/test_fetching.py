@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import pytest
 import trims_shim
 from trims_shim.errors import ConfigError, RemoteError, RemoteUnreachable, WrongDigest
 from trims_shim.remote import copies, downloading, fetching
+from trims_shim.remote.listing import Listing
 from trims_shim.remote.web import WebFiles
 
 from .conftest import forget, names_in
@@ -328,6 +331,76 @@ def test_a_copy_that_was_damaged_is_replaced(web: WebServer) -> None:
     os.chmod(path, 0o600)
     os.truncate(path, 5)
     assert read(trims_shim.fetch(url)) == CONTENT
+
+
+def test_a_checked_copy_that_was_damaged_is_replaced(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT)
+    path = trims_shim.fetch(url, digest=digest_of(CONTENT))
+    os.unlink(path)
+    assert read(trims_shim.fetch(url, digest=digest_of(CONTENT))) == CONTENT
+
+
+def test_a_copy_without_its_file_is_not_given(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT)
+    os.unlink(trims_shim.fetch(url))
+    web.put("vit.pt", status=503)
+    with pytest.raises(RemoteUnreachable):
+        trims_shim.fetch(url)
+
+
+def test_a_copy_that_goes_after_it_was_found(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand; its path must not become one of the working directory."""
+    url = web.put("vit.pt", CONTENT)
+    directory = Path(trims_shim.fetch(url)).parent
+    use = copies.Copies.use
+    used = []
+
+    def goes(self: copies.Copies, name: str) -> str:
+        used.append(name)
+        if len(used) == 2:
+            shutil.rmtree(directory)
+        return use(self, name)
+
+    monkeypatch.setattr(copies.Copies, "use", goes)
+    assert trims_shim.fetch(url) == str(directory / "vit.pt")
+
+
+def test_an_error_after_the_claim_gives_it_up(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else this process would wait for itself when it tries again."""
+    url = web.put("vit.pt", CONTENT)
+    use = copies.Copies.use
+    asked = []
+
+    def fail(self: copies.Copies, name: str) -> str:
+        asked.append(name)
+        if len(asked) == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return use(self, name)
+
+    monkeypatch.setattr(copies.Copies, "use", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        trims_shim.fetch(url)
+    assert not copies._filling
+    assert read(trims_shim.fetch(url)) == CONTENT
+
+
+def test_a_page_in_another_order_is_no_change(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = web.put("bert/", b'<a href="a">a</a><a href="b">b</a>')
+    web.put("bert/a", CONTENT)
+    web.put("bert/b", OTHER)
+    in_order = WebFiles.list
+    steps = itertools.cycle((1, -1))
+    monkeypatch.setattr(
+        WebFiles, "list", lambda self: Listing(in_order(self).files[:: next(steps)])
+    )
+    trims_shim.fetch(url)
+    assert web.asked["body"] == 4, "two pages, two files"
 
 
 # --- whole ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,3 +190,12 @@ def test_where_nothing_is_known_to_tell_all_has_to() -> None:
     assert _file("x", "x", info) == _file("x", "x", info | {"handle": object()})
     assert _file("x", "x", info) != _file("x", "x", info | {"CRC": 18})
     assert _file("x", "x", {"name": "x", "size": 1, "type": "file"}).token == ""
+
+
+def test_one_that_connects_at_once_is_not_reachable() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and not listening
+        url = f"ftp://me:secret@127.0.0.1:{taken.getsockname()[1]}/x.pt"
+        with pytest.raises(RemoteUnreachable, match=r"ftp://me@127.*refused") as raised:
+            StoreFiles(url)
+    assert "secret" not in str(raised.value)

@@ -139,5 +139,8 @@ def _begun(read: Callable[[int], list[bytes]], first: int) -> Future[list[bytes]
         except BaseException as error:
             part.set_exception(error)
 
-    threading.Thread(target=run, name="trims-fetch", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="trims-fetch", daemon=True).start()
+    except RuntimeError:
+        run()  # There may be no more threads.
     return part

@@ -31,7 +31,7 @@ __all__ = ["Fetched", "Outcome", "fetch"]
 _POLL_S = 0.1
 _CHANGES_LIMIT = 3
 _CHUNK_BYTES = 1 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Outcome(enum.Enum):
@@ -66,19 +66,19 @@ def fetch(
     expected = "" if digest is None else _checked(digest)
     copies = Copies.of(config.current())
     copies.prepare()
-    if expected and (path := copies.use(f"{key}-{version_of(expected)}")):
-        return _fetched(os.path.join(path, name_of(url)), Outcome.THERE)
+    if expected and (path := _path_of(copies, f"{key}-{version_of(expected)}", url)):
+        return _fetched(path, Outcome.THERE)
     try:
         fetching = _Fetching(url, key, expected, copies, _remote(url), progress, waiting)
         return fetching.run()
     except RemoteUnreachable as error:
         newest = "" if expected else copies.newest(key)
-        path = newest and copies.use(newest)
+        path = newest and _path_of(copies, newest, url)
         if not path:
             raise
         text = "%s; the copy from before is used, which may not be current"
         diagnostics.log(logging.WARNING, text, error)
-        return _fetched(os.path.join(path, name_of(url)), Outcome.UNREACHABLE)
+        return _fetched(path, Outcome.UNREACHABLE)
 
 
 def _remote(url: str) -> Remote:
@@ -91,6 +91,13 @@ def _remote(url: str) -> Remote:
     from trims_shim.remote.stores import StoreFiles
 
     return StoreFiles(url)
+
+
+def _path_of(copies: Copies, name: str, url: str) -> str:
+    """What is in a copy; empty if there is nothing."""
+    directory = copies.use(name)
+    path = os.path.join(directory, name_of(url))
+    return path if directory and os.path.lexists(path) else ""
 
 
 def _fetched(path: str, outcome: Outcome) -> Fetched:
@@ -114,18 +121,27 @@ class _Fetching:
         listing = self.remote.list()
         if self.digest and listing.is_folder:
             raise ConfigError(f"{shown(self.url)} is a folder, and a digest is of one file")
-        for _ in range(_CHANGES_LIMIT):
+        changes, has_waited = 0, False
+        while changes < _CHANGES_LIMIT:
             name = f"{self.key}-{version_of(self.digest) if self.digest else listing.version}"
-            partial = self._claim(name, listing)
+            if path := self._whole_path(name, listing):
+                return _fetched(path, Outcome.THERE)
+            # What is there of a download is of one version, whichever digest it should have.
+            partial = self.copies.claim(f"{self.key}-{listing.version}")
             if partial is None:
-                return _fetched(self._local(self.copies.use(name)), Outcome.THERE)
+                self._wait(is_first=not has_waited)
+                has_waited = True
+                continue
             try:
+                if self._whole_path(name, listing):
+                    partial.discard()
+                    continue
                 now = self._download(partial, listing)
-                if now == listing:
-                    path = self.copies.publish(partial, name)
-                    return _fetched(self._local(path), Outcome.DOWNLOADED)
+                if now.version == listing.version:
+                    path = os.path.join(self.copies.publish(partial, name), name_of(self.url))
+                    return _fetched(path, Outcome.DOWNLOADED)
                 partial.discard()  # It may have bytes of both.
-                listing = now
+                listing, changes = now, changes + 1
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
@@ -135,33 +151,22 @@ class _Fetching:
                 partial.release()
         raise RemoteError(f"{shown(self.url)} changes while it is downloaded; try again")
 
-    def _local(self, directory: str) -> str:
-        return os.path.join(directory, name_of(self.url))
-
-    def _claim(self, name: str, listing: Listing) -> Partial | None:
-        """Where to download to; None if the copy is there, perhaps after others downloaded it."""
-        has_waited = False
-        while not self._is_there(name, listing):
-            # What is there of a download is of one version, whichever digest it should have.
-            partial = self.copies.claim(f"{self.key}-{listing.version}")
-            if partial is not None and not self._is_there(name, listing):
-                return partial
-            if partial is not None:
-                partial.discard()
-            elif not has_waited:
-                has_waited = True
-                text = "%s is being downloaded by another process, which is waited for"
-                diagnostics.log(logging.INFO, text, shown(self.url))
-            if self.waiting is not None:
-                self.waiting()
-            time.sleep(_POLL_S)
-        return None
-
-    def _is_there(self, name: str, listing: Listing) -> bool:
-        path = self.copies.use(name)
-        return bool(path) and all(
-            _is_whole(os.path.join(path, file.name), file.size_bytes) for file in listing.files
+    def _whole_path(self, name: str, listing: Listing) -> str:
+        """The path of a copy that has all files; empty if there is none."""
+        path = _path_of(self.copies, name, self.url)
+        directory = os.path.dirname(path)
+        is_whole = path and all(
+            _is_whole(os.path.join(directory, file.name), file.size_bytes) for file in listing.files
         )
+        return path if is_whole else ""
+
+    def _wait(self, *, is_first: bool) -> None:
+        if is_first:
+            text = "%s is being downloaded by another process, which is waited for"
+            diagnostics.log(logging.INFO, text, shown(self.url))
+        if self.waiting is not None:
+            self.waiting()
+        time.sleep(_POLL_S)
 
     def _download(self, partial: Partial, listing: Listing) -> Listing:
         """Complete a download; what the remote has then, which may be something else."""
@@ -175,12 +180,12 @@ class _Fetching:
             download(self.remote, listing, partial.path, progress=self._report(size_bytes))
         except RemoteUnreachable:
             now = self.remote.list()
-            if now == listing:
+            if now.version == listing.version:
                 raise
             return now  # For example, it is shorter, and the rest is not there any more.
         now = self.remote.list()
-        if now == listing and self.digest:
-            found = _digest_of(self._local(partial.path), self.digest)
+        if now.version == listing.version and self.digest:
+            found = _digest_of(os.path.join(partial.path, name_of(self.url)), self.digest)
             if found != self.digest:
                 partial.discard()
                 raise WrongDigest(

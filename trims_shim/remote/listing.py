@@ -27,6 +27,7 @@ __all__ = [
 
 _FORM = re.compile(r"[a-z][a-z0-9+.-]*://.", re.ASCII | re.IGNORECASE | re.DOTALL)
 _WEB = re.compile(r"https?://", re.ASCII | re.IGNORECASE)
+_PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*(?=@)")
 _KEY_DIGITS = 20
 _PART_LIMIT_BYTES = 255
 _NAME_LIMIT_BYTES = 2048
@@ -131,9 +132,9 @@ def name_of(url: str) -> str:
 
 
 def shown(url: str) -> str:
-    """A URL for messages: without user and query, which may hold secrets."""
+    """A URL for messages: without password and query, which may hold secrets."""
     if not is_web(url):
-        return url
+        return _PASSWORD.sub(r"\1", url)
     split = urlsplit(url)
     return f"{split.scheme}://{split.netloc.rpartition('@')[2]}{split.path}"
 

@@ -14,7 +14,7 @@ from typing import Any
 from trims_shim import diagnostics
 from trims_shim.errors import RemoteError, RemoteUnreachable, TrimsError
 from trims_shim.late_imports import ensure_imported
-from trims_shim.remote.listing import Listing, RemoteFile, name_of
+from trims_shim.remote.listing import Listing, RemoteFile, name_of, shown
 
 __all__ = ["StoreFiles"]
 
@@ -37,13 +37,15 @@ class StoreFiles:
             ensure_imported("fsspec.core")
             from fsspec.core import url_to_fs
         except ImportError as error:
-            raise RemoteError(f'{url} needs fsspec: pip install "trims-shim[remote]"') from error
+            text = f'{shown(url)} needs fsspec: pip install "trims-shim[remote]"'
+            raise RemoteError(text) from error
         self._url = url
-        try:
-            self._files, self._path = url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            # "Install s3fs to access S3", "Protocol not known: s4"
-            raise RemoteError(f"{url} cannot be read: {error}") from error
+        with _translated(url):  # Some connect at once (ftp, sftp).
+            try:
+                self._files, self._path = url_to_fs(url)
+            except (ImportError, ValueError) as error:
+                # "Install s3fs to access S3", "Protocol not known: s4"
+                raise RemoteError(f"{shown(url)} cannot be read: {error}") from error
         # The others may be used by one thread at a time only.
         self.is_concurrent = bool(self._files.async_impl)
 
@@ -67,7 +69,7 @@ class StoreFiles:
             if not place.endswith("/")
         ]
         if not files:
-            raise FileNotFoundError(errno.ENOENT, "it has no files", self._url)
+            raise FileNotFoundError(errno.ENOENT, "it has no files", shown(self._url))
         return Listing(tuple(files))
 
     def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
@@ -99,13 +101,13 @@ def _translated(url: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, "it is not there", url) from error
+        raise FileNotFoundError(errno.ENOENT, "it is not there", shown(url)) from error
     except PermissionError as error:
-        raise PermissionError(errno.EACCES, "access is denied", url) from error
+        raise PermissionError(errno.EACCES, "access is denied", shown(url)) from error
     except TrimsError:
         raise
     # Every store raises errors of its own, of no common class.
     except Exception as error:
         diagnostics.pass_on(error)
         reason = str(error) or repr(error)
-        raise RemoteUnreachable(f"{url}: not reachable: {reason}") from error
+        raise RemoteUnreachable(f"{shown(url)}: not reachable: {reason}") from error
