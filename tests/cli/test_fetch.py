@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.fetch import fetch_all
 from trims_shim.cli.progress import Progress
+from trims_shim.remote import fetching
 
 from .conftest import Trims
 
@@ -56,8 +59,26 @@ def test_fetch_with_a_digest(trims: Trims, store: str) -> None:
     wrong = trims("fetch", f"{store}/bert/model.safetensors", "--digest", digest)
     assert wrong.returncode == Exit.FAILED
     assert "its digest is sha256:" in wrong.stderr
-    for words in (("a/b.pt",), (f"{store}/vit.pt", "--digest", "12"), ("x://a", "y://b", digest)):
+    for words in (
+        ("a/b.pt",),
+        ("http://[::1/x",),
+        (f"{store}/vit.pt", "--digest", "12"),
+        ("x://a", "y://b", digest),
+    ):
         assert trims("fetch", *words).returncode == Exit.USAGE
+
+
+def test_an_error_of_another_file_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For example the directory of copies, or one of many files."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EFBIG, "File too large", "/cache/\x1bc/remote")
+
+    monkeypatch.setattr(fetching, "fetch", fail)
+    (failed,) = fetch_all(["s3://b/vit.pt"], is_quiet=True)
+    assert failed.error == "File too large (/cache/\\x1bc/remote)"
 
 
 def test_warm_fetches_first(new_trims: Callable[[], Trims], store: str) -> None:

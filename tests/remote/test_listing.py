@@ -115,6 +115,7 @@ def test_a_host_that_is_none() -> None:
 
 def test_messages_have_no_secrets() -> None:
     assert shown("https://me:pw@host:8/x/y.pt?X-Amz-Signature=s#z") == "https://host:8/x/y.pt"
+    assert shown("https://me:pw@[::1/x?s") == "https://[::1/x"
     assert shown("s3://bucket/x?y") == "s3://bucket/x?y"
     assert shown("sftp://me:pw@host/a:b@c") == "sftp://me@host/a:b@c"
     assert shown("zip://x::sftp://me:pw@host:22/x") == "zip://x::sftp://me@host:22/x"

@@ -10,6 +10,7 @@ import threading
 import urllib.request
 from http.client import HTTPMessage
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -216,6 +217,15 @@ def test_hosts_in_netrc(
     assert not _password("http://other.example/x")
     (tmp_path / ".netrc").write_bytes(text.encode() + b"machine \xe4 login me password secret\n")
     _password(url)
+
+
+@pytest.mark.parametrize("name", ["m\u00f6 del+;%.pt", "a%23b?.pt", "a%2520.pt", "a'(b)&c=d.pt"])
+def test_names_with_other_characters(name: str, web: WebServer) -> None:
+    web.put(f"x/{name}", CONTENT)
+    web.put("x/", f'<a href="{quote(name)}">x</a>'.encode())
+    (file,) = WebFiles(web.url("x/")).list().files
+    assert file.name == f"x/{name}"
+    assert looked(web.url(f"x/{quote(name)}")).name == name
 
 
 PAGE = b"""<html><a href="../">up</a> <a href="?C=N;O=D">Name</a> <a href="/">top</a>

@@ -27,6 +27,8 @@ __all__ = [
 
 _FORM = re.compile(r"[a-z][a-z0-9+.-]*://.", re.ASCII | re.IGNORECASE | re.DOTALL)
 _WEB = re.compile(r"https?://", re.ASCII | re.IGNORECASE)
+_QUERY = re.compile(r"[?#].*", re.DOTALL)
+_USER = re.compile(r"://[^/]*@")
 _PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*(?=@)")
 _KEY_DIGITS = 20
 _PART_LIMIT_BYTES = 255
@@ -135,8 +137,7 @@ def shown(url: str) -> str:
     """A URL for messages: without password and query, which may hold secrets."""
     if not is_web(url):
         return _PASSWORD.sub(r"\1", url)
-    split = urlsplit(url)
-    return f"{split.scheme}://{split.netloc.rpartition('@')[2]}{split.path}"
+    return _USER.sub("://", _QUERY.sub("", url))
 
 
 def _is_name(name: str) -> bool:

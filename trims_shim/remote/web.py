@@ -126,7 +126,8 @@ def _is_asked_for(response: _Response, file: RemoteFile, start: int | None) -> b
     """Whether it has the bytes from ``start`` on, or all; of the version that was looked at."""
     headers = response.headers
     # Some of the servers behind one name may still have, or have already, another version.
-    if file.token and file.token not in (headers.get("ETag"), headers.get("Last-Modified")):
+    tokens = [headers.get(name, "").removeprefix("W/") for name in ("ETag", "Last-Modified")]
+    if file.token and file.token.removeprefix("W/") not in tokens:
         return False
     if start is None:
         return response.status == 200
