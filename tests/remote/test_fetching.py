@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -22,7 +23,7 @@ import pytest
 import trims_shim
 from trims_shim.errors import ConfigError, RemoteError, RemoteUnreachable, WrongDigest
 from trims_shim.remote import copies, downloading, fetching
-from trims_shim.remote.listing import Listing
+from trims_shim.remote.listing import Listing, RemoteFile
 from trims_shim.remote.web import WebFiles
 
 from .conftest import forget, names_in
@@ -264,6 +265,43 @@ def test_a_change_of_the_length_begins_it_again(
 ) -> None:
     url = web.put("vit.pt", CONTENT, changes_to=[after])
     assert read(trims_shim.fetch(url)) == after
+
+
+def test_a_file_that_goes_during_the_download_is_a_change(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = web.put("bert/", b'<a href="a">a</a><a href="b">b</a>')
+    web.put("bert/a", CONTENT)
+    web.put("bert/b", OTHER)
+    read_web = WebFiles.read
+
+    def going(self: WebFiles, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+        web.files.pop("bert/b", None)
+        web.put("bert/", b'<a href="a">a</a>')
+        return read_web(self, file, start, end)
+
+    monkeypatch.setattr(WebFiles, "read", going)
+    assert os.listdir(trims_shim.fetch(url)) == ["a"]
+
+
+def test_what_another_has_checked_meanwhile_is_not_replaced(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in use; this download is of a version with another tag, so both downloaded."""
+    digest = digest_of(CONTENT)
+    url = web.put("vit.pt", CONTENT, tag="one")
+    download = downloading.download
+    inodes = []
+
+    def late(*arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(fetching, "download", download)
+        download(*arguments, **options)
+        web.put("vit.pt", CONTENT, tag="two")
+        inodes.append(os.stat(trims_shim.fetch(url, digest=digest)).st_ino)
+        web.put("vit.pt", CONTENT, tag="one")
+
+    monkeypatch.setattr(fetching, "download", late)
+    assert os.stat(trims_shim.fetch(url, digest=digest)).st_ino == inodes[0]
 
 
 def test_a_remote_that_always_changes(web: WebServer, home: Path) -> None:

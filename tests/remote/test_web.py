@@ -265,6 +265,13 @@ def test_a_page_that_is_too_long_is_not_cut_off(web: WebServer) -> None:
         WebFiles(web.put("long/", page)).list()
 
 
+def test_a_page_that_is_cut_off_is_no_list(web: WebServer) -> None:
+    web.put("cut/a", CONTENT)
+    page = b'<a href="a">a</a>' + b" " * 100 + b'<a href="b">b</a>'
+    with pytest.raises(RemoteUnreachable, match="may not be the whole page"):
+        WebFiles(web.put("cut/", page, cut_bytes=50, length=len(page))).list()
+
+
 def test_a_folder_without_files_and_one_without_end(web: WebServer) -> None:
     with pytest.raises(RemoteError, match="no link to a file"):
         WebFiles(web.put("none/", b"<html>hello")).list()

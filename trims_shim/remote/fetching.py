@@ -137,10 +137,11 @@ class _Fetching:
                     partial.discard()
                     continue
                 now = self._download(partial, listing)
-                if now.version == listing.version:
+                # Another process may have checked the same digest, of another version, and use it.
+                if now.version == listing.version and not self._whole_path(name, listing):
                     path = os.path.join(self.copies.publish(partial, name), name_of(self.url))
                     return _fetched(path, Outcome.DOWNLOADED)
-                partial.discard()  # It may have bytes of both.
+                partial.discard()  # It may have bytes of two versions.
                 listing, changes = now, changes + 1
             except OSError as error:
                 if error.errno not in _FULL:
@@ -178,7 +179,7 @@ class _Fetching:
         self.copies.make_room(size_bytes - partial.size_bytes())
         try:
             download(self.remote, listing, partial.path, progress=self._report(size_bytes))
-        except RemoteUnreachable:
+        except (RemoteUnreachable, FileNotFoundError):
             now = self.remote.list()
             if now.version == listing.version:
                 raise

@@ -108,6 +108,8 @@ class WebFiles:
                 text = response.read(_PAGE_LIMIT_BYTES + 1)
                 if len(text) > _PAGE_LIMIT_BYTES:
                     raise RemoteError(f"{shown(page)} is too long for a list of files")
+                if not isinstance(response, HTTPResponse) or response.length:
+                    raise RemoteUnreachable(f"{shown(page)}: it may not be the whole page")
                 links.feed(text.decode(errors="replace"))
             for target in dict.fromkeys(urljoin(page, link) for link in links.found):
                 # A query sorts the page; others lead up, or away.
