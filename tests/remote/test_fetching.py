@@ -562,7 +562,9 @@ def test_a_copy_of_another_digest_is_not_given(web: WebServer) -> None:
         trims_shim.fetch(url, digest=digest_of(OTHER))
 
 
-@pytest.mark.parametrize("digest", ["", "sha256:12", "0" * 64, "md17:00", f"shake_128:{'0' * 32}"])
+@pytest.mark.parametrize(
+    "digest", ["", "sha256:12", "0" * 64, f"sha256:{'g' * 64}", f"md5:{'0' * 32}"]
+)
 def test_what_is_no_digest(digest: str, web: WebServer) -> None:
     with pytest.raises(ConfigError, match="is no digest"):
         trims_shim.fetch(web.put("vit.pt", CONTENT), digest=digest)

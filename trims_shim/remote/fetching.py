@@ -15,6 +15,7 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,8 +55,8 @@ def fetch(
     url: str,
     *,
     digest: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    waiting: Callable[[], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done_bytes, size_bytes: None,
+    waiting: Callable[[], None] = lambda: None,
 ) -> Fetched:
     """The local copy of what a URL names; see :func:`trims_shim.fetch`.
 
@@ -114,8 +115,8 @@ class _Fetching:
     digest: str
     copies: Copies
     remote: Remote
-    progress: Callable[[int, int], None] | None
-    waiting: Callable[[], None] | None
+    progress: Callable[[int, int], None]
+    waiting: Callable[[], None]
 
     def run(self) -> Fetched:
         listing = self.remote.list()
@@ -165,8 +166,7 @@ class _Fetching:
         if is_first:
             text = "%s is being downloaded by another process, which is waited for"
             diagnostics.log(logging.INFO, text, shown(self.url))
-        if self.waiting is not None:
-            self.waiting()
+        self.waiting()
         time.sleep(_POLL_S)
 
     def _download(self, partial: Partial, listing: Listing) -> Listing:
@@ -178,7 +178,12 @@ class _Fetching:
         diagnostics.log(logging.INFO, "%s: downloading %d bytes", shown(self.url), size_bytes)
         self.copies.make_room(size_bytes - partial.size_bytes())
         try:
-            download(self.remote, listing, partial.path, progress=self._report(size_bytes))
+            download(
+                self.remote,
+                listing,
+                partial.path,
+                progress=lambda done_bytes: self.progress(done_bytes, size_bytes),
+            )
         except (RemoteUnreachable, FileNotFoundError):
             now = self.remote.list()
             if now.version == listing.version:
@@ -186,19 +191,13 @@ class _Fetching:
             return now  # For example, it is shorter, and the rest is not there any more.
         now = self.remote.list()
         if now.version == listing.version and self.digest:
-            found = _digest_of(os.path.join(partial.path, name_of(self.url)), self.digest)
+            found = _digest_of(os.path.join(partial.path, name_of(self.url)))
             if found != self.digest:
                 partial.discard()
                 raise WrongDigest(
                     f"{shown(self.url)}: its digest is {found}, not {self.digest} as was asked for"
                 )
         return now
-
-    def _report(self, size_bytes: int) -> Callable[[int], None]:
-        progress = self.progress
-        if progress is None:
-            return lambda done_bytes: None
-        return lambda done_bytes: progress(done_bytes, size_bytes)
 
 
 def _is_whole(path: str, size_bytes: int | None) -> bool:
@@ -213,19 +212,16 @@ def _is_whole(path: str, size_bytes: int | None) -> bool:
 
 
 def _checked(digest: str) -> str:
-    """``sha256:...`` as :func:`_digest_of` writes it. Raises ConfigError for another form."""
-    algorithm, _, digits = digest.lower().partition(":")
-    is_known = algorithm in hashlib.algorithms_guaranteed and not algorithm.startswith("shake")
-    if not is_known or len(digits) != 2 * hashlib.new(algorithm).digest_size:
+    """As :func:`_digest_of` writes it. Raises ConfigError for another form."""
+    # No other kind: two files with the same md5 or sha1 can be made.
+    if not re.fullmatch("sha256:[0-9a-f]{64}", digest.lower()):
         raise ConfigError(f"{digest!r} is no digest; write sha256: and 64 hexadecimal digits")
-    return f"{algorithm}:{digits}"
+    return digest.lower()
 
 
-def _digest_of(path: str, expected: str) -> str:
-    """The digest of a file, of the same kind as the expected one."""
-    algorithm = expected.partition(":")[0]
-    computed = hashlib.new(algorithm)
+def _digest_of(path: str) -> str:
+    computed = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             computed.update(chunk)
-    return f"{algorithm}:{computed.hexdigest()}"
+    return f"sha256:{computed.hexdigest()}"
