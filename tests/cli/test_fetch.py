@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from trims_shim import config
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.fetch import fetch_all
+from trims_shim.cli.fetch import evict_copies, fetch_all
 from trims_shim.cli.progress import Progress
+from trims_shim.errors import RemoteError
 from trims_shim.remote import fetching
 
 from .conftest import Trims
@@ -104,6 +106,19 @@ def test_evict_deletes_copies(trims: Trims, store: str) -> None:
     assert not os.path.exists(bert)
     assert trims("evict", "--all", "--tier", "remote").returncode == Exit.OK
     assert trims("evict", "bert.pt", "--tier", "remote").returncode == Exit.USAGE
+
+
+def test_evict_deletes_nothing_behind_a_link(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    precious = tmp_path / "home" / "photos"
+    precious.mkdir(parents=True)
+    (tmp_path / "remote").symlink_to(precious.parent)
+    settings = config.load({"TRIMS_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path)})
+    monkeypatch.setattr(config, "_current", settings)
+    with pytest.raises(RemoteError, match="is not a directory"):
+        evict_copies("", as_json=False)
+    assert precious.exists()
 
 
 def test_evict_leaves_what_is_in_use(trims: Trims, store: str) -> None:

@@ -93,17 +93,17 @@ class Copies:
         directory = directory_of(config.cache_dir, cache_home=config.cache_home, name="remote")
         return cls(directory, config.remote_bytes)
 
-    def prepare(self) -> None:
-        """Make the directory. Raises RemoteError if it cannot be made, or others may change it."""
-        try:
-            problem = examine(self.directory)
-            if not problem:
-                _make(self.directory)
-                problem = examine(self.directory)
-        except OSError as error:
-            problem = f"{self.directory} cannot be made: {error}; set TRIMS_CACHE_DIR"
-        if problem:
+    def check(self) -> None:
+        """Raises RemoteError if others may change the directory, or it cannot be had."""
+        if problem := examine(self.directory):
             raise RemoteError(f"no remote model can be kept here: {problem}")
+
+    def prepare(self) -> None:
+        """Make the directory. Raises RemoteError as :meth:`check`, which comes first, OSError."""
+        self.check()
+        if not os.path.lexists(self.directory):
+            _make(self.directory)
+            self.check()
 
     # --- in use -----------------------------------------------------------------------------------
 
