@@ -62,6 +62,37 @@ def test_the_last_ready_device_waits_until_another_has_loaded() -> None:
     assert fleet.is_settled
 
 
+def test_the_last_ready_device_changes_after_all_others() -> None:
+    fleet = ready((SMALL, 2, 1.0), (OTHER, 2, 1.0))
+    for device, wanted in zip(fleet.devices, (OTHER, OTHER, SMALL, OTHER), strict=True):
+        device.wanted = wanted
+    assert [device.number for device in start(fleet)] == [0, 2]
+    assert [device.number for device in fleet.ready("cats")] == [1]
+
+
+def test_what_runs_is_not_given_up_for_a_variant_that_cannot_be_loaded() -> None:
+    fleet = ready((SMALL, 3, 9.0))
+    fleet.place(placed((LARGE, 3, 9.0)))
+    first, second = start(fleet)
+    (last,) = fleet.ready("cats")
+    fleet.failed(first, first.load, 0)
+    fleet.failed(second, second.load, 0)
+    assert start(fleet, SECOND) == [first, second]
+    fleet.loaded(first, first.load)
+    assert not fleet.unloadable
+    assert start(fleet, SECOND) == [last]
+
+
+def test_a_device_that_is_not_needed_comes_back_too() -> None:
+    fleet = ready((SMALL, 1, 1.0), (OTHER, 1, 1.0))
+    fleet.place(placed((OTHER, 1, 1.0)))
+    device = fleet.devices[0]
+    fleet.lost(device, device.load, 0)
+    assert start(fleet, SECOND) == [device]
+    fleet.loaded(device, device.load)
+    assert len(fleet.present) == 2
+
+
 def test_nobody_waits_for_a_device_that_may_never_come_back() -> None:
     fleet = ready((SMALL, 2, 9.0))
     away, last = fleet.devices
@@ -88,7 +119,7 @@ def test_a_lost_device_loads_again_after_pauses_that_grow() -> None:
     device = fleet.devices[0]
     pauses = []
     now_ns = 5 * SECOND
-    for _ in range(9):
+    for _ in range(1100):  # nine hours
         fleet.lost(device, device.load, now_ns)
         assert fleet.ready("cats") == [fleet.devices[1]]
         retry_ns = fleet.next_retry_ns()

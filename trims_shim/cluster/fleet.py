@@ -8,7 +8,8 @@
             LOST ◄── any                 its process is gone, and comes back without a variant
 
 A device that changes answers what it was given before, then loads; so nothing waits for it. The
-last device that is ready for a family stays so while another one is loading for that family.
+last device that is ready for a family changes after all others, and stays so while another one is
+loading for that family. None gives up what it runs for a variant that could not be loaded.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Device:
     """Requests that it was given and has not answered."""
     is_away: bool = False
     """Lost, and not heard of since; it may be loading, for all that is known."""
-    failures: int = 0
-    """In a row."""
+    pause_s: float = 0.0
+    """Before the next attempt to load; 0 after one that went well."""
     retry_ns: int = 0
 
     @property
@@ -77,7 +78,7 @@ class Fleet:
         self.loads = 0
         """How often a variant was loaded."""
         self.unloadable: set[Option] = set()
-        """Their loaders have raised errors; they need not be planned again."""
+        """Their loaders have raised errors, and no one has loaded since; not to be planned."""
         self._ready: dict[str, list[Device]] = {}
 
     @property
@@ -128,18 +129,20 @@ class Fleet:
 
     def begin_loads(self, now_ns: int) -> Iterator[Device]:
         """Yield the devices that load from now on what is their ``option`` then."""
-        for device in self.devices:
-            if self._may_load(device, now_ns):
-                device.option = device.wanted
-                device.load += 1
-                self.loads += 1
-                self._enter(device, Phase.LOADING)
-                yield device
+        while due := [device for device in self.devices if self._may_load(device, now_ns)]:
+            device = min(due, key=self._is_last)
+            device.option = device.wanted
+            device.load += 1
+            self.loads += 1
+            self._enter(device, Phase.LOADING)
+            yield device
 
     def loaded(self, device: Device, load: int) -> None:
         """The device has done its load of this number."""
         if self._is_current(device, load):
-            device.failures, device.is_away = 0, False
+            assert device.option is not None
+            device.pause_s, device.is_away = 0.0, False
+            self.unloadable.discard(device.option)
             self._enter(device, Phase.READY)
 
     def failed(self, device: Device, load: int, now_ns: int) -> None:
@@ -155,6 +158,7 @@ class Fleet:
         """The device's process is gone, or has no variant as if it were new."""
         if device.load == load and device.phase in (Phase.LOADING, Phase.READY):
             device.is_away = True
+            device.wanted = device.wanted or device.option  # else it would be away for ever
             self._pause(device, now_ns)
             self._enter(device, Phase.LOST)
 
@@ -173,29 +177,35 @@ class Fleet:
         if device.wanted is None or device.phase is Phase.LOADING:
             return False
         if device.phase is Phase.READY:
-            return device.wanted != device.option and not self._has_to_stay(device)
+            may_change = device.wanted not in (device.option, *self.unloadable)
+            return may_change and not self._has_to_stay(device)
         return now_ns >= device.retry_ns
 
     def _has_to_stay(self, device: Device) -> bool:
         """Whether it is the last one that is ready for its family, and another will be soon."""
-        assert device.option is not None
-        family = device.option.family
-        return self.ready(family) == [device] and any(
-            each.phase is Phase.LOADING and each.option is not None and each.option.family == family
+        return self._is_last(device) and any(
+            each.phase is Phase.LOADING and _family(each) == _family(device)
             for each in self.present
         )
+
+    def _is_last(self, device: Device) -> bool:
+        """Whether no other device is ready for its family."""
+        return self.ready(_family(device)) == [device]
 
     def _is_current(self, device: Device, load: int) -> bool:
         return device.phase is Phase.LOADING and device.load == load
 
     def _pause(self, device: Device, now_ns: int) -> None:
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**device.failures)
-        device.failures += 1
-        device.retry_ns = now_ns + round(pause_s * _NS_PER_S)
+        device.pause_s = min(_LONGEST_PAUSE_S, 2 * device.pause_s or _FIRST_PAUSE_S)
+        device.retry_ns = now_ns + round(device.pause_s * _NS_PER_S)
 
     def _enter(self, device: Device, phase: Phase) -> None:
         device.phase = phase
         self._ready = {}
         for each in self.devices:
-            if each.phase is Phase.READY and each.option is not None:
-                self._ready.setdefault(each.option.family, []).append(each)
+            if each.phase is Phase.READY:
+                self._ready.setdefault(_family(each), []).append(each)
+
+
+def _family(device: Device) -> str:
+    return "" if device.option is None else device.option.family
