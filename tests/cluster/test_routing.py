@@ -82,6 +82,42 @@ def test_others_take_over_where_the_planned_device_has_no_room() -> None:
     assert [device.open for device in fleet.devices] == [4, 2]
 
 
+def test_shares_are_those_of_the_last_plan_at_once() -> None:
+    fleet = ready((SMALL, 1, 3000.0), (LARGE, 1, 3000.0))
+    router = router_of(fleet)
+    counts: Counter[int] = Counter()
+    for ticket in tickets(21):
+        router.arrived(0, ticket)
+        if ticket.number:
+            assert ticket.device is not None
+            counts[ticket.device.number] += 1
+        else:
+            fleet.place(placed((SMALL, 1, 5.0), (LARGE, 1, 5.0)))
+        router.answered(0, ticket, "answered")
+    assert abs(counts[0] - counts[1]) <= 2
+
+
+def test_devices_that_nothing_is_planned_for_share_what_comes() -> None:
+    fleet = ready((SMALL, 1, 0.0), (LARGE, 1, 0.0))
+    router = router_of(fleet)
+    for ticket in tickets(4):
+        router.arrived(0, ticket)
+    assert [device.open for device in fleet.devices] == [2, 2]
+
+
+def test_requests_of_a_family_that_is_given_up_do_not_wait_for_ever() -> None:
+    fleet = ready((SMALL, 1, 1.0), (OTHER, 1, 1.0))
+    router = router_of(fleet)
+    *taken, last = tickets(5)
+    for ticket in [*taken, last]:
+        router.arrived(0, ticket)
+    fleet.place(placed((OTHER, 2, 1.0)))
+    assert start(fleet) == [fleet.devices[0]]
+    with pytest.raises(RequestDropped, match="no device runs a variant of 'cats'"):
+        raise refusal(router.settle(0))
+    assert router.counters["cats"] == {"requests": 5, "dropped": 1}
+
+
 def test_too_many_are_refused() -> None:
     router = router_of(ready((SMALL, 1, 30.0)), queue_size=3)
     *taken, last = tickets(8)
@@ -179,6 +215,9 @@ def test_none_is_lost_whatever_happens_to_devices(seed: int) -> None:
     assert not world.open
     assert world.ended == Counter(world.tickets)
     assert all(device.open == 0 for device in world.fleet.devices)
+    for counters in world.router.counters.values():
+        ended = ("answered", "dropped", "failed", "rejected")
+        assert counters["requests"] == sum(counters[outcome] for outcome in ended)
 
 
 class _World:
@@ -194,11 +233,12 @@ class _World:
         self.ended: Counter[Ticket] = Counter()
         self.open: list[Ticket] = []
         """At devices."""
-        self.has_run_at: dict[Ticket, list[tuple[int, int]]] = {}
 
     def plan(self, devices: int) -> object:
-        options = [SMALL, LARGE, OTHER]
-        chosen = Counter(self.random.choices(range(3), k=devices))
+        options = [each for each in (SMALL, LARGE, OTHER) if each not in self.fleet.unloadable]
+        if not options:
+            return placed()
+        chosen = Counter(self.random.choices(range(len(options)), k=devices))
         return placed(*((options[which], count, 1.0 * which) for which, count in chosen.items()))
 
     def step(self) -> None:
@@ -270,6 +310,7 @@ class _World:
 
     def finish(self) -> None:
         """Both families get a device, and all devices load and answer."""
+        self.fleet.unloadable.clear()
         for _ in range(100):
             self.now_ns += 60 * SECOND
             if len(self.fleet.present) >= 2:

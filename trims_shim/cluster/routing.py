@@ -3,14 +3,14 @@
 A request is given to a device that is ready for its family and has room: a group of devices by the
 planned shares, and in the group the device with the fewest open requests. Until there is one it
 waits here, in the order of deadlines, because here any device can still take it. What waits beyond
-its deadline is dropped.
+its deadline, or when no device is to get a variant of its family, is dropped.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -20,6 +20,9 @@ from trims_shim.errors import DeviceLost, QueueFull, RequestDropped, TrimsError
 from trims_shim.planner import Option
 
 __all__ = ["Action", "Refuse", "Router", "Send", "Ticket"]
+
+_LEAST_QPS = 1e-6
+"""Of a device; those for which nothing is planned share what no other has room for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +77,7 @@ class Router:
         self._waiting: dict[str, list[tuple[int, int, Ticket]]] = {each: [] for each in families}
         """Heaps by deadline and number."""
         self._credits: defaultdict[Option, float] = defaultdict(float)
-        """How far the groups are behind their shares."""
+        """How many requests the groups are behind their shares."""
         self.counters = {family: Counter[str]() for family in self._waiting}
         """What became of the requests of each family; see :class:`FamilyStats`."""
 
@@ -91,8 +94,6 @@ class Router:
                 "for more"
             )
             return [self._refusal(ticket, "rejected", error)]
-        if not self._fleet.is_coming(ticket.family):
-            return [self._dropped(ticket, f"no device runs a variant of {ticket.family!r} now")]
         self._wait(ticket)
         return self.settle(now_ns)
 
@@ -129,8 +130,9 @@ class Router:
         actions: list[Action] = []
         for family, waiting in self._waiting.items():
             while waiting and waiting[0][0] < now_ns:
-                ticket = heapq.heappop(waiting)[2]
-                actions.append(self._dropped(ticket, "its deadline passed while it waited"))
+                actions.append(self._dropped(family, "its deadline passed while it waited"))
+            while waiting and not self._fleet.is_coming(family):
+                actions.append(self._dropped(family, f"no device runs a variant of {family!r} now"))
             while waiting and (device := self._choose(family)) is not None:
                 ticket = heapq.heappop(waiting)[2]
                 ticket.device, ticket.load = device, device.load
@@ -143,12 +145,6 @@ class Router:
         first_ns = min((each[0][0] for each in self._waiting.values() if each), default=NEVER_NS)
         return None if first_ns == NEVER_NS else first_ns + 1
 
-    def give_up(self, error: TrimsError) -> Iterator[Refuse]:
-        """Refuse everything that waits."""
-        for waiting in self._waiting.values():
-            while waiting:
-                yield self._refusal(heapq.heappop(waiting)[2], "failed", error)
-
     def _choose(self, family: str) -> Device | None:
         """Smooth weighted round robin over the groups; the least loaded device of the group."""
         best: dict[Option, Device] = {}
@@ -158,15 +154,17 @@ class Router:
                 continue
             option = device.option
             assert option is not None
-            shares[option] += device.planned_qps
+            shares[option] += max(_LEAST_QPS, device.planned_qps)
             if option not in best or device.open < best[option].open:
                 best[option] = device
         if not best:
             return None
+        # In requests: what is left of a plan before, which had other rates, counts for one or two.
+        total_qps = sum(shares.values())
         for option, share in shares.items():
-            self._credits[option] += share
+            self._credits[option] += share / total_qps
         chosen = max(best, key=lambda option: self._credits[option])
-        self._credits[chosen] -= sum(shares.values())
+        self._credits[chosen] -= 1
         return best[chosen]
 
     def _wait(self, ticket: Ticket) -> None:
@@ -180,9 +178,10 @@ class Router:
         ticket.device = None
         return device
 
-    def _dropped(self, ticket: Ticket, why: str) -> Refuse:
+    def _dropped(self, family: str, why: str) -> Refuse:
+        """The first of those that wait is dropped."""
         error = RequestDropped(DropReason.HOPELESS.value, f"a request was dropped: {why}")
-        return self._refusal(ticket, "dropped", error)
+        return self._refusal(heapq.heappop(self._waiting[family])[2], "dropped", error)
 
     def _refusal(self, ticket: Ticket, outcome: str, error: TrimsError) -> Refuse:
         self.counters[ticket.family][outcome] += 1
