@@ -17,7 +17,7 @@ from trims_shim.cluster.driving import Driver
 from trims_shim.cluster.fleet import Fleet
 from trims_shim.cluster.routing import Router, Ticket
 from trims_shim.errors import BatcherClosed, ClusterError, PlanningError
-from trims_shim.planner import Option, Placement, Problem
+from trims_shim.planner import Option, Placement, Problem, replanning
 from trims_shim.planner.replanning import Replanner
 
 PROBLEM = Problem({"gpu": 3}, [SMALL, LARGE], {"cats": 10})
@@ -100,6 +100,11 @@ class _World:
     def asked(self) -> bool:
         """Ask, so that a plan becomes due."""
         return self.ask().result(PATIENCE_S) is not None
+
+
+@pytest.fixture(autouse=True)
+def _no_pause_before_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replanning, "_LEAST_PERIOD_S", 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -25,13 +25,31 @@ def test_a_plan_is_due_after_the_period_but_only_if_somebody_asks() -> None:
     assert replanner.next_plan_ns() is None
     assert not replanner.is_due(60 * SECOND)
     replanner.came(60 * SECOND, "cats")
-    assert replanner.next_plan_ns() == 60 * SECOND + 1
-    assert replanner.is_due(60 * SECOND + 1)
-    replanner.planned(61 * SECOND, placement(1))
-    replanner.came(62 * SECOND, "cats")
-    assert not replanner.is_due(66 * SECOND - 1)
-    assert replanner.is_due(66 * SECOND)
+    assert replanner.next_plan_ns() == 62 * SECOND
+    assert replanner.is_due(62 * SECOND)
+    replanner.planned(62 * SECOND, placement(1))
+    replanner.came(63 * SECOND, "cats")
+    assert not replanner.is_due(67 * SECOND - 1)
+    assert replanner.is_due(67 * SECOND)
     assert replanner.plans == 1
+
+
+def test_what_was_planned_for_stays_for_a_period() -> None:
+    replanner = Replanner(placement(10), period_s=5, burst=1.1, since_ns=60 * SECOND)
+    replanner.came(61 * SECOND, "cats")
+    assert replanner.next_plan_ns() == 65 * SECOND
+
+
+def test_a_plan_after_a_pause_is_for_the_requests_that_come_now() -> None:
+    replanner = Replanner(placement(100), period_s=5, burst=1.1)
+    for pause_s in (100, 200):
+        second = pause_s
+        while not replanner.is_due(second * SECOND):
+            ask(replanner, second, 40)
+            second += 1
+        assert second == pause_s + 2
+        assert replanner.wanted_qps(second * SECOND)["cats"] == pytest.approx(40)
+        replanner.planned(second * SECOND, placement(40))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import functools
 import importlib
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent import futures
@@ -94,7 +95,10 @@ def deploy(
             actors.append(start.options(**options).remote(dict(loaders), policy))
             stack.callback(_kill, ray, actors[-1])
         _wait_until_up(ray, kinds, actors, start_timeout_s)
-        replanner = Replanner(placement, period_s=replan_s, burst=_BURST) if replan_s else None
+        replanner = None
+        if replan_s is not None:
+            since_ns = time.monotonic_ns()
+            replanner = Replanner(placement, period_s=replan_s, burst=_BURST, since_ns=since_ns)
         driver = Driver(
             actors,
             fleet,

@@ -1,7 +1,8 @@
 """When to plan again, and for what demand. The same in virtual time and for a real cluster.
 
 The demand is estimated from the requests that come. A plan is due a period after the last one, but
-not before somebody asks, and at once when far more requests come than were planned for.
+not before somebody asks, and at once when far more requests come than were planned for. When
+requests come after a pause, there is no plan before a whole second of them has been counted.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ _NS_PER_S = 1_000_000_000
 _LEAST_QPS = 0.1
 """Families that nobody asks for now may be asked for before the next plan."""
 _LEAST_PERIOD_S = 2.0
-"""Between two plans, however fast the demand grows (the artefact's value)."""
+"""Between two plans, however fast the demand grows (the artefact's value), and from a pause to a
+plan: a whole second is in it, wherever seconds begin."""
 
 
 class Replanner:
-    """Says when a plan is due. Times never go back."""
+    """Says when a plan is due. Times never go back; ``placement`` is carried out from ``since_ns``
+    on."""
 
-    def __init__(self, placement: Placement, *, period_s: float, burst: float) -> None:
+    def __init__(
+        self, placement: Placement, *, period_s: float, burst: float, since_ns: int = 0
+    ) -> None:
         self.placement = placement
         """The last one."""
         self.plans = 0
@@ -33,14 +38,15 @@ class Replanner:
         self._demand = Demand(placement.demand_qps)
         self._is_asked = False
         """Whether a request has come since the last plan."""
-        self._next_plan_ns = self._last_plan_ns = 0
+        self._next_plan_ns = self._last_plan_ns = since_ns
 
     def came(self, now_ns: int, family: str) -> None:
         """Note a request."""
-        self._demand.came(now_ns, family)
         if not self._is_asked:
             self._is_asked = True
-            self._next_plan_ns = max(now_ns + 1, self._last_plan_ns + self._period_ns)
+            wait_ns = 1 if self._demand.last_qps(now_ns) else round(_LEAST_PERIOD_S * _NS_PER_S)
+            self._next_plan_ns = max(now_ns + wait_ns, self._last_plan_ns + self._period_ns)
+        self._demand.came(now_ns, family)
 
     def next_plan_ns(self) -> int | None:
         """When a plan is due if there is no burst before; None while nobody asks."""
