@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from harness import PATIENCE_S, wait_until
 
 from tests.cluster.making import LARGE, SMALL, placed
+from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.cluster import driving
 from trims_shim.cluster.actor import Loaded
 from trims_shim.cluster.driving import Driver
 from trims_shim.cluster.fleet import Fleet
 from trims_shim.cluster.routing import Router, Ticket
+from trims_shim.cluster.service import Service
 from trims_shim.errors import BatcherClosed, ClusterError, PlanningError
 from trims_shim.planner import Option, Placement, Problem, replanning
 from trims_shim.planner.replanning import Replanner
@@ -38,11 +41,17 @@ class _Actor:
 
 
 class _Method:
+    load_error: Exception | None = None
+
     def __init__(self, number: int, name: str) -> None:
         self._number = number
         self._name = name
 
     def remote(self, *arguments: Any) -> _Reference:
+        if self._name == "answer" and isinstance(arguments[1], Exception):
+            raise arguments[1]
+        if self._name == "load" and self.load_error is not None:
+            return _Reference(self.load_error)
         if self._name == "load":
             return _Reference(Loaded("here", frozenset({f"of {arguments[1].variant}"})))
         return _Reference((self._number,))
@@ -54,7 +63,10 @@ class _Reference:
 
     def future(self) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(self._value)
+        if isinstance(self._value, Exception):
+            future.set_exception(self._value)
+        else:
+            future.set_result(self._value)
         return future
 
 
@@ -81,7 +93,6 @@ class _World:
             replanner=Replanner(ONE, period_s=0.05, burst=1.1),
             is_up=lambda: self.is_up,
         )
-        self.driver.started.result(PATIENCE_S)
 
     def plan(self, problem: Problem, *, before: Placement) -> Placement:
         self.problems.append(problem)
@@ -91,11 +102,18 @@ class _World:
             raise planned
         return planned
 
-    def ask(self) -> Future[Any]:
+    def ask(self, item: object = "item") -> Future[Any]:
         future: Future[Any] = Future()
         self.numbers += 1
-        self.driver.take(Ticket(self.numbers, "cats", payload=("item", future)))
+        self.driver.take(Ticket(self.numbers, "cats", payload=(item, future)))
         return future
+
+    def service(self, ended: list[str]) -> Service:
+        """A service that notes when it ends its actors."""
+        families = {"cats": NEVER_NS}
+        return Service(
+            self.driver, self.fleet, self.router, families, on_shutdown=lambda: ended.append("all")
+        )
 
     def asked(self) -> bool:
         """Ask, so that a plan becomes due."""
@@ -115,18 +133,27 @@ def _answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "_answers", answers)
 
 
+Maker: TypeAlias = Callable[[list[Placement | Exception]], _World]
+
+
 @pytest.fixture
-def worlds() -> Iterator[list[_World]]:
+def make() -> Iterator[Maker]:
+    """Makes worlds whose devices have loaded."""
     made: list[_World] = []
-    yield made
+
+    def make(plans: list[Placement | Exception]) -> _World:
+        made.append(_World(plans))
+        made[-1].driver.started.result(PATIENCE_S)
+        return made[-1]
+
+    yield make
     for world in made:
         world.driver.stop(0)
 
 
-def test_a_variant_goes_to_a_device_whose_node_has_its_weights(worlds: list[_World]) -> None:
+def test_a_variant_goes_to_a_device_whose_node_has_its_weights(make: Maker) -> None:
     # The first time nobody knows what the large variant needs, so the next device gets it.
-    world = _World([TWO, placed((SMALL, 2, 10.0)), TWO])
-    worlds.append(world)
+    world = make([TWO, placed((SMALL, 2, 10.0)), TWO])
     wait_until(lambda: world.asked() and len(world.seen) > 3, "the plan after these")
     assert world.seen[:4] == [
         [SMALL, None, None],
@@ -137,10 +164,9 @@ def test_a_variant_goes_to_a_device_whose_node_has_its_weights(worlds: list[_Wor
 
 
 def test_without_a_new_plan_the_old_one_stays(
-    worlds: list[_World], caplog: pytest.LogCaptureFixture
+    make: Maker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = _World([PlanningError("no plan was found"), TWO])
-    worlds.append(world)
+    world = make([PlanningError("no plan was found"), TWO])
     with caplog.at_level(logging.WARNING):
         wait_until(lambda: world.asked() and world.driver.plans, "a plan")
     assert "no new plan, the old one stays: no plan was found" in caplog.text
@@ -149,19 +175,86 @@ def test_without_a_new_plan_the_old_one_stays(
     assert world.problems[0].demand_qps.keys() == {"cats", "dogs"}
 
 
-def test_requests_fail_when_ray_is_shut_down(worlds: list[_World]) -> None:
-    world = _World([])
-    worlds.append(world)
+def test_requests_that_cannot_be_sent_make_room_for_others(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driving, "_LOOK_NS", 1 << 60)
+    world = make([])
+    (device, *_) = world.fleet.devices
+    device.open = 4
+    bad = [world.ask(OSError("not pickled")) for _ in range(4)]
+    good = world.ask()
+    wait_until(lambda: world.router.waiting("cats") == 5, "all wait")
+    device.open = 0
+    world.driver._events.put(driving._look)
+    assert good.result(PATIENCE_S) == 0
+    assert all(isinstance(future.exception(PATIENCE_S), OSError) for future in bad)
+
+
+def test_what_only_looks_like_a_lost_device_is_none() -> None:
+    errors = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
+    asked = errors.RayTaskError("answer", "", errors.RayActorError()).as_instanceof_cause()
+    assert isinstance(asked, errors.RayActorError)  # of an actor that the function has asked
+    assert not driving._is_loss(asked)
+    assert driving._is_loss(errors.RayActorError())
+
+
+def test_a_load_whose_error_cannot_be_unpickled_has_failed(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
+    monkeypatch.setattr(_Method, "load_error", errors.UnserializableException("two arguments"))
+    with pytest.raises(ClusterError, match=r"small on gpu .* could not be loaded.*two arguments"):
+        make([])
+
+
+def test_one_may_wait_for_ever_for_the_end(make: Maker) -> None:
+    world = make([])
+    assert world.ask().result(PATIENCE_S) == 0
+    world.driver.stop(threading.TIMEOUT_MAX)
+    assert not world.driver._thread.is_alive()
+
+
+def test_requests_fail_when_ray_is_shut_down(make: Maker) -> None:
+    world = make([])
     world.is_up = False
     with pytest.raises(ClusterError, match="Ray was shut down before the service was"):
         world.ask().result(PATIENCE_S)
 
 
-def test_a_fault_fails_the_requests_instead_of_leaving_them(
-    worlds: list[_World], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_forked_child_is_told_that_the_service_is_not_its_own(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = _World([])
-    worlds.append(world)
+    world, ended = make([]), list[str]()
+    service = world.service(ended)
+    with monkeypatch.context() as child:
+        child.setattr(service, "_pid", -1)
+        with pytest.raises(BatcherClosed, match="belongs to the parent process"):
+            service.submit("cats", "item")
+        service.shutdown()
+    assert not ended
+    assert world.ask().result(PATIENCE_S) == 0
+
+
+def test_actors_end_although_the_wait_for_answers_is_interrupted(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(timeout_s: float) -> None:
+        raise KeyboardInterrupt
+
+    world, ended = make([]), list[str]()
+    service = world.service(ended)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.driver, "stop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            service.shutdown()
+    assert ended == ["all"]
+
+
+def test_a_fault_fails_the_requests_instead_of_leaving_them(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make([])
     monkeypatch.setattr(world.router, "arrived", lambda now_ns, ticket: 1 // 0)
     with pytest.raises(ClusterError, match=r"the service has failed \(ZeroDivisionError"):
         world.ask().result(PATIENCE_S)

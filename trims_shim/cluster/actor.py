@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from trims_shim.batching import Batcher
 from trims_shim.config import platform_problem
@@ -20,6 +20,8 @@ from trims_shim.planner import Option
 from trims_shim.wire.admin import GetStatusRequest
 
 __all__ = ["BatchFunction", "DeviceActor", "Loaded", "Loader"]
+
+_T = TypeVar("_T")
 
 BatchFunction: TypeAlias = Callable[..., Any]
 """A batch -> one result for each item, as for :class:`~trims_shim.batching.Batcher`."""
@@ -47,28 +49,32 @@ class DeviceActor:
         """The number of the load whose variant is ready; 0 for none."""
         self._batcher: Batcher[Any, Any, Any] | None = None
         self._digests: dict[str, frozenset[str]] = {}
+        self._is_loading = asyncio.Lock()
+        """Held by loads, as one may come while another runs: the service may take the actor for
+        lost when it was only out of reach."""
 
     async def ping(self) -> None:
         """Return when the process has started."""
 
     async def load(self, number: int, option: Option) -> Loaded:
         """Answer what was asked before, then load a variant. Raises what its loader raises."""
-        self._load = 0
-        if self._batcher is not None:
-            await self._batcher.aclose()
-            self._batcher = None
+        async with self._is_loading:
+            self._load = 0
+            if self._batcher is not None:
+                await self._batcher.aclose()
+                self._batcher = None
             gc.collect()  # models may have cycles, and the next one may need their memory
             gc.freeze()  # what is left are libraries; looking at torch again takes 130 ms
-        function = await asyncio.to_thread(self._function_of, option.variant)
-        self._batcher = Batcher(
-            function,
-            max_batch_size=option.profile.max_batch_size,
-            profile=option.profile,
-            policy=self._policy,
-            name=f"{option.family}/{option.variant}",
-        )
-        self._load = number
-        return Loaded(_context().get_node_id(), self._digests[option.variant])
+            function = await _outcome(asyncio.to_thread(self._function_of, option.variant))
+            self._batcher = Batcher(
+                function,
+                max_batch_size=option.profile.max_batch_size,
+                profile=option.profile,
+                policy=self._policy,
+                name=f"{option.family}/{option.variant}",
+            )
+            self._load = number
+            return Loaded(_context().get_node_id(), self._digests[option.variant])
 
     async def answer(self, load: int, item: Any, limit_ms: float) -> tuple[Any, ...]:
         """The answer in a tuple; an empty one if the variant of this load is not here.
@@ -77,7 +83,7 @@ class DeviceActor:
         """
         if load != self._load or self._batcher is None:
             return ()
-        return (await self._batcher.aio(item, deadline_ms=limit_ms),)
+        return (await _outcome(self._batcher.aio(item, deadline_ms=limit_ms)),)
 
     async def resident(self) -> frozenset[str]:
         """Digests of the images in the memory of this node's daemon; none without a daemon."""
@@ -89,6 +95,14 @@ class DeviceActor:
         # One that was loaded here before may have opened nothing new.
         self._digests[variant] = self._digests.get(variant, frozenset()) | _opened() - before
         return function
+
+
+async def _outcome(call: Awaitable[_T]) -> _T:
+    """Of user code, which may want to exit: that would end the loop, but not the actor."""
+    try:
+        return await call
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"the variant raised {error!r}") from error
 
 
 def _opened() -> frozenset[str]:

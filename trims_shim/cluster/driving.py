@@ -107,7 +107,7 @@ class Driver:
         with self._lock:
             self._end_ns = time.monotonic_ns() + round(timeout_s * _NS_PER_S)
         self._events.put(_look)
-        self._thread.join(timeout_s + _PATIENCE_S)
+        self._thread.join(min(timeout_s + _PATIENCE_S, threading.TIMEOUT_MAX))
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -207,6 +207,7 @@ class Driver:
         except Exception as error:
             self._router.answered(now_ns, ticket, "failed")
             self._close(ticket).set_exception(error)
+            self._events.put(_look)  # there is room for another one
 
     def _answered(self, ticket: Ticket, load: int, done: Future[Any], now_ns: int) -> None:
         device, error = ticket.device, done.exception()
@@ -247,12 +248,13 @@ class Driver:
             if found.digests:
                 self._digests[option.variant] = found.digests
             self._fleet.loaded(device, load)
-        elif (cause := _cause(error)) is error:  # the actor did not raise it
+        elif _is_loss(error):
             self._fleet.lost(device, load, now_ns)
         else:
+            cause = _cause(error)
             text = f"{option.name} ({option.family}) could not be loaded: {cause!r}"
             if option not in self._fleet.unloadable:
-                _logger.warning("%s; it is tried again, and not planned for any more", text)
+                _logger.warning("%s; it is tried again, and not planned for until it loads", text)
             self._fleet.failed(device, load, now_ns)
             if not self.started.done():
                 failure = ClusterError(f"{text}; call its loader in a process of its own")
@@ -316,9 +318,11 @@ def _look(now_ns: int) -> None:
 
 
 def _is_loss(error: BaseException) -> bool:
-    from ray.exceptions import ObjectLostError, RayActorError
+    """Whether the actor is lost, and not one that its function has asked."""
+    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
-    return isinstance(error, RayActorError | ObjectLostError)
+    is_raised = isinstance(error, RayTaskError)  # and of the class of what the function raised
+    return isinstance(error, RayActorError | ObjectLostError) and not is_raised
 
 
 def _cause(error: BaseException) -> BaseException:

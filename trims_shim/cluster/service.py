@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.cluster.driving import Driver
 from trims_shim.cluster.fleet import Fleet
 from trims_shim.cluster.routing import Router, Ticket
+from trims_shim.errors import BatcherClosed
 from trims_shim.planner import Placement
 
 if TYPE_CHECKING:
@@ -95,14 +97,17 @@ class Service:
         self._slo_ns = slo_ns
         self._on_shutdown = on_shutdown
         self._numbers = itertools.count()
+        self._pid = os.getpid()
 
     def submit(self, family: str, item: Any, *, deadline_ms: float | None = None) -> Future[Any]:
         """The answer for one item as a future, which has all errors but these. Does not block.
 
         ``deadline_ms``, from now, replaces the family's objective. A future cannot be cancelled.
         Its callbacks run in the service's thread and must not block. Raises ValueError for an
-        unknown family, BatcherClosed after :meth:`shutdown`.
+        unknown family, BatcherClosed after :meth:`shutdown` and in a forked child.
         """
+        if self._pid != os.getpid():
+            raise BatcherClosed("this service belongs to the parent process: deploy another one")
         slo_ns = self._slo_ns.get(family)
         if slo_ns is None:
             known = ", ".join(map(repr, self._slo_ns))
@@ -152,10 +157,16 @@ class Service:
     def shutdown(self, *, timeout_s: float = 30.0) -> None:
         """Take no more requests, wait for the answers of the open ones, and end the actors.
 
-        After ``timeout_s``, requests without an answer fail with BatcherClosed.
+        After ``timeout_s``, requests without an answer fail with BatcherClosed. Does nothing in a
+        forked child.
         """
-        self._driver.stop(patience_s("timeout_s", timeout_s))
-        self._on_shutdown()
+        timeout_s = patience_s("timeout_s", timeout_s)
+        if self._pid != os.getpid():
+            return
+        try:
+            self._driver.stop(timeout_s)
+        finally:
+            self._on_shutdown()
 
     def __enter__(self) -> Self:
         return self

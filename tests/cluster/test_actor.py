@@ -1,0 +1,67 @@
+"""One device: its loads come one after the other, and user code cannot end its loop. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness import PATIENCE_S
+
+from tests.cluster.making import LARGE, SMALL
+from trims_shim.cluster import actor
+from trims_shim.cluster.actor import BatchFunction, DeviceActor
+
+
+@pytest.fixture(autouse=True)
+def _node(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(get_accelerator_ids=dict, get_node_id=lambda: "here")
+    monkeypatch.setattr(actor, "_context", lambda: context)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, PATIENCE_S))
+
+
+def exits(*_: Any) -> Any:
+    raise SystemExit(3)
+
+
+def test_what_exits_fails_and_the_actor_goes_on() -> None:
+    async def test() -> None:
+        device = DeviceActor({"small": exits, "large": lambda device: exits}, None)
+        with pytest.raises(RuntimeError, match=r"raised SystemExit\(3\)"):
+            await device.load(1, SMALL)
+        assert await device.answer(1, 7, 1e3) == ()
+        await device.load(2, LARGE)
+        with pytest.raises(RuntimeError, match=r"raised SystemExit\(3\)"):
+            await device.answer(2, 7, 1e6)
+
+    run(test())
+
+
+def test_of_two_loads_at_once_the_last_one_stays() -> None:
+    """The service may take an actor for lost that was only out of reach."""
+    is_asked_again = threading.Event()
+
+    def load_small(device: str) -> BatchFunction:
+        assert is_asked_again.wait(PATIENCE_S)
+        return lambda items: ["small" for _ in items]
+
+    def load_large(device: str) -> BatchFunction:
+        return lambda items: ["large" for _ in items]
+
+    async def test() -> None:
+        device = DeviceActor({"small": load_small, "large": load_large}, None)
+        first = asyncio.create_task(device.load(1, SMALL))
+        second = asyncio.create_task(device.load(2, LARGE))
+        await asyncio.sleep(0.05)  # a load that did not wait would be done
+        is_asked_again.set()
+        await asyncio.gather(first, second)
+        assert await device.answer(2, 7, 1e6) == ("large",)
+        assert await device.answer(1, 7, 1e6) == ()
+
+    run(test())
