@@ -236,5 +236,8 @@ class _Table:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # of a whole number with thousands of digits
+        return "a number too long to show"
     return text if len(text) <= 40 else f"{text[:40]}..."

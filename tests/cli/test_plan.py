@@ -174,6 +174,7 @@ def test_groups_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFix
         ("slo_ms = 300", "", "there is no families.classify.slo_ms"),
         ("cpu = 4", "cpu = 1.5", "devices.cpu is 1.5; it has to be a whole number from 0 to 10000"),
         ("cpu = 4", "tpu = 4", "small on cpu: there is no such kind of device"),
+        ("cpu = 4", f"cpu = 0x{'f' * 5000}", "devices.cpu is a number too long to show"),
         ("cpu = 4", 'cpu = "4"', "devices.cpu is '4'; it has to be a whole number"),
         ("demand_qps = 120", "demand_qps = true", "families.classify.demand_qps is True"),
         ("accuracy = 70", "", "there is no families.classify.variants.small.accuracy"),

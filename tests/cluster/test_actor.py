@@ -43,6 +43,23 @@ def test_what_exits_fails_and_the_actor_goes_on() -> None:
     run(test())
 
 
+def test_a_variant_needs_the_images_of_its_last_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: set[str] = set()
+    images = iter(("before", "after", "after"))
+
+    def load(device: str) -> BatchFunction:
+        opened.add(next(images))
+        return lambda items: items
+
+    async def test() -> None:
+        device = DeviceActor({"small": load}, None)
+        digests = [(await device.load(number, SMALL)).digests for number in (1, 2, 3)]
+        assert digests == [{"before"}, {"after"}, {"after"}]  # a load may open nothing new
+
+    monkeypatch.setattr(actor, "_opened", lambda: frozenset(opened))
+    run(test())
+
+
 def test_of_two_loads_at_once_the_last_one_stays() -> None:
     """The service may take an actor for lost that was only out of reach."""
     is_asked_again = threading.Event()

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from trims_shim.batching import Batcher
 from trims_shim.config import platform_problem
 from trims_shim.errors import TrimsError
 from trims_shim.planner import Option
 from trims_shim.wire.admin import GetStatusRequest
+
+if TYPE_CHECKING:
+    from trims_shim.client.cache import Cache
 
 __all__ = ["BatchFunction", "DeviceActor", "Loaded", "Loader"]
 
@@ -74,7 +77,8 @@ class DeviceActor:
                 name=f"{option.family}/{option.variant}",
             )
             self._load = number
-            return Loaded(_context().get_node_id(), self._digests[option.variant])
+            digests = self._digests.get(option.variant, frozenset())
+            return Loaded(_context().get_node_id(), digests)
 
     async def answer(self, load: int, item: Any, limit_ms: float) -> tuple[Any, ...]:
         """The answer in a tuple; an empty one if the variant of this load is not here.
@@ -93,7 +97,8 @@ class DeviceActor:
         before = _opened()
         function = self._loaders[variant](_device())
         # One that was loaded here before may have opened nothing new.
-        self._digests[variant] = self._digests.get(variant, frozenset()) | _opened() - before
+        if opened := _opened() - before:
+            self._digests[variant] = opened
         return function
 
 
@@ -106,26 +111,23 @@ async def _outcome(call: Awaitable[_T]) -> _T:
 
 
 def _opened() -> frozenset[str]:
-    if platform_problem:
-        return frozenset()
-    from trims_shim.client.cache import cache
-
-    try:
-        return cache().opened()
-    except TrimsError:  # of unusable settings
-        return frozenset()
+    return _told(lambda cache: cache.opened())
 
 
 def _resident() -> frozenset[str]:
+    return _told(lambda cache: (each.digest for each in cache.request(GetStatusRequest()).images))
+
+
+def _told(question: Callable[[Cache], Iterable[str]]) -> frozenset[str]:
+    """Digests of images; none without a daemon, and with unusable settings."""
     if platform_problem:
         return frozenset()
     from trims_shim.client.cache import cache
 
     try:
-        status = cache().request(GetStatusRequest())
+        return frozenset(question(cache()))
     except TrimsError:
         return frozenset()
-    return frozenset(image.digest for image in status.images)
 
 
 def _device() -> str:

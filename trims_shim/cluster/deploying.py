@@ -66,8 +66,9 @@ def deploy(
     ``start_timeout_s``: for actors to start, and again for variants to load.
 
     Connects to the cluster of ``RAY_ADDRESS``, or starts Ray on this machine, unless ``ray.init``
-    was called before; if so, several services can be deployed, else Ray ends with this one. Raises ClusterError if Ray is missing, an actor does not start, or a variant
-    cannot be loaded; PlanningError; of a file OSError and FormatError; ValueError and TypeError.
+    was called before. If so, several services can be deployed; else Ray ends with this one. Raises
+    ClusterError if Ray is missing, an actor does not start, or a variant cannot be loaded;
+    PlanningError; of a file OSError and FormatError; ValueError and TypeError.
     """
     problem, slo_ns = _with_objectives(problem, slo_ms)
     unknown = sorted({option.variant for option in problem.options} - set(loaders))
