@@ -116,8 +116,9 @@ class Driver:
         try:
             while not self._is_over(time.monotonic_ns()):
                 events = self._next_events()
-                if not self._is_up():
-                    raise ClusterError("Ray was shut down before the service was")
+                if not self._is_up():  # as when the program ends
+                    error = ClusterError("Ray was shut down before the service: deploy it again")
+                    break
                 now_ns = time.monotonic_ns()
                 for event in events:
                     event(now_ns)
