@@ -19,7 +19,7 @@ from trims_shim.cluster.driving import Driver
 from trims_shim.cluster.fleet import Fleet
 from trims_shim.cluster.routing import Router, Ticket
 from trims_shim.cluster.service import Service
-from trims_shim.errors import BatcherClosed, ClusterError, PlanningError
+from trims_shim.errors import BatcherClosed, ClusterError, PlanningError, RequestDropped
 from trims_shim.planner import Option, Placement, Problem, replanning
 from trims_shim.planner.replanning import Replanner
 
@@ -73,24 +73,24 @@ class _Reference:
 class _World:
     """A driver, and what it asks of the planner."""
 
-    def __init__(self, plans: list[Placement | Exception]) -> None:
+    def __init__(self, plans: list[Placement | Exception], first: Placement = ONE) -> None:
         self.plans = plans
         self.is_up = True
         self.problems: list[Problem] = []
         self.seen: list[list[Option | None]] = []
         """What devices ran when it was planned."""
         self.fleet = Fleet(["gpu"] * 3)
-        self.fleet.place(ONE)
+        self.fleet.place(first)
         self.router = Router(self.fleet, ["cats"], queue_size=9, resends=True)
         self.numbers = 0
         self.driver = Driver(
             [_Actor(number) for number in range(3)],
             self.fleet,
             self.router,
-            placement=ONE,
+            placement=first,
             problem=PROBLEM,
             plan=self.plan,
-            replanner=Replanner(ONE, period_s=0.05, burst=1.1),
+            replanner=Replanner(first, period_s=0.05, burst=1.1),
             is_up=lambda: self.is_up,
         )
 
@@ -133,7 +133,8 @@ def _answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "_answers", answers)
 
 
-Maker: TypeAlias = Callable[[list[Placement | Exception]], _World]
+Maker: TypeAlias = Callable[..., _World]
+"""As the class."""
 
 
 @pytest.fixture
@@ -141,8 +142,8 @@ def make() -> Iterator[Maker]:
     """Makes worlds whose devices have loaded."""
     made: list[_World] = []
 
-    def make(plans: list[Placement | Exception]) -> _World:
-        made.append(_World(plans))
+    def make(*arguments: Any) -> _World:
+        made.append(_World(*arguments))
         made[-1].driver.started.result(PATIENCE_S)
         return made[-1]
 
@@ -161,6 +162,14 @@ def test_a_variant_goes_to_a_device_whose_node_has_its_weights(make: Maker) -> N
         [SMALL, SMALL, None],
         [SMALL, SMALL, LARGE],
     ]
+
+
+def test_a_service_may_begin_without_demand(make: Maker) -> None:
+    world = make([TWO], placed())
+    with pytest.raises(RequestDropped, match="no device runs a variant of 'cats' now"):
+        world.ask().result(PATIENCE_S)
+    wait_until(lambda: len(world.fleet.ready("cats")) == 2, "what is asked for is planned")
+    assert world.ask().result(PATIENCE_S) is not None
 
 
 def test_without_a_new_plan_the_old_one_stays(

@@ -84,6 +84,7 @@ class Driver:
         self._digests: dict[str, frozenset[str]] = {}
         """By variant: the images that it needs, as far as is known."""
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events.put(_look)
         self._lock = threading.Lock()
         self._open: set[Ticket] | None = set()
         """None when the thread has ended."""
