@@ -196,6 +196,19 @@ def test_outputs_that_cannot_be_combined_fail_the_call() -> None:
             ensemble.predict(ROWS)
 
 
+@pytest.mark.parametrize(
+    ("combine", "message"),
+    [
+        (lambda outputs: float(outputs["a"].sum()), "a float has no rows"),
+        (lambda outputs: outputs["a"].sum(0), "`combine` returned 2 rows for the outputs of 128"),
+    ],
+)
+def test_rules_have_to_return_a_row_for_each_sample(combine: Any, message: str) -> None:
+    with ensemble_of(by(members.times, 1.0), combine=combine) as ensemble:
+        with pytest.raises(ValueError, match=message):
+            ensemble.predict(ROWS)
+
+
 def test_the_batch_of_a_worker_that_died_is_answered_by_the_next_one(tmp_path: Path) -> None:
     load = by(members.dying_at, 7.0, str(tmp_path), 1)
     with ensemble_of(load, by(members.times, 3.0)) as ensemble:

@@ -121,6 +121,19 @@ def test_rows_joined_are_the_whole(value: Any, is_copied: bool) -> None:
     assert str(whole) == str(value)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.array([1, 0]), np.array([0.5, 1.0])),
+        (torch.tensor([1, 0]), torch.tensor([0.5, 1.0])),
+        (np.array(["2020"], "M8[Y]"), np.array(["2020-02"], "M8[M]")),
+    ],
+    ids=["arrays", "tensors", "dates"],
+)
+def test_batches_of_different_types_lose_nothing_when_joined(one: Any, other: Any) -> None:
+    assert joined([one, other]).tolist() == [*one.tolist(), *other.tolist()]
+
+
 def test_copied_rows_have_memory_of_their_own() -> None:
     array = np.zeros((4, 2))
     rows_of({"a": array}, 1, 3, is_copied=True)["a"][:] = 1
@@ -132,9 +145,12 @@ def test_copied_rows_have_memory_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (np.float32(1), "are missing"),
-        (torch.tensor(1), "are missing"),
+        (np.float32(1), "a float32 without axes has no rows"),
+        (torch.tensor(1), "a Tensor without axes has no rows"),
+        ({"a": np.zeros(3), "loss": np.zeros(())}, "a ndarray without axes"),
         ({}, "are missing"),
+        (np.ma.masked_array([1, 2], mask=[1, 0]), "a MaskedArray of this kind"),
+        ({"a": torch.eye(3).to_sparse()}, "a Tensor of this kind"),
         ((np.zeros(3), np.zeros(4)), "they have 3 and 4"),
         ("text", "a str has no rows"),
         (None, "a NoneType has no rows"),

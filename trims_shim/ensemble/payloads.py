@@ -32,7 +32,15 @@ def _counts(value: Any) -> Iterable[int]:
     library = library_of(value)
     if library is not None:
         count = library.count(value)
-        return [] if count is None else [count]
+        if count is None:
+            raise ValueError(f"a {type(value).__name__} without axes has no rows")
+        if library.signature(value) is None:
+            raise ValueError(
+                f"a {type(value).__name__} of this kind (masked, sparse, nested, quantized, or a "
+                "subclass with a meaning of its own) cannot be cut into rows without loss; give a "
+                "plain one"
+            )
+        return [count]
     if isinstance(value, list):
         return [len(value)]
     parts = parts_of(value)

@@ -29,7 +29,7 @@ from trims_shim.ensemble.buffers import Buffer, Buffers
 from trims_shim.ensemble.combine import Combine
 from trims_shim.ensemble.crew import Crew, Event, Place
 from trims_shim.ensemble.dispatch import Dispatch, Job
-from trims_shim.ensemble.payloads import dumped, joined, loaded, rows_of
+from trims_shim.ensemble.payloads import count_of, dumped, joined, loaded, rows_of
 from trims_shim.errors import EnsembleError, MemberFailed
 
 __all__ = ["System", "WorkerTraceback"]
@@ -60,6 +60,7 @@ class _Call:
 class _Segment:
     call: _Call
     position: int
+    rows: int
     buffer: Buffer
     layout: messages.Layout
     missing: list[int]
@@ -220,7 +221,7 @@ class System:
                 raise self._error
             self._last_segment += 1
             self._segments[self._last_segment] = _Segment(
-                call, position, buffer, layout, [rows] * members, [[] for _ in range(members)]
+                call, position, rows, buffer, layout, [rows] * members, [[] for _ in range(members)]
             )
             self._dispatch.add_segment(self._last_segment, rows)
             self.counts["samples"] += rows
@@ -265,7 +266,12 @@ class System:
                 name: joined([result for _, result in sorted(parts, key=lambda part: part[0])])
                 for name, parts in zip(self.names, segment.parts, strict=True)
             }
-            call.results[segment.position] = self._combine(outputs)
+            result = self._combine(outputs)
+            if (found := count_of(result)) != segment.rows:
+                raise ValueError(
+                    f"`combine` returned {found} rows for the outputs of {segment.rows} samples"
+                )
+            call.results[segment.position] = result
         except BaseException as error:
             if not call.future.done():
                 call.future.set_exception(error)

@@ -37,7 +37,10 @@ class ArrayLibrary(ABC):
 
     @abstractmethod
     def concatenate(self, arrays: Sequence[Any]) -> Any:
-        """``[n, ...]`` each -> a new array ``[sum of n, ...]``, without a graph."""
+        """``[n, ...]`` each -> a new array ``[sum of n, ...]``, without a graph.
+
+        Types may differ; the result has one that holds them all.
+        """
 
     @abstractmethod
     def pad(self, arrays: Sequence[Any], axis: int, length: int, value: float) -> Any:
@@ -209,7 +212,10 @@ class _Numpy(ArrayLibrary):
         import numpy
 
         batch = numpy.concatenate(arrays)
-        return batch if batch.dtype.kind in "SU" else batch.astype(arrays[0].dtype, copy=False)
+        dtype = arrays[0].dtype
+        if batch.dtype.kind in "SU" or any(each.dtype != dtype for each in arrays):
+            return batch  # of a type that holds all of them
+        return batch.astype(dtype, copy=False)
 
     def pad(self, arrays: Sequence[Any], axis: int, length: int, value: float) -> Any:
         import numpy
