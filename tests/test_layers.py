@@ -88,7 +88,7 @@ LAYERS = (
     ("daemon.events", "daemon.prepared.models", "daemon.requests", "daemon.server"),
     ("daemon.main", "daemon.detached"),
     ("batching",),
-    ("ensemble.messages",),
+    ("ensemble.channel", "ensemble.messages"),
     ("ensemble.buffers", "ensemble.combine", "ensemble.devices", "ensemble.footprint"),
     ("ensemble.payloads", "ensemble.problem_file"),
     ("ensemble.hosting", "ensemble.worker"),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing.connection
 import os
+import resource
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -155,3 +158,39 @@ def dying_while_it_loads(marks: str, times_: int, device: str) -> Function:
         Path(marks, str(found)).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return lambda batch: batch
+
+
+def without_descriptors(device: str) -> Function:
+    """From now on its process can open nothing more."""
+    descriptor = os.open("/", os.O_RDONLY)  # the smallest that is free
+    os.close(descriptor)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (descriptor, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    return lambda batch: batch
+
+
+def dying_with_a_child(value: float, marks: str, device: str) -> Function:
+    """As ``dying_at``, once; its process has a child that lives on until there is a mark "end"."""
+    if os.fork() == 0:
+        waiting_for(f"{marks}/end", device)(None)
+        os._exit(0)
+    return dying_at(value, marks, 1, device)
+
+
+def stopping_as_it_answers(device: str) -> Function:
+    def stop(connection: Any, content: bytes) -> None:
+        os.write(connection.fileno(), struct.pack("!i", len(content)) + content[:3])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def answer(batch: Any) -> Any:
+        multiprocessing.connection.Connection._send_bytes = stop  # type: ignore[attr-defined]
+        return batch
+
+    return answer
+
+
+def relative(path: str, value: float, marks: str, device: str) -> Function:
+    """As ``dying_at``, once, with weights that lie in the current directory."""
+    with open(path):
+        return dying_at(value, marks, 1, device)

@@ -204,9 +204,9 @@ def test_outputs_that_cannot_be_combined_fail_the_call() -> None:
     ],
 )
 def test_rules_have_to_return_a_row_for_each_sample(combine: Any, message: str) -> None:
-    with ensemble_of(by(members.times, 1.0), combine=combine) as ensemble:
-        with pytest.raises(ValueError, match=message):
-            ensemble.predict(ROWS)
+    ensemble = ensemble_of(by(members.times, 1.0), combine=combine)
+    with ensemble, pytest.raises(ValueError, match=message):
+        ensemble.predict(ROWS)
 
 
 def test_the_batch_of_a_worker_that_died_is_answered_by_the_next_one(tmp_path: Path) -> None:
@@ -289,6 +289,7 @@ MEMBERS = [Member("a", members.row_sums), Member("b", members.row_sums)]
         ([Member("a", members.row_sums, weight=0.0)], {}, "all members have a weight of 0"),
         (MEMBERS, {"segment_size": 0}, "1 or more"),
         (MEMBERS, {"max_segments": 0}, "1 or more"),
+        (MEMBERS, {"restarts": -1}, "restarts is -1; 0 is for none"),
         (MEMBERS, {"combine": "median"}, "'median'"),
         (MEMBERS, {"allocation": Allocation(((8,),))}, "a row for each of 1 devices"),
         (MEMBERS, {"allocation": Allocation(((8, 8), (8, 8)))}, "a row for each of 1 devices"),

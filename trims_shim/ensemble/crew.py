@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from trims_shim.ensemble import messages
 from trims_shim.ensemble.buffers import Buffer
-from trims_shim.ensemble.hosting import WorkerProcess
+from trims_shim.ensemble.hosting import WorkerProcess, end_all
 
 __all__ = ["Crew", "Event", "Place"]
 
@@ -25,15 +25,22 @@ class Place:
     """An element of the allocation matrix, and the process that is there."""
 
     member: int
-    name: str
-    """The member's."""
-    load: bytes
-    device: str
+    setup: messages.SetUp
     batch_size: int
     restarts: int
     """How often a process may still be started in the place of one that has died."""
     process: WorkerProcess | None = None
     is_ready: bool = False
+
+    @property
+    def name(self) -> str:
+        """The member's."""
+        return self.setup.member
+
+    @property
+    def device(self) -> str:
+        """Where it runs."""
+        return self.setup.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ class Crew:
     def start(self, number: int) -> None:
         """Start a process at a place that has none. Raises OSError."""
         place = self.places[number]
-        place.process = WorkerProcess(member=place.name, device=place.device, load=place.load)
+        place.process = WorkerProcess(place.setup)
         self._selector.register(place.process.connection, selectors.EVENT_READ, number)
 
     def bury(self, number: int) -> str:
@@ -107,21 +114,15 @@ class Crew:
             if place.process is not None:
                 place.process.close_buffer(buffer.number)
 
+    def kill(self) -> None:
+        """End all processes by signals. Any thread may, without the lock."""
+        for place in self.places:
+            if (process := place.process) is not None:
+                process.kill()
+
     def end(self) -> None:
         """End all processes."""
-        processes = [place.process for place in self.places if place.process is not None]
-        for process in processes:
-            process.forget()
-        for process in processes:
-            process.end()
+        end_all([place.process for place in self.places if place.process is not None])
         self._selector.close()
-        self._bell.close()
-        self._ear.close()
-
-    def forget(self) -> None:
-        """In a forked child: close what is the parent's, so that workers see its end."""
-        for place in self.places:
-            if place.process is not None:
-                place.process.forget()
         self._bell.close()
         self._ear.close()

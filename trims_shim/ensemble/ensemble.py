@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -106,7 +105,7 @@ class Ensemble:
         started.
         """
         self.members = tuple(members)
-        _check(self.members, segment_size, max_segments)
+        _check(self.members, segment_size, max_segments, restarts)
         self.devices = _found(devices, allocation)
         self.allocation = allocation or _dealt(self.devices, self.members)
         _check_allocation(self.allocation, self.devices, self.members)
@@ -124,7 +123,6 @@ class Ensemble:
             max_segments=max_segments,
             restarts=restarts,
         )
-        _systems.add(self._system)
         self._end = weakref.finalize(self, self._system.close, wait=False)
         try:
             self._system.wait_ready()
@@ -172,7 +170,9 @@ class Ensemble:
         self.close(wait=kind is None)
 
 
-def _check(members: Sequence[Member], segment_size: int | None, max_segments: int | None) -> None:
+def _check(
+    members: Sequence[Member], segment_size: int | None, max_segments: int | None, restarts: int
+) -> None:
     names = [member.name for member in members]
     if not names:
         raise ValueError("an ensemble needs a member")
@@ -185,6 +185,8 @@ def _check(members: Sequence[Member], segment_size: int | None, max_segments: in
         raise ValueError("all members have a weight of 0")
     if any(each is not None and each < 1 for each in (segment_size, max_segments)):
         raise ValueError("segment_size and max_segments need to be 1 or more")
+    if restarts < 0:
+        raise ValueError(f"restarts is {restarts}; 0 is for none")
 
 
 def _check_allocation(
@@ -225,14 +227,3 @@ def _enough_segments(allocation: Allocation, segment_size: int) -> int:
     """Of each member, each worker has two batches, and one segment more is being filled."""
     most: int = max(sum(sizes) for sizes in zip(*allocation.batch_sizes, strict=True))
     return 2 + -(-2 * most // segment_size)
-
-
-_systems: weakref.WeakSet[System] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for system in _systems:
-        system.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

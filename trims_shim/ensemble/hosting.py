@@ -9,33 +9,35 @@ program's main module (not as ``__main__``) if the member's load function is in 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing.process
-import multiprocessing.reduction
 import os
 import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from trims_shim.config import PACKAGE_DIRECTORY
 from trims_shim.ensemble import messages
+from trims_shim.ensemble.channel import Channel
 from trims_shim.ensemble.devices import cores_of
 from trims_shim.errors import EnsembleError
 
-__all__ = ["WorkerProcess", "pickled"]
+__all__ = ["WorkerProcess", "end_all", "pickled", "set_up"]
 
 _PATIENCE_S = 5.0
 _MOMENT_S = 1.0
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-# Imports this very package, and everything else as the program finds it.
+# Imports this very package, and everything else as the program finds it: nothing from the current
+# directory, which `-c` would look through first.
 _BOOT = (
-    "import importlib.machinery, importlib.util, json, sys; "
-    "home, paths, descriptor = sys.argv[1:]; "
-    "sys.path[:] = json.loads(paths); "
+    "import sys; "
+    "descriptor, home, *sys.path[:] = sys.argv[1:]; "
+    "import importlib.machinery, importlib.util; "
     "spec = importlib.machinery.PathFinder.find_spec('trims_shim', [home]); "
     "module = sys.modules['trims_shim'] = importlib.util.module_from_spec(spec); "
     "spec.loader.exec_module(module); "
@@ -51,6 +53,10 @@ def pickled(load: Callable[[str], Any], member: str) -> bytes:
             "an ensemble is made while a process imports this program's main module; make it "
             "under `if __name__ == '__main__':`"
         )
+    if getattr(sys, "frozen", False):
+        raise EnsembleError(
+            f"{sys.executable} is a frozen program, which cannot start workers; run it with Python"
+        )
     try:
         content = pickle.dumps(load)
     except Exception as error:
@@ -58,46 +64,62 @@ def pickled(load: Callable[[str], Any], member: str) -> bytes:
             f"the load function of {member!r} cannot be sent to a worker ({error}); define it at "
             "the top of a module, and give it arguments by functools.partial"
         ) from error
-    if b"__main__" in content and not _main():
+    if _uses_main(content) and not _main():
         raise EnsembleError(
-            f"the load function of {member!r} is defined in an interactive session, where workers "
-            "cannot find it; put it into a module and import it"
+            f"the load function of {member!r} is defined in an interactive session or a package's "
+            "`__main__.py`, where workers cannot find it; put it into a module and import it"
         )
     return content
+
+
+def _uses_main(content: bytes) -> bool:
+    # By its other name in processes that multiprocessing has spawned.
+    return b"__main__" in content or b"__mp_main__" in content
 
 
 def _main() -> dict[str, str]:
     """Where a worker finds the main module, as ``multiprocessing.spawn.prepare`` wants it."""
     main = sys.modules["__main__"]
-    name = getattr(getattr(main, "__spec__", None), "name", None)
+    name: str | None = getattr(getattr(main, "__spec__", None), "name", None)
     if name is not None:
-        return {"init_main_from_name": name}
+        # `multiprocessing` does not import these, of packages, folders and archives.
+        return {} if name.rpartition(".")[2] == "__main__" else {"init_main_from_name": name}
     path = getattr(main, "__file__", None)
     return {} if path is None else {"init_main_from_path": os.path.abspath(path)}
+
+
+def set_up(*, member: str, device: str, load: bytes) -> messages.SetUp:
+    """What a worker is told first. It starts where the program is now, also if it starts later."""
+    main = {"sys_argv": sys.argv, "dir": os.getcwd()} | (_main() if _uses_main(load) else {})
+    return messages.SetUp(member, device, load, main)
 
 
 class WorkerProcess:
     """One process; its first message is Ready or a Failure. Any one thread may use it at a time."""
 
-    def __init__(self, *, member: str, device: str, load: bytes) -> None:
+    def __init__(self, setup: messages.SetUp) -> None:
         """Raises OSError where no process can be started."""
         self._buffers: set[int] = set()
         ours, theirs = socket.socketpair()
         with theirs:
+            self._channel = Channel(ours)
+            _not_for_children.update((self._channel, theirs))
             try:
-                self._process = _started(theirs.fileno(), _threads_on(device))
+                self._process = _started(theirs.fileno(), _threads_on(setup.device))
             except BaseException:
-                ours.close()
+                self._channel.close()
                 raise
-        self.connection: Connection[Any, Any] = Connection(ours.detach())
-        uses_main = b"__main__" in load
-        main: dict[str, Any] = {"sys_argv": sys.argv, "dir": os.getcwd()}
-        self._send(messages.SetUp(member, device, load, main | (_main() if uses_main else {})))
+        self._send(setup)
 
     @property
     def pid(self) -> int:
         """The process's."""
         return self._process.pid
+
+    @property
+    def connection(self) -> Connection[Any, Any]:
+        """For who receives."""
+        return self._channel.connection
 
     def run(self, message: messages.RunJob, descriptor: int) -> None:
         """Send a job whose samples are in the memory of ``descriptor``."""
@@ -105,8 +127,7 @@ class WorkerProcess:
         if number not in self._buffers:
             self._buffers.add(number)
             self._send(messages.OpenBuffer(number))
-            with contextlib.suppress(OSError):
-                multiprocessing.reduction.send_handle(self.connection, descriptor, self.pid)
+            self._send_descriptor(descriptor)
         self._send(message)
 
     def close_buffer(self, number: int) -> None:
@@ -119,36 +140,56 @@ class WorkerProcess:
         """Ask for a :class:`~.messages.Memory`, after the jobs that were sent."""
         self._send(messages.AskMemory())
 
-    def end(self) -> None:
-        """End the process: by closing its socket, and if that does not help, by a signal."""
-        self.forget()
-        try:
-            self._process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def forget(self) -> None:
-        """Close this process's end of the socket only."""
-        self.connection.close()
+    def kill(self) -> None:
+        """End the process by a signal; who receives from it finds out."""
+        self._process.kill()
 
     def death(self) -> str:
         """How it ended, in words; makes sure that it has."""
-        self.forget()
-        try:
-            status = self._process.wait(_MOMENT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._channel.close()
+        if not self._has_ended(_MOMENT_S):
             return "closed its socket"
+        status = self._process.returncode
         if status < 0:
             return f"was ended by signal {-status}" + (" (memory?)" if status == -9 else "")
         return f"ended with status {status}"
 
+    def _has_ended(self, patience_s: float) -> bool:
+        """Whether it has ended within so many seconds by itself; else it is killed."""
+        try:
+            self._process.wait(max(0.0, patience_s))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return False
+        return True
+
     def _send(self, message: object) -> None:
-        # That it has died is found out by who receives.
-        with contextlib.suppress(OSError):
-            self.connection.send(message)
+        with self._sending():
+            self._channel.connection.send(message)
+
+    def _send_descriptor(self, descriptor: int) -> None:
+        with self._sending():
+            self._channel.send_descriptor(descriptor)
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        """That it has died is found out by who receives."""
+        try:
+            yield
+        except ConnectionError:
+            pass
+        except OSError:  # no memory, for one: it would wait for what was not sent
+            self.kill()
+
+
+def end_all(processes: Sequence[WorkerProcess]) -> None:
+    """End them by closing their sockets, and those that this does not help by a signal."""
+    for process in processes:
+        process._channel.close()
+    until_s = time.monotonic() + _PATIENCE_S
+    for process in processes:
+        process._has_ended(until_s - time.monotonic())
 
 
 def _started(descriptor: int, threads: int) -> subprocess.Popen[bytes]:
@@ -161,9 +202,9 @@ def _started(descriptor: int, threads: int) -> subprocess.Popen[bytes]:
             "-u",  # it may end at any time, and what it has printed should be there
             "-c",
             _BOOT,
-            os.path.dirname(PACKAGE_DIRECTORY),
-            json.dumps(paths),
             str(descriptor),
+            os.path.dirname(PACKAGE_DIRECTORY),
+            *paths,
         ],
         stdin=subprocess.DEVNULL,
         env=environment | os.environ,
@@ -176,3 +217,16 @@ def _threads_on(device: str) -> int:
     if not device.startswith("cpu"):
         return 0
     return len(cores_of(device) or os.sched_getaffinity(0))
+
+
+_not_for_children: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Sockets, also those of workers that are being started."""
+
+
+def _after_fork_in_child() -> None:
+    """A forked child that holds them would keep both sides from seeing the other's end."""
+    for each in list(_not_for_children):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

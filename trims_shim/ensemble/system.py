@@ -29,6 +29,7 @@ from trims_shim.ensemble.buffers import Buffer, Buffers
 from trims_shim.ensemble.combine import Combine
 from trims_shim.ensemble.crew import Crew, Event, Place
 from trims_shim.ensemble.dispatch import Dispatch, Job
+from trims_shim.ensemble.hosting import set_up
 from trims_shim.ensemble.payloads import count_of, dumped, joined, loaded, rows_of
 from trims_shim.errors import EnsembleError, MemberFailed
 
@@ -36,6 +37,7 @@ __all__ = ["System", "WorkerTraceback"]
 
 _logger = logging.getLogger("trims_shim.ensemble")
 
+_PATIENCE_S = 5.0
 _MOST_DEATHS = 2
 """Workers that may die with the same batch, before it is given up."""
 
@@ -67,6 +69,13 @@ class _Segment:
     """Rows that each member has not answered."""
     parts: list[list[tuple[int, Any]]]
     """By member: the first row and the result of each batch."""
+
+
+def _own_thread(what: str) -> EnsembleError:
+    return EnsembleError(
+        f"an ensemble is {what} from its own thread (by `combine`, or a future's callback), which "
+        "would wait for itself; do it from another one"
+    )
 
 
 class System:
@@ -110,15 +119,22 @@ class System:
         self._memory: dict[int, messages.Memory] = {}
         places = [
             Place(
-                member, self.names[member], loads[self.names[member]],
-                devices[device].name, size, restarts,
+                member,
+                set_up(member=name, device=devices[device].name, load=loads[name]),
+                size,
+                restarts,
             )
             for device, member, size in allocation.workers()
-        ]  # fmt: skip
+            for name in (self.names[member],)
+        ]
         self._crew = Crew(places)
         self._places = self._crew.places
         self._thread = threading.Thread(target=self._run, name="trims-ensemble", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # as many threads as there may be
+            self._crew.end()
+            raise
 
     # --- for callers ------------------------------------------------------------------------------
 
@@ -135,13 +151,9 @@ class System:
 
         Raises EnsembleError when closed, MemberFailed when a member has no workers left.
         """
-        if self._pid != os.getpid():
-            raise EnsembleError("this ensemble belongs to the parent process; make one after forks")
+        self._check_process()
         if threading.current_thread() is self._thread:
-            raise EnsembleError(
-                "an ensemble is called from its own thread (by `combine`, or a future's callback), "
-                "which would wait for itself; call it from another one"
-            )
+            raise _own_thread("called")
         call = _Call(Future())
         call.future.set_running_or_notify_cancel()
         for position, start in enumerate(range(0, count, self._segment_size)):
@@ -177,6 +189,7 @@ class System:
 
     def workers(self) -> list[tuple[str, str, int, int | None]]:
         """Member, device, batch size and pid of each worker; None for one that is not there."""
+        self._check_process()
         with self._lock:
             return [
                 (
@@ -191,7 +204,10 @@ class System:
     def close(self, *, wait: bool) -> None:
         """Take no more calls. Those under way are answered first if ``wait``, else they fail."""
         if self._pid != os.getpid():
-            return  # a forked child's copy; :meth:`forget` did what there is to do
+            return  # a forked child's copy, whose sockets are closed
+        is_own_thread = threading.current_thread() is self._thread
+        if wait and is_own_thread:
+            raise _own_thread("closed")
         with self._changed:
             if self._error is None:
                 self._error = EnsembleError("the ensemble is closed; make another one")
@@ -199,33 +215,53 @@ class System:
                 self._changed.wait()
             self._is_ending = True
         self._crew.ring()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def forget(self) -> None:
-        """See :meth:`Crew.forget`."""
-        self._crew.forget()
+        if is_own_thread:
+            return
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():  # It receives from a worker that does not go on, for example.
+            self._crew.kill()
+        self._thread.join()
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error
+            # Else each time that it is raised would add its frames, with the samples in them.
+            raise self._error.with_traceback(None)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise EnsembleError("this ensemble belongs to the parent process; make one after forks")
 
     # --- segments ---------------------------------------------------------------------------------
 
     def _add(self, call: _Call, position: int, samples: Any, rows: int) -> None:
         buffer, layout = self._buffers.filled(dumped(samples))
         members = len(self.names)
+        segment = _Segment(
+            call, position, rows, buffer, layout, [rows] * members, [[] for _ in range(members)]
+        )
         with self._lock:
-            if self._error is not None:
+            try:
+                self._check()
+            except BaseException:
                 buffer.close()
-                raise self._error
-            self._last_segment += 1
-            self._segments[self._last_segment] = _Segment(
-                call, position, rows, buffer, layout, [rows] * members, [[] for _ in range(members)]
-            )
-            self._dispatch.add_segment(self._last_segment, rows)
-            self.counts["samples"] += rows
-            self._send_jobs()
+                raise
+            try:
+                self._begin(segment)
+            except BaseException as error:
+                # Ctrl-C: it cannot be said what workers were told.
+                self._error = EnsembleError(
+                    f"the ensemble was interrupted while it sent samples ({error!r}); make another "
+                    "one"
+                )
+                self._crew.ring()
+                raise
+
+    def _begin(self, segment: _Segment) -> None:
+        self._last_segment += 1
+        self._segments[self._last_segment] = segment
+        self._dispatch.add_segment(self._last_segment, segment.rows)
+        self.counts["samples"] += segment.rows
+        self._send_jobs()
 
     def _send_jobs(self) -> None:
         for number, job in self._dispatch.next_jobs():
@@ -387,7 +423,7 @@ class System:
                 self._fail(ran.segment, error)
             wanted = [job for job in jobs if job.segment in self._segments]
             self._dispatch.again(wanted, ran=ran)
-            if not self._is_lost:
+            if not self._is_lost and not self._is_ending:
                 self._replace(number, error)
             self._send_jobs()
             self._changed.notify_all()

@@ -14,20 +14,20 @@ from __future__ import annotations
 import contextlib
 import mmap
 import multiprocessing.process
-import multiprocessing.reduction
 import multiprocessing.spawn
 import os
 import pickle
 import queue
 import signal
+import socket
 import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 from trims_shim.ensemble import messages
+from trims_shim.ensemble.channel import Channel
 from trims_shim.ensemble.devices import cores_of
 from trims_shim.ensemble.dispatch import Job
 from trims_shim.ensemble.footprint import memory_used
@@ -40,11 +40,15 @@ def main(descriptor: int) -> None:
     """Serve the program at the other end of the socket ``descriptor``, until it closes that."""
     # Ctrl-C is for the program, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=descriptor))
+    # A child that a model forks would keep the program from seeing this process's end.
+    os.register_at_fork(after_in_child=channel.close)
     with contextlib.suppress(EOFError, ConnectionError):  # the program has ended
-        _serve(Connection(descriptor))
+        _serve(channel)
 
 
-def _serve(connection: Connection[Any, Any]) -> None:
+def _serve(channel: Channel) -> None:
+    connection = channel.connection
     setup = connection.recv()
     assert isinstance(setup, messages.SetUp)
     if cores := cores_of(setup.device):
@@ -55,7 +59,7 @@ def _serve(connection: Connection[Any, Any]) -> None:
         connection.send(_failure(None, error))
     else:
         connection.send(messages.Ready())
-        _Worker(connection, function, setup).run()
+        _Worker(channel, function, setup).run()
 
 
 def _loaded_function(setup: messages.SetUp) -> Callable[[Any], Any]:
@@ -82,10 +86,9 @@ class _Batch:
 
 
 class _Worker:
-    def __init__(
-        self, connection: Connection[Any, Any], function: Callable[[Any], Any], setup: Any
-    ) -> None:
-        self._connection = connection
+    def __init__(self, channel: Channel, function: Callable[[Any], Any], setup: Any) -> None:
+        self._channel = channel
+        self._connection = channel.connection
         self._function = function
         self._device = setup.device
         self._batches: queue.SimpleQueue[_Batch | messages.AskMemory] = queue.SimpleQueue()
@@ -128,18 +131,24 @@ class _Worker:
     # --- the receiving thread ---------------------------------------------------------------------
 
     def _receive(self) -> None:
-        try:
-            while True:
-                self._handle(self._connection.recv())
-        except (EOFError, OSError):
-            # The program has ended, or wants no more. The main thread may be in a model for long.
-            os._exit(0)
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                # The program has ended, or wants no more. The main thread may be in a model for
+                # long.
+                os._exit(0)
+            try:
+                self._handle(message)
+            except BaseException:  # no memory, or no descriptor left
+                traceback.print_exc()
+                os._exit(1)
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, messages.RunJob):
             self._batches.put(self._copied(message))
         elif isinstance(message, messages.OpenBuffer):
-            descriptor = multiprocessing.reduction.recv_handle(self._connection)
+            descriptor = self._channel.receive_descriptor()
             # Writable, as torch warns of what is not; only copies are handed out.
             self._buffers[message.number] = mmap.mmap(descriptor, 0)
             os.close(descriptor)

@@ -1,0 +1,305 @@
+"""Workers are there, and their end is seen, wherever the program runs and whatever it forks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ensemble import members
+from tests.ensemble.members import by, ensemble_of
+from tests.ensemble.test_ensemble import PATIENCE_S, ROWS, is_running, wait_until
+from trims_shim.ensemble import Ensemble, Member, hosting, system
+from trims_shim.ensemble.channel import Channel
+from trims_shim.errors import EnsembleError, MemberFailed
+
+# --- descriptors and processes --------------------------------------------------------------------
+
+
+def test_a_worker_without_descriptors_ends_and_says_so() -> None:
+    ensemble = ensemble_of(members.without_descriptors, restarts=0)
+    with ensemble, pytest.raises(MemberFailed, match="ended with status 1"):
+        ensemble.submit(ROWS[:8]).result(PATIENCE_S)
+
+
+def test_a_worker_that_cannot_be_told_something_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send, failures = Channel.send_descriptor, [OSError(errno.ENOMEM, "no memory")]
+
+    def failing(channel: Channel, descriptor: int) -> None:
+        if failures:
+            raise failures.pop()
+        send(channel, descriptor)
+
+    monkeypatch.setattr(Channel, "send_descriptor", failing)
+    with ensemble_of(by(members.times, 2.0)) as ensemble:
+        assert np.array_equal(ensemble.submit(ROWS).result(PATIENCE_S), ROWS * 2)
+        assert ensemble.stats().restarts == 1
+
+
+@pytest.fixture
+def default_timeout() -> Iterator[None]:
+    socket.setdefaulttimeout(5.0)
+    yield
+    socket.setdefaulttimeout(None)
+
+
+@pytest.mark.usefixtures("default_timeout")
+def test_the_programs_own_timeout_of_sockets_is_not_for_workers() -> None:
+    with ensemble_of(by(members.times, 2.0), restarts=0) as ensemble:
+        assert np.array_equal(ensemble.predict(ROWS), ROWS * 2)
+
+
+@pytest.mark.usefixtures("no_leak")
+def test_workers_end_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    start = hosting._started
+
+    def noted(*arguments: Any) -> subprocess.Popen[bytes]:
+        process = start(*arguments)
+        started.append(process.pid)
+        return process
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(hosting, "_started", noted)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        ensemble_of(by(members.times, 1.0))
+    assert started
+    assert not any(map(is_running, started))
+
+
+# --- forks ----------------------------------------------------------------------------------------
+
+
+def test_a_dead_worker_is_seen_though_its_child_lives(tmp_path: Path) -> None:
+    load = by(members.dying_with_a_child, 7.0, str(tmp_path))
+    with ensemble_of(load) as ensemble:
+        try:
+            assert np.array_equal(ensemble.submit(ROWS).result(PATIENCE_S), ROWS)
+        finally:
+            (tmp_path / "end").touch()
+
+
+def test_a_dead_worker_is_seen_though_the_program_forked_while_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, proceed = os.pipe()
+    start = hosting._started
+
+    def forking(*arguments: Any) -> Any:
+        if os.fork() == 0:
+            os.close(proceed)
+            os.read(ready, 1)
+            os._exit(0)
+        return start(*arguments)
+
+    monkeypatch.setattr(hosting, "_started", forking)
+    ensemble = ensemble_of(by(members.dying_at, 7.0, str(tmp_path), 1), restarts=0)
+    monkeypatch.undo()
+    with pytest.raises(MemberFailed, match="signal 9"):
+        ensemble.submit(ROWS).result(PATIENCE_S)
+    ensemble.close()
+    os.close(proceed)
+    os.close(ready)
+    os.wait()
+
+
+def test_a_forked_child_is_refused_whatever_other_threads_held() -> None:
+    with ensemble_of(by(members.times, 1.0)) as ensemble:
+        held, proceed = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with ensemble._system._lock:
+                held.set()
+                proceed.wait(PATIENCE_S)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait(PATIENCE_S)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)
+            try:
+                ensemble.stats()
+            except EnsembleError:
+                os._exit(17)
+            os._exit(1)
+        proceed.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
+
+
+# --- closing --------------------------------------------------------------------------------------
+
+
+def test_closing_does_not_wait_for_a_worker_that_does_not_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(system, "_PATIENCE_S", 0.1)
+    ensemble = ensemble_of(members.stopping_as_it_answers)
+    future = ensemble.submit(ROWS[:8])
+    (worker,) = ensemble.stats().workers
+    wait_until(lambda: state_of(worker.pid) == "T")
+    closing = threading.Thread(target=ensemble.close, kwargs={"wait": False}, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    with pytest.raises(EnsembleError, match="closed"):
+        future.result(0)
+    assert ensemble.stats().restarts == 0
+
+
+def state_of(pid: int | None) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_all_workers_have_one_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = hosting.WorkerProcess._has_ended
+    given: list[float] = []
+
+    def noted(process: hosting.WorkerProcess, patience_s: float) -> bool:
+        given.append(patience_s)
+        return ended(process, 0.0)
+
+    with ensemble_of(by(members.times, 1.0), by(members.times, 1.0)):
+        monkeypatch.setattr(hosting.WorkerProcess, "_has_ended", noted)
+    first, second = given
+    assert second < first <= 5
+
+
+def test_a_callback_that_closes_the_ensemble_is_told_so(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with ensemble_of(by(members.waiting_for, str(go)), segment_size=8) as ensemble:
+        caught: list[BaseException] = []
+
+        def close(_: Any) -> None:
+            try:
+                ensemble.close()
+            except EnsembleError as error:
+                caught.append(error)
+
+        first, second = ensemble.submit(ROWS[:8]), ensemble.submit(ROWS[:8])
+        first.add_done_callback(close)
+        go.touch()
+        assert np.array_equal(second.result(PATIENCE_S), ROWS[:8])
+        assert "closed from its own thread" in str(caught[0])
+
+
+def test_what_is_raised_again_and_again_keeps_no_samples() -> None:
+    ensemble = ensemble_of(by(members.times, 1.0))
+    ensemble.close()
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(EnsembleError, match="closed") as caught:
+            ensemble.predict(ROWS)
+        lengths.append(len(caught.traceback))
+    assert len(set(lengths)) == 1
+
+
+def test_an_interrupt_among_messages_ends_the_ensemble(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ensemble_of(by(members.times, 1.0)) as ensemble:
+
+        def interrupted(*arguments: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(hosting.WorkerProcess, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ensemble.submit(ROWS)
+        with pytest.raises(EnsembleError, match="was interrupted while it sent samples"):
+            ensemble.submit(ROWS).result(PATIENCE_S)
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_started_again_where_the_first_one_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights").touch()
+    (tmp_path / "marks").mkdir()
+    monkeypatch.chdir(tmp_path)
+    load = by(members.relative, "weights", 7.0, str(tmp_path / "marks"))
+    with ensemble_of(load) as ensemble:
+        monkeypatch.chdir("/")
+        assert np.array_equal(ensemble.predict(ROWS), ROWS)
+        assert ensemble.stats().restarts == 1
+
+
+def test_a_frozen_program_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(EnsembleError, match="is a frozen program, which cannot start workers"):
+        Ensemble([Member("a", members.row_sums)], devices=["cpu"])
+
+
+PROGRAM = """
+import multiprocessing
+import numpy as np
+from trims_shim.ensemble import Ensemble, Member
+
+def load(device):
+    return lambda batch: batch * 2
+
+def main():
+    with Ensemble([Member("a", load)], devices=["cpu"]) as ensemble:
+        print(ensemble.predict(np.ones(3)).tolist(), flush=True)
+
+if __name__ == '__main__':
+    {main}
+"""
+
+
+def ran(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def test_workers_import_nothing_that_lies_around(tmp_path: Path) -> None:
+    (tmp_path / "program").mkdir()
+    path = tmp_path / "program" / "program.py"
+    path.write_text(PROGRAM.format(main="main()"))
+    for name in ("json", "importlib", "trims_shim"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('a wrong {name}')")
+    done = ran([str(path)], tmp_path)
+    assert (done.stdout, done.stderr) == ("[2.0, 2.0, 2.0]\n", "")
+
+
+def test_processes_that_multiprocessing_spawned_may_have_ensembles(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    start = """
+    process = multiprocessing.get_context("spawn").Process(target=main)
+    process.start()
+    process.join()
+    """
+    path.write_text(PROGRAM.format(main=textwrap.dedent(start).strip().replace("\n", "\n    ")))
+    done = ran([str(path)], tmp_path)
+    assert (done.stdout, done.stderr) == ("[2.0, 2.0, 2.0]\n", "")
+
+
+def test_a_packages_main_module_cannot_have_load_functions(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text(PROGRAM.format(main="main()"))
+    done = ran(["-m", "package"], tmp_path)
+    assert "is defined in an interactive session or a package's `__main__.py`" in done.stderr

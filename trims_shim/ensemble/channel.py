@@ -1,0 +1,41 @@
+"""One end of the socket between an ensemble's program and a worker: messages, and descriptors."""
+
+from __future__ import annotations
+
+import os
+import socket
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["Channel"]
+
+
+class Channel:
+    """Any one thread may send at a time.
+
+    ``multiprocessing``'s way to send a descriptor needs another one, and there may be none left.
+    """
+
+    def __init__(self, ours: socket.socket) -> None:
+        """Owns ``ours``. Raises OSError."""
+        ours.setblocking(True)  # whatever `socket.setdefaulttimeout` was told
+        self._socket = ours
+        self.connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
+
+    def send_descriptor(self, descriptor: int) -> None:
+        """Hand a descriptor over. Raises OSError."""
+        socket.send_fds(self._socket, [b"."], [descriptor])
+
+    def receive_descriptor(self) -> int:
+        """Return a descriptor that was sent; the caller closes it. Raises OSError and EOFError."""
+        content, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not content:
+            raise EOFError
+        if not descriptors:
+            raise OSError("shared memory did not come: this process may have no more open files")
+        return descriptors[0]
+
+    def close(self) -> None:
+        """Close this end."""
+        self.connection.close()
+        self._socket.close()
