@@ -130,6 +130,7 @@ def test_a_file_needs_no_samples(problem: Path, capsys: pytest.CaptureFixture[st
         ("cpu", ["cpu"]),
         ("cpu:0-3,8,cuda:0,cuda:1", ["cpu:0-3,8", "cuda:0", "cuda:1"]),
         ("cpu:0 cpu:1", ["cpu:0", "cpu:1"]),
+        ("cpu:0,1, cuda:0", ["cpu:0,1", "cuda:0"]),
     ],
 )
 def test_lists_of_devices(text: Any, expected: Any) -> None:

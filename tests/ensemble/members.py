@@ -194,3 +194,15 @@ def relative(path: str, value: float, marks: str, device: str) -> Function:
     """As ``dying_at``, once, with weights that lie in the current directory."""
     with open(path):
         return dying_at(value, marks, 1, device)
+
+
+def allocating_once(bytes_: int, device: str) -> Function:
+    """Takes so much memory with the first batch, for good."""
+    held: list[Any] = []
+
+    def work(batch: Any) -> Any:
+        if not held:
+            held.append(np.ones(bytes_, np.uint8))
+        return batch
+
+    return work

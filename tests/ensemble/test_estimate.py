@@ -1,11 +1,15 @@
-"""The fluid model, against times that can be worked out by hand."""
+"""The fluid model, against times that can be worked out by hand, and batches in virtual time."""
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from tests.ensemble.making import gpus, member
+from tests.ensemble.making import gpus, member, random_problem
+from tests.ensemble.simulating import Simulation
 from trims_shim.ensemble import Allocation, MemberProfile, Problem, throughput
+from trims_shim.errors import PlanningError
 
 
 def rate(rows: tuple[tuple[int, ...], ...], *costs_ms: float, fixed_ms: float = 0.0) -> float:
@@ -54,5 +58,23 @@ def test_a_member_without_a_worker_is_never_answered() -> None:
 
 def test_latencies_are_needed_where_workers_are() -> None:
     problem = Problem(gpus(1), {"a": MemberProfile(member().footprints)})
-    with pytest.raises(KeyError):
+    with pytest.raises(PlanningError, match="how fast member 'a' is on gpu; measure it"):
         throughput(problem, Allocation(((8,),)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_estimates_are_near_what_batches_take_one_by_one(seed: int) -> None:
+    """Batches that are small beside segments; the rest is what a fluid leaves out."""
+    random = Random(seed)
+    devices, members = random.randint(2, 4), random.randint(2, 4)
+    problem = random_problem(random, devices=devices, members=members, batch_sizes=(4, 16))
+    allocation = Allocation(
+        tuple(
+            tuple(random.choice((4, 16) if member % devices == device else (0, 4, 16))
+                  for member in range(members))
+            for device in range(devices)
+        )
+    )  # fmt: skip
+    simulation = Simulation(problem, allocation, segment_size=256, window=6)
+    found = simulation.samples_per_s(40) / throughput(problem, allocation)
+    assert found == pytest.approx(1, abs=0.05)

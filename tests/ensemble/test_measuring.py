@@ -47,6 +47,27 @@ def test_members_are_measured_once_for_each_kind_of_device() -> None:
     assert optimise(problem, tries=200).is_complete
 
 
+def test_what_the_first_batch_allocates_is_the_workers() -> None:
+    given = [Member("a", by(members.allocating_once, 64 * MB))]
+    problem = measure(given, np.ones((1, 2)), devices=DEVICES[:1], batch_sizes=(2, 16), repeats=1)
+    footprint = problem.members["a"].footprints["cpu"]
+    assert footprint.worker(2) > 64 * MB
+    assert footprint.sample_bytes < MB
+
+
+def test_what_cannot_be_is_said_before_anything_is_measured() -> None:
+    lines: list[str] = []
+    member = Member("a", members.row_sums)
+    for given, devices, message in (
+        ([member], DEVICES[:1] * 2, "given twice"),
+        ([member, member], DEVICES[:1], "names of their own"),
+        ([], DEVICES[:1], "needs a device, a member"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure(given, np.ones((1, 2)), devices=devices, progress=lines.append)
+    assert lines == []
+
+
 def test_a_member_that_fails_is_named() -> None:
     with pytest.raises(MemberFailed, match="'a' failed on 2 samples on part-0: KeyError"):
         measure(

@@ -50,6 +50,17 @@ def test_optimise_leaves_out_what_gains_next_to_nothing() -> None:
     assert optimise(flat, tries=500).batch_sizes == ((8,),)
 
 
+@pytest.mark.parametrize("rows", [((8, 0),), ((8, 64),)])
+def test_searches_start_with_what_can_run(rows: tuple[tuple[int, ...], ...]) -> None:
+    problem = Problem(gpus(1, 4), dict.fromkeys("ab", member(1, sample_gb=0.04)), (8, 64))
+    start = Allocation(rows)
+    with pytest.raises(ValueError, match="start with an allocation of all members that fits"):
+        optimise(problem, start=start)
+    with pytest.raises(ValueError, match="start with an allocation"):
+        bounded_greedy(problem, lambda each: 1.0, random=Random(1), start=start)
+    assert optimise(problem, start=Allocation(((8, 8),)), tries=50).is_complete
+
+
 def test_optimise_ends_where_there_is_nothing_to_change() -> None:
     problem = Problem(gpus(1), {"a": member()}, (8,))
     assert optimise(problem, tries=10**9) == Allocation(((8,),))

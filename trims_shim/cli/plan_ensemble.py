@@ -88,7 +88,7 @@ def _row(part: Any) -> Any:
 
 def _devices(text: str | None) -> list[str] | None:
     """``cpu:0,1,cuda:0`` has two: a comma before a number belongs to a list of cores."""
-    return None if text is None else re.split(r",(?=[a-z])|\s+", text.strip())
+    return None if text is None else re.split(r",?\s+|,(?=[a-z])", text.strip())
 
 
 def _fields(problem: Problem, allocation: Allocation) -> dict[str, Any]:

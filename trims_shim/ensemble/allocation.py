@@ -97,28 +97,41 @@ class Problem:
 
     def room_bytes(self, allocation: Allocation) -> dict[str, int]:
         """The memory that an allocation leaves, by pool; below 0 where it does not fit."""
-        room = {device.pool: device.memory_bytes for device in self.devices}
-        weights: dict[tuple[str, str], int] = {}
-        for device, member, size in self._workers(allocation):
-            footprint = self.members[member].footprints[device.kind]
-            room[device.pool] -= footprint.worker(size)
-            key = device.pool, member
-            weights[key] = max(weights.get(key, 0), footprint.weights_bytes)
-        for (pool, _), weights_bytes in weights.items():
-            room[pool] -= weights_bytes
-        return room
+        pools = dict.fromkeys(device.pool for device in self.devices)
+        return {pool: self._room_in(pool, allocation) for pool in pools}
 
     def fits(self, allocation: Allocation) -> bool:
         """Whether each worker can run where it is, and memory suffices."""
-        for device, member, _ in self._workers(allocation):
-            if device.kind not in self.members[member].footprints:
-                return False
-        return min(self.room_bytes(allocation).values()) >= 0
+        return all(self._runs_on(device, allocation) for device in range(len(self.devices))) and (
+            min(self.room_bytes(allocation).values()) >= 0
+        )
 
-    def _workers(self, allocation: Allocation) -> Iterator[tuple[Device, str, int]]:
-        names = tuple(self.members)
-        for row, column, size in allocation.workers():
-            yield self.devices[row], names[column], size
+    def fits_on(self, device: int, allocation: Allocation) -> bool:
+        """As :meth:`fits`, but of one device and its pool."""
+        pool = self.devices[device].pool
+        return self._runs_on(device, allocation) and self._room_in(pool, allocation) >= 0
+
+    def _runs_on(self, device: int, allocation: Allocation) -> bool:
+        kind, sizes = self.devices[device].kind, allocation.batch_sizes[device]
+        return all(
+            kind in profile.footprints
+            for profile, size in zip(self.members.values(), sizes, strict=True)
+            if size
+        )
+
+    def _room_in(self, pool: str, allocation: Allocation) -> int:
+        memory_bytes = used_bytes = 0
+        weights_bytes: dict[str, int] = {}
+        for device, sizes in zip(self.devices, allocation.batch_sizes, strict=True):
+            if device.pool != pool:
+                continue
+            memory_bytes = device.memory_bytes
+            for (name, profile), size in zip(self.members.items(), sizes, strict=True):
+                if size:
+                    footprint = profile.footprints[device.kind]
+                    used_bytes += footprint.worker(size)
+                    weights_bytes[name] = max(weights_bytes.get(name, 0), footprint.weights_bytes)
+        return memory_bytes - used_bytes - sum(weights_bytes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +188,11 @@ def _largest_bytes(problem: Problem, name: str) -> int:
 
 def _placed(problem: Problem, before: Allocation, member: int) -> Allocation:
     found: list[tuple[bool, int, int, int, Allocation]] = []
+    room = problem.room_bytes(before)
     for index, device in enumerate(problem.devices):
         allocation = before.with_batch_size(index, member, problem.batch_sizes[0])
-        if problem.fits(allocation):
-            room_bytes = problem.room_bytes(before)[device.pool]
+        if problem.fits_on(index, allocation):
+            room_bytes = room[device.pool]
             workers = sum(map(bool, before.batch_sizes[index]))
             found.append((device.is_reserve, -room_bytes, workers, index, allocation))
     if not found:

@@ -38,6 +38,11 @@ def measure(
     runs of each size. Raises as :class:`~.Ensemble` does, and MemberFailed if a member fails.
     """
     found = find_devices(devices)
+    names = [member.name for member in members]
+    if len(set(names)) < len(names):
+        raise ValueError(f"members need names of their own: {', '.join(names)}")
+    # What cannot be is said now, not after minutes.
+    Problem(found, dict.fromkeys(names, MemberProfile({})), batch_sizes)
     kinds = {device.kind: device for device in reversed(found)}
     sizes = sorted(set(batch_sizes))
     batch = _repeated(samples, sizes[-1])
@@ -61,21 +66,30 @@ def _measured(
         allocation=Allocation(((largest,),)),
         combine="none",
     ) as ensemble:
-        before = ensemble._system.memory_of(0)
+        ensemble._system.memory_of(0)  # the peak of loading is no batch's
+        ensemble.predict(rows_of(batch, 0, sizes[0]))
+        least = ensemble._system.memory_of(0)
         durations_ns = measure_sizes(
             lambda size: ensemble.predict(rows_of(batch, 0, size)),
             sizes,
             repeats=repeats,
             clock=time.perf_counter_ns,
         )
-        after = ensemble._system.memory_of(0)
-    own_bytes = min(before.own_bytes, after.own_bytes)
-    footprint = Footprint(
-        weights_bytes=after.shared_bytes,
-        worker_bytes=own_bytes,
-        sample_bytes=-(-max(0, after.peak_bytes - own_bytes) // largest),
-    )
+        most = ensemble._system.memory_of(0)
+    footprint = _footprint(most.shared_bytes, sizes, (least.peak_bytes, most.peak_bytes))
     return footprint, LatencyProfile.measured(durations_ns, pads=False)
+
+
+def _footprint(weights_bytes: int, sizes: Sequence[int], peaks_bytes: tuple[int, int]) -> Footprint:
+    """The line through the peaks of the smallest and the largest batch.
+
+    What is loaded and allocated with the first batch, whatever its size, is the worker's.
+    """
+    least_bytes, most_bytes = peaks_bytes
+    if len(sizes) == 1 or most_bytes <= least_bytes:
+        return Footprint(weights_bytes, max(peaks_bytes))
+    sample_bytes = -(-(most_bytes - least_bytes) // (sizes[-1] - sizes[0]))
+    return Footprint(weights_bytes, max(0, least_bytes - sizes[0] * sample_bytes), sample_bytes)
 
 
 def _repeated(samples: Any, count: int) -> Any:

@@ -42,7 +42,7 @@ def bounded_greedy(
 
     Source: Algorithm 2.
     """
-    best = worst_fit_decreasing(problem) if start is None else start
+    best = _checked(problem, start)
     best_rate = bench(best)
     for _ in range(max(max_iter, len(problem.devices) - len(problem.members))):
         found = list(neighbours(problem, best))
@@ -85,7 +85,8 @@ def _changed(problem: Problem, allocation: Allocation, element: _Element) -> All
     if allocation.batch_sizes[device][member] == size:
         return None
     changed = allocation.with_batch_size(device, member, size)
-    return changed if changed.is_complete and problem.fits(changed) else None
+    is_complete = size or any(row[member] for row in changed.batch_sizes)
+    return changed if is_complete and problem.fits_on(device, changed) else None
 
 
 def optimise(
@@ -101,10 +102,18 @@ def optimise(
     there is none, some elements of the best one are changed at random, and it goes on from there.
     In the end, workers and parts of batches that gain next to nothing are left out. The same
     ``random`` (by default one of a fixed seed) gives the same allocation. Raises PlanningError if a
-    member finds no room.
+    member finds no room, and ValueError for a ``start`` that has none or lacks a member.
     """
-    first = worst_fit_decreasing(problem) if start is None else start
-    return _Search(problem, random or Random(1), tries).run(first)
+    return _Search(problem, random or Random(1), tries).run(_checked(problem, start))
+
+
+def _checked(problem: Problem, start: Allocation | None) -> Allocation:
+    """Where a search starts: all that it comes to differs from that by changes that fit."""
+    if start is None:
+        return worst_fit_decreasing(problem)
+    if not start.is_complete or not problem.fits(start):
+        raise ValueError("the search has to start with an allocation of all members that fits")
+    return start
 
 
 class _Search:
