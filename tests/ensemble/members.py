@@ -206,3 +206,14 @@ def allocating_once(bytes_: int, device: str) -> Function:
         return batch
 
     return work
+
+
+def unloadable_with_a_thread(mark: str, device: str) -> Function:
+    """Leaves a thread that ends late, and then a mark."""
+
+    def wait() -> None:
+        time.sleep(20)
+        Path(mark).touch()
+
+    threading.Thread(target=wait).start()
+    raise OSError("there are no weights")

@@ -27,6 +27,20 @@ from trims_shim.errors import EnsembleError, MemberFailed
 # --- descriptors and processes --------------------------------------------------------------------
 
 
+def test_contents_come_whole_or_not_at_all() -> None:
+    ours, theirs = map(Channel, socket.socketpair())
+    contents = [memoryview(bytes(size)) for size in (3, 0, 5_000_000)]
+    sending = threading.Thread(target=ours.send_contents, args=(contents,))
+    sending.start()
+    assert theirs.receive_contents([3, 0, 5_000_000]) == contents
+    sending.join(PATIENCE_S)
+    ours.send_contents([memoryview(b"abc")])
+    ours.close()
+    with pytest.raises(EOFError):
+        theirs.receive_contents([4])
+    theirs.close()
+
+
 def test_a_worker_without_descriptors_ends_and_says_so() -> None:
     ensemble = ensemble_of(members.without_descriptors, restarts=0)
     with ensemble, pytest.raises(MemberFailed, match="ended with status 1"):
@@ -81,6 +95,13 @@ def test_workers_end_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPa
         ensemble_of(by(members.times, 1.0))
     assert started
     assert not any(map(is_running, started))
+
+
+def test_a_member_that_cannot_be_loaded_is_not_waited_for(tmp_path: Path) -> None:
+    mark = tmp_path / "late"
+    with pytest.raises(MemberFailed, match="OSError: there are no weights"):
+        ensemble_of(by(members.unloadable_with_a_thread, str(mark)))
+    assert not mark.exists()
 
 
 # --- forks ----------------------------------------------------------------------------------------

@@ -1,9 +1,14 @@
-"""One end of the socket between an ensemble's program and a worker: messages, and descriptors."""
+"""One end of the socket between an ensemble's program and a worker.
+
+Messages go through ``multiprocessing``'s connection; descriptors and large contents, which it would
+copy several times, past it.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,6 +39,25 @@ class Channel:
         if not descriptors:
             raise OSError("shared memory did not come: this process may have no more open files")
         return descriptors[0]
+
+    def send_contents(self, contents: Iterable[memoryview]) -> None:
+        """Send bytes as they are. Raises OSError."""
+        for content in contents:
+            self._socket.sendall(content)
+
+    def receive_contents(self, sizes_bytes: Iterable[int]) -> list[bytearray]:
+        """Return as many bytes as were sent, without a copy. Raises OSError and EOFError."""
+        return [self._received(size_bytes) for size_bytes in sizes_bytes]
+
+    def _received(self, size_bytes: int) -> bytearray:
+        content = bytearray(size_bytes)
+        left = memoryview(content)
+        while left:
+            count = self._socket.recv_into(left)
+            if not count:
+                raise EOFError
+            left = left[count:]
+        return content
 
     def close(self) -> None:
         """Close this end."""

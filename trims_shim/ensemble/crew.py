@@ -50,7 +50,7 @@ class Event:
     place: int
     message: object
     """None if it has died."""
-    parts: Sequence[bytes] = ()
+    parts: Sequence[bytearray] = ()
 
 
 class Crew:
@@ -73,14 +73,14 @@ class Crew:
         """Start a process at a place that has none. Raises OSError."""
         place = self.places[number]
         place.process = WorkerProcess(place.setup)
-        self._selector.register(place.process.connection, selectors.EVENT_READ, number)
+        self._selector.register(place.process.channel.connection, selectors.EVENT_READ, number)
 
     def bury(self, number: int) -> str:
         """Remove a process that has died; return how it ended, in words."""
         place = self.places[number]
         process, place.process, place.is_ready = place.process, None, False
         assert process is not None
-        self._selector.unregister(process.connection)
+        self._selector.unregister(process.channel.connection)
         return process.death()
 
     def events(self) -> Iterator[Event]:
@@ -95,9 +95,9 @@ class Crew:
         process = self.places[number].process
         assert process is not None
         try:
-            message = process.connection.recv()
+            message = process.channel.connection.recv()
             if isinstance(message, messages.Answer):
-                parts = [process.connection.recv_bytes() for _ in range(message.parts)]
+                parts = process.channel.receive_contents(message.sizes_bytes)
                 return Event(number, message, parts)
         except (EOFError, OSError):
             return Event(number, None)

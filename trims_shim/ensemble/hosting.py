@@ -18,7 +18,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 from trims_shim.config import PACKAGE_DIRECTORY
@@ -102,12 +101,13 @@ class WorkerProcess:
         self._buffers: set[int] = set()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._channel = Channel(ours)
-            _not_for_children.update((self._channel, theirs))
+            self.channel = Channel(ours)
+            """For who receives."""
+            _not_for_children.update((self.channel, theirs))
             try:
                 self._process = _started(theirs.fileno(), _threads_on(setup.device))
             except BaseException:
-                self._channel.close()
+                self.channel.close()
                 raise
         self._send(setup)
 
@@ -115,11 +115,6 @@ class WorkerProcess:
     def pid(self) -> int:
         """The process's."""
         return self._process.pid
-
-    @property
-    def connection(self) -> Connection[Any, Any]:
-        """For who receives."""
-        return self._channel.connection
 
     def run(self, message: messages.RunJob, descriptor: int) -> None:
         """Send a job whose samples are in the memory of ``descriptor``."""
@@ -146,7 +141,7 @@ class WorkerProcess:
 
     def death(self) -> str:
         """How it ended, in words; makes sure that it has."""
-        self._channel.close()
+        self.channel.close()
         if not self._has_ended(_MOMENT_S):
             return "closed its socket"
         status = self._process.returncode
@@ -166,11 +161,11 @@ class WorkerProcess:
 
     def _send(self, message: object) -> None:
         with self._sending():
-            self._channel.connection.send(message)
+            self.channel.connection.send(message)
 
     def _send_descriptor(self, descriptor: int) -> None:
         with self._sending():
-            self._channel.send_descriptor(descriptor)
+            self.channel.send_descriptor(descriptor)
 
     @contextlib.contextmanager
     def _sending(self) -> Iterator[None]:
@@ -186,7 +181,7 @@ class WorkerProcess:
 def end_all(processes: Sequence[WorkerProcess]) -> None:
     """End them by closing their sockets, and those that this does not help by a signal."""
     for process in processes:
-        process._channel.close()
+        process.channel.close()
     until_s = time.monotonic() + _PATIENCE_S
     for process in processes:
         process._has_ended(until_s - time.monotonic())

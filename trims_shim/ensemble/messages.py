@@ -81,10 +81,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """From a worker: the result of a job has so many parts, which follow."""
+    """From a worker: the result of a job, in parts that follow."""
 
     job: Job
-    parts: int
+    sizes_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -370,7 +370,7 @@ class System:
                 self._memory[number] = message
             self._changed.notify_all()
 
-    def _answered(self, number: int, job: Job, parts: Sequence[bytes]) -> None:
+    def _answered(self, number: int, job: Job, parts: Sequence[bytearray]) -> None:
         with self._lock:
             self._dispatch.done(number, job)
             self._send_jobs()
@@ -378,7 +378,7 @@ class System:
         if segment is None:
             return
         try:
-            result = loaded([bytearray(part) for part in parts])
+            result = loaded(parts)
         except BaseException as error:  # of a class that only the worker has
             with self._lock:
                 self._fail(job.segment, error)

@@ -43,8 +43,9 @@ def main(descriptor: int) -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     # A child that a model forks would keep the program from seeing this process's end.
     os.register_at_fork(after_in_child=channel.close)
-    with contextlib.suppress(EOFError, ConnectionError):  # the program has ended
-        _serve(channel)
+    # Closed also where a thread of the model's keeps the process from its end.
+    with contextlib.closing(channel), contextlib.suppress(EOFError, ConnectionError):
+        _serve(channel)  # until the program has ended
 
 
 def _serve(channel: Channel) -> None:
@@ -117,9 +118,8 @@ class _Worker:
         except BaseException as error:
             self._connection.send(_failure(job, error))
             return
-        self._connection.send(messages.Answer(job, len(parts)))
-        for part in parts:
-            self._connection.send_bytes(part)
+        self._connection.send(messages.Answer(job, tuple(part.nbytes for part in parts)))
+        self._channel.send_contents(parts)
 
     def _results(self, batch: _Batch) -> Any:
         expected = batch.job.stop - batch.job.start
