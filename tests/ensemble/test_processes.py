@@ -121,9 +121,11 @@ def test_a_dead_worker_is_seen_though_the_program_forked_while_it_started(
 ) -> None:
     ready, proceed = os.pipe()
     start = hosting._started
+    children: list[int] = []
 
     def forking(*arguments: Any) -> Any:
-        if os.fork() == 0:
+        children.append(os.fork())
+        if children[-1] == 0:
             os.close(proceed)
             os.read(ready, 1)
             os._exit(0)
@@ -137,7 +139,8 @@ def test_a_dead_worker_is_seen_though_the_program_forked_while_it_started(
     ensemble.close()
     os.close(proceed)
     os.close(ready)
-    os.wait()
+    for child in children:
+        os.waitpid(child, 0)
 
 
 def test_a_forked_child_is_refused_whatever_other_threads_held() -> None:
@@ -285,10 +288,11 @@ if __name__ == '__main__':
 """
 
 
-def ran(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+def ran(arguments: list[str], cwd: Path, text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
+        input=text,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
@@ -319,8 +323,11 @@ def test_processes_that_multiprocessing_spawned_may_have_ensembles(tmp_path: Pat
     assert (done.stdout, done.stderr) == ("[2.0, 2.0, 2.0]\n", "")
 
 
-def test_a_packages_main_module_cannot_have_load_functions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["package", "input", "command"])
+def test_load_functions_that_workers_cannot_find(tmp_path: Path, way: str) -> None:
+    text = PROGRAM.format(main="main()")
     (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__main__.py").write_text(PROGRAM.format(main="main()"))
-    done = ran(["-m", "package"], tmp_path)
-    assert "is defined in an interactive session or a package's `__main__.py`" in done.stderr
+    (tmp_path / "package" / "__main__.py").write_text(text)
+    arguments = {"package": ["-m", "package"], "input": ["-"], "command": ["-c", text]}[way]
+    done = ran(arguments, tmp_path, text)
+    assert "'a' is defined in a session, on a command line or in a package's" in done.stderr

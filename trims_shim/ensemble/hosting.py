@@ -65,8 +65,9 @@ def pickled(load: Callable[[str], Any], member: str) -> bytes:
         ) from error
     if _uses_main(content) and not _main():
         raise EnsembleError(
-            f"the load function of {member!r} is defined in an interactive session or a package's "
-            "`__main__.py`, where workers cannot find it; put it into a module and import it"
+            f"the load function of {member!r} is defined in a session, on a command line or in a "
+            "package's `__main__.py`, where workers cannot find it; put it into a module and "
+            "import it"
         )
     return content
 
@@ -84,7 +85,9 @@ def _main() -> dict[str, str]:
         # `multiprocessing` does not import these, of packages, folders and archives.
         return {} if name.rpartition(".")[2] == "__main__" else {"init_main_from_name": name}
     path = getattr(main, "__file__", None)
-    return {} if path is None else {"init_main_from_path": os.path.abspath(path)}
+    if path is None or not os.path.exists(path):  # it is "<stdin>", for one
+        return {}
+    return {"init_main_from_path": os.path.abspath(path)}
 
 
 def set_up(*, member: str, device: str, load: bytes) -> messages.SetUp:
