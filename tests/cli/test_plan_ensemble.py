@@ -12,7 +12,7 @@ import pytest
 from tests.ensemble.making import random_problem
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
-from trims_shim.cli.plan_ensemble import _devices
+from trims_shim.cli.plan_ensemble import _devices, _members
 from trims_shim.ensemble import load_problem, save_problem
 
 PROGRAM = """
@@ -79,14 +79,18 @@ def test_json_has_both_allocations(problem: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("program")
-@pytest.mark.parametrize("name", ["members", "made"])
-def test_members_are_measured_and_saved(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"ensemble_program:{name}", "--shape", "3", "--devices", "cpu", "--repeats", "1"]
+def test_members_are_measured_and_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["ensemble_program:members", "--shape", "3", "--devices", "cpu", "--repeats", "1"]
     assert run(*words, "--batch-sizes", "2,4", "-o", "saved.json") == Exit.OK
     shown = capsys.readouterr()
     assert shown.err.splitlines() == ["measuring one on cpu", "measuring other on cpu"]
     assert shown.out.split()[:4] == ["DEVICE", "one", "other", "FREE"]
     assert list(load_problem("saved.json").members) == ["one", "other"]
+
+
+@pytest.mark.usefixtures("program")
+def test_a_function_may_make_the_members() -> None:
+    assert [member.name for member in _members("ensemble_program:made")] == ["one", "other"]
 
 
 @pytest.mark.usefixtures("program")
