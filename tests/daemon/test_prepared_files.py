@@ -383,6 +383,18 @@ class TestScan:
         PreparedFiles(files.directory, judgement="1G").open()
         assert [each.name[:64] for each in refusals_of(files)] == [A, B]
 
+    def test_no_umask_opens_the_directories_above(self, tmp_path: Path) -> None:
+        base = tmp_path / "home" / "cache"
+        files = PreparedFiles(str(base / "trims" / "prepared"))
+        before = os.umask(0)
+        try:
+            files.make()
+        finally:
+            os.umask(before)
+            files.close()
+        made = (base.parent, base, base / "trims", base / "trims" / "prepared")
+        assert [each.stat().st_mode & 0o777 for each in made] == [0o700] * 4
+
     def test_half_made_ones_go_when_nobody_else_is_there(
         self, open_files: Callable[[], PreparedFiles]
     ) -> None:

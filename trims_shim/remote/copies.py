@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.config import Config, ShareOrSize
-from trims_shim.daemon.prepared.directory import directory_of, examine, problem_of, space_of
+from trims_shim.daemon.prepared.directory import directory_of, examine, make, problem_of, space_of
 from trims_shim.errors import RemoteError
 
 __all__ = ["Copies", "Copy", "Partial"]
@@ -102,7 +102,7 @@ class Copies:
         """Make the directory. Raises RemoteError as :meth:`check`, which comes first, OSError."""
         self.check()
         if not os.path.lexists(self.directory):
-            _make(self.directory)
+            make(self.directory)
             self.check()
 
     # --- in use -----------------------------------------------------------------------------------
@@ -294,14 +294,6 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 # --- files ----------------------------------------------------------------------------------------
-
-
-def _make(path: str) -> None:
-    """A directory and those above it; os.makedirs leaves the mode of the latter to the umask."""
-    if not os.path.lexists(path):
-        _make(os.path.dirname(path))
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
 
 
 def _files(path: str) -> Iterator[str]:

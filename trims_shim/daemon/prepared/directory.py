@@ -19,6 +19,7 @@ __all__ = [
     "Space",
     "directory_of",
     "examine",
+    "make",
     "problem_of",
     "space_of",
 ]
@@ -105,6 +106,17 @@ def examine(directory: str) -> str:
     except OSError as error:
         problem = str(error)
     return problem and problem + hint
+
+
+def make(directory: str) -> None:
+    """Make a directory, and those above it that are missing, for this user only. Raises OSError.
+
+    ``os.makedirs`` leaves the mode of those above to the umask.
+    """
+    if not os.path.lexists(directory):
+        make(os.path.dirname(directory))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, 0o700)
 
 
 def space_of(directory: str) -> Space:

@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from trims_shim._version import __version__
-from trims_shim.daemon.prepared.directory import examine, problem_of
+from trims_shim.daemon.prepared.directory import examine, make, problem_of
 from trims_shim.daemon.prepared.events import Entry, Known
 from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.daemon.prepared.manifest import (
@@ -152,9 +152,7 @@ class PreparedFiles:
     def make(self) -> str:
         """A fresh directory for a preparer to write in. Raises NotServed, OSError."""
         try:
-            os.makedirs(os.path.dirname(self.directory), mode=0o700, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self.directory, 0o700)
+            make(self.directory)
             problem = examine(self.directory)
         except OSError as error:
             problem = f"{self.directory} cannot be made: {error}"
