@@ -19,9 +19,18 @@ from dataclasses import dataclass, field
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.errors import PlanningError
 
-__all__ = ["Allocation", "Device", "Footprint", "MemberProfile", "Problem", "worst_fit_decreasing"]
+__all__ = [
+    "DEFAULT_BATCH_SIZES",
+    "Allocation",
+    "Device",
+    "Footprint",
+    "MemberProfile",
+    "Problem",
+    "worst_fit_decreasing",
+]
 
-_DEFAULT_BATCH_SIZES = (8, 16, 32, 64, 128)
+DEFAULT_BATCH_SIZES = (8, 16, 32, 64, 128)
+"""Those of the paper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,7 @@ class Problem:
 
     devices: Sequence[Device]
     members: Mapping[str, MemberProfile]
-    batch_sizes: Sequence[int] = _DEFAULT_BATCH_SIZES
+    batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES
     """Those that are tried; the first one is for the first allocation (section 2.3)."""
 
     def __post_init__(self) -> None:

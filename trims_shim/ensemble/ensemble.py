@@ -23,7 +23,7 @@ from trims_shim.ensemble.hosting import pickled
 from trims_shim.ensemble.payloads import count_of
 from trims_shim.ensemble.system import System
 
-__all__ = ["Ensemble", "EnsembleStats", "Member", "Worker"]
+__all__ = ["Ensemble", "EnsembleStats", "Member", "Worker", "names_of"]
 
 _SEGMENT_SIZE = 128
 """Samples (section 3.1 of the paper)."""
@@ -170,14 +170,19 @@ class Ensemble:
         self.close(wait=kind is None)
 
 
+def names_of(members: Sequence[Member]) -> list[str]:
+    """The names of members, in their order. Raises ValueError if two are equal."""
+    names = [member.name for member in members]
+    if len(set(names)) < len(names):
+        raise ValueError(f"members need names of their own: {', '.join(names)}")
+    return names
+
+
 def _check(
     members: Sequence[Member], segment_size: int | None, max_segments: int | None, restarts: int
 ) -> None:
-    names = [member.name for member in members]
-    if not names:
+    if not names_of(members):
         raise ValueError("an ensemble needs a member")
-    if len(set(names)) < len(names):
-        raise ValueError(f"members need names of their own: {', '.join(names)}")
     for member in members:
         if not 0 <= member.weight < float("inf"):
             raise ValueError(f"member {member.name!r} has a weight of {member.weight}")

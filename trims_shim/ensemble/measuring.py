@@ -12,14 +12,19 @@ from typing import Any
 
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profiling import measure as measure_sizes
-from trims_shim.ensemble.allocation import Allocation, Device, Footprint, MemberProfile, Problem
+from trims_shim.ensemble.allocation import (
+    DEFAULT_BATCH_SIZES,
+    Allocation,
+    Device,
+    Footprint,
+    MemberProfile,
+    Problem,
+)
 from trims_shim.ensemble.devices import find_devices
-from trims_shim.ensemble.ensemble import Ensemble, Member
+from trims_shim.ensemble.ensemble import Ensemble, Member, names_of
 from trims_shim.ensemble.payloads import count_of, joined, rows_of
 
 __all__ = ["measure"]
-
-_DEFAULT_BATCH_SIZES = (8, 16, 32, 64, 128)
 
 
 def measure(
@@ -27,7 +32,7 @@ def measure(
     samples: Any,
     *,
     devices: Sequence[Device | str] | None = None,
-    batch_sizes: Sequence[int] = _DEFAULT_BATCH_SIZES,
+    batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES,
     repeats: int = 3,
     progress: Callable[[str], object] = lambda line: None,
 ) -> Problem:
@@ -38,9 +43,7 @@ def measure(
     runs of each size. Raises as :class:`~.Ensemble` does, and MemberFailed if a member fails.
     """
     found = find_devices(devices)
-    names = [member.name for member in members]
-    if len(set(names)) < len(names):
-        raise ValueError(f"members need names of their own: {', '.join(names)}")
+    names = names_of(members)
     # What cannot be is said now, not after minutes.
     Problem(found, dict.fromkeys(names, MemberProfile({})), batch_sizes)
     kinds = {device.kind: device for device in reversed(found)}

@@ -122,9 +122,8 @@ def _is_plain_tensor(value: Any) -> bool:
         ("torch.nn.parameter", "Parameter"),
     ):
         return False
-    import torch
-
-    return value.layout is torch.strided and not value.is_quantized and not value.is_nested
+    library = library_of(value)
+    return library is not None and library.signature(value) is not None
 
 
 def _tensor(content: Any, dtype: str, shape: tuple[int, ...]) -> Any:
