@@ -302,6 +302,7 @@ class TestConfig:
         for each in SETTINGS:
             changed = {
                 "group": "x",
+                "eviction": "fifo",
                 "memory_kind": "memfd",
                 "device_backend": "ipc",
                 "device_access": "private",

@@ -36,6 +36,7 @@ __all__ = [
 
 PATCHABLE_LIBRARIES = ("torch", "safetensors", "onnxruntime")
 MEMORY_KINDS = ("auto", "memfd-huge", "tmpfs-huge", "tmpfs-huge-userns", "memfd")
+EVICTIONS = ("lrfu", "lru", "lfu", "gdsf", "fifo", "never")
 DEVICE_BACKENDS = ("vmm", "ipc", "off")
 DEVICE_ACCESSES = ("shared", "private")
 ORT_PREPACKS = ("share", "off")
@@ -120,6 +121,10 @@ def _seconds(text: str) -> float:
     if not 0 <= value < 1e9:
         raise ConfigError(f"{text!r} seconds is out of range")
     return value
+
+
+def _seconds_or_forever(text: str) -> float:
+    return float("inf") if text.lower() == "forever" else _seconds(text)
 
 
 def _count(text: str) -> int:
@@ -269,6 +274,20 @@ SETTINGS = (
     ),
     Setting(
         "host_bytes", "50%", parse_size, "byte budget of the host tier (of RAM)", is_daemons=True
+    ),
+    Setting(
+        "eviction",
+        "lrfu",
+        _choice(*EVICTIONS),
+        "which unused image goes first when room is needed (docs/daemon.md); or never",
+        is_daemons=True,
+    ),
+    Setting(
+        "keep_unused",
+        "forever",
+        _seconds_or_forever,
+        "seconds after which an image that nobody uses goes in any case; 0: at once",
+        is_daemons=True,
     ),
     Setting(
         "memory_kind",

@@ -46,7 +46,7 @@ from trims_shim.client.connection import Granted
 from trims_shim.client.pool import Line
 from trims_shim.client.session import Conversation
 from trims_shim.config import Config
-from trims_shim.daemon.eviction import LeastRecentlyUsed
+from trims_shim.daemon.eviction import eviction_policy
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.offers import Offer
@@ -288,7 +288,7 @@ class _Server(Front):
         memory = open_memory(SegmentKind.MEMFD, budget_bytes=config.host_bytes)
         store = Store(
             config.host_bytes,
-            policy=LeastRecentlyUsed(),
+            policy=eviction_policy(config.eviction, config.host_bytes),
             footprint_bytes=memory.footprint_bytes,
             numbers=numbers,
         )

@@ -9,9 +9,11 @@ import contextlib
 import fcntl
 import itertools
 import logging
+import math
 import os
 import resource
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -427,6 +429,17 @@ class TestOpening:
             assert len(front.host.store.images()) == left
         assert front.counters["evicted_under_pressure"] == 1
         assert front.counters["images_evicted"] == 1
+
+    def test_unused_images_go_after_a_while(self, front: HostFront, file: File) -> None:
+        client = front.client(OWN)
+        file.request(front, client)
+        front.work()
+        front.openings.expire(0.0)
+        front.tiers.close_session(client.number, time.time_ns())
+        for unused_s, left in ((math.inf, 1), (3600.0, 1), (0.0, 0)):
+            front.openings.expire(unused_s)
+            assert len(front.host.store.images()) == left
+        assert front.counters["expired"] == front.counters["images_evicted"] == 1
 
 
 @pytest.mark.usefixtures("no_leak")

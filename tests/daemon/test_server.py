@@ -309,9 +309,10 @@ class TestLife:
             (server.sessions.closer, "tend"),
             (server.tiers, "tend"),
             (server.openings, "relieve_pressure"),
+            (server.openings, "expire"),
         ]
         for part, name in [*often, *seldom]:
-            monkeypatch.setattr(part, name, lambda name=name: done.append(name))
+            monkeypatch.setattr(part, name, lambda *_, name=name: done.append(name))
         started = time.monotonic()
         expected: list[str] = []
         for seconds, due in (

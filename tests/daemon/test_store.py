@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from trims_shim.daemon import store as stores
-from trims_shim.daemon.eviction import Candidate, LeastRecentlyUsed
+from trims_shim.daemon.eviction import Candidate, LeastRecentlyUsed, Never
 from trims_shim.daemon.store import (
     AdoptSegment,
     Announce,
@@ -167,7 +167,7 @@ class TestIdentity:
         for inode in range(5000):
             store.release(1, load(store, opening(inode=inode), loaded(f"{inode:064x}")), 2)
         begun_s = time.process_time()
-        assert len(store.relieve(1_000_000, 3)) == 2 * 5000
+        assert len(store.relieve(1_000_000)) == 2 * 5000
         assert time.process_time() - begun_s < 2.0
 
 
@@ -276,9 +276,9 @@ class TestBudget:
         for inode, digest in ((2, B), (3, "c" * 64)):
             one = opening(inode=inode, size=30)
             store.release(1, load(store, one, loaded(digest, 30), now=inode), inode)
-        assert [each.digest for each in store.relieve(10, 9) if isinstance(each, DropImage)] == [B]
-        assert store.relieve(0, 9) == []
-        assert len([each for each in store.relieve(99, 9) if isinstance(each, DropImage)]) == 1
+        assert [each.digest for each in store.relieve(10) if isinstance(each, DropImage)] == [B]
+        assert store.relieve(0) == []
+        assert len([each for each in store.relieve(99) if isinstance(each, DropImage)]) == 1
         assert [image.digest for image in store.images()] == [A]
         assert store.release(1, held, 10)
 
@@ -304,7 +304,7 @@ class TestBudget:
         seen: list[Digest] = []
 
         class Watched(LeastRecentlyUsed):
-            def rank(self, candidates: Iterable[Candidate], now_ns: int) -> Iterator[Candidate]:
+            def rank(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
                 for each in candidates:
                     seen.append(each.digest)
                     yield each
@@ -319,21 +319,62 @@ class TestBudget:
         store.release(2, leases[1], 12)
         again = granted(store.open(opening(session=9, inode=1), 13))
         store.release(9, again.lease, 14)
-        store.relieve(20, 15)
+        store.relieve(20)
         assert seen == ["c", "b"]
         assert [row.digest for row in store.images()] == ["a", "f", "e", "d"]
         assert [row.digest for row in store.images(2)] == ["a", "f"]
 
-    def test_a_policy_may_keep_an_image(self) -> None:
-        class Never:
-            name = "never"
-
-            def rank(self, candidates: Iterable[Candidate], now_ns: int) -> list[Candidate]:
-                return []
-
-        store = Store(10, policy=Never())
+    def test_what_a_policy_keeps_goes_only_when_the_machine_needs_it(self) -> None:
+        store = Store(20, policy=Never())
         store.release(1, load(store, opening(inode=1), loaded(A)), 2)
-        assert isinstance(store.open(opening(inode=2), 3)[0], RefuseRequest)
+        held = load(store, opening(inode=2), loaded(B))
+        assert isinstance(store.open(opening(inode=3), 3)[0], RefuseRequest)
+        assert DropImage(A) in store.relieve(20)
+        assert store.relieve(20) == []
+        assert store.release(1, held, 4)
+
+    def test_what_the_policy_has_ranked_goes_before_what_it_keeps(self) -> None:
+        class KeepsTheOldest(LeastRecentlyUsed):
+            def rank(self, candidates: Iterable[Candidate]) -> Iterable[Candidate]:
+                return list(candidates)[1:]
+
+        store = Store(30, policy=KeepsTheOldest())
+        for inode, digest in enumerate("abc", 1):
+            store.release(1, load(store, opening(inode=inode), loaded(digest), now=inode), inode)
+        dropped = [each.digest for each in store.relieve(30) if isinstance(each, DropImage)]
+        assert dropped == ["b", "c", "a"]
+
+    def test_the_policy_is_told_what_is_used_and_what_goes(self) -> None:
+        told: list[tuple[str, str, int]] = []
+
+        class Told(LeastRecentlyUsed):
+            def used(self, image: Candidate) -> None:
+                told.append(("used", image.digest, image.opens))
+
+            def gone(self, image: Candidate) -> None:
+                told.append(("gone", image.digest, image.opens))
+
+        store = Store(20, policy=Told())
+        load(store, opening(inode=1), loaded(A))
+        store.open(opening(session=2, inode=1), 2)
+        start = started(store.load(opening(inode=2), 3))
+        store.ingest_done(start.ingest, loaded(B), 4)
+        assert told == [("used", A, 1), ("used", A, 2), ("used", B, 0)], "B was loaded for later"
+        store.evict_all()
+        assert told[3:] == [("gone", B, 0)]
+
+    def test_what_nobody_has_used_for_long_expires(self) -> None:
+        store = new_store(100)
+        held = load(store, opening(inode=1), loaded("a"), now=1)
+        for inode, digest in enumerate("bcd", 2):
+            store.release(1, load(store, opening(inode=inode), loaded(digest), now=inode), inode)
+        store.pin("b", is_pinned=True)
+        assert store.expire(3) == []
+        dropped = [each.digest for each in store.expire(4) if isinstance(each, DropImage)]
+        assert dropped == ["c"]
+        store.release(1, held, 9)
+        assert [each.digest for each in store.expire(9) if isinstance(each, DropImage)] == ["d"]
+        assert {row.digest for row in store.images()} == {"a", "b"}
 
 
 class TestHolding:
@@ -355,7 +396,7 @@ class TestHolding:
         for _ in range(2):
             store.hold(A)
         for held in (2, 1):
-            assert store.evict_all() == store.relieve(10, 9) == [], held
+            assert store.evict_all() == store.relieve(10) == [], held
             with pytest.raises(NoSpace, match="being copied"):
                 store.evict(A)
             assert isinstance(store.open(opening(inode=2), 3)[0], RefuseRequest)

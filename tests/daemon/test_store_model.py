@@ -18,7 +18,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from trims_shim.daemon.eviction import LeastRecentlyUsed
+from trims_shim.config import EVICTIONS
+from trims_shim.daemon.eviction import eviction_policy
 from trims_shim.daemon.store import (
     Action,
     AdoptSegment,
@@ -54,9 +55,10 @@ class StoreMachine(RuleBasedStateMachine):
     loads = Bundle("loads")
     leases = Bundle("leases")
 
-    @initialize(lingering=st.integers(0, 30))
-    def start(self, lingering: int) -> None:
-        self.store = Store(BUDGET, policy=LeastRecentlyUsed())
+    @initialize(lingering=st.integers(0, 30), policy=st.sampled_from(["lru", *EVICTIONS]))
+    def start(self, lingering: int, policy: str) -> None:
+        self.policy = policy
+        self.store = Store(BUDGET, policy=eviction_policy(policy, BUDGET))
         self.lingering = lingering
         self.now = 0
         self.request = 0
@@ -116,7 +118,9 @@ class StoreMachine(RuleBasedStateMachine):
             for digest in self.segments
             if self.used[digest] < self.used[action.digest] and not self.is_held(digest)
         ]
-        assert not (older and self.evicting_for_room), "a younger image went first"
+        if self.evicting_for_room:
+            assert self.policy != "never"
+            assert not (self.policy == "lru" and older), "a younger image went first"
         del self.segments[action.digest]
         self.trusted = {k: d for k, d in self.trusted.items() if d != action.digest}
         self.hinted = {k: d for k, d in self.hinted.items() if d != action.digest}
@@ -155,6 +159,8 @@ class StoreMachine(RuleBasedStateMachine):
         before = set(self.loading)
         is_trusted = opening.key in self.trusted
         free = {d for d in self.segments if not self.is_held(d)}
+        if self.policy == "never":
+            free = set()
         room = BUDGET - self.lingering - self.total() + sum(self.segments[d] for d in free)
         is_full = self.total() + self.lingering + size_of(file) > BUDGET
         is_hinted = identity in self.hinted
@@ -272,6 +278,20 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.is_held(digest)
         else:
             assert digest not in self.segments
+
+    @rule(wanted_bytes=st.integers(0, BUDGET))
+    def relieve(self, wanted_bytes: int) -> None:
+        before = self.total()
+        self.execute(self.store.relieve(wanted_bytes))
+        is_enough = before - self.total() >= wanted_bytes
+        assert is_enough or all(self.is_held(digest) for digest in self.segments)
+
+    @rule(age=st.integers(0, 20))
+    def expire(self, age: int) -> None:
+        before = self.now - age
+        stays = {d for d in self.segments if self.is_held(d) or self.used[d] >= before}
+        self.execute(self.store.expire(before))
+        assert set(self.segments) == stays
 
     @rule()
     def evict_all(self) -> None:

@@ -172,7 +172,7 @@ def test_no_such_device(
 # --- room -----------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_makes_room_and_moves_to_the_host(
+def test_what_nobody_uses_makes_room_and_moves_to_the_host(
     make_device_world: MakeWorld,
 ) -> None:
     world = make_device_world(device_bytes="16M")
@@ -203,6 +203,15 @@ def test_nothing_of_the_host_makes_room_for_what_leaves_a_device(
     last = touch(world, model(world, 2))
     assert tiers(world) == {"host": {kept.digest}, GPU: {last.digest}}
     assert "images_demoted" not in world.status().counters
+
+
+def test_what_is_not_to_be_kept_does_not_move_to_the_host(make_device_world: MakeWorld) -> None:
+    world = make_device_world(keep_unused="0")
+    world.start()
+    touch(world, model(world, 1))
+    wait_until(lambda: not world.status().images, "it has gone")
+    assert "images_demoted" not in world.status().counters
+    wait_until(lambda: not image_memory(world), "its memory is free")
 
 
 def test_leased_images_stay(make_device_world: MakeWorld) -> None:

@@ -70,6 +70,29 @@ def test_leased_and_pinned_images_stay(make_world: Any, kind: str) -> None:
     assert bytes_of(leased) == content(1, 3 * MIB)
 
 
+def test_what_nobody_uses_goes_at_once_if_it_is_not_to_be_kept(make_world: Any) -> None:
+    world = make_world(host_bytes="64M", memory_kind="memfd", keep_unused="0")
+    world.start()
+    cache = world.cache()
+    leased = open_path(cache, world.file(1, 3 * MIB))
+    open_path(cache, world.file(2, 3 * MIB))
+    wait_until(lambda: len(world.status().images) == 1, "it has gone")
+    assert world.status().images[0].digest == leased.image.digest
+    world.assert_account()
+    assert bytes_of(leased) == content(1, 3 * MIB)
+    assert bytes_of(open_path(cache, world.file(2, 3 * MIB))) == content(2, 3 * MIB)
+
+
+def test_what_is_never_evicted_fills_the_tier(make_world: Any) -> None:
+    world = make_world(host_bytes="8M", memory_kind="memfd", eviction="never")
+    world.start()
+    cache = world.cache()
+    digests = {open_path(cache, world.file(seed, 3 * MIB)).image.digest for seed in (1, 2)}
+    with pytest.raises(NoSpace, match="TRIMS_HOST_BYTES"):
+        open_path(cache, world.file(3, 3 * MIB))
+    assert {image.digest for image in world.status().images} == digests
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_larger_than_the_tier(make_world: Any, kind: str) -> None:
     """Refused, and nothing is thrown away for it."""

@@ -1,22 +1,35 @@
 """Which unleased image goes first when room is needed.
 
 Pure. A policy sees candidates only (never a leased, pinned or loading image) and ranks them; how
-many go is the store's business. Policies are stateless over :class:`Candidate`, so that the store
-and a simulation run the same object.
+many go is the store's business. Each tier has a policy of its own, told what is used and what goes.
 
 Candidates come in the order of their last use, and the ranking is read only as far as room is
-needed: a load that makes room among many images must not look at all of them.
+needed: a load that makes room among many images must not look at all of them if the policy need
+not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final
 
+from trims_shim.daemon.recent import Recent
 from trims_shim.specs import Digest
 
-__all__ = ["Candidate", "EvictionPolicy", "LeastRecentlyUsed"]
+__all__ = [
+    "Candidate",
+    "EvictionPolicy",
+    "FirstInFirstOut",
+    "GreedyDualSizeFrequency",
+    "LeastFrequentlyUsed",
+    "LeastRecentlyFrequentlyUsed",
+    "LeastRecentlyUsed",
+    "Never",
+    "eviction_policy",
+]
+
+_USES_LIMIT = 8192
 
 
 @dataclass(slots=True)
@@ -30,20 +43,125 @@ class Candidate:
     opens: int
     load_ns: int
 
+    @property
+    def worth(self) -> float:
+        """What keeping it saves at its next use: load time for each byte that it takes."""
+        return max(1, self.load_ns) / max(1, self.resident_bytes)
 
-class EvictionPolicy(Protocol):
+
+class EvictionPolicy:
     """Ranks candidates for eviction."""
 
-    def rank(self, candidates: Iterable[Candidate], now_ns: int) -> Iterable[Candidate]:
+    def rank(self, candidates: Iterable[Candidate]) -> Iterable[Candidate]:
         """The order in which they should go; leaving one out keeps it.
 
         ``candidates``: least recently used first.
         """
+        raise NotImplementedError
+
+    def used(self, image: Candidate) -> None:
+        """A client opened the image (``image.opens`` counts it), or had it loaded for later."""
+
+    def gone(self, image: Candidate) -> None:
+        """The image was dropped, for whatever reason."""
 
 
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(EvictionPolicy):
     """Evict what was opened or released longest ago (TrIMS §4.3, the default there)."""
 
-    def rank(self, candidates: Iterable[Candidate], now_ns: int) -> Iterable[Candidate]:
-        """Oldest use first: as they come."""
+    def rank(self, candidates: Iterable[Candidate]) -> Iterable[Candidate]:
+        """As they come."""
         return candidates
+
+
+class FirstInFirstOut(EvictionPolicy):
+    """Evict what was loaded first (TrIMS §4.3)."""
+
+    def rank(self, candidates: Iterable[Candidate]) -> Iterable[Candidate]:
+        """In the order of their loads."""
+        return sorted(candidates, key=lambda image: image.loaded_ns)
+
+
+class LeastFrequentlyUsed(EvictionPolicy):
+    """Evict what was opened least often since it was loaded (TrIMS §4.3: least commonly used)."""
+
+    def rank(self, candidates: Iterable[Candidate]) -> Iterable[Candidate]:
+        """Of equals, the least recently used first."""
+        return sorted(candidates, key=lambda image: image.opens)
+
+
+class GreedyDualSizeFrequency(EvictionPolicy):
+    """Evict the smallest ``L + opens * load time / bytes`` (Cherkasova 1998, GDSF).
+
+    ``L`` is the value of the last image that went: images that are not used any more fall behind.
+    """
+
+    def __init__(self) -> None:
+        self._floor = 0.0
+        self._values: dict[Digest, float] = {}
+
+    def rank(self, candidates: Iterable[Candidate]) -> Iterable[Candidate]:
+        """By their values when they were last used."""
+        return sorted(candidates, key=lambda image: self._values.get(image.digest, 0.0))
+
+    def used(self, image: Candidate) -> None:
+        """Value it anew."""
+        self._values[image.digest] = self._floor + max(1, image.opens) * image.worth
+
+    def gone(self, image: Candidate) -> None:
+        """Raise ``L``."""
+        self._floor = max(self._floor, self._values.pop(image.digest, 0.0))
+
+
+class LeastRecentlyFrequentlyUsed(EvictionPolicy):
+    """Evict where ``sum over uses of 2**-age``, times the load time for each byte, is smallest.
+
+    The sum is LRFU's (Lee et al. 1999). A use is a turnover old when images of as many bytes as
+    the budget have gone since: so recent uses count more where room is scarce, and nothing has to
+    be tuned. Uses of images that have gone are remembered, for some thousands of images.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = max(1, budget_bytes)
+        self._turnovers = 0.0
+        self._uses: Recent[Digest, tuple[float, float]] = Recent(_USES_LIMIT)
+        """The sum as it was at a number of turnovers."""
+
+    def rank(self, candidates: Iterable[Candidate]) -> Iterable[Candidate]:
+        """By what keeping them is worth."""
+        return sorted(candidates, key=lambda image: self._sum(image.digest) * image.worth)
+
+    def used(self, image: Candidate) -> None:
+        """Count the use."""
+        self._uses.put(image.digest, (self._sum(image.digest) + 1.0, self._turnovers))
+
+    def gone(self, image: Candidate) -> None:
+        """Let all uses age."""
+        self._turnovers += image.resident_bytes / self._budget_bytes
+
+    def _sum(self, digest: Digest) -> float:
+        total, turnovers = self._uses.get(digest, (0.0, 0.0))
+        return float(total * 0.5 ** (self._turnovers - turnovers))
+
+
+class Never(EvictionPolicy):
+    """Keep everything: a load that does not fit is the client's own (TrIMS §4.3)."""
+
+    def rank(self, candidates: Iterable[Candidate]) -> Iterable[Candidate]:
+        """Nothing."""
+        return ()
+
+
+_MAKERS: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
+    "lru": lambda budget_bytes: LeastRecentlyUsed(),
+    "lrfu": LeastRecentlyFrequentlyUsed,
+    "gdsf": lambda budget_bytes: GreedyDualSizeFrequency(),
+    "lfu": lambda budget_bytes: LeastFrequentlyUsed(),
+    "fifo": lambda budget_bytes: FirstInFirstOut(),
+    "never": lambda budget_bytes: Never(),
+}
+
+
+def eviction_policy(name: str, budget_bytes: int) -> EvictionPolicy:
+    """Make a policy for a tier of ``budget_bytes``; ``name`` is a value of ``TRIMS_EVICTION``."""
+    return _MAKERS[name](budget_bytes)

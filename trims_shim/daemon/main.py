@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 
 from trims_shim import config as configuration
 from trims_shim.config import Config
-from trims_shim.daemon.eviction import LeastRecentlyUsed
+from trims_shim.daemon.eviction import eviction_policy
 from trims_shim.daemon.front import Front
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.prepared.directory import PreparedSettings
@@ -162,6 +162,7 @@ def _build(endpoint: Endpoint, config: Config) -> Server:
             sessions=Sessions(Limits()),
             wake_descriptor=wake_descriptor,
             idle_exit_s=config.idle_exit,
+            keep_unused_s=config.keep_unused,
             config_hash=config.daemon_hash(),
             memory_reason=reason,
         )
@@ -188,7 +189,7 @@ def _tiers(
 ) -> Tiers:
     store = Store(
         config.host_bytes,
-        policy=LeastRecentlyUsed(),
+        policy=eviction_policy(config.eviction, config.host_bytes),
         footprint_bytes=memory.footprint_bytes,
         numbers=numbers,
     )

@@ -17,6 +17,7 @@ a client that offers it makes a private copy unless the image is there, or about
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import time
 from dataclasses import dataclass
@@ -222,15 +223,27 @@ class Openings:
         for tier in self._tiers:
             missing = tier.missing_bytes()
             if missing > 0:
-                actions = tier.store.relieve(missing, time.time_ns())
+                actions = tier.store.relieve(missing)
                 self._front.counters["evicted_under_pressure"] += len(actions) // 2
                 self.execute(tier, actions)
+
+    def expire(self, unused_s: float) -> None:
+        """Give up images that nobody has used for so many seconds."""
+        if unused_s == math.inf:
+            return
+        before_ns = time.time_ns() - int(unused_s * 1e9)
+        for tier in self._tiers:
+            actions = tier.store.expire(before_ns)
+            if actions:
+                self._front.counters["expired"] += len(actions) // 2
+                # Host memory would not keep it either.
+                self.execute(tier, actions, may_demote=False)
 
     def _relieve_shortages(self, tier: DeviceTier) -> None:
         """Let loads that the driver had no memory for try again, whatever the account says."""
         for shortage in tier.loader.take_shortages():
             missing = shortage.wanted_bytes - tier.loader.leaving_bytes()
-            actions = tier.store.relieve(missing, time.time_ns())
+            actions = tier.store.relieve(missing)
             self._front.counters["evicted_under_pressure"] += len(actions) // 2
             is_relieved = bool(actions) or missing < shortage.wanted_bytes
             self.execute(tier, actions, may_demote=shortage.may_demote)
@@ -287,7 +300,7 @@ class Openings:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         for each in (tier, *(other for other in self._tiers if other is not tier)):
             while self._tiers.descriptor_count() >= soft // 2:
-                actions = each.store.relieve(1, time.time_ns())
+                actions = each.store.relieve(1)
                 if not actions:
                     break
                 self.execute(each, actions, may_demote=False)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import selectors
 import socket
@@ -75,6 +76,7 @@ class Server(Front):
         sessions: Sessions,
         wake_descriptor: int,
         idle_exit_s: float,
+        keep_unused_s: float = math.inf,
         config_hash: str = "",
         memory_reason: str = "",
     ) -> None:
@@ -87,6 +89,7 @@ class Server(Front):
         self.tiers = tiers
         self.sessions = sessions
         self.idle_exit_s = idle_exit_s
+        self.keep_unused_s = keep_unused_s
         self.config_hash = config_hash
         self.memory_reason = memory_reason
         self.started_ns = time.time_ns()
@@ -167,6 +170,7 @@ class Server(Front):
             self.sessions.closer.tend()
             self.tiers.tend()
             self.openings.relieve_pressure()
+            self.openings.expire(self.keep_unused_s)
 
     def _timeout(self) -> float:
         if self._watchers or self._control.has_messages():

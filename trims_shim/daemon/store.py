@@ -17,6 +17,7 @@ Rules
    reserves nothing: the file is only hashed, and if that fails, the hint is forgotten.
 4. A leased, pinned or held image is never evicted. Without room the request is refused, and the
    client loads privately. A hold is the daemon's own, while it copies the image to another tier.
+   When the machine needs memory back, images go that the policy would keep, too.
 5. A closed session leaves no lease and no waiter. A load without waiters runs to its end: somebody
    wanted the model a moment ago, and its first reader may come back.
 6. Lease and load numbers are unique across the tiers of a daemon, which share the counter: a client
@@ -372,6 +373,8 @@ class Store:
             )
             self._images[result.digest] = image
             self._resident_bytes += image.resident_bytes
+            if not load.waiters:
+                self._policy.used(image)
             actions.append(AdoptSegment(ingest, result.digest))
             actions.append(Announce("loaded", image.digest, image.size_bytes))
         else:
@@ -441,15 +444,24 @@ class Store:
         image = self._images.get(digest)
         return [] if image is None else self._drop(image)
 
-    def relieve(self, wanted_bytes: int, now_ns: int) -> list[Action]:
-        """Drop free images until ``wanted_bytes`` are given back, or none is left."""
-        victims = self._choose_victims(wanted_bytes, now_ns)
+    def relieve(self, wanted_bytes: int) -> list[Action]:
+        """Drop free images until ``wanted_bytes`` are given back, or none is left.
+
+        Those that the policy would keep go last.
+        """
+        victims = self._choose_victims(wanted_bytes, is_forced=True)
+        return [action for image in victims for action in self._drop(image)]
+
+    def expire(self, before_ns: int) -> list[Action]:
+        """Drop free images that nobody has used since ``before_ns``."""
+        old = itertools.takewhile(lambda image: image.used_ns < before_ns, self._images.values())
+        victims = [image for image in old if self._is_free(image)]
         return [action for image in victims for action in self._drop(image)]
 
     def evict_all(self) -> list[Action]:
         """Drop every image that is not leased, pinned or held."""
         actions: list[Action] = []
-        for image in [each for each in self._images.values() if self._is_free(each)]:
+        for image in list(self._free()):
             actions += self._drop(image)
         return actions
 
@@ -549,7 +561,7 @@ class Store:
             self._use(hinted, now_ns)
             needed = 0
         else:
-            actions = self._make_room(opening.name, needed, now_ns, withheld_bytes)
+            actions = self._make_room(opening.name, needed, withheld_bytes)
         ingest = next(self._numbers)
         load = _Ingest(
             (opening.key,),
@@ -566,12 +578,10 @@ class Store:
         )
         return [*actions, start]
 
-    def _make_room(
-        self, name: str, needed_bytes: int, now_ns: int, withheld_bytes: int
-    ) -> list[Action]:
+    def _make_room(self, name: str, needed_bytes: int, withheld_bytes: int) -> list[Action]:
         """Raises NoSpace."""
         missing = self._missing_bytes(needed_bytes, withheld_bytes)
-        chosen = self._choose_victims(missing, now_ns)
+        chosen = self._choose_victims(missing)
         # All or nothing: no image is dropped for a request that is still refused.
         if sum(image.resident_bytes for image in chosen) < missing:
             raise self._no_space(name, needed_bytes, withheld_bytes)
@@ -581,18 +591,27 @@ class Store:
         used = self._resident_bytes + self._reserved_bytes + withheld_bytes
         return used + needed_bytes - self._budget_bytes
 
-    def _choose_victims(self, missing_bytes: int, now_ns: int) -> list[_Image]:
-        """Free images in the policy's order, as many as are needed or there are."""
+    def _choose_victims(self, missing_bytes: int, *, is_forced: bool = False) -> list[_Image]:
+        """Free images in the policy's order, as many as are needed or there are.
+
+        ``is_forced``: at last also those that the policy would keep.
+        """
         if missing_bytes <= 0:
             return []
-        candidates = (each for each in self._images.values() if self._is_free(each))
-        chosen: list[_Image] = []
-        for candidate in self._policy.rank(candidates, now_ns):
-            chosen.append(self._images[candidate.digest])
+        order = self._policy.rank(self._free())
+        chosen: dict[Digest, _Image] = {}
+        for candidate in itertools.chain(order, self._free()) if is_forced else order:
+            if candidate.digest in chosen:
+                continue
+            chosen[candidate.digest] = self._images[candidate.digest]
             missing_bytes -= candidate.resident_bytes
             if missing_bytes <= 0:
                 break
-        return chosen
+        return list(chosen.values())
+
+    def _free(self) -> Iterator[_Image]:
+        """Images that may be evicted, least recently used first."""
+        return (each for each in self._images.values() if self._is_free(each))
 
     def _no_space(self, name: str, needed: int, withheld_bytes: int) -> NoSpace:
         totals = self.totals()
@@ -617,6 +636,7 @@ class Store:
         self._use(digest, now_ns)
         image.opens += 1
         image.hits += outcome != "miss"
+        self._policy.used(image)
         self._name(image, (opening.user, opening.name))
         return GrantLease(opening, lease, digest, outcome, is_settled)
 
@@ -651,6 +671,7 @@ class Store:
 
     def _drop(self, image: _Image) -> list[Action]:
         del self._images[image.digest]
+        self._policy.gone(image)
         self._resident_bytes -= image.resident_bytes
         self._pinned.discard(image.digest)
         self._leases.forget(image.digest)

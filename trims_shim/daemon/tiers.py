@@ -23,7 +23,7 @@ from trims_shim.config import Config, ShareOrSize
 from trims_shim.daemon.device.loader import DeviceLoader
 from trims_shim.daemon.device.peer_copying import PeerCopies
 from trims_shim.daemon.device.uploading import Uploader
-from trims_shim.daemon.eviction import LeastRecentlyUsed
+from trims_shim.daemon.eviction import eviction_policy
 from trims_shim.daemon.loader import Loader, Loads
 from trims_shim.daemon.recent import Recent
 from trims_shim.daemon.store import Store
@@ -60,6 +60,7 @@ class DeviceSettings:
     headroom: ShareOrSize
     has_peers: bool
     uploader_idle_s: float
+    eviction: str
 
     @classmethod
     def of(cls, config: Config) -> DeviceSettings:
@@ -70,6 +71,7 @@ class DeviceSettings:
             headroom=config.device_headroom_bytes,
             has_peers=config.device_peers,
             uploader_idle_s=config.uploader_idle,
+            eviction=config.eviction,
         )
 
 
@@ -393,9 +395,10 @@ class Tiers:
         except DriverFailure as error:
             raise UnknownDevice(f"{device} cannot be shared: {error}") from error
         free = nvml.free_bytes(device)
+        budget_bytes = settings.budget.of(info.total_bytes if free is None else free)
         store = Store(
-            settings.budget.of(info.total_bytes if free is None else free),
-            policy=LeastRecentlyUsed(),
+            budget_bytes,
+            policy=eviction_policy(settings.eviction, budget_bytes),
             footprint_bytes=memory.footprint_bytes,
             numbers=self._numbers,
             tier=f"tier of {device}",
