@@ -43,11 +43,6 @@ class Candidate:
     opens: int
     load_ns: int
 
-    @property
-    def worth(self) -> float:
-        """What keeping it saves at its next use: load time for each byte that it takes."""
-        return max(1, self.load_ns) / max(1, self.resident_bytes)
-
 
 class EvictionPolicy:
     """Ranks candidates for eviction."""
@@ -106,7 +101,8 @@ class GreedyDualSizeFrequency(EvictionPolicy):
 
     def used(self, image: Candidate) -> None:
         """Value it anew."""
-        self._values[image.digest] = self._floor + max(1, image.opens) * image.worth
+        worth = max(1, image.load_ns) / max(1, image.resident_bytes)
+        self._values[image.digest] = self._floor + max(1, image.opens) * worth
 
     def gone(self, image: Candidate) -> None:
         """Raise ``L``."""
@@ -114,11 +110,11 @@ class GreedyDualSizeFrequency(EvictionPolicy):
 
 
 class LeastRecentlyFrequentlyUsed(EvictionPolicy):
-    """Evict where ``sum over uses of 2**-age``, times the load time for each byte, is smallest.
+    """Evict where ``sum over uses of 2**-age`` is smallest (Lee et al. 1999, LRFU).
 
-    The sum is LRFU's (Lee et al. 1999). A use is a turnover old when images of as many bytes as
-    the budget have gone since: so recent uses count more where room is scarce, and nothing has to
-    be tuned. Uses of images that have gone are remembered, for some thousands of images.
+    A use is a turnover old when images of as many bytes as the budget have gone since: so recent
+    uses count more where room is scarce, and nothing has to be tuned. Uses of images that have gone
+    are remembered, for some thousands of images.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -128,8 +124,8 @@ class LeastRecentlyFrequentlyUsed(EvictionPolicy):
         """The sum as it was at a number of turnovers."""
 
     def rank(self, candidates: Iterable[Candidate]) -> Iterable[Candidate]:
-        """By what keeping them is worth."""
-        return sorted(candidates, key=lambda image: self._sum(image.digest) * image.worth)
+        """Of equals, the least recently used first."""
+        return sorted(candidates, key=lambda image: self._sum(image.digest))
 
     def used(self, image: Candidate) -> None:
         """Count the use."""
