@@ -13,7 +13,7 @@ from batching.checking import Checked
 from batching.policies.flex_optimum import most_in_time
 from trims_shim.batching.policies.choice import Choice, by_need, by_size
 from trims_shim.batching.policies.flex import Flex
-from trims_shim.batching.policies.generation import Generation, by_earliest, by_largest, by_window
+from trims_shim.batching.policies.generation import Generation, by_earliest, by_largest
 from trims_shim.batching.policies.preemptible import PreemptibleModel, even_exits
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import (
@@ -143,16 +143,6 @@ def test_the_margin_counts_for_those_who_go_second() -> None:
         send(policy, requests_of("long", 3, 229, first=20))
         (run,) = policy.on_event(100, Finished(0, running, 0))
         assert numbers(run) == chosen
-
-
-def test_the_window_sheds_who_is_in_the_way() -> None:
-    policy = Flex(MODELS, preemption_factor=None, generation=by_window)
-    running = busy_with(policy, "solid")
-    in_the_way = requests_of("short", 1, 110, first=10)
-    send(policy, [*in_the_way, *requests_of("short", 3, 10_000, first=11)])
-    drop, run = policy.on_event(100, Finished(0, running, 0))
-    assert drop == Drop(in_the_way, DropReason.SHED)
-    assert numbers(run) == [11, 12, 13]
 
 
 def test_more_devices_run_more_batches() -> None:
@@ -426,7 +416,7 @@ class WorkConserving(Checked):
         return actions
 
 
-@pytest.mark.parametrize("generation", [by_earliest, by_largest, by_window])
+@pytest.mark.parametrize("generation", [by_earliest, by_largest])
 @given(
     seed=st.integers(0, 10**6),
     devices=st.integers(1, 3),

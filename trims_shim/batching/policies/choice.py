@@ -40,8 +40,6 @@ class Offer:
     """The latest starts of the batch, and of further ones of its size for the rest of the queue."""
     size_at: Callable[[int], int]
     """Returns how large the model's batch could be at a later time."""
-    given_up: Sequence[Request] = ()
-    """The requests to give up if it runs."""
 
     @property
     def objective_ns(self) -> int:

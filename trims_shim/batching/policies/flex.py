@@ -25,12 +25,7 @@ from math import inf
 
 from trims_shim.batching.ordering import DeadlineQueue
 from trims_shim.batching.policies.choice import Choice, Offer, by_need, by_size
-from trims_shim.batching.policies.generation import (
-    Candidate,
-    Generation,
-    by_earliest,
-    by_largest,
-)
+from trims_shim.batching.policies.generation import Generation, by_earliest, by_largest
 from trims_shim.batching.policies.preemptible import PreemptibleModel
 from trims_shim.batching.protocol import (
     NEVER_NS,
@@ -177,55 +172,51 @@ class Flex:
             candidates = []
             for key, queue in self._queues.items():
                 if queue:
-                    candidate = self._candidate(now_ns, key, actions)
-                    if candidate is not None:
-                        candidates.append(candidate)
+                    batch = self._candidate(now_ns, key, actions)
+                    if batch:
+                        candidates.append(batch)
             if len(candidates) == 1:  # as on every arrival that finds several devices free
-                self._start(now_ns, candidates[0], float(len(candidates[0].batch)), actions)
+                self._start(now_ns, candidates[0], float(len(candidates[0])), actions)
             elif candidates:
                 self._start(now_ns, *self._best(now_ns, candidates), actions)
             elif not self._unreserve():
                 return
 
     def _start(
-        self, now_ns: int, chosen: Candidate | Offer, worth: float, actions: list[Action]
+        self, now_ns: int, batch: Sequence[Request], worth: float, actions: list[Action]
     ) -> None:
-        batch = chosen.batch
         key = batch[0].key
-        queue = self._queues[key]
-        _remove(queue, batch)
-        if chosen.given_up:
-            _remove(queue, chosen.given_up)
-            actions.append(Drop(list(chosen.given_up), DropReason.SHED))
+        _remove(self._queues[key], batch)
         device = self._free.pop()
         end_ns = now_ns + self.models[key].profile.latency_ns(len(batch))
         self._running[device] = _Running(key, batch, now_ns, end_ns, worth)
         self._forget_running()
         actions.append(Run(device, batch))
 
-    def _best(self, now_ns: int, candidates: Sequence[Candidate]) -> tuple[Offer, float]:
+    def _best(
+        self, now_ns: int, candidates: Sequence[Sequence[Request]]
+    ) -> tuple[Sequence[Request], float]:
         """Return the batch that should run now, and its worth."""
-        highest = max([each.batch[0].priority for each in candidates])
-        offers = [self._offer(each) for each in candidates if each.batch[0].priority == highest]
+        highest = max([each[0].priority for each in candidates])
+        offers = [self._offer(each) for each in candidates if each[0].priority == highest]
         ends_ns = [now_ns] * (len(self._free) - 1)
         for each in self._running.values():
             ends_ns.append(each.end_ns if each.end_ns > now_ns else now_ns)
-        return self._choice(now_ns, offers, ends_ns)
+        best, worth = self._choice(now_ns, offers, ends_ns)
+        return best.batch, worth
 
-    def _candidate(self, now_ns: int, key: Hashable, actions: list[Action]) -> Candidate | None:
-        """Drop a model's hopeless requests; return the batch it could run now, or None."""
+    def _candidate(self, now_ns: int, key: Hashable, actions: list[Action]) -> Sequence[Request]:
+        """Drop a model's hopeless requests; return the batch it could run now, maybe empty."""
         queue = self._queues[key]
         soonest_ns = now_ns + self.margin_ns + self.models[key].profile.latency_ns(1)
         hopeless = queue.take_due(soonest_ns)
         if hopeless:
             actions.append(Drop(hopeless, DropReason.HOPELESS))
             if not queue:
-                return None
-        found = self._generate(key, now_ns, queue)
-        return found if found.batch else None
+                return ()
+        return self._generate(key, now_ns, queue)
 
-    def _offer(self, candidate: Candidate) -> Offer:
-        batch = candidate.batch
+    def _offer(self, batch: Sequence[Request]) -> Offer:
         key, size = batch[0].key, len(batch)
         queue = self._queues[key]
         latency_ns = self.models[key].profile.latency_ns(size)
@@ -237,8 +228,7 @@ class Flex:
             batch,
             latency_ns,
             due_ns,
-            lambda start_ns: len(self._generate(key, start_ns, queue).batch),
-            candidate.given_up,
+            lambda start_ns: len(self._generate(key, start_ns, queue)),
         )
 
     # --- no device is free ------------------------------------------------------------------------
@@ -268,7 +258,7 @@ class Flex:
         factor, gain, queue = self._factor, self._gain, self._queues[key]
         next_ns = self._next_free_ns()
         # How many requests can just as well wait for the next device.
-        waiting = len(self._generate(key, next_ns, queue).batch) if gain else 0
+        waiting = len(self._generate(key, next_ns, queue)) if gain else 0
         queued, most = len(queue), self.models[key].max_batch_size
         if waiting == queued:
             return None  # merging with a running batch of their model would save none either
@@ -312,11 +302,13 @@ class Flex:
         if self._gain and next_ns <= start_ns:
             return ()
         requests = queue.merged(running.batch) if running.key == key else queue
-        return self._generate(key, start_ns, requests).batch
+        return self._generate(key, start_ns, requests)
 
     # --- bookkeeping ------------------------------------------------------------------------------
 
-    def _generate(self, key: Hashable, start_ns: int, requests: Sequence[Request]) -> Candidate:
+    def _generate(
+        self, key: Hashable, start_ns: int, requests: Sequence[Request]
+    ) -> Sequence[Request]:
         model = self.models[key]
         start_ns += self.margin_ns
         return self._generation(start_ns, requests, model.profile, model.max_batch_size)

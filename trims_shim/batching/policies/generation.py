@@ -1,38 +1,28 @@
 """How Flex forms the batch it would run for one model, without changing the queue.
 
 A :class:`Generation` takes a model's requests in queue order and the time at which a batch could
-start. It returns the batch, and the requests that would be given up for it.
-:class:`trims_shim.batching.policies.flex.Flex` decides whether the candidate runs.
+start, and returns the batch. :class:`trims_shim.batching.policies.flex.Flex` decides whether it
+runs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 
-__all__ = ["Candidate", "Generation", "by_earliest", "by_largest", "by_window"]
-
-
-@dataclass(slots=True)
-class Candidate:
-    """A batch that could run now and would answer all its requests in time."""
-
-    batch: Sequence[Request]
-    given_up: Sequence[Request] = ()
-    """Requests ahead of the batch's last one that are given up for it."""
+__all__ = ["Generation", "by_earliest", "by_largest"]
 
 
 class Generation(Protocol):
     """A rule of batch generation (Shepherd, NSDI'23, section 5, ``BatchGen``).
 
-    ``requests`` are in queue order and may be the queue itself; a candidate holds slices of them or
-    its own lists. The batch would start at ``start_ns``; ``max_batch_size`` is at least 1. The
-    candidate is empty only if no request can be in time.
+    ``requests`` are in queue order and may be the queue itself; the batch is a slice of them or a
+    new list. It would start at ``start_ns``, and answers all its requests in time;
+    ``max_batch_size`` is at least 1. It is empty only if no request can be in time.
     """
 
     def __call__(
@@ -41,12 +31,12 @@ class Generation(Protocol):
         requests: Sequence[Request],
         profile: LatencyProfile,
         max_batch_size: int,
-    ) -> Candidate: ...
+    ) -> Sequence[Request]: ...
 
 
 def by_earliest(
     start_ns: int, requests: Sequence[Request], profile: LatencyProfile, max_batch_size: int
-) -> Candidate:
+) -> Sequence[Request]:
     """Take requests in order while the earliest deadline among them can be met.
 
     The paper's listing, with line 10 as Nexus' authors corrected it: the batch is tested with the
@@ -66,12 +56,12 @@ def by_earliest(
         batch.append(request)
         if len(batch) == max_batch_size:
             break
-    return Candidate(batch)
+    return batch
 
 
 def by_largest(
     start_ns: int, requests: Sequence[Request], profile: LatencyProfile, max_batch_size: int
-) -> Candidate:
+) -> Sequence[Request]:
     """Return the largest possible batch, of the earliest requests that can be in it.
 
     The two-pass rule that the paper's author describes: find the size from the latest deadlines,
@@ -81,7 +71,7 @@ def by_largest(
     most = len(requests) if len(requests) < max_batch_size else max_batch_size
     is_one_class = most > 0 and requests[0].priority == requests[-1].priority
     if is_one_class and requests[0].deadline_ns >= start_ns + profile.latency_ns(most):
-        return Candidate(requests[:most])  # the usual case: time for the largest batch
+        return requests[:most]  # the usual case: time for the largest batch
     first_class = _first_class(requests)
     deadlines = [request.deadline_ns for request in first_class]
     size = _largest(start_ns, deadlines, profile, max_batch_size)
@@ -89,26 +79,10 @@ def by_largest(
     batch = first_class[first : first + size]
     others = requests[len(first_class) :]
     if others and batch:
-        return Candidate(_filled_up(start_ns, batch, others, profile, max_batch_size))
+        return _filled_up(start_ns, batch, others, profile, max_batch_size)
     if others:
         return by_largest(start_ns, others, profile, max_batch_size)
-    return Candidate(batch)
-
-
-def by_window(
-    start_ns: int, requests: Sequence[Request], profile: LatencyProfile, max_batch_size: int
-) -> Candidate:
-    """Return the batch of :func:`by_largest`; give up all it passes over (after Nexus' early drop).
-
-    Under overload this leaves only requests with time in the queue, so that the next batch is large
-    too. If other devices are about to be free, it may give up requests that they could answer.
-    """
-    found = by_largest(start_ns, requests, profile, max_batch_size)
-    if not found.batch:
-        return found
-    chosen, last = set(found.batch), found.batch[-1]
-    before_last = requests[: [*requests].index(last)]
-    return Candidate(found.batch, [each for each in before_last if each not in chosen])
+    return batch
 
 
 def _first_class(requests: Sequence[Request]) -> Sequence[Request]:
