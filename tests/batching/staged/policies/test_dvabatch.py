@@ -6,7 +6,6 @@ room beside small batches, and runs two stages at once.
 
 from __future__ import annotations
 
-from functools import partial
 from random import Random
 
 import pytest
@@ -17,8 +16,7 @@ from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import Report, gamma, requests
-from trims_shim.batching.staged.policies import DVABatch, LoadDiversity, OperatorDiversity
-from trims_shim.batching.staged.profiles.diversity import Diversity
+from trims_shim.batching.staged.policies import DVABatch
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import StagedBatching
 from trims_shim.batching.staged.simulation import StagedOutcome, simulate_staged
@@ -146,18 +144,6 @@ def test_without_deadlines_everything_is_answered() -> None:
     assert len(outcome.answered) == outcome.requests
 
 
-@pytest.mark.parametrize(
-    ("diversity", "alone"),
-    [
-        (Diversity(operators=False, load=True, inputs=False), LoadDiversity),
-        (Diversity(operators=True, load=False, inputs=False), OperatorDiversity),
-    ],
-)
-def test_one_of_them_alone(diversity: Diversity, alone: RuleMaker) -> None:
-    ours = run(partial(DVABatch, diversity=diversity), UNET, load=0.8, count=400)
-    assert answers(ours) == answers(run(alone, UNET, load=0.8, count=400))
-
-
 @pytest.mark.parametrize(("stages", "waits"), [(1, True), (4, False)])
 def test_it_waits_for_company_only_where_nobody_can_join_later(stages: int, waits: bool) -> None:
     """Requests come in pairs, one a millisecond after the other."""
@@ -173,15 +159,6 @@ def test_it_waits_for_company_only_where_nobody_can_join_later(stages: int, wait
     starts_ns = [each.started_ns for each in outcome.stage_executions if each.stage == 0]
     firsts_ns = {request.arrival_ns for request in stream[::2]}
     assert bool(firsts_ns.difference(starts_ns)) == waits
-
-
-def test_a_window_only_if_asked_for() -> None:
-    windows = Diversity(operators=True, load=True, inputs=True)
-    for diversity, size in ((None, 1), (windows, 0)):
-        options = {} if diversity is None else {"diversity": diversity}
-        rule = DVABatch(LINE, max_batch_size=SIZE, **options)
-        queue_up(rule, NEVER_NS)
-        assert rule.choose(1) == size
 
 
 def test_a_batch_is_held_back_until_the_one_ahead_is_out_of_the_way() -> None:

@@ -38,11 +38,6 @@ def test_halves_where_they_take_no_longer(size: int, sizes: tuple[int, ...]) -> 
     assert tuple(rule.split(0, batch_at((1, size, None)).parts[0])) == sizes
 
 
-def test_without_splitting() -> None:
-    rule = PaperDVABatch(PROFILE, max_batch_size=16, is_splitting=False)
-    assert not rule.split(0, batch_at((1, 16, None)).parts[0])
-
-
 def test_a_time_is_not_below_nothing() -> None:
     with pytest.raises(ValueError, match="wait_ms"):
         PaperDVABatch(PROFILE, max_batch_size=16, wait_ms=-1)

@@ -19,20 +19,14 @@ __all__ = ["PaperDVABatch"]
 class PaperDVABatch(Immediate, StagedRule):
     """Stretches batches younger than ``wait_ms`` (T_comp_wait); 0 never stretches.
 
-    With ``is_splitting``, splits a batch into halves if two halves take no longer than the whole.
+    Splits a batch into halves if two halves take no longer than the whole.
     """
 
     def __init__(
-        self,
-        profile: LatencyProfile,
-        *,
-        max_batch_size: int,
-        wait_ms: float = 0.0,
-        is_splitting: bool = True,
+        self, profile: LatencyProfile, *, max_batch_size: int, wait_ms: float = 0.0
     ) -> None:
         super().__init__(profile, max_batch_size=max_batch_size)
         self._wait_ns = duration_ns("wait_ms", wait_ms)
-        self._is_splitting = is_splitting
 
     def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
         """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
@@ -42,8 +36,6 @@ class PaperDVABatch(Immediate, StagedRule):
         """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
         half, rest = part.size // 2, part.size - part.size // 2
         remaining_ns = self.staged.remaining_ns
-        if not self._is_splitting or not half:
-            return ()
-        if remaining_ns(part.stage, part.size) < 2 * remaining_ns(part.stage, rest):
+        if not half or remaining_ns(part.stage, part.size) < 2 * remaining_ns(part.stage, rest):
             return ()
         return half, rest
