@@ -10,12 +10,11 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trims_shim.batching.staged.stage_metrics import stage_families
-
 if TYPE_CHECKING:
+    from trims_shim.batching.staged.stage_statistics import StagedStats, StageStats
     from trims_shim.batching.statistics import BatcherStats, Percentiles
 
 __all__ = ["export"]
@@ -99,7 +98,7 @@ class _Collector:
 
     def describe(self) -> Iterator[Any]:
         """The metrics without samples: registering must not read any batcher."""
-        return iter(_families({}) + stage_families(_PREFIX, {}))
+        return iter(_families({}) + _stage_families({}))
 
     def collect(self) -> Iterator[Any]:
         """The samples; called by the registry."""
@@ -113,52 +112,48 @@ class _Collector:
                 stats[label] = source.stats()
                 if hasattr(source, "stage_stats"):
                     stages[label] = source.stage_stats()
-        return iter(_families(stats) + (stage_families(_PREFIX, stages) if stages else []))
+        return iter(_families(stats) + (_stage_families(stages) if stages else []))
 
 
 def _families(stats: Mapping[str, BatcherStats]) -> list[Any]:
     return [
-        _outcomes(stats),
-        _gauge("queued", "Requests that wait.", {k: s.queued for k, s in stats.items()}),
-        _gauge(
-            "running", "Requests in batches that run.", {k: s.running for k, s in stats.items()}
+        _family_by(
+            "Counter",
+            "requests",
+            "Requests by what became of them.",
+            "outcome",
+            {label: _outcomes(each) for label, each in stats.items()},
+        ),
+        _family("Gauge", "queued", "Requests that wait.", {k: s.queued for k, s in stats.items()}),
+        _family(
+            "Gauge",
+            "running",
+            "Requests in batches that run.",
+            {k: s.running for k, s in stats.items()},
         ),
         _batch_sizes(stats),
-        _busy(stats),
+        _family(
+            "Counter",
+            "busy_seconds",
+            "Time in which batches ran.",
+            {k: s.busy_total_s for k, s in stats.items()},
+        ),
         _quantiles("wait", "from arrival to the start of the batch", stats),
         _quantiles("latency", "from arrival to the answer", stats),
         _quantiles("wake_lateness", "by which timers came too late", stats),
     ]
 
 
-def _outcomes(stats: Mapping[str, BatcherStats]) -> Any:
-    from prometheus_client.core import CounterMetricFamily
-
-    family = CounterMetricFamily(
-        _PREFIX + "requests", "Requests by what became of them.", labels=["batcher", "outcome"]
-    )
-    for label, each in stats.items():
-        outcomes = {
-            "in_time": each.answered - each.late,
-            "late": each.late,
-            "hopeless": each.dropped.get("hopeless", 0),
-            "shed": each.dropped.get("shed", 0),
-            "failed": each.failed,
-            "cancelled": each.cancelled,
-            "rejected": each.rejected,
-        }
-        for outcome, count in outcomes.items():
-            family.add_metric([label, outcome], count)
-    return family
-
-
-def _gauge(name: str, text: str, values: Mapping[str, float]) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
-
-    family = GaugeMetricFamily(_PREFIX + name, text, labels=["batcher"])
-    for label, value in values.items():
-        family.add_metric([label], value)
-    return family
+def _outcomes(stats: BatcherStats) -> dict[str, int]:
+    return {
+        "in_time": stats.answered - stats.late,
+        "late": stats.late,
+        "hopeless": stats.dropped.get("hopeless", 0),
+        "shed": stats.dropped.get("shed", 0),
+        "failed": stats.failed,
+        "cancelled": stats.cancelled,
+        "rejected": stats.rejected,
+    }
 
 
 def _batch_sizes(stats: Mapping[str, BatcherStats]) -> Any:
@@ -178,29 +173,74 @@ def _batch_sizes(stats: Mapping[str, BatcherStats]) -> Any:
     return family
 
 
-def _busy(stats: Mapping[str, BatcherStats]) -> Any:
-    from prometheus_client.core import CounterMetricFamily
-
-    family = CounterMetricFamily(
-        _PREFIX + "busy_seconds", "Time in which batches ran.", labels=["batcher"]
-    )
-    for label, each in stats.items():
-        family.add_metric([label], each.busy_total_s)
-    return family
-
-
 def _quantiles(quantity: str, text: str, stats: Mapping[str, BatcherStats]) -> Any:
     """Gauges: quantiles of the last requests cannot be added up over time or batchers."""
-    from prometheus_client.core import GaugeMetricFamily
 
-    family = GaugeMetricFamily(
-        f"{_PREFIX}{quantity}_seconds",
+    def of(found: Percentiles) -> dict[str, float]:
+        return {f"0.{name[1:3].rstrip('0')}": getattr(found, name) / 1e3 for name in _QUANTILES}
+
+    return _family_by(
+        "Gauge",
+        f"{quantity}_seconds",
         f"Time {text}; quantiles of the last requests.",
-        labels=["batcher", "quantile"],
+        "quantile",
+        {label: of(getattr(each, quantity)) for label, each in stats.items()},
     )
-    for label, each in stats.items():
-        found: Percentiles = getattr(each, quantity)
-        for name in _QUANTILES:
-            quantile = f"0.{name[1:3].rstrip('0')}"
-            family.add_metric([label, quantile], getattr(found, name) / 1e3)
+
+
+def _stage_families(stats: Mapping[str, StagedStats]) -> list[Any]:
+    def of_stages(name: str, text: str, value: Callable[[StageStats], float]) -> Any:
+        values = {
+            label: {str(number): value(stage) for number, stage in enumerate(each.stages)}
+            for label, each in stats.items()
+        }
+        return _family_by("Counter", f"stage_{name}", text, "stage", values)
+
+    return [
+        _family_by(
+            "Counter",
+            "stage_operations",
+            "What was done to batches: begun, stretched, split, answered by the whole function.",
+            "operation",
+            {
+                label: {
+                    "new": each.batches,
+                    "stretch": each.stretches,
+                    "split": each.splits,
+                    "failure": each.failures,
+                }
+                for label, each in stats.items()
+            },
+        ),
+        of_stages("runs", "How many times a stage ran.", lambda stage: stage.runs),
+        of_stages("requests", "Requests that a stage ran with.", lambda stage: stage.requests),
+        of_stages(
+            "exits", "Requests that were finished before the last stage.", lambda stage: stage.exits
+        ),
+        of_stages("busy_seconds", "Time in which a stage ran.", lambda stage: stage.busy_s),
+    ]
+
+
+def _family(kind: str, name: str, text: str, values: Mapping[str, float]) -> Any:
+    """A ``"Gauge"`` or ``"Counter"`` with a value for each batcher."""
+    family = _kind(kind)(_PREFIX + name, text, labels=["batcher"])
+    for batcher, value in values.items():
+        family.add_metric([batcher], value)
     return family
+
+
+def _family_by(
+    kind: str, name: str, text: str, label: str, values: Mapping[str, Mapping[str, float]]
+) -> Any:
+    """As :func:`_family`, with several values for each batcher, told apart by ``label``."""
+    family = _kind(kind)(_PREFIX + name, text, labels=["batcher", label])
+    for batcher, each in values.items():
+        for which, value in each.items():
+            family.add_metric([batcher, which], value)
+    return family
+
+
+def _kind(kind: str) -> Any:
+    from prometheus_client import core
+
+    return getattr(core, f"{kind}MetricFamily")
