@@ -121,8 +121,7 @@ def columns(
         raise ValueError(
             f"collate is for {len(collate.collates)} arguments, and there are {number}"
         )
-    found = with_classes(collate) if by_length else collate
-    return found if batch_sizes is None else Filling(found, batch_sizes)
+    return collate_of(collate, batch_sizes=batch_sizes, by_length=by_length)
 
 
 def answers(

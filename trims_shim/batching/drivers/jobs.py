@@ -21,6 +21,9 @@ _logger = logging.getLogger(__name__)
 class Job:
     """One :class:`~trims_shim.batching.protocol.Run`."""
 
+    stage = 0
+    """The first stage that it runs; a function is one stage."""
+
     __slots__ = (
         "__weakref__",
         "chosen_ns",
@@ -62,6 +65,16 @@ class Job:
         """Whether its duration is evidence for other batches of its size and key."""
         live = self.live
         return live is not None and live != [] and not self.failed and live[0].key == self.key
+
+    @property
+    def size(self) -> int:
+        """The number of rows it ran with."""
+        return len(self.live or ())
+
+    @property
+    def durations_ns(self) -> Sequence[int]:
+        """How long it took, by stage."""
+        return (self.ended_ns - self.started_ns,)
 
     @property
     def failed(self) -> int:

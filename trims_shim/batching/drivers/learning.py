@@ -83,11 +83,11 @@ class _Kin(NamedTuple):
     seen: set[int]
     """Parts (stages) that have run."""
 
-    def observe(self, learned: LearnedProfile, size: int, duration_ns: int, part: int = 0) -> bool:
+    def observe(self, learned: LearnedProfile, size: int, duration_ns: int, part: int) -> bool:
         """Tell one key's profile what a batch took; False if that says nothing about others."""
         return not self.is_first(part) and learned.observe(size, duration_ns, part)
 
-    def is_first(self, part: int = 0) -> bool:
+    def is_first(self, part: int) -> bool:
         """Whether no batch of ``part`` has run yet, so that this one also compiles and allocates.
 
         For the first batch of each size, profiles and curves find that out by themselves.
@@ -182,18 +182,20 @@ class Learning:
 
     def _learn(self, policy: Policy, job: Job) -> bool:
         """See :meth:`ran`."""
-        assert job.live is not None
         key = plain_key(job.key)
-        size = padded_size(len(job.live), self._batch_sizes)
+        size = padded_size(job.size, self._batch_sizes)
         learned = self._learned_of(key)
         if len(self._learned) >= _MOST_KEYS:  # keys in use are forgotten last
             self._learned[key] = self._learned.pop(key)
         kin = self._kin_of(key)
-        is_typical = kin.observe(learned, size, job.ended_ns - job.started_ns)
+        are_typical = [
+            kin.observe(learned, size, duration_ns, stage)
+            for stage, duration_ns in enumerate(job.durations_ns, job.stage)
+        ]
         self._refresh(policy, key, learned)
         if kin.curves:
             self._refresh_another(policy, kin)
-        return is_typical
+        return all(are_typical)
 
     def delivered(self, taken_ns: int) -> None:
         """Record how long answers took to reach an event loop and the callers that await them."""

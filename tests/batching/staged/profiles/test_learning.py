@@ -6,6 +6,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.batching.staged.rules import joining
 from trims_shim.batching.drivers.learning import LateKey
 from trims_shim.batching.drivers.replies import BatchFuture, Entry
@@ -87,6 +89,18 @@ def test_all_stages_of_a_job_that_ran_on_are_learned() -> None:
         assert learning.ran(policy, job) == (latency_ms == 2)
     assert rule.profile.stage_ns(0, 1) == 2 * MS
     assert rule.profile.stage_ns(1, 1) == 10 * MS
+
+
+def test_a_key_that_comes_again_is_not_forgotten_for_those_that_come_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trims_shim.batching.drivers.learning._MOST_KEYS", 3)
+    learning = make()
+    policy, _ = with_rule(learning)
+    for number in range(12):
+        for key in ("often", number):
+            learning.ran(policy, ran_stage(0, 1, 5, key=key))
+    assert learning.keys() == [10, "often", 11]
 
 
 def test_what_ran_beside_others_is_learned_where_nothing_better_is_known() -> None:

@@ -73,7 +73,7 @@ class StageJob(Job):
         """The number of events when it was made."""
         self.part = action.part
         self.is_end = is_end
-        self.size = 0
+        self.size: int = 0
         """The number of rows it runs with."""
         self.began: Sequence[Request] = ()
         """The requests of these rows."""

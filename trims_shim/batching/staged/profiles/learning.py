@@ -10,7 +10,6 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from trims_shim.batching.collating.collates import padded_size
 from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.learning import Learning, plain_key
 from trims_shim.batching.profiles.lengths import LengthCurve
@@ -162,26 +161,13 @@ class StagedLearning(Learning):
         )
 
     def _learn(self, policy: Policy, job: Job) -> bool:
-        first, rows, is_beside = 0, len(job.live or ()), False
-        durations_ns = [job.ended_ns - job.started_ns]
-        if isinstance(job, StageJob):
-            first, rows, durations_ns = job.stage, job.size, job.durations_ns
-            is_beside = job.is_beside
-        key = plain_key(job.key)
-        size = padded_size(rows, self._batch_sizes)
-        learned = self._learned_of(key)
-        assert isinstance(learned, LearnedStages)
-        if is_beside and learned.has_width and not learned.is_doubted:
-            return True  # rules start from the duration alone, and that was measured with the width
-        kin = self._kin_of(key)
-        counts = [
-            kin.observe(learned, size, duration_ns, stage)
-            for stage, duration_ns in enumerate(durations_ns, first)
-        ]
-        self._refresh(policy, key, learned)
-        if kin.curves:
-            self._refresh_another(policy, kin)
-        return all(counts)
+        if isinstance(job, StageJob) and job.is_beside:
+            learned = self._learned_of(plain_key(job.key))
+            assert isinstance(learned, LearnedStages)
+            if learned.has_width and not learned.is_doubted:
+                # Rules start from the duration alone, and that was measured with the width.
+                return True
+        return super()._learn(policy, job)
 
     def measured_stages(
         self,
