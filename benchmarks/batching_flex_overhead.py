@@ -27,7 +27,7 @@ from trims_shim.batching.drivers.lanes import CpuLane, lane_of
 from trims_shim.batching.drivers.replies import BlockedCall, Entry
 from trims_shim.batching.flex.batcher import FlexBatcher
 from trims_shim.batching.flex.exit_points import ExitPoints
-from trims_shim.batching.flex.models import StagedFunctions
+from trims_shim.batching.flex.models import FlexFunctions
 
 RESULTS = ROOT / "docs" / "results"
 LAYERS, WIDTH, BATCH = 16, 1024, 8
@@ -129,8 +129,8 @@ def execution_delay(device: str) -> list[dict[str, float]]:
     ]
 
 
-def _functions(device: str, stages: list[Callable[..., Any]]) -> StagedFunctions:
-    return StagedFunctions(
+def _functions(device: str, stages: list[Callable[..., Any]]) -> FlexFunctions:
+    return FlexFunctions(
         {"m": stages},
         devices=[device],
         lanes=[lane_of(device)],

@@ -12,7 +12,7 @@ import torch
 from trims_shim.batching.drivers.lanes import CpuLane
 from trims_shim.batching.drivers.replies import BlockedCall, Entry, Failure
 from trims_shim.batching.flex.exit_points import ExitPoints
-from trims_shim.batching.flex.models import StagedFunctions, stages_of
+from trims_shim.batching.flex.models import FlexFunctions, stages_of
 from trims_shim.batching.staged import Loop, StagedModel
 
 
@@ -34,8 +34,8 @@ def entries(*values: Any, model: str = "m") -> list[Entry]:
     return [Entry((value,), BlockedCall(), 0, model) for value in values]
 
 
-def functions(model: Any, **options: Any) -> StagedFunctions:
-    return StagedFunctions(
+def functions(model: Any, **options: Any) -> FlexFunctions:
+    return FlexFunctions(
         {"m": model},
         **{
             "devices": ["cpu"],
@@ -48,7 +48,7 @@ def functions(model: Any, **options: Any) -> StagedFunctions:
     )
 
 
-def run(staged: StagedFunctions, *values: Any, given_up: bool = False, device: int = 0) -> Any:
+def run(staged: FlexFunctions, *values: Any, given_up: bool = False, device: int = 0) -> Any:
     points = ExitPoints(lambda: given_up, CpuLane(), lambda: 0)
     return staged.run_staged(entries(*values), device, points)
 
@@ -163,7 +163,7 @@ def test_what_is_no_model_is_refused(model: Any, error: type[Exception], message
 
 def test_no_models_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one model"):
-        StagedFunctions(
+        FlexFunctions(
             {}, devices=["cpu"], lanes=[], collate="auto", isolate_failures=True, name="x"
         )
 

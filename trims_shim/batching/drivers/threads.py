@@ -223,12 +223,15 @@ class ThreadDispatch(Dispatch):
         ident = self._enter()
         try:
             if job.results is None:
-                entries = job.begin(self.options.clock_ns())
-                results = self.function.run(entries) if entries else []
-                job.end(self.options.clock_ns(), results)
+                self._run(job)
             job.deliver()
         finally:
             self._exit(ident)
+
+    def _run(self, job: Job) -> None:
+        entries = job.begin(self.options.clock_ns())
+        results = self.function.run(entries) if entries else []
+        job.end(self.options.clock_ns(), results)
 
     def _enter(self) -> int:
         ident = threading.get_ident()

@@ -33,7 +33,7 @@ from trims_shim.batching.drivers.lanes import lane_of
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.replies import Entry, Reply
 from trims_shim.batching.flex.dispatch import FlexDispatch, FlexLearning
-from trims_shim.batching.flex.models import StagedFunctions, Stages
+from trims_shim.batching.flex.models import FlexFunctions, Stages
 from trims_shim.batching.policies.flex import PREEMPTION_FACTOR, Flex
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
@@ -117,7 +117,7 @@ class FlexBatcher(Batcher[str, Any]):
         slo_ns = NEVER_NS if single_ms is None else objective_ns(single_ms)
         self._clock_ns = clock_ns
         self._owner: object = None
-        functions = StagedFunctions(
+        functions = FlexFunctions(
             models,
             devices=names,
             lanes=[lane_of(each) for each in names],

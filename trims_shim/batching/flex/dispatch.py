@@ -13,10 +13,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.learning import LateKey, Learning, plain_key
 from trims_shim.batching.drivers.options import Options
-from trims_shim.batching.drivers.replies import Entry
 from trims_shim.batching.drivers.threads import ThreadDispatch
 from trims_shim.batching.flex.exit_points import ExitPoints
-from trims_shim.batching.flex.models import StagedFunctions
+from trims_shim.batching.flex.models import FlexFunctions
 from trims_shim.batching.policies.flex import Flex
 from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.policies.preemptible import PreemptibleModel, even_exits
@@ -25,7 +24,7 @@ from trims_shim.batching.profiles.profile_store import ProfileStore
 from trims_shim.batching.profiles.profiling import LearnedProfile
 from trims_shim.batching.protocol import Action, Event, Policy, Preempt, Preempted, Request
 
-__all__ = ["FlexDispatch", "FlexLearning", "StagedJob"]
+__all__ = ["FlexDispatch", "FlexJob", "FlexLearning"]
 
 _NEWEST_WEIGHT = 0.2
 """Weight of the last batch in the running mean of exit points' places: about ten batches count."""
@@ -35,7 +34,7 @@ _LAST = 4096
 """Preemptions over which percentiles are taken."""
 
 
-class StagedJob(Job):
+class FlexJob(Job):
     """A batch that may be given up."""
 
     __slots__ = ("asked_ns", "is_given_up", "marks_ns")
@@ -56,6 +55,11 @@ class StagedJob(Job):
         """Note that it has stopped."""
         self.is_given_up = True
         self.ended_ns = now_ns
+
+    def deliver(self) -> None:
+        """See :class:`Job`; hands nothing out if it was given up."""
+        if not self.is_given_up:
+            super().deliver()
 
 
 class FlexLearning(Learning):
@@ -98,7 +102,7 @@ class FlexLearning(Learning):
         return PreemptibleModel(self.profile(plain), self.max_batch_size, self._exits_of(plain))
 
     def _learn(self, policy: Policy, job: Job) -> bool:
-        if isinstance(job, StagedJob) and len(job.marks_ns):
+        if isinstance(job, FlexJob) and len(job.marks_ns):
             key = job.requests[0].key
             self._learn_exits(plain_key(key), job)
         return super()._learn(policy, job)
@@ -123,7 +127,7 @@ class FlexLearning(Learning):
             known = self._exits[key] = even_exits(self._stages_of(_model_of(key)))
         return known
 
-    def _learn_exits(self, key: Hashable, job: StagedJob) -> None:
+    def _learn_exits(self, key: Hashable, job: FlexJob) -> None:
         taken_ns = max(1, job.ended_ns - job.started_ns)
         seen = [(mark_ns - job.started_ns) / taken_ns for mark_ns in job.marks_ns]
         known = self._exits_of(key)
@@ -142,7 +146,7 @@ class FlexLearning(Learning):
 
 
 def _model_of(key: Hashable) -> str:
-    # (model, signature), of StagedFunctions.key; None before the first request. The name as it is:
+    # (model, signature), of FlexFunctions.key; None before the first request. The name as it is:
     # `str` makes another one of a member of an enum of strings.
     name: str = key[0] if isinstance(key, tuple) else ""
     return name
@@ -163,33 +167,26 @@ def _ascending(shares: Sequence[float]) -> tuple[float, ...]:
 class FlexDispatch(ThreadDispatch):
     """Threads that run staged models under a :class:`Flex`."""
 
-    _job_type = StagedJob
+    _job_type = FlexJob
 
-    def __init__(self, function: StagedFunctions, options: Options) -> None:
-        self._staged = function
+    def __init__(self, function: FlexFunctions, options: Options) -> None:
+        self._functions = function
         # It has what a dispatch uses of a BatchFunction; subclassing would add nothing.
         super().__init__(function, options)  # type: ignore[arg-type]
 
     # --- a thread that runs a batch ---------------------------------------------------------------
 
-    def _execute(self, job: Job) -> None:
-        assert isinstance(job, StagedJob)
-        ident = self._enter()
-        try:
-            if job.results is None and not job.is_given_up:
-                self._run(job, job.begin(self.options.clock_ns()))
-            if not job.is_given_up:
-                job.deliver()
-        finally:
-            self._exit(ident)
-
-    def _run(self, job: StagedJob, entries: list[Entry]) -> None:
+    def _run(self, job: Job) -> None:
+        assert isinstance(job, FlexJob)
+        if job.is_given_up:
+            return  # and then came an interrupt
         clock_ns = self.options.clock_ns
+        entries = job.begin(clock_ns())
         if not entries:
             job.end(clock_ns(), [])
             return
-        points = ExitPoints(job.is_unwanted, self._staged.lanes[job.device], clock_ns)
-        results = self._staged.run_staged(entries, job.device, points)
+        points = ExitPoints(job.is_unwanted, self._functions.lanes[job.device], clock_ns)
+        results = self._functions.run_staged(entries, job.device, points)
         job.marks_ns = points.marks_ns
         if results is None:
             job.give_up(clock_ns())
@@ -202,13 +199,13 @@ class FlexDispatch(ThreadDispatch):
         if isinstance(action, Preempt):
             for each in self._jobs:
                 if each.device == action.device and each.era == self._era:
-                    assert isinstance(each, StagedJob)
+                    assert isinstance(each, FlexJob)
                     each.asked_ns = self._now_ns
         else:
             super()._carry_out(action)
 
     def _end(self, now_ns: int, job: Job) -> None:
-        assert isinstance(job, StagedJob)
+        assert isinstance(job, FlexJob)
         if not job.is_given_up or job not in self._jobs:
             super()._end(now_ns, job)
             return
@@ -236,7 +233,7 @@ class FlexDispatch(ThreadDispatch):
                 policy.add(event.key, learning.model(event.key))
         super()._tell(now_ns, event)
 
-    def _note(self, job: StagedJob) -> None:
+    def _note(self, job: FlexJob) -> None:
         assert job.asked_ns is not None
         self.preemptions += 1
         self.wasted_ns += job.ended_ns - job.started_ns

@@ -20,7 +20,7 @@ from trims_shim.batching.staged.model import Loop, check_stage
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BadBatch
 
-__all__ = ["StagedFunctions", "Stages", "stages_of"]
+__all__ = ["FlexFunctions", "Stages", "stages_of"]
 
 Stage = Callable[..., Any]
 Stages = Sequence[Stage] | Stage | Mapping[str, Sequence[Stage] | Stage]
@@ -48,7 +48,7 @@ def stages_of(model: Stages, device: str) -> list[Stage]:
     return stages
 
 
-class _Staged:
+class _Model:
     """One model: its stages on each device, and how its items become batches."""
 
     def __init__(
@@ -82,7 +82,7 @@ def _run_all(stages: Sequence[Stage], *batch: Any) -> Any:
     return value
 
 
-class StagedFunctions:
+class FlexFunctions:
     """Models by name; the ``owner`` of an entry is the name of its model.
 
     ``devices`` are the names of the devices, ``lanes`` the ways to them, both indexed by the
@@ -109,7 +109,7 @@ class StagedFunctions:
         self.devices = tuple(devices)
         self.lanes = tuple(lanes)
         self._models = {
-            each: _Staged(
+            each: _Model(
                 each,
                 {device: stages_of(model, device) for device in self.devices},
                 collate,
@@ -171,7 +171,7 @@ class StagedFunctions:
             lane.finish(results)
         return results
 
-    def _model_of(self, entries: Sequence[Entry]) -> _Staged:
+    def _model_of(self, entries: Sequence[Entry]) -> _Model:
         name: Any = entries[0].owner
         return self._models[name]
 

@@ -53,17 +53,11 @@ class StagedDispatch(ThreadDispatch):
 
     # --- a thread that runs a stage ---------------------------------------------------------------
 
-    def _execute(self, job: Job) -> None:
+    def _run(self, job: Job) -> None:
         assert isinstance(job, StageJob)
-        ident = self._enter()
-        try:
-            if job.results is None:
-                job.begin(self.options.clock_ns())
-                output = self._output_of(job)
-                job.end_stage(self.options.clock_ns(), output)
-            job.deliver()
-        finally:
-            self._exit(ident)
+        job.begin(self.options.clock_ns())
+        output = self._output_of(job)
+        job.end_stage(self.options.clock_ns(), output)
 
     def _output_of(self, job: StageJob) -> StageOutput:
         pieces = job.pieces()
