@@ -11,7 +11,7 @@ from trims_shim.batching.drivers.learning import Learning
 from trims_shim.batching.protocol import Action, Drop, Event, Finished
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.staged.drivers.jobs import StageJob
-from trims_shim.batching.staged.profiles.learning import StagedLearning
+from trims_shim.batching.staged.drivers.learning import StagedLearning
 from trims_shim.batching.staged.scheduler import RunStage, StageEnded
 
 __all__ = ["Learner", "StagedLearner"]

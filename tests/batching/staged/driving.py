@@ -18,7 +18,7 @@ from trims_shim.batching.collating.collate import collate_of
 from trims_shim.batching.protocol import FLUSH, TIMER, Cancelled, Drop, Event, Request, Run
 from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
-from trims_shim.batching.staged.drivers.flow import NotJoinable, join, take
+from trims_shim.batching.staged.flow import NotJoinable, join, take
 from trims_shim.batching.staged.mechanism.batches import Part, Piece
 from trims_shim.batching.staged.model import Loop
 from trims_shim.batching.staged.scheduler import RunStage, StagedBatching, StageEnded

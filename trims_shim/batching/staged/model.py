@@ -16,8 +16,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from trims_shim.batching.staged import flow
 from trims_shim.batching.staged.activations import Stepped
-from trims_shim.batching.staged.drivers import flow
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.whole import answers_of, run_steps, run_whole
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 __all__ = ["DecoderStack", "Encoder", "Recurrent", "UNet", "join_and_take"]
 
-from trims_shim.batching.staged.drivers.flow import join, rows_of, take
+from trims_shim.batching.staged.flow import join, rows_of, take
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.examples import Example
 

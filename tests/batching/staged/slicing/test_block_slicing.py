@@ -11,7 +11,7 @@ from harness import PATIENCE_S
 from torch import nn
 
 from tests.batching.staged.slicing.networks import DecoderStack, Encoder, UNet, join_and_take
-from trims_shim.batching.staged.drivers.flow import NotJoinable, join
+from trims_shim.batching.staged.flow import NotJoinable, join
 from trims_shim.batching.staged.slicing.block_slicing import slice_blocks
 from trims_shim.batching.staged.slicing.examples import Example, are_identical
 from trims_shim.errors import StagingError

@@ -23,7 +23,7 @@ from tests.onnx_models import INT64, Graph, Sample, sample, save, save_external 
 from trims_shim import config  # noqa: E402
 from trims_shim.batching import Batcher  # noqa: E402
 from trims_shim.batching.staged.activations import Shared  # noqa: E402
-from trims_shim.batching.staged.drivers.flow import join, rows_of, take  # noqa: E402
+from trims_shim.batching.staged.flow import join, rows_of, take  # noqa: E402
 from trims_shim.batching.staged.slicing.onnx_slicing import TracedOnnx, slice_onnx  # noqa: E402
 from trims_shim.client import cache as caches  # noqa: E402
 from trims_shim.client.cache import Cache  # noqa: E402

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.batching.staged.slicing.networks import Encoder, Recurrent, UNet, join_and_take
 from trims_shim.batching.staged.activations import Shared
-from trims_shim.batching.staged.drivers.flow import join, rows_of
+from trims_shim.batching.staged.flow import join, rows_of
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.examples import Example, are_identical
 from trims_shim.batching.staged.slicing.tracing import TracedModel

@@ -12,8 +12,8 @@ from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.drivers.dispatch import StagedDispatch
 from trims_shim.batching.staged.drivers.functions import StagedFunction
+from trims_shim.batching.staged.drivers.learning import StagedLearning
 from trims_shim.batching.staged.model import StagedModel
-from trims_shim.batching.staged.profiles.learning import StagedLearning
 from trims_shim.batching.staged.profiles.profiling import measure_stages
 from trims_shim.batching.staged.profiles.width import measure_width
 from trims_shim.batching.staged.stage_statistics import StagedStats, StageRecord, StageStats

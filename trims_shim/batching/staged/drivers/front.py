@@ -17,9 +17,9 @@ from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.staged.drivers.engine import StagedEngine, UnboundEngine
 from trims_shim.batching.staged.drivers.functions import StagedFunction
+from trims_shim.batching.staged.drivers.learning import StagedLearning
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.policies.registry import STAGED_POLICIES, staged_rule_maker
-from trims_shim.batching.staged.profiles.learning import StagedLearning
 from trims_shim.batching.staged.profiles.profile_files import SavedStages, load_saved_stages
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 

@@ -23,7 +23,7 @@ from trims_shim.batching.drivers.lanes import Lane
 from trims_shim.batching.drivers.replies import FAILURES, Entry
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
-from trims_shim.batching.staged.drivers.flow import NotJoinable, join, rows_of, take
+from trims_shim.batching.staged.flow import NotJoinable, join, rows_of, take
 from trims_shim.batching.staged.mechanism.batches import Piece
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.errors import BadBatch

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trims_shim.batching.staged.drivers.flow import NotJoinable, join, take
+from trims_shim.batching.staged.flow import NotJoinable, join, take
 from trims_shim.errors import StagingError
 
 __all__ = ["Example", "are_identical", "check_stages", "first_line", "has_same_rows"]

@@ -13,8 +13,7 @@ None, text, bools, floats      treated like a Shared; arrays without axes as wel
 
 Two kinds are refused because they are ambiguous: bare integers (one could be the batch size, which
 a join would make wrong) and lists of arrays (several activations, or one array for each row). The
-error messages say how to express either meaning. Called by the driver of staged batches; this
-module knows neither stages nor requests.
+error messages say how to express either meaning. This module knows neither stages nor requests.
 """
 
 from __future__ import annotations

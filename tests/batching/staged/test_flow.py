@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trims_shim.batching.staged.activations import Shared
-from trims_shim.batching.staged.drivers.flow import NotJoinable, join, rows_of, take
+from trims_shim.batching.staged.flow import NotJoinable, join, rows_of, take
 from trims_shim.errors import BadBatch
 
 Pair = namedtuple("Pair", ["left", "right"])
