@@ -22,9 +22,9 @@ from typing import Any
 
 from trims_shim.batching.drivers.lanes import Lane, lane_of
 from trims_shim.batching.profiles.profile_store import machine_text
-from trims_shim.batching.staged.drivers.running import without_graph
 from trims_shim.batching.staged.profiles.profile_files import SavedStages, save_staged_profile
 from trims_shim.batching.staged.profiles.profiling import measure_stages
+from trims_shim.batching.torch_settings import without_graph
 
 __all__ = ["main", "slowdown"]
 

@@ -12,7 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-__all__ = ["ArrayLibrary", "library_of", "torch_in_this_thread"]
+from trims_shim.batching.torch_settings import torch_in_this_thread
+
+__all__ = ["ArrayLibrary", "library_of"]
 
 _SMALL_ROW_BYTES = 64 << 10
 """Copying this much takes some microseconds, less than handing a result over."""
@@ -169,19 +171,6 @@ class _Torch(ArrayLibrary):
             return parts
         return [part.clone() if _is_copied(part.nbytes, batch.nbytes, held_bytes) else part
                 for part in parts]  # fmt: skip
-
-
-def torch_in_this_thread() -> Any:
-    """Return torch, after making ``set_num_threads`` hold in this thread.
-
-    OpenMP keeps a number of threads for each thread. torch applies ``set_num_threads`` to a new
-    thread only when one of its own operations reads the number, which a matrix product does not.
-    In a worker, batches would use all processors, and take several times as long on a busy machine.
-    """
-    import torch
-
-    torch.get_num_threads()
-    return torch
 
 
 def _without_graph(tensor: Any) -> Any:

@@ -17,7 +17,6 @@ any more is gone, and its workers end.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 import weakref
@@ -29,10 +28,11 @@ from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.replies import BatchFuture, BlockedCall, Entry, Seat, deliver
 from trims_shim.batching.protocol import Request
+from trims_shim.batching.torch_settings import adopt_torch_threads
 from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, QueueFull
 
-__all__ = ["IDLE_S", "ThreadDispatch", "adopt_torch_threads", "join_workers"]
+__all__ = ["IDLE_S", "ThreadDispatch", "join_workers"]
 
 _logger = logging.getLogger(__name__)
 
@@ -481,17 +481,6 @@ def join_workers(timeout_s: float) -> None:
     end_s = time.monotonic() + timeout_s
     for thread in list(_started):
         thread.join(max(0.0, end_s - time.monotonic()))
-
-
-def adopt_torch_threads() -> None:
-    """Make ``torch.set_num_threads`` hold in this thread, too.
-
-    A new thread begins with OpenMP's default number of threads, and keeps it until ATen is asked
-    for the number there (torch 2.13, at::internal::lazy_init_num_threads).
-    """
-    ask = getattr(sys.modules.get("torch"), "get_num_threads", None)
-    if ask is not None:
-        ask()
 
 
 def _wake_all(workers: list[Seat]) -> None:

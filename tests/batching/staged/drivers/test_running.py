@@ -14,7 +14,7 @@ from trims_shim.batching.drivers.lanes import CpuLane, CudaLane
 from trims_shim.batching.drivers.replies import BatchFuture, Entry
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged import EarlyExit, Loop, Shared, StagedModel, Stepped
-from trims_shim.batching.staged.drivers.running import StageRunner, without_graph
+from trims_shim.batching.staged.drivers.running import StageRunner
 from trims_shim.batching.staged.mechanism.batches import Piece
 from trims_shim.errors import BadBatch
 
@@ -308,17 +308,3 @@ def test_a_stage_that_fails_is_waited_for_as_well() -> None:
     with pytest.raises(ValueError, match="bad"):
         run(0, [piece([1])])
     assert torch.log[-1] == "synchronize"
-
-
-def test_no_graph_in_whatever_thread() -> None:
-    torch = pytest.importorskip("torch")
-    with torch.inference_mode():
-        with without_graph():
-            assert not torch.is_inference_mode_enabled()
-            assert not torch.is_grad_enabled()
-        assert torch.is_inference_mode_enabled()
-    with torch.no_grad(), without_graph():
-        assert not torch.is_grad_enabled()
-    with pytest.raises(ValueError, match="out"), without_graph():
-        raise ValueError("out")
-    assert torch.is_grad_enabled()

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from trims_shim.batching.arguments import whole
-from trims_shim.batching.collating.arrays import torch_in_this_thread
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.decoding.key_values import (
     NOTHING_SEEN,
@@ -38,6 +37,7 @@ from trims_shim.batching.staged.decoding.transformers_decoder import (
     refuse_training,
 )
 from trims_shim.batching.staged.model import Loop, Stage, StagedModel
+from trims_shim.batching.torch_settings import torch_in_this_thread
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import StagingError
 

@@ -24,10 +24,11 @@ from trims_shim.batching.drivers.replies import Entry, Failure
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.comparing import is_close
 from trims_shim.batching.staged.drivers.jobs import Pieces
-from trims_shim.batching.staged.drivers.running import StageOutput, StageRunner, without_graph
+from trims_shim.batching.staged.drivers.running import StageOutput, StageRunner
 from trims_shim.batching.staged.mechanism.batches import Piece
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.whole import answers_of, run_steps, run_whole
+from trims_shim.batching.torch_settings import without_graph
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BatchingError
 

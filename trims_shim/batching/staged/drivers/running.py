@@ -10,7 +10,6 @@ run. So the output of a stage in one thread is valid input for the next stage in
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +25,10 @@ from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.flow import NotJoinable, join, rows_of, take
 from trims_shim.batching.staged.mechanism.batches import Piece
 from trims_shim.batching.staged.model import StagedModel
+from trims_shim.batching.torch_settings import without_graph
 from trims_shim.errors import BadBatch
 
-__all__ = ["StageOutput", "StageRunner", "without_graph"]
+__all__ = ["StageOutput", "StageRunner"]
 
 
 @dataclass(slots=True)
@@ -293,33 +293,3 @@ def _alike(groups: Sequence[_Group], join_all: _Join, take_rows: _Take) -> list[
         else:
             found.append((row, [group]))
     return [others for _, others in found]
-
-
-class without_graph:
-    """A context without graph or inference tensors, whatever mode the thread is in.
-
-    Not a generator, which would take as long as both of torch's contexts.
-    """
-
-    __slots__ = ("_had_graph", "_inference", "_torch")
-
-    def __enter__(self) -> None:
-        torch = sys.modules.get("torch")
-        self._torch: Any = torch if hasattr(torch, "inference_mode") else None  # or half imported
-        self._inference: Any = None
-        if self._torch is None:
-            return
-        if self._torch.is_inference_mode_enabled():
-            self._inference = self._torch.inference_mode(False)
-            self._inference.__enter__()
-        self._had_graph = self._torch.is_grad_enabled()
-        if self._had_graph:
-            self._torch.set_grad_enabled(False)
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._torch is None:
-            return
-        if self._had_graph:
-            self._torch.set_grad_enabled(True)
-        if self._inference is not None:
-            self._inference.__exit__(*exc_info)

@@ -16,8 +16,8 @@ from typing import Any
 from trims_shim.batching.drivers.lanes import CpuLane, Lane
 from trims_shim.batching.profiles.profiling import measure
 from trims_shim.batching.staged.activations import EarlyExit
-from trims_shim.batching.staged.drivers.running import without_graph
 from trims_shim.batching.staged.model import Stage, StagedModel
+from trims_shim.batching.torch_settings import without_graph
 from trims_shim.errors import StagingError
 
 __all__ = [

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trims_shim.batching.drivers.lanes import Lane
-from trims_shim.batching.drivers.threads import adopt_torch_threads
 from trims_shim.batching.profiles.profiling import measure
 from trims_shim.batching.staged.model import Stage
 from trims_shim.batching.staged.profiles.profiling import MakeBatch, StagePasses
+from trims_shim.batching.torch_settings import adopt_torch_threads
 
 __all__ = ["measure_width", "width_of"]
 

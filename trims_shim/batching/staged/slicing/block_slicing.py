@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trims_shim.batching.collating.arrays import torch_in_this_thread
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.block_calls import BlockCalls, Prelude, Shell
 from trims_shim.batching.staged.slicing.cutting import Cut, even_cuts
 from trims_shim.batching.staged.slicing.examples import Example, check_stages
 from trims_shim.batching.staged.slicing.tracing import Compiler, check_evaluates
+from trims_shim.batching.torch_settings import torch_in_this_thread
 from trims_shim.errors import StagingError
 
 __all__ = ["BlockStage", "slice_blocks"]

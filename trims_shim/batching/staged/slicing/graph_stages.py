@@ -24,10 +24,10 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trims_shim.batching.collating.arrays import torch_in_this_thread
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.slicing.cutting import Cut
 from trims_shim.batching.staged.slicing.examples import Example, are_identical, has_same_rows
+from trims_shim.batching.torch_settings import torch_in_this_thread
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
