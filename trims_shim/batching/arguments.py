@@ -23,6 +23,7 @@ __all__ = [
     "check_path",
     "choice",
     "devices_of",
+    "largest_of",
     "lasting_name",
     "name_of",
     "number",
@@ -33,12 +34,14 @@ __all__ = [
     "sizes",
     "span_ns",
     "takes_self",
+    "weight_limit",
     "whole",
 ]
 
 _NS_PER_MS = 1_000_000
 _LONGEST_NS = NEVER_NS // 4
 """73 years. A longer limit means no deadline. A time added to this one stays below NEVER_NS."""
+_MAX_BATCH_SIZE = 32
 _MOST = 1 << 20
 """Bounds memory: a profile has a latency for each batch size, a queue a token for each place."""
 
@@ -97,6 +100,25 @@ def sizes(name: str, values: Any) -> list[int]:
     if not found:
         raise ValueError(f"{name} is empty")
     return found
+
+
+def largest_of(max_batch_size: Any, batch_sizes: Sequence[int] | None) -> int:
+    """The checked ``max_batch_size``; its default depends on ``batch_sizes``."""
+    if max_batch_size is None:
+        return _MAX_BATCH_SIZE if batch_sizes is None else max(batch_sizes)
+    found = whole("max_batch_size", max_batch_size)
+    if batch_sizes is not None and max(batch_sizes) < found:
+        raise ValueError(f"max_batch_size is {found}, and no size in batch_sizes is as large")
+    return found
+
+
+def weight_limit(weight: object, max_batch_weight: Any) -> Any:
+    """The checked ``max_batch_weight``: the most that the items of a batch weigh together."""
+    if (weight is None) != (max_batch_weight is None):
+        raise TypeError("weight and max_batch_weight limit batches together: give both")
+    if weight is not None and not callable(weight):
+        raise TypeError(f"weight is {weight!r}; it has to be a function of an item")
+    return None if weight is None else number("max_batch_weight", max_batch_weight)
 
 
 def devices_of(value: Any) -> int | list[str]:

@@ -22,6 +22,7 @@ from trims_shim.batching.arguments import (
     check_name,
     choice,
     devices_of,
+    largest_of,
     lasting_name,
     name_of,
     number,
@@ -32,6 +33,7 @@ from trims_shim.batching.arguments import (
     sizes,
     span_ns,
     takes_self,
+    weight_limit,
     whole,
 )
 from trims_shim.batching.collating.collate import Collate, CollateSpec
@@ -77,7 +79,6 @@ else:
 __all__ = ["Batcher", "batched"]
 
 _NS_PER_MS = 1_000_000
-_MAX_BATCH_SIZE = 32
 
 
 class Batcher(Generic[Item, Result, Piece]):
@@ -195,22 +196,10 @@ class Batcher(Generic[Item, Result, Piece]):
         check_name(name)
         if batch_sizes is not None:
             batch_sizes = sizes("batch_sizes", batch_sizes)
-        if max_batch_size is None:
-            max_batch_size = _MAX_BATCH_SIZE if batch_sizes is None else max(batch_sizes)
-        max_batch_size = whole("max_batch_size", max_batch_size)
+        max_batch_size = largest_of(max_batch_size, batch_sizes)
         queue_size = whole("queue_size", queue_size)
-        if batch_sizes is not None and max(batch_sizes) < max_batch_size:
-            raise ValueError(
-                f"max_batch_size is {max_batch_size}, and no size in batch_sizes is as large"
-            )
-        if (weight is None) != (max_batch_weight is None):
-            raise TypeError("weight and max_batch_weight limit batches together: give both")
-        if weight is not None and not callable(weight):
-            raise TypeError(f"weight is {weight!r}; it has to be a function of an item")
-        if max_batch_weight is not None:
-            max_batch_weight = number("max_batch_weight", max_batch_weight)
-        given_name = name
-        has_function = True
+        max_batch_weight = weight_limit(weight, max_batch_weight)
+        given_name, has_function = name, True
         if isinstance(function, StagedModel):
             if model is not None:
                 raise TypeError("give a function and its model, or a model alone, not two models")
@@ -224,8 +213,7 @@ class Batcher(Generic[Item, Result, Piece]):
         self._weight = weight
         self._clock_ns = clock_ns
         self._owner: object = None
-        kept_as = given_name or lasting_name(function)
-        shown_name = self.name
+        kept_as, shown_name = given_name or lasting_name(function), self.name
         if model is None:
             kind = _plain_kind(policy, profile, devices, max_active)
         else:
@@ -697,7 +685,7 @@ def _plain_kind(
         raise TypeError(
             "names of devices and max_active are for models in stages: give one with model="
         )
-    if isinstance(policy, str) and policy not in POLICIES and _staged().is_policy(policy):
+    if isinstance(policy, str) and policy not in POLICIES and policy in _staged().STAGED_POLICIES:
         raise ValueError(f"policy {policy!r} is for models in stages: give one with model=")
     return EngineKind(
         devices=count,
