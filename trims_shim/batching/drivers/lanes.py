@@ -12,6 +12,7 @@ there and answers go there. Code that uses another stream has to make it wait, a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
@@ -46,15 +47,7 @@ class CpuLane:
         """See :class:`Lane`."""
 
 
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
+_NOTHING = contextlib.nullcontext()
 
 
 class CudaLane:

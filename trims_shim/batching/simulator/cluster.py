@@ -104,6 +104,7 @@ class Cluster:
         return self._next_wake_ns()
 
     def _next_wake_ns(self) -> int | None:
+        """As above, also in sub-classes, which may have deadlines of their own."""
         wakes, nodes = self._wakes, self.nodes
         while wakes and nodes[wakes[0][1]].wake_ns != wakes[0][0]:
             heapq.heappop(wakes)

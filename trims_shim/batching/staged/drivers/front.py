@@ -23,7 +23,7 @@ from trims_shim.batching.staged.policies.registry import STAGED_POLICIES, staged
 from trims_shim.batching.staged.profiles.profile_files import SavedStages, load_saved_stages
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
-__all__ = ["is_policy", "staged_kind", "unbound_kind"]
+__all__ = ["STAGED_POLICIES", "staged_kind", "unbound_kind"]
 
 _STREAMS = 2
 """Stages that run at once on a GPU: one for each buffer pair (DVABatch, ATC'22, section 5.3)."""
@@ -87,11 +87,6 @@ def unbound_kind(of_model: Callable[..., EngineKind]) -> EngineKind:
 
 def _nobody(*batch: Any) -> Any:
     raise AssertionError("a model of no instance has no stages to run")
-
-
-def is_policy(name: str) -> bool:
-    """Whether ``name`` is a policy for staged models only."""
-    return name in STAGED_POLICIES
 
 
 def _lanes(model: StagedModel, devices: int | Sequence[str] | None) -> list[Lane]:
