@@ -19,10 +19,11 @@ from trims_shim.batching.collating.collates import padded_size
 from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.policies.mixing import companions
+from trims_shim.batching.profiles.learning import LearnedProfile
 from trims_shim.batching.profiles.lengths import LengthCurve
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profile_store import ProfileStore, SavedProfile
-from trims_shim.batching.profiles.profiling import LearnedProfile, sizes_to_measure
+from trims_shim.batching.profiles.profiling import sizes_to_measure
 from trims_shim.batching.protocol import Drop, DropReason, Policy
 from trims_shim.batching.rules import Rule, RuleMaker
 from trims_shim.batching.single import Batching

@@ -19,9 +19,9 @@ from trims_shim.batching.flex.models import FlexFunctions
 from trims_shim.batching.policies.flex import Flex
 from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.policies.preemptible import PreemptibleModel, even_exits
+from trims_shim.batching.profiles.learning import LearnedProfile
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profile_store import ProfileStore
-from trims_shim.batching.profiles.profiling import LearnedProfile
 from trims_shim.batching.protocol import Action, Event, Policy, Preempt, Preempted, Request
 
 __all__ = ["FlexDispatch", "FlexJob", "FlexLearning"]

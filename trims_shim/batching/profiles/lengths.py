@@ -4,7 +4,7 @@ Each length has a profile of its own, because no one law holds for all models. B
 lengths are many, and most of them run rarely. The latency of a size that has not run is read from
 the curve of its family: ``n`` items that are padded to ``l`` take a time that depends on ``n l``
 alone, which is about right on processors and GPUs alike. How much a length differs from the curve
-is learned from its own batches (:class:`~trims_shim.batching.profiles.profiling.LearnedProfile`).
+is learned from its own batches (:class:`~trims_shim.batching.profiles.learning.LearnedProfile`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A profile is a table of latencies by batch size, made from a line ``l(b) = alpha * b + beta``
 (Nexus, SOSP'19, Eq. 1), from measured sizes, or learned while batches run. Pure: executors measure,
-:mod:`trims_shim.batching.profiles.profiling` learns,
+:mod:`trims_shim.batching.profiles.learning` learns,
 :mod:`trims_shim.batching.profiles.profile_store` saves and loads.
 """
 

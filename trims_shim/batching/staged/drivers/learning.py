@@ -11,10 +11,10 @@ from typing import Any
 
 from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.learning import Learning, plain_key
+from trims_shim.batching.profiles.learning import LearnedProfile
 from trims_shim.batching.profiles.lengths import LengthCurve
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profile_store import ProfileStore
-from trims_shim.batching.profiles.profiling import LearnedProfile
 from trims_shim.batching.protocol import Policy
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.staged.drivers.jobs import StageJob

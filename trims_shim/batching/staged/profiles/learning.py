@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from trims_shim.batching.profiles.learning import LearnedProfile
 from trims_shim.batching.profiles.lengths import LengthCurve
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.batching.profiles.profiling import LearnedProfile
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 __all__ = ["LearnedStages"]
