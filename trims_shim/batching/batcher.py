@@ -39,7 +39,7 @@ from trims_shim.batching.arguments import (
 from trims_shim.batching.collating.collate import Collate, CollateSpec
 from trims_shim.batching.drivers.dispatch import Dispatch
 from trims_shim.batching.drivers.engine import Engine, EngineKind
-from trims_shim.batching.drivers.instances import Beside, Inside, InstanceEngines
+from trims_shim.batching.drivers.instances import Beside, Inside
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.replies import BatchFuture, BlockedCall, Entry, Reply
 from trims_shim.batching.drivers.streams import END, StreamReply
@@ -235,7 +235,7 @@ class Batcher(Generic[Item, Result, Piece]):
                 assert isinstance(model, StagedModel)
                 self._model = model
         self._kind = kind
-        self._engines: InstanceEngines = Beside() if model is None else Inside(shown_name)
+        self._engines = Beside() if model is None else Inside(shown_name)
 
         # Without self: in a cycle a batcher would outlive its last reference.
         def make_engine(kind: EngineKind, takes_owner: bool) -> Engine:

@@ -8,37 +8,31 @@ reference from outside to such an engine would keep both alive for good.
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
 
 from trims_shim.batching.drivers.engine import Engine
 
-__all__ = ["Beside", "Inside", "InstanceEngines"]
-
-
-class InstanceEngines(Protocol):
-    """The engines of one batcher. Methods may be called from any thread."""
-
-    def find(self, instance: object) -> Engine | None:
-        """The engine of the instance; None if it has none yet."""
-
-    def keep(self, instance: object, engine: Engine) -> Engine:
-        """Keep ``engine`` unless another thread was first; return the one that is kept."""
+__all__ = ["Beside", "Inside"]
 
 
 class Beside:
-    """Engines by the instance's identity, as it need not be hashable. Raises TypeError for an
-    instance without weak references, and says what to do."""
+    """The engines of one batcher, by the instance's identity, as it need not be hashable.
+
+    Methods may be called from any thread.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[weakref.ref[object], Engine]] = {}
 
     def find(self, instance: object) -> Engine | None:
-        """See :class:`InstanceEngines`."""
+        """The engine of the instance; None if it has none yet."""
         found = self._kept.get(id(instance))
         return found[1] if found is not None and found[0]() is instance else None
 
     def keep(self, instance: object, engine: Engine) -> Engine:
-        """See :class:`InstanceEngines`."""
+        """Keep ``engine`` unless another thread was first; return the one that is kept.
+
+        Raises TypeError for an instance without weak references, and says what to do.
+        """
         kept, number = self._kept, id(instance)
         found = kept.get(number)
         if found is not None and found[0]() is not instance:
@@ -54,26 +48,26 @@ class Beside:
         return kept.setdefault(number, (reference, engine))[1]
 
 
-class Inside:
+class Inside(Beside):
     """Engines in the instance's ``__dict__``, by the batcher's name; beside it if it has none."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = f"batcher of {name}"
-        self._beside = Beside()
 
     def find(self, instance: object) -> Engine | None:
-        """See :class:`InstanceEngines`."""
+        """See :class:`Beside`."""
         attributes = getattr(instance, "__dict__", None)
         if attributes is None:
-            return self._beside.find(instance)
+            return super().find(instance)
         found = attributes.get(self._name)
         return found.engine if isinstance(found, _Kept) and found.owner() is instance else None
 
     def keep(self, instance: object, engine: Engine) -> Engine:
-        """See :class:`InstanceEngines`."""
+        """See :class:`Beside`."""
         attributes = getattr(instance, "__dict__", None)
         if attributes is None:
-            return self._beside.keep(instance, engine)
+            return super().keep(instance, engine)
         if self.find(instance) is None:
             attributes.pop(self._name, None)  # that of the instance of which this one is a copy
         kept: _Kept = attributes.setdefault(self._name, _Kept(instance, engine))

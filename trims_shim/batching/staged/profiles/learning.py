@@ -69,6 +69,10 @@ class LearnedStages(LearnedProfile):
         self._news.update(range(len(found)))
         return any(found)
 
+    def is_due(self, max_batch_size: int) -> bool:
+        """True: :meth:`profile` looks for news. Asking every stage of many lengths costs more."""
+        return True
+
     def profile(self, max_batch_size: int) -> StagedProfile:
         """See :class:`LearnedProfile`."""
         whole, stages, news = self._whole, self.stages, self._news
