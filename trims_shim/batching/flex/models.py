@@ -75,9 +75,12 @@ class _Model:
         return next(iter(self.functions.values()))
 
 
-def _run_all(stages: Sequence[Stage], *batch: Any) -> Any:
+def _run_all(
+    stages: Sequence[Stage], *batch: Any, between: Callable[[], None] = lambda: None
+) -> Any:
     value = stages[0](*batch)
     for stage in stages[1:]:
+        between()
         value = stage(value)
     return value
 
@@ -154,7 +157,7 @@ class FlexFunctions:
         try:
             with lane.enter(), points:
                 collate, items, batch = function.joined(entries)
-                value = self._through(model.stages[name], batch, points)
+                value = _run_all(model.stages[name], *batch, between=points.check)
                 lane.finish(value)
             return answers(collate, value, items, function=model.name)
         except GivenUp:
@@ -174,10 +177,3 @@ class FlexFunctions:
     def _model_of(self, entries: Sequence[Entry]) -> _Model:
         name: Any = entries[0].owner
         return self._models[name]
-
-    def _through(self, stages: Sequence[Stage], batch: Sequence[Any], points: ExitPoints) -> Any:
-        value = stages[0](*batch)
-        for stage in stages[1:]:
-            points.check()
-            value = stage(value)
-        return value

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
 from batching.checking import ms
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.batching.protocol import NEVER_NS, Request
+from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.policies.inputs import InputDiversity
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
@@ -16,8 +12,8 @@ from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 PROFILE = StagedProfile([LatencyProfile.linear(1, 10, max_batch_size=4)] * 2)
 
 
-def rule_with(*requests: Request, **options: Any) -> InputDiversity:
-    rule = InputDiversity(PROFILE, max_batch_size=4, **options)
+def rule_with(*requests: Request) -> InputDiversity:
+    rule = InputDiversity(PROFILE, max_batch_size=4)
     for request in requests:
         rule.queue.add(request)
         rule.on_arrival(request.arrival_ns, request)
@@ -40,14 +36,3 @@ def test_deadlines_end_the_window() -> None:
     assert rule.choose(0) == 0
     assert rule.wake_ns == ms(30 - 24)
     assert rule.choose(ms(6)) == 1
-
-
-@pytest.mark.parametrize(("window_ms", "size"), [(0, 1), (3, 0)])
-def test_a_window_that_was_asked_for(window_ms: float, size: int) -> None:
-    assert rule_with(Request(0, 0, NEVER_NS), window_ms=window_ms).choose(ms(1)) == size
-
-
-@pytest.mark.parametrize("wrong", [-1, float("nan")])
-def test_a_window_is_not_below_nothing(wrong: float) -> None:
-    with pytest.raises(ValueError, match="window_ms"):
-        rule_with(window_ms=wrong)

@@ -11,31 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS
-from trims_shim.batching.rules import Rule, duration_ns
+from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.policies.staged_auto import StagedAuto
 
 __all__ = ["InputDiversity"]
 
 
 class InputDiversity(StagedAuto):
-    """Waits for other requests of the same length, as far as deadlines permit.
-
-    ``window_ms``: the longest wait since the arrival of the oldest request; None for the time that
-    the first stage takes with a full batch.
-    """
-
-    def __init__(
-        self,
-        profile: LatencyProfile,
-        *,
-        max_batch_size: int,
-        margin_ms: float = 0.0,
-        window_ms: float | None = None,
-    ) -> None:
-        super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
-        self._window_ns = None if window_ms is None else duration_ns("window_ms", window_ms)
+    """Waits for other requests of the same length, as far as deadlines permit."""
 
     def choose(self, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.rules.Rule`."""
@@ -55,12 +39,10 @@ class InputDiversity(StagedAuto):
         return ()
 
     def _window_end_ns(self, size: int) -> int:
-        window_ns = self._window_ns
-        if window_ns is None:
-            window_ns = self.staged.stage_ns(0, self.max_batch_size)
         oldest_ns = min(request.arrival_ns for request in self.queue)
+        end_ns = oldest_ns + self.staged.stage_ns(0, self.max_batch_size)
         deadline_ns = self.queue.deadline_ns(size)
         if deadline_ns == NEVER_NS:
-            return oldest_ns + window_ns
+            return end_ns
         takes_ns = int(self.stretches[-1] * self.profile.or_one_more_ns(size))
-        return min(oldest_ns + window_ns, deadline_ns - self.margin_ns - takes_ns)
+        return min(end_ns, deadline_ns - self.margin_ns - takes_ns)
