@@ -138,7 +138,7 @@ class Record:
         self.add_start(arrivals_ns, started_ns)
         if arrivals_ns:
             self.batch_sizes[len(arrivals_ns)] += 1
-        self.add_stage(started_ns, ended_ns)
+        self._busy_ns += ended_ns - started_ns
 
     def add_start(self, arrivals_ns: Sequence[int], started_ns: int) -> None:
         """Count the waits of requests whose batch has started."""

@@ -85,18 +85,15 @@ class _Kin(NamedTuple):
     """Parts (stages) that have run."""
 
     def observe(self, learned: LearnedProfile, size: int, duration_ns: int, part: int) -> bool:
-        """Tell one key's profile what a batch took; False if that says nothing about others."""
-        return not self.is_first(part) and learned.observe(size, duration_ns, part)
+        """Tell one key's profile what a batch took; False if that says nothing about others.
 
-    def is_first(self, part: int) -> bool:
-        """Whether no batch of ``part`` has run yet, so that this one also compiles and allocates.
-
-        For the first batch of each size, profiles and curves find that out by themselves.
+        The first batch of a part also compiles and allocates, so it is told nothing of that one.
+        Of the first batch of each size, profiles and curves find that out by themselves.
         """
         if part in self.seen:
-            return False
+            return learned.observe(size, duration_ns, part)
         self.seen.add(part)
-        return True
+        return False
 
 
 class Learning:
@@ -189,14 +186,13 @@ class Learning:
         if len(self._learned) >= _MOST_KEYS:  # keys in use are forgotten last
             self._learned[key] = self._learned.pop(key)
         kin = self._kin_of(key)
-        are_typical = [
-            kin.observe(learned, size, duration_ns, stage)
-            for stage, duration_ns in enumerate(job.durations_ns, job.stage)
-        ]
+        is_typical = True
+        for stage, duration_ns in enumerate(job.durations_ns, job.stage):
+            is_typical &= kin.observe(learned, size, duration_ns, stage)
         self._refresh(policy, key, learned)
         if kin.curves:
             self._refresh_another(policy, kin)
-        return all(are_typical)
+        return is_typical
 
     def delivered(self, taken_ns: int) -> None:
         """Record how long answers took to reach an event loop and the callers that await them."""
@@ -261,7 +257,7 @@ class Learning:
             kin, length = self._kin_of(key), bucket_in(key) or 0
             for part, sizes in enumerate(durations_ns):
                 for size, duration_ns in sizes.items():
-                    kin.is_first(part)
+                    kin.seen.add(part)
                     if kin.curves:
                         kin.curves[part].tell(size, length, round(duration_ns))
             return self.profile(key)
