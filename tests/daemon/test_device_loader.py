@@ -18,10 +18,11 @@ from harness import PATIENCE_S, World, wait_until
 from trims_shim.daemon.device.account import Shortage
 from trims_shim.daemon.device.loader import DeviceLoader
 from trims_shim.daemon.device.peer_copying import PeerCopies, PeerImage
-from trims_shim.daemon.device.uploading import Uploader
+from trims_shim.daemon.device.uploading import Job, Uploader
 from trims_shim.daemon.loader import Finished
 from trims_shim.daemon.store import Opening, StartIngest
 from trims_shim.errors import (
+    DriverFailure,
     FileChanged,
     MemoryFailure,
     NoSpace,
@@ -30,9 +31,16 @@ from trims_shim.errors import (
     UnsupportedFormat,
 )
 from trims_shim.formats.device_layout import layout_of
-from trims_shim.memory.device import DeviceMemory, DeviceSegment, seal_outline, sparse_outline
+from trims_shim.memory.device import (
+    DeviceAllocation,
+    DeviceMemory,
+    DeviceSegment,
+    seal_outline,
+    sparse_outline,
+)
 from trims_shim.memory.host import MemfdMemory, SealedSegment
 from trims_shim.specs import Identity, SegmentKind
+from trims_shim.wire import duties
 
 CONTENT = safetensors((3 * MIB, 5, MIB))
 DIGEST = blake3(CONTENT).hexdigest()
@@ -203,6 +211,34 @@ class TestErrors:
         finished = harness.finish()
         assert finished.error is None
         assert harness.loader.uploader.pid not in (first, None)
+        harness.loader.discard(finished.ingest)
+
+    def test_a_second_try_is_progress_from_its_first_byte_on(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else a client would give it up while it reads again what the first try had read."""
+        upload, steps = Job.upload, list[int]()
+
+        def upload_once(
+            job: Job,
+            memory: DeviceAllocation | None,
+            outline: int,
+            on_progress: Callable[[int], None],
+        ) -> duties.UploadReply:
+            (meter,) = harness.loader.meters().values()
+            before = meter.done_bytes
+            on_progress(1000)
+            steps.append(meter.done_bytes - before)
+            if len(steps) == 1:
+                job.is_innocent = True
+                raise DriverFailure("it died of another job")
+            return upload(job, memory, outline, on_progress)
+
+        monkeypatch.setattr(Job, "upload", upload_once)
+        finished = harness.load()
+        assert finished.error is None
+        assert len(steps) == 2
+        assert all(step > 0 for step in steps)
         harness.loader.discard(finished.ingest)
 
 

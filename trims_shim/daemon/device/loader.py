@@ -324,10 +324,10 @@ class DeviceLoader(Loads[DeviceSegment]):
         planned = job.plan(
             source, size_bytes=size_bytes, limit_bytes=limit_bytes, is_hashed=is_hashed, name=name
         )
-        before = meter.total_bytes - size_bytes
+        before = meter.done_bytes
 
         def on_progress(done_bytes: int) -> None:
-            meter.done_bytes = max(meter.done_bytes, before + done_bytes)
+            meter.done_bytes = before + done_bytes
 
         # A sign of life: starting an uploader took time, and making its context will take more.
         on_progress(1)
