@@ -257,7 +257,7 @@ class World:
     def connection(self) -> Connection:
         """A bare connection; the caller closes it."""
         cache = Cache(self.config())
-        return Connection(cache.endpoint, config_hash="", stall_timeout_s=30)
+        return Connection(cache.endpoint, stall_timeout_s=30)
 
     # --- processes --------------------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ class Opening:
 
     def __init__(self, daemon: Daemon, *turns: Callable[[int], None], stall: float = 5) -> None:
         self.thread = daemon.serve(*turns)
-        self.connection = Connection(daemon.endpoint, config_hash="", stall_timeout_s=stall)
+        self.connection = Connection(daemon.endpoint, stall_timeout_s=stall)
 
     def open(self, tier: str = DEVICE) -> connections.Granted:
         with open(os.devnull, "rb") as file:
@@ -609,7 +609,7 @@ def test_a_control_socket_that_nobody_reads(daemon: Daemon) -> None:
     said: list[str] = []
 
     def run() -> None:
-        connection = Connection(daemon.endpoint, config_hash="", stall_timeout_s=0.2)
+        connection = Connection(daemon.endpoint, stall_timeout_s=0.2)
         with pytest.raises(DaemonTimeout) as raised:
             connection.request(REQUEST)
         connection.close()
@@ -636,7 +636,7 @@ REQUEST = messages.OpenPreparedRequest(
 def connect(
     daemon: Daemon, check: Callable[[messages.Welcome], None] | None = check_protocol
 ) -> Connection:
-    return Connection(daemon.endpoint, config_hash="", stall_timeout_s=5, check=check)
+    return Connection(daemon.endpoint, stall_timeout_s=5, check=check)
 
 
 def open_null(connection: Connection) -> connections.Granted:

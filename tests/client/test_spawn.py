@@ -270,7 +270,7 @@ def test_a_daemon_that_many_wait_for_in_vain(endpoint: Endpoint) -> None:
     """Found: each daemon that was started beside it stayed, and so did `trims stop`."""
     assert daemon._claim(endpoint) is None
     with pytest.raises(DaemonTimeout, match="takes no connections"):
-        connection.Connection(endpoint, config_hash="", stall_timeout_s=1)
+        connection.Connection(endpoint, stall_timeout_s=1)
     with pytest.raises(DaemonTimeout, match="takes no connections"):
         stop_daemon(endpoint, timeout_s=1)
 

@@ -51,7 +51,7 @@ class Opened:
 )
 def test_fill(make_file: MakeFile, threads: int, size: int) -> None:
     content = os.urandom(size)
-    meter = Meter(size)
+    meter = Meter()
     with Opened(make_file(content), size) as file:
         digest = ingest.fill(file.descriptor, file.view, threads=threads, meter=meter)
         assert bytes(file.view) == content
@@ -62,7 +62,7 @@ def test_fill(make_file: MakeFile, threads: int, size: int) -> None:
 @pytest.mark.parametrize("size", [0, 1, CHUNK, 3 * CHUNK + 1])
 def test_hash_file_and_segment_agree(make_file: MakeFile, size: int) -> None:
     content = os.urandom(size)
-    meter = Meter(size)
+    meter = Meter()
     with Opened(make_file(content), size) as file:
         digest = ingest.hash_file(file.descriptor, size, meter=meter)
         if size:
@@ -86,7 +86,7 @@ if os.geteuid() == 0:  # whom no limit stops
 resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 digests = {ingest.hash_segment(file.fileno(), len(content)), digest_of(content * 8)}
 digests |= {digest_of(content * 8), ingest.hash_segment(file.fileno(), len(content))}
-print(len(digests), ingest.hash_file(file.fileno(), len(content), meter=ingest.Meter(1)) in digests)
+print(len(digests), ingest.hash_file(file.fileno(), len(content), meter=ingest.Meter()) in digests)
 """
 
 
@@ -101,7 +101,7 @@ def test_only_the_announced_part_is_read(make_file: MakeFile) -> None:
     """A file that grows meanwhile: its new identity will be read next time."""
     content = os.urandom(3 * CHUNK)
     with Opened(make_file(content + b"more"), len(content)) as file:
-        digest = ingest.fill(file.descriptor, file.view, threads=2, meter=Meter(1))
+        digest = ingest.fill(file.descriptor, file.view, threads=2, meter=Meter())
     assert digest == blake3(content).hexdigest()
 
 
@@ -111,7 +111,7 @@ def test_a_file_that_became_shorter(make_file: MakeFile, threads: int, there: in
     size = 10 * CHUNK
     with Opened(make_file(os.urandom(there)), size) as file:
         with pytest.raises(FileChanged, match="became shorter") as caught:
-            ingest.fill(file.descriptor, file.view, threads=threads, meter=Meter(size))
+            ingest.fill(file.descriptor, file.view, threads=threads, meter=Meter())
         file.view.release()
         # The error (held by pytest, as by a log) must not keep the segment's memory mapped.
         file.memory.close()
@@ -120,7 +120,7 @@ def test_a_file_that_became_shorter(make_file: MakeFile, threads: int, there: in
 
 def test_hash_file_of_a_file_that_became_shorter(make_file: MakeFile) -> None:
     with Opened(make_file(b"12"), 3) as file, pytest.raises(FileChanged):
-        ingest.hash_file(file.descriptor, 3, meter=Meter(3))
+        ingest.hash_file(file.descriptor, 3, meter=Meter())
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -128,10 +128,10 @@ def test_an_error_of_the_kernel(threads: int) -> None:
     with Opened("/", 3 * CHUNK) as directory:
         with pytest.raises(ReadFailed, match=r"model: .*[Dd]irectory"):
             ingest.fill(
-                directory.descriptor, directory.view, threads=threads, meter=Meter(1), name="model"
+                directory.descriptor, directory.view, threads=threads, meter=Meter(), name="model"
             )
         with pytest.raises(ReadFailed):
-            ingest.hash_file(directory.descriptor, 5, meter=Meter(5))
+            ingest.hash_file(directory.descriptor, 5, meter=Meter())
 
 
 def test_a_reader_that_dies_ends_the_load(
@@ -145,7 +145,7 @@ def test_a_reader_that_dies_ends_the_load(
     with Opened(make_file(bytes(3 * CHUNK)), 3 * CHUNK) as file:
         monkeypatch.setattr(os, "preadv", die)
         with pytest.raises(ReadFailed, match="MemoryError"):
-            ingest.fill(file.descriptor, file.view, threads=2, meter=Meter(1))
+            ingest.fill(file.descriptor, file.view, threads=2, meter=Meter())
 
 
 def test_no_reader_is_left_when_threads_run_out(
@@ -163,7 +163,7 @@ def test_no_reader_is_left_when_threads_run_out(
     with Opened(make_file(bytes(size)), size) as file:
         monkeypatch.setattr(threading.Thread, "start", start_one)
         with pytest.raises(RuntimeError, match="new thread"):
-            ingest.fill(file.descriptor, file.view, threads=2, meter=Meter(1))
+            ingest.fill(file.descriptor, file.view, threads=2, meter=Meter())
         assert not begun[0].is_alive()
 
 
@@ -172,6 +172,6 @@ def test_short_reads_are_continued(make_file: MakeFile, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: whole(fd, [views[0][:100]], at))
     content = os.urandom(2 * CHUNK + 5)
     with Opened(make_file(content), len(content)) as file:
-        digest = ingest.fill(file.descriptor, file.view, threads=2, meter=Meter(1))
+        digest = ingest.fill(file.descriptor, file.view, threads=2, meter=Meter())
         assert bytes(file.view) == content
     assert digest == blake3(content).hexdigest()

@@ -258,7 +258,7 @@ class TestOpening:
     def test_progress_is_told_to_all_who_wait(self, front: HostFront, file: File) -> None:
         number = file.request(front, front.client(OWN))
         front.openings.report_progress()
-        assert replies(front) == {number: messages.Progress(0, len(file.content))}
+        assert replies(front) == {number: messages.Progress(0)}
         front.work()
 
     def test_what_is_another_users_is_read_again(self, front: HostFront, file: File) -> None:

@@ -14,10 +14,9 @@ from trims_shim.wire import admin
 _HANG = "signal.pause()\n"
 
 STEPS = {
-    "after Hello": "c = Connection(cache().endpoint, config_hash='', stall_timeout_s=10)\n"
-    "say('here')\n" + _HANG,
+    "after Hello": "c = Connection(cache().endpoint, stall_timeout_s=10)\nsay('here')\n" + _HANG,
     "after FileOffer": (
-        "c = Connection(cache().endpoint, config_hash='', stall_timeout_s=10)\n"
+        "c = Connection(cache().endpoint, stall_timeout_s=10)\n"
         "f = os.open(PATH, os.O_RDONLY)\n"
         "for ticket in range(1, 20): handover.send(c._handover, messages.FileOffer(ticket),"
         " descriptor=f)\n"

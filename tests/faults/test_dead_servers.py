@@ -16,7 +16,7 @@ from trims_shim.daemon.loader import CONCURRENT_LOADS
 
 _CLIENT = """
 descriptor = os.open({path!r}, os.O_RDONLY)
-connection = Connection(cache().endpoint, config_hash="", stall_timeout_s=60)
+connection = Connection(cache().endpoint, stall_timeout_s=60)
 def ask():
     return connection.open_image(descriptor, "on a server")
 """

@@ -135,7 +135,7 @@ def test_clients_killed_at_a_step(make_device_world: MakeWorld, step: str) -> No
         "say('here'); signal.pause()\n",
     }
     prelude = (
-        "c = Connection(cache().endpoint, config_hash='', stall_timeout_s=10)\n"
+        "c = Connection(cache().endpoint, stall_timeout_s=10)\n"
         f"f = os.open({path!r}, os.O_RDONLY)\n"
     )
     for _ in range(2):
@@ -156,7 +156,7 @@ def test_a_load_nobody_waits_for_any_more_runs_to_its_end(make_device_world: Mak
     world.start()
     path = model(world)
     child = world.spawn(
-        "c = Connection(cache().endpoint, config_hash='', stall_timeout_s=10)\n"
+        "c = Connection(cache().endpoint, stall_timeout_s=10)\n"
         f"c.open_image(os.open({path!r}, os.O_RDONLY), {path!r}, tier={GPU!r})\n"
     )
     wait_for_upload(world)

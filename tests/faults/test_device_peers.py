@@ -191,7 +191,7 @@ def test_who_asked_may_die_while_it_is_copied(make_device_world: MakeWorld) -> N
     path = model(world)
     touch(world, path, GPU)
     child = world.spawn(
-        "c = Connection(cache().endpoint, config_hash='', stall_timeout_s=10)\n"
+        "c = Connection(cache().endpoint, stall_timeout_s=10)\n"
         f"c.open_image(os.open({path!r}, os.O_RDONLY), {path!r}, tier={GPU2!r})\n"
     )
     wait_for_copy(world)

@@ -374,7 +374,7 @@ def test_more_images_than_a_status_can_name(make_world: Any) -> None:
     world.start()
     long_name = "/" + "n" * 4000
     world.run(
-        "c = Connection(cache().endpoint, config_hash='', stall_timeout_s=10)\n"
+        "c = Connection(cache().endpoint, stall_timeout_s=10)\n"
         f"for n in range(40):\n"
         f"  path = {world.root!r} + f'/small-{{n}}'\n"
         "  open(path, 'wb').write(b'%d' % n)\n"

@@ -23,7 +23,7 @@ def attempt(act):
     except OSError as error:
         return type(error).__name__
 def line():
-    return Connection(cache().endpoint, config_hash='', stall_timeout_s=5)
+    return Connection(cache().endpoint, stall_timeout_s=5)
 # Whatever has to be imported: the interpreter may be out of another user's reach.
 import trims_shim.client.spawn, zmq, zmq.backend, encodings.idna, zmq.utils.strtypes
 zmq.Poller(); zmq.Context().term()

@@ -82,7 +82,7 @@ def settle(socket_directory: Path, timeout_s: float = 300.0) -> None:
 
     settings = config.load({}, socket_dir=str(socket_directory), autostart="0")
     try:
-        connection = Connection(Cache(settings).endpoint, config_hash="", stall_timeout_s=30)
+        connection = Connection(Cache(settings).endpoint, stall_timeout_s=30)
     except errors.DaemonUnavailable:
         return  # nobody has asked it for anything
     deadline = time.monotonic() + timeout_s

@@ -72,7 +72,7 @@ def stop_daemon(endpoint: Endpoint, *, timeout_s: float) -> Stopped:
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
         has_gone = stack.enter_context(_watch(_pid(endpoint)))
-        connection = Connection(endpoint, config_hash="", stall_timeout_s=timeout_s)
+        connection = Connection(endpoint, stall_timeout_s=timeout_s)
         stack.callback(connection.close)
         welcome = connection.welcome
         last = _ask(connection)

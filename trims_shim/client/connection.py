@@ -81,7 +81,6 @@ class Connection:
         self,
         endpoint: Endpoint,
         *,
-        config_hash: str,
         stall_timeout_s: float,
         check: Callable[[messages.Welcome], None] | None = None,
     ) -> None:
@@ -103,7 +102,7 @@ class Connection:
         self._ticket = 0
         self._parts: _Parts | None = None
         self._replies: list[messages.OpenPreparedReply | messages.ErrorReply] = []
-        hello = messages.Hello(messages.PROTOCOL_VERSION, __version__, os.getpid(), config_hash)
+        hello = messages.Hello(messages.PROTOCOL_VERSION, __version__, os.getpid())
         try:
             self._send_handover(hello, None)
         except BaseException:

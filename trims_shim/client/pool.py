@@ -216,12 +216,7 @@ class Pool:
         return self._dial(check_protocol)
 
     def _dial(self, check: Callable[[messages.Welcome], None] | None) -> Connection:
-        return Connection(
-            self._endpoint,
-            config_hash=self._config.daemon_hash(),
-            stall_timeout_s=self._config.stall_timeout,
-            check=check,
-        )
+        return Connection(self._endpoint, stall_timeout_s=self._config.stall_timeout, check=check)
 
     def _replace(self) -> None:
         """Drain an older daemon; its clients' mappings live on."""

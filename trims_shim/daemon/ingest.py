@@ -17,9 +17,11 @@ __all__ = ["Meter", "fill", "hash_file", "hash_segment"]
 
 @dataclass(slots=True)
 class Meter:
-    """How far a load is; written by the load, read by the server."""
+    """How far a load is; written by the load, read by the server.
 
-    total_bytes: int
+    It only grows: what is read a second time counts again.
+    """
+
     done_bytes: int = 0
 
 

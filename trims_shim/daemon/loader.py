@@ -134,7 +134,7 @@ class Loads(abc.ABC, Generic[_Segment]):
 
         ``digest``: that of the content, if the descriptor is an image's segment and not a file.
         """
-        load = self._loads[action.ingest] = _Load(Meter(action.opening.image_bytes))
+        load = self._loads[action.ingest] = _Load(Meter())
         load.future = self._pool.submit(self._run, action, descriptor, digest, load)
 
     def deliver(self, finished: Finished[_Segment]) -> None:
@@ -285,8 +285,6 @@ class Loads(abc.ABC, Generic[_Segment]):
         if digest in self._segments:
             settled = check_unchanged(descriptor, identity, started_ns, name)
             return Ingested(digest, 0, settled, time.time_ns() - started_ns)
-        # The file is read again: the client sees a meter that goes on, not one that fell back.
-        meter.total_bytes += identity.size_bytes
         return None
 
 

@@ -212,7 +212,7 @@ class Openings:
         """Tell waiting clients how far their loads are."""
         for tier in self._tiers:
             for ingest, meter in tier.loader.meters().items():
-                progress = messages.Progress(meter.done_bytes, meter.total_bytes)
+                progress = messages.Progress(meter.done_bytes)
                 for opening in tier.store.waiters(ingest):
                     waiting = self._waiting.get(opening.session, opening.request)
                     if waiting is not None:

@@ -45,7 +45,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised with every change that an older peer would misread; tests/wire guards the golden bytes."""
 
 CONTROL_MESSAGE_LIMIT_BYTES = 1 << 20
@@ -67,7 +67,7 @@ COUNTER_NAME_LIMIT = 100
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First packet of a client."""
+    """First packet of a client. ``config_hash`` is not used; it stays, as Hello never changes."""
 
     protocol: int
     package: str
@@ -277,10 +277,12 @@ class OpenPreparedReply:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The request is alive: bytes read so far. Sent at least once a second while a load runs."""
+    """The request is alive: bytes read so far. Sent at least once a second while a load runs.
+
+    They may be more than the file's: it is read again where the first reading does not suffice.
+    """
 
     done_bytes: int
-    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,7 +262,6 @@ class DeviceLoader(Loads[DeviceSegment]):
         # NoSpace too: perhaps only the context of another uploader has no room.
         except (TrimsError, OSError) as error:
             _logger.warning("%s cannot be copied from %s: %s", name, device, error)
-            meter.total_bytes += action.opening.identity.size_bytes
             return None
         finally:
             source.segment.close()
@@ -277,9 +276,8 @@ class DeviceLoader(Loads[DeviceSegment]):
         self._account.wait_for_leavers(action.ingest)
         before = meter.done_bytes
 
-        def on_progress(done_bytes: int, total_bytes: int) -> None:
-            meter.total_bytes = max(meter.total_bytes, before + total_bytes)
-            meter.done_bytes = max(meter.done_bytes, before + done_bytes)
+        def on_progress(done_bytes: int) -> None:
+            meter.done_bytes = before + done_bytes
 
         with self._memory_for(sum(source.segment.allocations)) as memory:
             if memory is None:

@@ -59,11 +59,11 @@ class PeerCopies:
         return self._ranks.get(device)
 
     def copy(
-        self, image: PeerImage, memory: DeviceAllocation, on_progress: Callable[[int, int], None]
+        self, image: PeerImage, memory: DeviceAllocation, on_progress: Callable[[int], None]
     ) -> None:
         """Fill ``memory`` with an image. Blocks; after a TrimsError the memory may hold anything.
 
-        ``on_progress`` gets the bytes done and the bytes in all.
+        ``on_progress`` gets the bytes done.
         """
         source = image.segment
         try:
@@ -80,23 +80,22 @@ class PeerCopies:
         self._proved.add(source.device)
 
     def _copy(
-        self, image: PeerImage, memory: DeviceAllocation, on_progress: Callable[[int, int], None]
+        self, image: PeerImage, memory: DeviceAllocation, on_progress: Callable[[int], None]
     ) -> None:
         source = image.segment
         if source.allocations != memory.allocations:
             raise DriverFailure(f"{source.device} cuts memory up differently from {memory.device}")
         is_hashed = source.device not in self._proved
-        total = source.resident_bytes() + (source.size_bytes if is_hashed else 0)
         with self.uploader.job() as job:
             # A sign of life: starting a process took time, and making its context will take more.
-            on_progress(1, total)
+            on_progress(1)
             reply = job.copy(
                 source.outline,
                 source.descriptors,
                 memory,
                 size_bytes=source.size_bytes,
                 is_hashed=is_hashed,
-                on_progress=lambda done: on_progress(done, total),
+                on_progress=on_progress,
             )
         if is_hashed and reply.digest != image.digest:
             raise _Damaged(

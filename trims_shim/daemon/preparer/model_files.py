@@ -62,7 +62,7 @@ class ModelFiles:
     def hash(self) -> None:
         """Compute the model's digest. Raises FileChanged, ReadFailed."""
         size = self._identity.size_bytes
-        self.digest = ingest.hash_file(self._descriptor, size, meter=Meter(size), name=self._path)
+        self.digest = ingest.hash_file(self._descriptor, size, meter=Meter(), name=self._path)
 
     def look_inside(self) -> None:
         """Judge the model by its structure, and hash its external files.
@@ -113,8 +113,7 @@ class ModelFiles:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise Refusal("external_missing", f"{path} is no regular file", is_lasting=False)
-            meter = Meter(status.st_size)
-            digest = ingest.hash_file(descriptor, status.st_size, meter=meter, name=path)
+            digest = ingest.hash_file(descriptor, status.st_size, meter=Meter(), name=path)
         finally:
             os.close(descriptor)
         return ExternalFile(location, path, digest, Identity.from_stat(status))
