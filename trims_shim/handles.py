@@ -8,9 +8,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from trims_shim.errors import FormatError, UnsupportedFormat
-from trims_shim.formats import read_archive, read_header
+from trims_shim.formats import TorchArchive
+from trims_shim.formats.device_layout import Contents, read_contents
 from trims_shim.late_imports import ensure_imported
-from trims_shim.specs import Digest, Record, Span
+from trims_shim.specs import Digest, Record
 
 if TYPE_CHECKING:
     import numpy
@@ -26,7 +27,6 @@ else:  # annotations can be evaluated without a framework
 
 __all__ = ["DeviceHandle", "Handle"]
 
-_ZIP_MAGIC = b"PK\x03\x04"
 _Arena = TypeVar("_Arena", "Arena", "DeviceArena")
 _Self = TypeVar("_Self", bound="_Opened[Any]")
 
@@ -92,7 +92,11 @@ class Handle(_Opened["Arena"]):
     def records(self) -> Mapping[str, Record]:
         """Records by name. Raises FormatError for a file of neither format."""
         if self._records is None:
-            self._records = MappingProxyType(_read_records(self.buffer(), self.name))
+            try:
+                contents = read_contents(self.buffer())
+            except FormatError as error:
+                raise type(error)(f"{self.name} has no records: {error}") from error
+            self._records = MappingProxyType(_records_of(contents))
         return self._records
 
     def buffer(self) -> memoryview:
@@ -150,10 +154,9 @@ class DeviceHandle(_Opened["DeviceArena"]):
         """Records in device memory, by name; their spans are those in the file."""
         if self._records is None:
             arena = self._open_arena()
-            found = _read_records(memoryview(arena.outline.buffer).cast("B"), self.name)
             there = {
                 name: record
-                for name, record in found.items()
+                for name, record in _records_of(arena.layout.contents).items()
                 if _device_address(arena, record) is not None
             }
             self._records = MappingProxyType(there)
@@ -238,17 +241,11 @@ def _numpy_dtype(record: Record, library: str) -> numpy.dtype[Any]:
     return numpy.dtype(NUMPY_DTYPES[record.dtype])
 
 
-def _read_records(view: memoryview, file: str) -> dict[str, Record]:
-    if bytes(view[:4]) == _ZIP_MAGIC:
-        archive = read_archive(view)
-        return {name: _bytes_record(name, span) for name, span in archive.records.items()}
-    try:
-        return {record.name: record for record in read_header(view)}
-    except FormatError as error:
-        raise type(error)(
-            f"{file} has no records: no zip archive of torch, and read as safetensors: {error}"
-        ) from error
-
-
-def _bytes_record(name: str, span: Span) -> Record:
-    return Record(name, span, "", (span.size_bytes,))
+def _records_of(contents: Contents) -> dict[str, Record]:
+    """By name; those of a zip archive are bytes without a dtype."""
+    if isinstance(contents, TorchArchive):
+        return {
+            name: Record(name, span, "", (span.size_bytes,))
+            for name, span in contents.records.items()
+        }
+    return {record.name: record for record in contents}

@@ -22,10 +22,10 @@ from trims_shim.formats.safetensors import read_header
 from trims_shim.formats.torch_zip import TorchArchive, read_archive
 from trims_shim.specs import Record, Span
 
-__all__ = ["ALIGNMENT_BYTES", "Contents", "DeviceLayout", "Placed", "layout_of"]
+__all__ = ["ALIGNMENT_BYTES", "Contents", "DeviceLayout", "Placed", "layout_of", "read_contents"]
 
 Contents: TypeAlias = TorchArchive | tuple[Record, ...]
-"""What the outline says of the tensors: a torch archive, or named records."""
+"""What a model file, or its outline, says of its tensors: a torch archive, or named records."""
 
 ALIGNMENT_BYTES = 512
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -92,27 +92,33 @@ class DeviceLayout:
 def layout_of(buffer: Any) -> DeviceLayout:
     """The layout of the model file (or outline) that fills ``buffer``.
 
-    Raises FormatError: UnsupportedFormat for a file that is neither a torch zip archive nor
-    safetensors nor a prepared model's weights, or that holds no tensor.
+    Raises FormatError as :func:`read_contents`, and for a file that holds no tensor.
     """
     view = memoryview(buffer)
-    contents: Contents
-    if bytes(view[:4]) == _ZIP_MAGIC:
-        contents = archive = read_archive(view)
-        spans = [span for name, span in archive.records.items() if name.startswith(_ZIP_RECORDS)]
+    contents = read_contents(view)
+    if isinstance(contents, TorchArchive):
+        records = contents.records.items()
+        spans = [span for name, span in records if name.startswith(_ZIP_RECORDS)]
     else:
-        contents = records = _records(view)
-        spans = [record.span for record in records]
+        spans = [record.span for record in contents]
     return _packed(spans, len(view), contents)
 
 
-def _records(view: memoryview) -> tuple[Record, ...]:
+def read_contents(view: memoryview) -> Contents:
+    """What the model file (or outline) that fills ``view`` holds.
+
+    Raises FormatError: UnsupportedFormat for a file that is neither a torch zip archive nor
+    safetensors nor a prepared model's weights.
+    """
+    if bytes(view[:4]) == _ZIP_MAGIC:
+        return read_archive(view)
     try:
         return read_header(view)
-    except FormatError:
+    except FormatError as error:
         # Checked last: a safetensors outline ends with a hole, which reading would fill.
         if not has_directory(view):
-            raise
+            text = f"no zip archive of torch, and read as safetensors: {error}"
+            raise type(error)(text) from error
     return read_directory(view)
 
 
