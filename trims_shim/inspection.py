@@ -56,6 +56,8 @@ __all__ = [
     "look",
 ]
 
+_POINTS = ("PatchPoint", "DevicePoint")
+"""What patch files make patch points by."""
 _DISTRIBUTIONS = (
     "torch",
     "safetensors",
@@ -374,7 +376,7 @@ def _declared(patch_file: str) -> list[tuple[str, str, str]]:
         return []
     points = []
     for node in ast.walk(ast.parse(source or b"")):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "PatchPoint":
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _POINTS:
             fields = {word.arg: word.value for word in node.keywords}
             name, target, supported = (
                 ast.literal_eval(fields[word]) for word in ("name", "target", "supported")

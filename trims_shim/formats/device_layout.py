@@ -28,6 +28,7 @@ Contents: TypeAlias = TorchArchive | tuple[Record, ...]
 """What a model file, or its outline, says of its tensors: a torch archive, or named records."""
 
 ALIGNMENT_BYTES = 512
+"""The alignment of torch's allocator; kernels choose their loops by alignment."""
 _ZIP_MAGIC = b"PK\x03\x04"
 _ZIP_RECORDS = "data/"
 

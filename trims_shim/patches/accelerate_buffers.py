@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trims_shim.patches.points import PatchPoint
-from trims_shim.patches.torch_device import is_any_shared, missing_capability
+from trims_shim.patches.torch_device import DevicePoint, is_any_shared
 from trims_shim.patches.torch_unshare import unshare
 
 __all__ = ["POINTS"]
@@ -33,11 +33,10 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint(
+    DevicePoint(
         name="accelerate: buffers",
         target="accelerate.utils.modeling:set_module_tensor_to_device",
         supported="1.15",
-        probe=missing_capability,
         wrap=_wrap,
         has_holders=True,
     ),

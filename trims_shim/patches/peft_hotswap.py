@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trims_shim.patches.points import PatchPoint
-from trims_shim.patches.torch_device import is_any_shared, missing_capability
+from trims_shim.patches.torch_device import DevicePoint, is_any_shared
 from trims_shim.patches.torch_unshare import unshare
 
 __all__ = ["POINTS"]
@@ -39,11 +39,10 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint(
+    DevicePoint(
         name="peft: hotswap",
         target="peft.utils.hotswap:hotswap_adapter_from_state_dict",
         supported="0.21",
-        probe=missing_capability,
         wrap=_wrap,
         has_holders=True,
     ),

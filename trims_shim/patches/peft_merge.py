@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trims_shim.patches.points import PatchPoint
-from trims_shim.patches.torch_device import missing_capability
+from trims_shim.patches.torch_device import DevicePoint
 from trims_shim.patches.torch_unshare import unshare_module, writing_module
 
 __all__ = ["POINTS"]
@@ -34,40 +34,35 @@ def _wrap_unload(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint(
+    DevicePoint(
         name="peft: merge_adapter",
         target="peft.tuners.tuners_utils:BaseTuner.merge_adapter",
         supported="0.21",
-        probe=missing_capability,
         wrap=_wrap,
     ),
-    PatchPoint(
+    DevicePoint(
         name="peft: unmerge_adapter",
         target="peft.tuners.tuners_utils:BaseTuner.unmerge_adapter",
         supported="0.21",
-        probe=missing_capability,
         wrap=_wrap,
     ),
-    PatchPoint(
+    DevicePoint(
         name="peft: merge_and_unload",
         target="peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge",
         supported="0.21",
-        probe=missing_capability,
         wrap=_wrap_unload,
     ),
-    PatchPoint(
+    DevicePoint(
         name="peft: merge of a layer",
         target="peft.tuners.tuners_utils:check_adapters_to_merge",
         supported="0.21",
-        probe=missing_capability,
         wrap=_wrap,
         has_holders=True,
     ),
-    PatchPoint(
+    DevicePoint(
         name="peft: OLoRA",
         target="peft.tuners.lora.layer:LoraLayer.olora_init",
         supported="0.21",
-        probe=missing_capability,
         wrap=_wrap,
     ),
 )

@@ -34,7 +34,7 @@ from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.patches import torch_device
 from trims_shim.patches.asking import opened
 from trims_shim.patches.points import PatchPoint
-from trims_shim.patches.torch_device import Place
+from trims_shim.patches.torch_device import DevicePoint, Place
 from trims_shim.patches.torch_modes import unseen
 from trims_shim.patches.torch_storage import torch_dtype
 
@@ -286,11 +286,10 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint(
+    DevicePoint(
         name="safetensors.safe_open onto a device",
         target="safetensors:safe_open",
         supported="0.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap,
         has_holders=True,
     ),

@@ -34,10 +34,12 @@ import torch
 
 from trims_shim.client.cache import cache
 from trims_shim.errors import NotServed
+from trims_shim.formats.device_layout import ALIGNMENT_BYTES
 from trims_shim.late_imports import ensure_imported
 from trims_shim.patches import torch_repoint
 from trims_shim.patches.asking import absolute
 from trims_shim.patches.device_skips import Skips
+from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_modes import unseen
 from trims_shim.patches.torch_rebuild import Blanks
 from trims_shim.specs import DeviceId
@@ -50,6 +52,7 @@ __all__ = [
     "ALIGNMENT_BYTES",
     "MIN_SHARED_BYTES",
     "CudaRuntime",
+    "DevicePoint",
     "Parts",
     "Place",
     "access",
@@ -75,8 +78,6 @@ __all__ = [
 MIN_SHARED_BYTES = 64 << 10
 """Smaller tensors are private copies. Tensors that modules write in passing are smaller (running
 statistics of fewer than 16384 channels are), and a copy on the device takes some microseconds."""
-ALIGNMENT_BYTES = 512
-"""The alignment of torch's allocator; kernels choose their loops by alignment."""
 _ACCESS_PRIVATE = "private"
 
 skip = Skips("device_off", "capturing", "forked", "no_such_device")
@@ -404,6 +405,10 @@ def missing_capability() -> str | None:
             return f"torch {torch.__version__} has no {name}"
     with unseen():
         return torch_repoint.missing_capability() or _broken_promise()
+
+
+DevicePoint = functools.partial(PatchPoint, probe=missing_capability)
+"""A patch point that is of use only where torch can have tensors on shared device memory."""
 
 
 @functools.lru_cache(maxsize=1)

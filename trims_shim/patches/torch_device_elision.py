@@ -27,7 +27,7 @@ from trims_shim.patches.torch_copies import (
     is_byte_copy,
     is_sole_owner,
 )
-from trims_shim.patches.torch_device import ALIGNMENT_BYTES, MIN_SHARED_BYTES, Place
+from trims_shim.patches.torch_device import ALIGNMENT_BYTES, MIN_SHARED_BYTES
 from trims_shim.patches.torch_module_move import Sources
 from trims_shim.patches.torch_stock_load import PLAIN_DICTS
 
@@ -70,7 +70,6 @@ class Adopter:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._sources = Sources()
-        self._places: dict[torch.device, Place | None] = {}
         self._aliases = held_aliases(module)
         self._written = torch_unshare.trained() | {
             id(parameter)
@@ -117,9 +116,5 @@ class Adopter:
         if found is not None:
             is_there = torch_device.runtime.device(found[0].index) == dst.device
             return found if is_there else None
-        if dst.device not in self._places:
-            self._places[dst.device] = (
-                torch_device.place_of(dst.device) if _is_on_device(dst) else None
-            )
-        place = self._places[dst.device]
+        place = self._sources.place_of(dst.device) if _is_on_device(dst) else None
         return None if place is None else self._sources.find(src, place)

@@ -8,7 +8,7 @@ names imported earlier are covered. A tensor that a program fills by hand, with
 from __future__ import annotations
 
 from trims_shim.patches.points import PatchPoint
-from trims_shim.patches.torch_device import missing_capability
+from trims_shim.patches.torch_device import DevicePoint
 from trims_shim.patches.torch_unshare import writing_tensor
 
 __all__ = ["POINTS"]
@@ -16,81 +16,70 @@ __all__ = ["POINTS"]
 _wrap = writing_tensor("tensor", "init")
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.init._no_grad_fill_",
         target="torch.nn.init:_no_grad_fill_",
         supported="2.4 and newer",
-        probe=missing_capability,
         wrap=_wrap,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.init._no_grad_zero_",
         target="torch.nn.init:_no_grad_zero_",
         supported="2.4 and newer",
-        probe=missing_capability,
         wrap=_wrap,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.init._no_grad_uniform_",
         target="torch.nn.init:_no_grad_uniform_",
         supported="2.4 and newer",
-        probe=missing_capability,
         wrap=_wrap,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.init._no_grad_normal_",
         target="torch.nn.init:_no_grad_normal_",
         supported="2.4 and newer",
-        probe=missing_capability,
         wrap=_wrap,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.init._no_grad_trunc_normal_",
         target="torch.nn.init:_no_grad_trunc_normal_",
         supported="2.4 and newer",
-        probe=missing_capability,
         wrap=_wrap,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.init.kaiming_uniform_",
         target="torch.nn.init:kaiming_uniform_",
         supported="2.4 and newer",
-        probe=missing_capability,
         wrap=_wrap,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.init.kaiming_normal_",
         target="torch.nn.init:kaiming_normal_",
         supported="2.4 and newer",
-        probe=missing_capability,
         wrap=_wrap,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.init.orthogonal_",
         target="torch.nn.init:orthogonal_",
         supported="2.4 and newer",
-        probe=missing_capability,
         wrap=_wrap,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.init.sparse_",
         target="torch.nn.init:sparse_",
         supported="2.4 and newer",
-        probe=missing_capability,
         wrap=_wrap,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.init.eye_",
         target="torch.nn.init:eye_",
         supported="2.4 and newer",
-        probe=missing_capability,
         wrap=_wrap,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.init.dirac_",
         target="torch.nn.init:dirac_",
         supported="2.4 and newer",
-        probe=missing_capability,
         wrap=_wrap,
     ),
 )

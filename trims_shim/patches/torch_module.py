@@ -42,21 +42,20 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-        if not patches.active() or not _is_plain_call(args, kwargs):
-            return torch_unshare.guarded_load(original, args, kwargs)
-        return torch_elision.load(original, args, kwargs)
+        is_plain = _is_plain_call(args, kwargs) and not torch_unshare.is_assigning(args, kwargs)
+        if is_plain and patches.active():
+            return torch_elision.load(original, args, kwargs)
+        return torch_unshare.guarded_load(original, args, kwargs)
 
     return load_state_dict
 
 
 def _is_plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """load_state_dict(module, state_dict[, strict[, assign=False]]), by position or by name.
+    """load_state_dict(module, state_dict[, strict[, assign]]), by position or by name.
 
     Anything else, wrong calls included, is the original's business.
     """
-    if len(args) not in (2, 3, 4) or not kwargs.keys() <= {"strict", "assign"}:
-        return False
-    return not (kwargs.get("assign") or args[3:4] not in ((), (False,)))
+    return len(args) in (2, 3, 4) and kwargs.keys() <= {"strict", "assign"}
 
 
 def _probe_resize() -> str | None:

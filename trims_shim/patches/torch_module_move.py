@@ -38,7 +38,7 @@ from trims_shim.memory.pages import PageScanner
 from trims_shim.patches import torch_device, torch_unshare
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_copies import is_transformed
-from trims_shim.patches.torch_device import MIN_SHARED_BYTES, Place
+from trims_shim.patches.torch_device import MIN_SHARED_BYTES, DevicePoint, Place
 from trims_shim.patches.torch_modes import has_foreign_mode
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Sources:
     def __init__(self) -> None:
         self._scanner: PageScanner | None = None
         self._arenas: dict[tuple[Image, str], DeviceArena | None] = {}
+        self._places: dict[torch.device, Place | None] = {}
 
     def __enter__(self) -> Sources:
         return self
@@ -72,6 +73,12 @@ class Sources:
         if self._scanner is not None:
             self._scanner.close()
         self._arenas.clear()
+
+    def place_of(self, device: torch.device) -> Place | None:
+        """As :func:`torch_device.place_of`, asked once for each device."""
+        if device not in self._places:
+            self._places[device] = torch_device.place_of(device)
+        return self._places[device]
 
     def find(self, tensor: torch.Tensor, place: Place) -> tuple[DeviceArena, int] | None:
         """Load the image of an unwritten contiguous tensor; return (arena, offset) of its bytes."""
@@ -125,7 +132,6 @@ class _Mover:
         self.function = function
         self._sources = sources
         self._trained: frozenset[int] | None = None
-        self._places: dict[torch.device, Place | None] = {}
         self._is_watched = is_transformed() or has_foreign_mode()
 
     def __call__(self, tensor: Any) -> Any:
@@ -156,9 +162,7 @@ class _Mover:
         if device is None:
             return None
         try:
-            if device not in self._places:
-                self._places[device] = torch_device.place_of(device)
-            place = self._places[device]
+            place = self._sources.place_of(device)
             return None if place is None else device_tensor(tensor, place, self._sources)
         # Border: torch copies instead.
         except Exception as error:
@@ -240,11 +244,10 @@ def _may_apply(module: torch.nn.Module) -> bool:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.Module._apply",
         target="torch.nn.modules.module:Module._apply",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap,
     ),
 )

@@ -44,10 +44,12 @@ import torch
 from trims_shim import diagnostics, patches
 from trims_shim.patches import torch_device
 from trims_shim.patches.points import PatchPoint, PatchState
+from trims_shim.patches.torch_device import DevicePoint
 
 __all__ = [
     "POINTS",
     "guarded_load",
+    "is_assigning",
     "is_shared",
     "trained",
     "unshare",
@@ -292,11 +294,16 @@ def _wrap_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_state_dict
 
 
+def is_assigning(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of load_state_dict may put the state dict's own tensors into the module."""
+    return bool(kwargs.get("assign")) or args[3:4] not in ((), (False,))
+
+
 def guarded_load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Call a load_state_dict; tensors that it or the module will write become private."""
     if not torch_device.is_any_shared() or not args or not isinstance(args[0], torch.nn.Module):
         return original(*args, **kwargs)
-    if not (kwargs.get("assign") or args[3:4] not in ((), (False,))):
+    if not is_assigning(args, kwargs):
         unshare_module(args[0], "load_state_dict")
     result = original(*args, **kwargs)
     # Assigned tensors are the state dict's own. A mark in the state dict also makes torch assign.
@@ -313,103 +320,89 @@ def _probe_load_state_dict() -> str | None:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint(
+    DevicePoint(
         name="torch.optim.Optimizer.add_param_group",
         target="torch.optim.optimizer:Optimizer.add_param_group",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_add_param_group,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.parallel.DistributedDataParallel",
         target="torch.nn.parallel.distributed:DistributedDataParallel.__init__",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_parallel,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.UntypedStorage._share_cuda_",
         target="torch.storage:UntypedStorage._share_cuda_",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_share,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.cuda.CUDAGraph.capture_begin",
         target="torch.cuda.graphs:CUDAGraph.capture_begin",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_capture,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.cuda.CUDAGraph.capture_end",
         target="torch.cuda.graphs:CUDAGraph.capture_end",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_capture_end,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.accelerator.Graph.capture_begin",
         target="torch.accelerator.graphs:Graph.capture_begin",
         supported="about 2.12 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_capture,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.accelerator.Graph.capture_end",
         target="torch.accelerator.graphs:Graph.capture_end",
         supported="about 2.12 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_capture_end,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.optim.Optimizer.load_state_dict",
         target="torch.optim.optimizer:Optimizer.load_state_dict",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_optimizer_load,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.optim.swa_utils.AveragedModel.update_parameters",
         target="torch.optim.swa_utils:AveragedModel.update_parameters",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=writing_module("average"),
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.nn.Module.register_buffer",
         target="torch.nn.modules.module:Module.register_buffer",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_register,
     ),
-    PatchPoint(
+    DevicePoint(
         # torch.nn.functional calls this one from a function that TorchScript knows.
         name="torch.embedding_renorm_",
         target="torch:embedding_renorm_",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=writing_tensor("input", "renorm"),
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.distributed.broadcast",
         target="torch.distributed:broadcast",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=_writing_to_all,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.distributed.distributed_c10d.broadcast",
         target="torch.distributed.distributed_c10d:broadcast",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=_writing_to_all,
     ),
-    PatchPoint(
+    DevicePoint(
         name="torch.distributed._broadcast_coalesced",
         target="torch.distributed:_broadcast_coalesced",
         supported="2.4 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_broadcasts,
     ),
     PatchPoint(

@@ -22,7 +22,7 @@ from trims_shim import diagnostics, patches
 from trims_shim.patches import torch_device, torch_unshare
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.safetensors_device import DeferredSlice, destination
-from trims_shim.patches.torch_device import Place
+from trims_shim.patches.torch_device import DevicePoint, Place
 from trims_shim.patches.torch_module_move import Sources, cuda_device, device_tensor, is_movable
 
 __all__ = ["POINTS"]
@@ -120,32 +120,28 @@ def _wrap_set_param(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint(
+    DevicePoint(
         name="transformers: tensors to a device",
         target="transformers.core_model_loading:_materialize_copy",
         supported="5.0 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_materialize,
     ),
-    PatchPoint(
+    DevicePoint(
         name="transformers: files for a device",
         target="transformers.modeling_utils:PreTrainedModel._load_pretrained_model",
         supported="5.0 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_load,
     ),
-    PatchPoint(
+    DevicePoint(
         name="transformers: reserving device memory",
         target="transformers.modeling_utils:caching_allocator_warmup",
         supported="5.0 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_warmup,
     ),
-    PatchPoint(
+    DevicePoint(
         name="transformers: buffers",
         target="transformers.core_model_loading:set_param_for_module",
         supported="5.0 and newer",
-        probe=torch_device.missing_capability,
         wrap=_wrap_set_param,
     ),
 )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trims_shim.patches.points import PatchPoint
-from trims_shim.patches.torch_device import missing_capability
+from trims_shim.patches.torch_device import DevicePoint
 from trims_shim.patches.torch_unshare import unshare_module
 
 __all__ = ["POINTS"]
@@ -28,11 +28,10 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint(
+    DevicePoint(
         name="transformers: RWKV",
         target="transformers.models.rwkv.modeling_rwkv:RwkvModel._rescale_layers",
         supported="5.24",
-        probe=missing_capability,
         wrap=_wrap,
     ),
 )
