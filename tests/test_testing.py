@@ -225,6 +225,11 @@ class TestRequests:
             with pytest.raises(UnknownImage):
                 ask(admin.EvictImageRequest(path))
 
+    def test_it_has_the_settings_of_the_block(self) -> None:
+        with FakeDaemon(host_bytes="64M"):
+            daemon = trims_shim.info()["daemon"]
+        assert (daemon["is_running"], daemon["has_same_settings"]) == (True, True)
+
     def test_counters_of_the_process_are_reported(self, path: str) -> None:
         diagnostics.take_unreported()
         with FakeDaemon() as daemon:

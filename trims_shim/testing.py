@@ -358,7 +358,7 @@ class _Server(Front):
             token = self.sessions.greet(session, hello.package, hello.pid)
             self._lines[session.number] = line
         welcome = messages.Welcome(
-            messages.PROTOCOL_VERSION, __version__, os.getpid(), "fake", token
+            messages.PROTOCOL_VERSION, __version__, os.getpid(), "fake", token, self.config_hash
         )
         return session, welcome
 
