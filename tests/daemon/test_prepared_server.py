@@ -53,7 +53,11 @@ class Setting:
 
     def make(self, path: str = "") -> None:
         assert self.reason(path) == "preparing"
-        wait_until(lambda: not self.daemon.server.prepared.is_busy(), "prepared")
+        self.settle()
+
+    def settle(self) -> None:
+        rows = self.daemon.server.prepared.rows
+        wait_until(lambda: not any(row.state == "preparing" for row in rows()), "prepared")
 
     def row(self) -> admin.PreparedStatus:
         (row,) = self.world.status().prepared
@@ -120,7 +124,7 @@ def test_bytes(setting: Setting) -> None:
         )
     os.close(descriptor)
     assert caught.value.reason == "preparing"
-    wait_until(lambda: not setting.daemon.server.prepared.is_busy(), "prepared")
+    setting.settle()
     assert Path(look().path).read_bytes() == b"prepared " + DATA
 
 

@@ -112,16 +112,6 @@ def test_a_user_has_so_many_sessions(client: Client, sessions: Sessions) -> None
     Client(sessions).close()
 
 
-def test_an_offer_can_be_claimed_once(client: Client, sessions: Sessions) -> None:
-    sessions.greet(client.session, "", 0)
-    client.offer(7)
-    offer = sessions.claim_offer(client.session, 7)
-    assert offer is not None
-    offer.close()
-    assert sessions.claim_offer(client.session, 7) is None
-    assert sessions.claim_offer(client.session, 8) is None
-
-
 def test_an_offer_needs_a_greeting(client: Client) -> None:
     with pytest.raises(MalformedMessage, match="before Hello"):
         client.offer(1)
@@ -163,7 +153,7 @@ def test_closing_closes_unclaimed_offers(client: Client, sessions: Sessions) -> 
     assert len(World.descriptors(os.getpid()).items() - before) == 2
     sessions.close(client.session)
     assert World.descriptors(os.getpid()).items() < before, "nor is its own there"
-    assert sessions.claim_offer(client.session, 1) is None
+    assert client.session.offers == {}
 
 
 def test_the_daemon_keeps_descriptors_for_itself(

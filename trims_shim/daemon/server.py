@@ -382,11 +382,11 @@ class Server(Front):
     def take_offer(self, request: Request, ticket: int) -> Offer:
         """See :class:`Front`."""
         session = request.session
-        offer = self.sessions.claim_offer(session, ticket)
+        offer = session.offers.pop(ticket, None)
         if offer is None and request.routing is not None:
             # The offer was sent first but on another socket: it is in that socket's buffer now.
             self._read_session(session, _PACKETS_BEFORE_AN_OFFER, until_ticket=ticket)
-            offer = self.sessions.claim_offer(session, ticket)
+            offer = session.offers.pop(ticket, None)
         if offer is None:
             raise AccessDenied(f"no file was offered under ticket {ticket}")
         return offer

@@ -131,10 +131,6 @@ class Sessions:
             raise MalformedMessage(f"{type(packet.message).__name__} carries a descriptor")
         return packet
 
-    def claim_offer(self, session: Session, ticket: int) -> Offer | None:
-        """Return what was offered under a ticket; the caller closes it."""
-        return session.offers.pop(ticket, None)
-
     def close(self, session: Session) -> None:
         """Close the connection and every unclaimed descriptor."""
         self._by_number.pop(session.number, None)

@@ -196,10 +196,6 @@ class Prepared:
         """Whether anybody leases a model, waits for an answer, or has one prepared."""
         return bool(self._early) or self._store.is_needed()
 
-    def is_busy(self) -> bool:
-        """Whether a preparation is under way, or waits."""
-        return self._store.job_count() > 0
-
     def lease_count(self, session: int | None = None) -> int:
         """Leases of one session, or of all."""
         return self._store.lease_count(session)

@@ -241,14 +241,6 @@ class PreparedStore:
 
     # --- questions --------------------------------------------------------------------------------
 
-    def keys(self) -> list[str]:
-        """The keys of all entries."""
-        return list(self._entries)
-
-    def job_count(self) -> int:
-        """Preparations under way or waiting."""
-        return len(self._jobs)
-
     def lease_count(self, session: int | None = None) -> int:
         """Leases of one session, or of all."""
         return len(self._leases) if session is None else self._leases.of_session(session)
