@@ -366,7 +366,7 @@ def test_the_end_waits_for_loads_that_are_not_stuck(
         return bool(load.meter.done_bytes == 1)
 
     monkeypatch.setattr(ingest, "fill", fill)
-    monkeypatch.setattr(loader_module._Load, "is_stuck", is_stuck)
+    monkeypatch.setattr(loader_module.Load, "is_stuck", is_stuck)
     identity = Identity.from_stat(harness.path.stat())
     for number, name in enumerate(("/hung", "/fine")):
         opening = Opening(1, 1, 0, identity, name)

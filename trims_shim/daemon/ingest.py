@@ -7,6 +7,7 @@ meter that the server shows, and hashing without keeping.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trims_shim.memory import copying
@@ -24,6 +25,15 @@ class Meter:
 
     done_bytes: int = 0
 
+    def from_here(self) -> Callable[[int], None]:
+        """What takes the bytes that are done from now on."""
+        before = self.done_bytes
+
+        def on_progress(done_bytes: int) -> None:
+            self.done_bytes = before + done_bytes
+
+        return on_progress
+
 
 def fill(
     descriptor: int,
@@ -35,16 +45,11 @@ def fill(
     name: str = "file",
 ) -> str:
     """As :func:`trims_shim.memory.copying.fill`. Blocks; call from a worker thread."""
-    before = meter.done_bytes
-
-    def on_progress(done_bytes: int) -> None:
-        meter.done_bytes = before + done_bytes
-
     return copying.fill(
         descriptor,
         view,
         threads=threads,
-        on_progress=on_progress,
+        on_progress=meter.from_here(),
         lead_bytes=lead_bytes,
         name=name,
     )

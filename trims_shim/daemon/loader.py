@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from trims_shim.daemon import ingest
 from trims_shim.daemon.ingest import Meter
-from trims_shim.daemon.store import Ingested, StartIngest
+from trims_shim.daemon.store import Ingested, Opening, StartIngest
 from trims_shim.daemon.workers import Workers
 from trims_shim.errors import FileChanged, MemoryFailure, NoSpace, ReadFailed, TrimsError
 from trims_shim.memory.host import HostMemory, SealedSegment
@@ -31,10 +31,10 @@ from trims_shim.wire.handover import close_all
 __all__ = [
     "Finished",
     "Hashing",
+    "Load",
     "Loader",
     "Loads",
     "Segment",
-    "check_unchanged",
     "has_change_time",
     "is_settled",
 ]
@@ -90,18 +90,43 @@ class Hashing:
 
 
 @dataclass(slots=True)
-class _Load:
-    """A load's meter, and when it last made progress; in the future while no worker has it."""
+class Load:
+    """A load under way; it owns ``descriptor``.
 
+    ``digest``: that of the content, if the descriptor is an image's segment and not a file.
+    """
+
+    action: StartIngest
+    descriptor: int
+    digest: Digest
     meter: Meter
-    done_bytes: int = 0
-    at_s: float = math.inf
+    started_ns: int = 0
     future: Future[None] | None = None
+    seen_bytes: int = 0
+    at_s: float = math.inf
+    """When it last made progress; in the future while no worker has it."""
+
+    @property
+    def opening(self) -> Opening:
+        """The request that began it."""
+        return self.action.opening
 
     def is_stuck(self, now_s: float) -> bool:
-        if self.meter.done_bytes != self.done_bytes:
-            self.done_bytes, self.at_s = self.meter.done_bytes, now_s
+        """Whether a worker has it and has made no progress for a while."""
+        if self.meter.done_bytes != self.seen_bytes:
+            self.seen_bytes, self.at_s = self.meter.done_bytes, now_s
         return now_s - self.at_s >= _STUCK_AFTER_S
+
+    def check_unchanged(self) -> bool:
+        """Whether the identity may be trusted. Raises FileChanged if it is another one now."""
+        identity, name = self.opening.identity, self.opening.name
+        if Identity.from_stat(os.fstat(self.descriptor)) != identity:
+            raise FileChanged(f"{name} changed while it was being read; load it again")
+        return is_settled(identity, self.started_ns) and has_change_time(self.descriptor, identity)
+
+    def ended(self, digest: Digest, resident_bytes: int, *, is_settled: bool) -> Ingested:
+        """Its result, now."""
+        return Ingested(digest, resident_bytes, is_settled, time.time_ns() - self.started_ns)
 
 
 class Loads(abc.ABC, Generic[_Segment]):
@@ -125,17 +150,13 @@ class Loads(abc.ABC, Generic[_Segment]):
         self._aside = pool or Workers(1)
         self._finished: queue.SimpleQueue[Finished[_Segment]] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, Load] = {}
         self._pending: dict[int, _Segment] = {}
         self._segments: dict[Digest, _Segment] = {}
 
     def start(self, action: StartIngest, descriptor: int, *, digest: Digest = "") -> None:
-        """Begin a load; owns ``descriptor`` from here on.
-
-        ``digest``: that of the content, if the descriptor is an image's segment and not a file.
-        """
-        load = self._loads[action.ingest] = _Load(Meter())
-        load.future = self._pool.submit(self._run, action, descriptor, digest, load)
+        """Begin a load; owns ``descriptor`` from here on. ``digest``: see :class:`Load`."""
+        self._begin(Load(action, descriptor, digest, Meter()))
 
     def deliver(self, finished: Finished[_Segment]) -> None:
         """A load that was done elsewhere has ended. Any thread may call this."""
@@ -235,57 +256,60 @@ class Loads(abc.ABC, Generic[_Segment]):
     def _give_up(self, segment: _Segment) -> None:
         segment.close()
 
-    def _run(self, action: StartIngest, descriptor: int, digest: Digest, load: _Load) -> None:
+    def _begin(self, load: Load) -> None:
+        self._loads[load.action.ingest] = load
+        load.future = self._pool.submit(self._run, load)
+
+    def _run(self, load: Load) -> None:
         result: Ingested | None = None
         segment: _Segment | None = None
         error: TrimsError | None = None
-        load.at_s = time.monotonic()
+        name = load.opening.name
+        load.started_ns, load.at_s = time.time_ns(), time.monotonic()
         try:
-            if action.is_only_hashed:
-                result = self._hashed(action, descriptor, load.meter)
+            if load.action.is_only_hashed:
+                result = self._hashed(load)
             else:
-                result, segment = self._load(action, descriptor, digest, load.meter)
+                result, segment = self._load(load)
             if self._trusts_young_files:
                 result = replace(result, is_settled=True)
         except MemoryFailure as failure:
-            error = NoSpace(f"{action.opening.name}: {failure}")
+            error = NoSpace(f"{name}: {failure}")
         except TrimsError as refused:
             error = refused
         # Border: whatever a load dies of, its waiters must be told; a panic is no Exception.
         except BaseException as failure:
-            error = ReadFailed(f"{action.opening.name}: {type(failure).__name__}: {failure}")
+            error = ReadFailed(f"{name}: {type(failure).__name__}: {failure}")
         finally:
-            close_all([descriptor])  # closing a file may report an error of its server
+            close_all([load.descriptor])  # closing a file may report an error of its server
             load.at_s = math.inf
-        self.deliver(Finished(action.ingest, result, segment, error))
+        self.deliver(Finished(load.action.ingest, result, segment, error))
 
     @abc.abstractmethod
-    def _load(
-        self, action: StartIngest, descriptor: int, digest: Digest, meter: Meter
-    ) -> tuple[Ingested, _Segment | None]:
+    def _load(self, load: Load) -> tuple[Ingested, _Segment | None]:
         """Make the segment; None where an image of this digest is resident already."""
 
-    def _hashed(self, action: StartIngest, descriptor: int, meter: Meter) -> Ingested:
+    def _hashed(self, load: Load) -> Ingested:
         """Only hash a load for which there is no room. Raises FileChanged."""
-        known = self._known(action, descriptor, meter, time.time_ns())
+        known = self._known(load)
         if known is None:
-            name = action.opening.name
+            name = load.opening.name
             raise FileChanged(f"{name} is not what was read of it before; load it again")
         return known
 
-    def _known(
-        self, action: StartIngest, descriptor: int, meter: Meter, started_ns: int
-    ) -> Ingested | None:
+    def _known(self, load: Load) -> Ingested | None:
         """The result of a load that only had to be hashed; None if no such image is resident."""
-        opening = action.opening
-        identity, name = opening.identity, opening.name
+        opening = load.opening
         digest = ingest.hash_file(
-            descriptor, identity.size_bytes, meter=meter, lead_bytes=opening.lead_bytes, name=name
+            load.descriptor,
+            opening.identity.size_bytes,
+            meter=load.meter,
+            lead_bytes=opening.lead_bytes,
+            name=opening.name,
         )
-        if digest in self._segments:
-            settled = check_unchanged(descriptor, identity, started_ns, name)
-            return Ingested(digest, 0, settled, time.time_ns() - started_ns)
-        return None
+        if digest not in self._segments:
+            return None
+        return load.ended(digest, 0, is_settled=load.check_unchanged())
 
 
 class Loader(Loads[SealedSegment]):
@@ -334,32 +358,28 @@ class Loader(Loads[SealedSegment]):
         super().close()
         self.memory.close()
 
-    def _load(
-        self, action: StartIngest, descriptor: int, digest: Digest, meter: Meter
-    ) -> tuple[Ingested, SealedSegment | None]:
-        opening, started_ns = action.opening, time.time_ns()
-        if action.is_likely_known:
-            known = self._known(action, descriptor, meter, started_ns)
+    def _load(self, load: Load) -> tuple[Ingested, SealedSegment | None]:
+        if load.action.is_likely_known:
+            known = self._known(load)
             if known is not None:
                 return known, None
+        opening = load.opening
         writable = self.memory.create(opening.image_bytes)
         try:
             digest = ingest.fill(
-                descriptor,
+                load.descriptor,
                 writable.view,
                 threads=self._threads,
-                meter=meter,
+                meter=load.meter,
                 lead_bytes=opening.lead_bytes,
                 name=opening.name,
             )
-            settled = check_unchanged(descriptor, opening.identity, started_ns, opening.name)
-            settled = settled or self._is_own(descriptor)
+            is_settled = load.check_unchanged() or self._is_own(load.descriptor)
         except BaseException:
             writable.discard()
             raise
         segment = writable.seal()
-        duration = time.time_ns() - started_ns
-        return Ingested(digest, segment.resident_bytes(), settled, duration), segment
+        return load.ended(digest, segment.resident_bytes(), is_settled=is_settled), segment
 
     def _is_own(self, descriptor: int) -> bool:
         """Whether the file is a segment of ours, which never changes."""
@@ -369,13 +389,6 @@ class Loader(Loads[SealedSegment]):
 def _file_of(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
-
-
-def check_unchanged(descriptor: int, identity: Identity, started_ns: int, name: str) -> bool:
-    """Whether the identity may be trusted. Raises FileChanged if the file has another one now."""
-    if Identity.from_stat(os.fstat(descriptor)) != identity:
-        raise FileChanged(f"{name} changed while it was being read; load it again")
-    return is_settled(identity, started_ns) and has_change_time(descriptor, identity)
 
 
 def is_settled(identity: Identity, at_ns: int) -> bool:

@@ -1,7 +1,7 @@
 """The account of a device's memory: what is allocated, what is leaving, what the driver denies.
 
-Owns figures and waiting, no memory. Images finish leaving in the order in which they began. So a
-load waits for as many ends as there were beginnings before it started.
+Owns figures and waiting, no memory. Images are numbered as they begin to leave, and finish in that
+order. So a load waits for the last one that began before it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Account:
         self._changed = threading.Condition()
         self._begun = 0
         self._ended = 0
-        self._begun_before: dict[int, int] = {}
 
     def add(self, size_bytes: int) -> None:
         """Memory was allocated, or (negative) freed."""
@@ -62,16 +61,11 @@ class Account:
             self.leaving_bytes -= size_bytes
             self._changed.notify_all()
 
-    def note_start(self, ingest: int) -> None:
-        """A load begins: it has to wait for the images that are leaving now."""
-        self._begun_before[ingest] = self._begun
+    def last_leaver(self) -> int:
+        """The number of the last image that began to leave, for :meth:`wait_for`."""
+        return self._begun
 
-    def wait_for_leavers(self, ingest: int) -> None:
-        """Block until all images that were leaving when the load began have left."""
-        begun = self._begun_before[ingest]
+    def wait_for(self, leaver: int) -> None:
+        """Block until this image, and with it all before, has left."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended >= begun)
-
-    def forget_start(self, ingest: int) -> None:
-        """The load has ended."""
-        self._begun_before.pop(ingest, None)
+            self._changed.wait_for(lambda: self._ended >= leaver)

@@ -29,7 +29,7 @@ from trims_shim.daemon.device.account import Account, Shortage
 from trims_shim.daemon.device.peer_copying import PeerCopies, PeerImage
 from trims_shim.daemon.device.uploading import Job, Uploader
 from trims_shim.daemon.ingest import Meter
-from trims_shim.daemon.loader import Finished, Hashing, Loads, check_unchanged
+from trims_shim.daemon.loader import Finished, Hashing, Load, Loads
 from trims_shim.daemon.store import Ingested, StartIngest
 from trims_shim.errors import (
     DriverFailure,
@@ -65,6 +65,19 @@ as well, while it becomes free, may have it."""
 _Result = TypeVar("_Result")
 
 
+@dataclasses.dataclass(slots=True)
+class _DeviceLoad(Load):
+    """``source`` is tried first, and owned; ``leaver`` is the last image to wait for."""
+
+    source: PeerImage | None = None
+    leaver: int = 0
+
+    def take_source(self) -> PeerImage | None:
+        """The caller owns it from here on."""
+        source, self.source = self.source, None
+        return source
+
+
 class DeviceLoader(Loads[DeviceSegment]):
     """See the module docstring. Methods are called by the server's thread, unless they say so."""
 
@@ -84,7 +97,6 @@ class DeviceLoader(Loads[DeviceSegment]):
         self.uploader = uploader
         self.peers = peers
         self._account = Account()
-        self._sources: dict[int, PeerImage] = {}
         self._from_peers: set[int] = set()
         self._shortages: queue.SimpleQueue[Shortage] = queue.SimpleQueue()
         # With a pool that does all our work in one thread, no thread could copy images meanwhile.
@@ -174,10 +186,9 @@ class DeviceLoader(Loads[DeviceSegment]):
         super().close()
         for uploader in self._uploaders():
             uploader.close()
-        # The sources of loads that never began.
-        for source in self._sources.values():
-            source.segment.close()
-        self._sources.clear()
+        for load in self._loads.values():  # They never began.
+            if isinstance(load, _DeviceLoad) and (source := load.take_source()):
+                source.segment.close()
 
     def start(
         self,
@@ -188,56 +199,42 @@ class DeviceLoader(Loads[DeviceSegment]):
         source: PeerImage | None = None,
     ) -> None:
         """See :meth:`Loads.start`. ``source`` is tried first, and owned from here on."""
-        self._account.note_start(action.ingest)
-        if source is not None:
-            self._sources[action.ingest] = source
-        super().start(action, descriptor, digest=digest)
-
-    def take_finished(self) -> list[Finished[DeviceSegment]]:
-        """See :meth:`Loads.take_finished`."""
-        finished = super().take_finished()
-        for each in finished:
-            self._account.forget_start(each.ingest)
-        return finished
+        load = _DeviceLoad(action, descriptor, digest, Meter())
+        load.source, load.leaver = source, self._account.last_leaver()
+        self._begin(load)
 
     # --- worker threads ---------------------------------------------------------------------------
 
-    def _load(
-        self, action: StartIngest, descriptor: int, digest: Digest, meter: Meter
-    ) -> tuple[Ingested, DeviceSegment | None]:
-        identity, name = action.opening.identity, action.opening.name
-        started_ns = time.time_ns()
-        copied = self._copy(action, meter, started_ns)
+    def _load(self, load: Load) -> tuple[Ingested, DeviceSegment | None]:
+        assert isinstance(load, _DeviceLoad)
+        copied = self._copy(load)
         if copied is not None:
             return copied
-        if action.is_likely_known and not digest:
-            known = self._known(action, descriptor, meter, started_ns)
+        if load.action.is_likely_known and not load.digest:
+            known = self._known(load)
             if known is not None:
                 return known, None
-        segment, computed = self._with_room(
-            action, lambda: self._upload(action, descriptor, meter, is_hashed=not digest)
-        )
+        segment, computed = self._with_room(load, lambda: self._upload(load))
         try:
-            is_settled = bool(digest) or check_unchanged(descriptor, identity, started_ns, name)
+            is_settled = bool(load.digest) or load.check_unchanged()
         except BaseException:
             self._give_up(segment)
             raise
-        duration = time.time_ns() - started_ns
-        resident = segment.resident_bytes()
-        return Ingested(digest or computed, resident, is_settled, duration), segment
+        digest = load.digest or computed
+        return load.ended(digest, segment.resident_bytes(), is_settled=is_settled), segment
 
-    def _with_room(self, action: StartIngest, attempt: Callable[[], _Result]) -> _Result:
+    def _with_room(self, load: _DeviceLoad, attempt: Callable[[], _Result]) -> _Result:
         """Return the result of an attempt; repeat it while there is something to give up."""
         for _ in range(_SHORTAGES):
             try:
                 return attempt()
             except NoSpace:
-                if not self._is_relieved(action):
+                if not self._is_relieved(load):
                     raise
         return attempt()
 
-    def _is_relieved(self, action: StartIngest) -> bool:
-        wanted_bytes = action.opening.identity.size_bytes
+    def _is_relieved(self, load: _DeviceLoad) -> bool:
+        wanted_bytes = load.opening.identity.size_bytes
         shortage = Shortage(wanted_bytes, may_demote=self._may_demote)
         self._shortages.put(shortage)
         if self._is_closing.is_set():
@@ -246,39 +243,32 @@ class DeviceLoader(Loads[DeviceSegment]):
         if not shortage.wait():
             return False
         # The images just given up may have to be copied away first.
-        self._account.note_start(action.ingest)
+        load.leaver = self._account.last_leaver()
         return True
 
-    def _copy(
-        self, action: StartIngest, meter: Meter, started_ns: int
-    ) -> tuple[Ingested, DeviceSegment] | None:
+    def _copy(self, load: _DeviceLoad) -> tuple[Ingested, DeviceSegment] | None:
         """The image, copied from another device; None if it has to come from elsewhere."""
-        source = self._sources.pop(action.ingest, None)
+        source = load.take_source()
         if source is None:
             return None
-        name, device = action.opening.name, source.segment.device
+        name, device = load.opening.name, source.segment.device
         try:
-            segment = self._with_room(action, lambda: self._copy_once(action, source, meter))
+            segment = self._with_room(load, lambda: self._copy_once(load, source))
         # NoSpace too: perhaps only the context of another uploader has no room.
         except (TrimsError, OSError) as error:
             _logger.warning("%s cannot be copied from %s: %s", name, device, error)
             return None
         finally:
             source.segment.close()
-        self._from_peers.add(action.ingest)
-        duration = time.time_ns() - started_ns
-        return Ingested(source.digest, segment.resident_bytes(), True, duration), segment
+        self._from_peers.add(load.action.ingest)
+        return load.ended(source.digest, segment.resident_bytes(), is_settled=True), segment
 
-    def _copy_once(self, action: StartIngest, source: PeerImage, meter: Meter) -> DeviceSegment:
+    def _copy_once(self, load: _DeviceLoad, source: PeerImage) -> DeviceSegment:
         peers = self.peers
         if peers is None:
             raise DriverFailure(f"{self.memory.device} has no peers")
-        self._account.wait_for_leavers(action.ingest)
-        before = meter.done_bytes
-
-        def on_progress(done_bytes: int) -> None:
-            meter.done_bytes = before + done_bytes
-
+        self._account.wait_for(load.leaver)
+        on_progress = load.meter.from_here()
         with self._memory_for(sum(source.segment.allocations)) as memory:
             if memory is None:
                 raise DriverFailure(f"memory of {self.memory.backend} is not copied")
@@ -291,18 +281,16 @@ class DeviceLoader(Loads[DeviceSegment]):
                 outline=os.dup(source.segment.outline),
             )
 
-    def _upload(
-        self, action: StartIngest, descriptor: int, meter: Meter, *, is_hashed: bool
-    ) -> tuple[DeviceSegment, Digest]:
-        name = action.opening.name
+    def _upload(self, load: _DeviceLoad) -> tuple[DeviceSegment, Digest]:
+        name = load.opening.name
         # Before a job begins: this file is not to blame for an uploader that dies of a download.
-        self._account.wait_for_leavers(action.ingest)
+        self._account.wait_for(load.leaver)
         for _ in range(_TRIES):
             is_innocent = False
             try:
                 with self.uploader.job() as job:
                     try:
-                        return self._upload_once(job, action, descriptor, meter, is_hashed)
+                        return self._upload_once(job, load)
                     finally:
                         is_innocent = job.is_innocent
             except WireError as error:
@@ -313,20 +301,18 @@ class DeviceLoader(Loads[DeviceSegment]):
                     break
         raise UnknownDevice(f"{name} cannot be put on {self.memory.device}: {failure}") from failure
 
-    def _upload_once(
-        self, job: Job, action: StartIngest, source: int, meter: Meter, is_hashed: bool
-    ) -> tuple[DeviceSegment, Digest]:
-        size_bytes, name = action.opening.identity.size_bytes, action.opening.name
+    def _upload_once(self, job: Job, load: _DeviceLoad) -> tuple[DeviceSegment, Digest]:
+        size_bytes, name = load.opening.identity.size_bytes, load.opening.name
         # What the store has reserved, less the last granule, which rounding up may take.
         limit_bytes = self.memory.footprint_bytes(size_bytes) - self.memory.granularity_bytes
         planned = job.plan(
-            source, size_bytes=size_bytes, limit_bytes=limit_bytes, is_hashed=is_hashed, name=name
+            load.descriptor,
+            size_bytes=size_bytes,
+            limit_bytes=limit_bytes,
+            is_hashed=not load.digest,
+            name=name,
         )
-        before = meter.done_bytes
-
-        def on_progress(done_bytes: int) -> None:
-            meter.done_bytes = before + done_bytes
-
+        on_progress = load.meter.from_here()
         # A sign of life: starting an uploader took time, and making its context will take more.
         on_progress(1)
         outline = sparse_outline(size_bytes)
