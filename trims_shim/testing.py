@@ -62,7 +62,7 @@ from trims_shim.errors import DaemonUnavailable, RequestRefused, TrimsError, Wir
 from trims_shim.memory.host import open_memory
 from trims_shim.specs import HOST_TIER, SegmentKind
 from trims_shim.wire import admin, codec, duties, messages
-from trims_shim.wire.handover import Peer
+from trims_shim.wire.handover import Peer, clipped
 
 __all__ = ["FakeDaemon", "Opened", "TrimsDaemon"]
 
@@ -415,7 +415,7 @@ class _Server(Front):
                 request.session.offers.pop(message.ticket).close()
             raise self._faults.refusals.popleft()
         is_image = isinstance(message, messages.OpenImageRequest)
-        name = message.name if is_image else message.path
+        name = request.session.offers[message.ticket].message.name if is_image else message.path
         self._names[(request.session.number, request.number)] = name
 
     def check_jobs(self, session: Session) -> None:
@@ -494,10 +494,9 @@ class _Line:
         self._numbers = count(1)
 
     def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted:
-        self._ticket += 1
-        offer = _through_codec(messages.FileOffer(self._ticket))
-        self._session.offers[offer.ticket] = Offer(offer.ticket, os.dup(descriptor))
-        reply = self.request(messages.OpenImageRequest(self._ticket, name, tier))
+        shown = clipped(name, limit_bytes=messages.NAME_LIMIT_BYTES)
+        self._offer(messages.FileOffer(self._ticket + 1, tier, shown), descriptor)
+        reply = self.request(messages.OpenImageRequest(self._ticket))
         if not isinstance(reply, messages.OpenImageReply):
             raise WireError(f"{type(reply).__name__} answers OpenImageRequest")
         parts = sorted(part for ticket, part in self.grants if ticket == self._ticket)
@@ -511,13 +510,16 @@ class _Line:
         self, request: messages.OpenPreparedRequest, *, descriptor: int | None = None
     ) -> messages.OpenPreparedReply:
         if descriptor is not None:
-            self._ticket += 1
-            self._session.offers[self._ticket] = Offer(self._ticket, os.dup(descriptor))
+            self._offer(messages.FileOffer(self._ticket + 1), descriptor)
             request = dataclasses.replace(request, ticket=self._ticket)
         reply = self.request(request)
         if not isinstance(reply, messages.OpenPreparedReply):
             raise WireError(f"{type(reply).__name__} answers OpenPreparedRequest")
         return reply
+
+    def _offer(self, offer: messages.FileOffer, descriptor: int) -> None:
+        self._ticket = offer.ticket
+        self._session.offers[offer.ticket] = Offer(_through_codec(offer), os.dup(descriptor))
 
     def request(self, message: Any) -> Any:
         self._check_open()

@@ -215,7 +215,7 @@ def test_parts_in_any_order(daemon: Daemon, order: str) -> None:
     with Opening(daemon, turn) as opening:
         granted = opening.open()
         assert granted.reply.device == messages.DeviceGrant("vmm", "layout", (1000, 2000))
-        assert daemon.requests[0].tier == DEVICE
+        assert daemon.offer.tier == DEVICE
         descriptors = [granted.descriptor, *granted.allocations]
         assert [os.fstat(each).st_size - SIZE for each in descriptors] == [0, 1, 2]
         assert sorted(daemon.open_parts()) == sorted(descriptors)
@@ -229,7 +229,7 @@ def test_the_host_tier_has_one_part(daemon: Daemon) -> None:
 
     with Opening(daemon, turn) as opening:
         granted = opening.open("host")
-        assert (granted.allocations, daemon.requests[0].tier) == ((), "host")
+        assert (granted.allocations, daemon.offer.tier) == ((), "host")
         os.close(granted.descriptor)
 
 
@@ -565,7 +565,7 @@ def test_an_aligned_image_that_is_being_loaded_is(daemon: Daemon) -> None:
         handover.send(daemon.peer, messages.OfferReply(ticket, is_loading=True))
         daemon.routing, body = daemon.control.recv_multipart()
         daemon.envelope = codec.decode_envelope(body)
-        assert daemon.envelope.message == messages.OpenImageRequest(ticket, "m", "host", 8)
+        assert daemon.envelope.message == messages.OpenImageRequest(ticket)
         daemon.grant(ticket)
         daemon.reply(reply())
 

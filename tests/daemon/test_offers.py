@@ -18,6 +18,7 @@ from trims_shim.daemon.offers import Closer, FileStatus, Offer, check_readable_f
 from trims_shim.errors import AccessDenied, ReadFailed
 from trims_shim.memory.memfd import new_memfd
 from trims_shim.specs import Identity
+from trims_shim.wire.messages import FileOffer
 
 
 @pytest.fixture
@@ -73,10 +74,10 @@ class TestStatus:
 class TestOffer:
     def test_there_may_be_none(self) -> None:
         offer = Offer()
-        assert (offer.ticket, offer.descriptor) == (0, -1)
+        assert (offer.message.ticket, offer.descriptor) == (0, -1)
 
     def test_is_looked_at_once(self, opened: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        with Offer(1, opened, Closer()) as offer:
+        with Offer(FileOffer(1), opened, Closer()) as offer:
             identity = offer.identity()
             monkeypatch.setattr(offers, "status_of", None)
             assert offer.identity() == identity
@@ -85,7 +86,7 @@ class TestOffer:
 
     def test_stands_for_another_file(self, opened: int) -> None:
         with open(os.devnull) as other:
-            offer = Offer(1, opened)
+            offer = Offer(FileOffer(1), opened)
             assert offer.identity().size_bytes == 5
             with pytest.raises(OSError, match="Bad file"):
                 offer.replace(-1)
@@ -102,7 +103,7 @@ class TestOffer:
         for is_looked_at in (True, False):
             closed: list[int] = []
             closer: Any = SimpleNamespace(close=closed.append)
-            offer = Offer(1, opened, closer)
+            offer = Offer(FileOffer(1), opened, closer)
             if is_looked_at:
                 offer.identity()
             offer.close()
@@ -131,7 +132,7 @@ class TestCloser:
             raise OSError("the server is not content")
 
         closer = Closer()
-        offer = Offer(1, opened, closer)
+        offer = Offer(FileOffer(1), opened, closer)
         if is_offered:
             offer.identity()
         monkeypatch.setattr(os, "close", fail)

@@ -121,7 +121,7 @@ def test_a_lock_on_an_offered_file_ends_before_the_answer(
     path.write_bytes(b"PK")
     descriptor = os.open(path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    offer = Offer(1, os.dup(descriptor))
+    offer = Offer(messages.FileOffer(1), os.dup(descriptor))
     os.close(descriptor)
 
     def hand_over(_: Session, message: Any, descriptor: int | None = None) -> None:
@@ -164,8 +164,9 @@ def test_what_may_wait_is_limited(
     taken: Counter[int] = Counter()
     for each in (session, other):
         for number in range(1, 11):
-            each.offers[number] = Offer(number, os.open(__file__, os.O_RDONLY))
-            message = messages.OpenImageRequest(number, "x", "GPU-1")
+            asked = messages.FileOffer(number, "GPU-1", "x")
+            each.offers[number] = Offer(asked, os.open(__file__, os.O_RDONLY))
+            message = messages.OpenImageRequest(number)
             with contextlib.suppress(TooManyRequests):
                 openings.open(Request(each, number, b"r"), message)
                 taken[each.number] += 1
@@ -195,27 +196,28 @@ class File:
         path.write_bytes(content)
         self.tickets = itertools.count(1)
 
-    def offered(self, session: Session, *, flags: int = os.O_RDONLY) -> int:
-        """The ticket of an open descriptor."""
-        ticket = next(self.tickets)
-        session.offers[ticket] = Offer(ticket, os.open(self.path, flags))
-        return ticket
+    def offered(
+        self, session: Session, *, flags: int = os.O_RDONLY, tier: str = "host", **fields: Any
+    ) -> messages.FileOffer:
+        """An open descriptor, and what is asked for with it."""
+        asked = messages.FileOffer(next(self.tickets), tier, **{"name": str(self.path), **fields})
+        session.offers[asked.ticket] = Offer(asked, os.open(self.path, flags))
+        return asked
 
     def request(self, front: HostFront, session: Session, **fields: Any) -> int:
         """Ask for the image, with a number that is returned."""
-        number = self.offered(session)
-        message = messages.OpenImageRequest(number, str(self.path), **fields)
+        number = self.offered(session, **fields).ticket
+        message = messages.OpenImageRequest(number)
         front.openings.open(Request(session, number, b"route"), message)
         return number
 
     def offer(self, front: HostFront, session: Session, **fields: Any) -> messages.OfferReply:
         """Offer it as one packet; what comes back as one."""
-        ticket = self.offered(session)
-        offer = messages.FileOffer(ticket, "host", str(self.path), **fields)
+        offer = self.offered(session, **fields)
         front.openings.offer(session, offer)
         reply = front.sent.pop()
         assert isinstance(reply, messages.OfferReply)
-        assert reply.ticket == ticket
+        assert reply.ticket == offer.ticket
         return reply
 
 
@@ -291,9 +293,9 @@ class TestOpening:
     ) -> None:
         spoil(file.path)
         client = front.client(OWN)
-        client.offers[1] = Offer(1, os.open(file.path, os.O_RDONLY | os.O_NONBLOCK))
+        file.offered(client, flags=os.O_RDONLY | os.O_NONBLOCK)
         with pytest.raises(error):
-            front.openings.open(Request(client, 1), messages.OpenImageRequest(1, "m"))
+            front.openings.open(Request(client, 1), messages.OpenImageRequest(1))
         assert client.offers == {}
 
     def test_what_is_not_open_for_reading_is_refused(self, front: HostFront, file: File) -> None:
@@ -301,11 +303,11 @@ class TestOpening:
         file.request(front, client)
         front.work()
         for flags in (os.O_WRONLY, os.O_PATH):
-            ticket = file.offered(client, flags=flags)
-            front.openings.offer(client, messages.FileOffer(ticket, "host", "m"))
-            assert front.sent.pop() == messages.OfferReply(ticket), "to be told at a request"
+            offer = file.offered(client, flags=flags)
+            front.openings.offer(client, offer)
+            assert front.sent.pop() == messages.OfferReply(offer.ticket), "to be told at a request"
             with pytest.raises(AccessDenied):
-                front.openings.open(Request(client, 1), messages.OpenImageRequest(ticket, "m"))
+                front.openings.open(Request(client, 1), messages.OpenImageRequest(offer.ticket))
 
     @pytest.mark.parametrize(("tier", "lead"), [("host", -1), ("host", 64), ("GPU-1", 1)])
     def test_an_image_begins_with_fewer_zeros_than_an_alignment(
@@ -332,9 +334,9 @@ class TestOpening:
         front.sessions.limits = Limits()
         number = file.request(front, client, tier=GPU)
         assert file.offer(front, client).opened is not None, "whatever numbers requests have"
-        client.offers[number] = Offer(number, os.open(file.path, os.O_RDONLY))
+        ticket = file.offered(client).ticket
         with pytest.raises(TooManyRequests, match=f"request {number} is open"):
-            front.openings.open(Request(client, number), messages.OpenImageRequest(number, "m"))
+            front.openings.open(Request(client, number), messages.OpenImageRequest(ticket))
         front.is_stopping = True
         with pytest.raises(DaemonUnavailable, match="stopping"):
             file.request(front, client)
@@ -343,14 +345,6 @@ class TestOpening:
         number = file.request(front, front.client(OWN), tier="cuda:0")
         assert replies(front)[number].error == "UnknownDevice"
         assert (front.counters["refused"], front.counters["internal_errors"]) == (1, 0)
-
-    def test_a_long_name_is_cut(self, front: HostFront, file: File) -> None:
-        client = front.client(OWN)
-        ticket = file.offered(client)
-        message = messages.OpenImageRequest(ticket, "x" * 5000)
-        front.openings.open(Request(client, ticket, b"route"), message)
-        front.work()
-        assert front.host.store.images()[0].names == ((OWN, "x" * 4096),)
 
     def test_who_has_gone_is_given_nothing(self, front: HostFront, file: File) -> None:
         client = front.client(OWN)

@@ -132,7 +132,7 @@ class World(Front):
             self._ticket += 1
             ticket = self._ticket
             descriptor = _memory(data) if data is not None else os.open(path, os.O_RDONLY)
-            session.offers[ticket] = Offer(ticket, descriptor)
+            session.offers[ticket] = Offer(messages.FileOffer(ticket), descriptor)
         message = OpenPreparedRequest(
             ticket, str(path) if name is None else name, digest, recipe, "/site/onnxruntime"
         )
@@ -516,7 +516,7 @@ class TestTrust:
         assert world.session.offers == {}
 
     def test_what_cannot_be_read(self, world: World, model: Path) -> None:
-        world.session.offers[99] = Offer(99, os.open(model, os.O_WRONLY))
+        world.session.offers[99] = Offer(messages.FileOffer(99), os.open(model, os.O_WRONLY))
         message = OpenPreparedRequest(99, str(model), "", RECIPE, "")
         with pytest.raises(AccessDenied):
             world.prepared.open(Request(world.session, 1, b"client"), message)
@@ -597,7 +597,7 @@ class TestTrust:
         assert world.outcome(digest=digest) == "refused unsettled_file"
         descriptor = _memory(b"sealed")
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK)
-        world.session.offers[99] = Offer(99, descriptor)
+        world.session.offers[99] = Offer(messages.FileOffer(99), descriptor)
         message = OpenPreparedRequest(99, "", digest_of(b"sealed"), RECIPE, "")
         assert world.prepared.open(Request(world.session, 1, b"client"), message)
         world.settle()

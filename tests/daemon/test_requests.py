@@ -239,7 +239,7 @@ def test_models_are_opened_where_they_are_kept(server: Server) -> None:
     asked: list[Any] = []
     recipe = messages.SessionRecipe("1", "b", (), "all")
     for place, name, message in (
-        (server.openings, "open", messages.OpenImageRequest(1, "/m.pt")),
+        (server.openings, "open", messages.OpenImageRequest(1)),
         (server.prepared, "open", messages.OpenPreparedRequest(1, "/m", "", recipe, "/o")),
         (server.prepared, "evict", admin.EvictPreparedRequest()),
     ):

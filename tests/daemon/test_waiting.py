@@ -14,6 +14,7 @@ from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.sessions import Session
 from trims_shim.daemon.waiting import Waiting, WaitingRequests
 from trims_shim.wire.handover import Peer
+from trims_shim.wire.messages import FileOffer
 
 ALICE, BOB = 1000, 1001
 
@@ -59,7 +60,7 @@ def test_an_answer_makes_room_once(connection: socket.socket) -> None:
 
 def test_a_session_takes_its_requests_and_their_files_along(connection: socket.socket) -> None:
     waiting = WaitingRequests()
-    offers = [Offer(number, os.open(os.devnull, os.O_RDONLY)) for number in range(5)]
+    offers = [Offer(FileOffer(number), os.open(os.devnull, os.O_RDONLY)) for number in range(5)]
     for session in (1, 2):
         for number in range(5):
             offer = offers[number] if session == 1 else Offer()

@@ -94,8 +94,8 @@ def test_leads_that_make_no_sense_are_refused(running: World, tier: str, lead: i
 
 
 def _request(connection: Any, descriptor: int, tier: str, lead: int) -> None:
-    connection._send_handover(messages.FileOffer(1), descriptor)
-    connection.request(messages.OpenImageRequest(1, "m", tier, lead))
+    connection._send_handover(messages.FileOffer(1, tier, "m", lead), descriptor)
+    connection.request(messages.OpenImageRequest(1))
 
 
 def test_without_room_bytes_are_copied(make_world: Any) -> None:

@@ -537,7 +537,7 @@ def test_opens_without_end(watch: Watch) -> None:
         welcome = codec.decode(connection.recv(4096))
         with dealer(watch.world) as control:
             for number in range(2000):
-                message = messages.OpenImageRequest(number, "x" * 1000)
+                message = messages.OpenImageRequest(number)
                 with contextlib.suppress(zmq.ZMQError):
                     control.send(envelope(message, welcome.token, number % 3))
             watch.honest(5)

@@ -188,8 +188,8 @@ def test_tokens_and_tickets_of_another_session(shared: World) -> None:
     said = shared.run(
         TRY + AS_NOBODY + f"f = os.open({path!r}, os.O_RDONLY)\n"
         "one, two = line(), line()\n"
-        "one._send_handover(messages.FileOffer(77), f)\n"
-        "ask = lambda c, n: type(c.request(messages.OpenImageRequest(n, 'x'))).__name__\n"
+        "one._send_handover(messages.FileOffer(77, 'host', 'x'), f)\n"
+        "ask = lambda c, n: type(c.request(messages.OpenImageRequest(n))).__name__\n"
         "results = [attempt(lambda: ask(two, 77)), attempt(lambda: ask(two, 1))]\n"
         "from dataclasses import replace\n"
         "for token in (b'', b'\\0' * 16, os.urandom(16), one.welcome.token[:-1]):\n"

@@ -215,7 +215,7 @@ def test_a_reply_needs_no_token() -> None:
 
 def test_a_path_that_is_not_utf8_arrives_as_escapes() -> None:
     name = b"/models/\xff\xfe.pt".decode("utf-8", "surrogateescape")
-    decoded = codec.decode(codec.encode(messages.OpenImageRequest(1, name)))
+    decoded = codec.decode(codec.encode(messages.FileOffer(1, "host", name)))
     assert decoded.name == r"/models/\udcff\udcfe.pt"
 
 

@@ -61,6 +61,7 @@ def test_messages_of_the_handshake_are_those_of_version_1() -> None:
 LARGEST = 1 << 62
 ALLOCATIONS_OF_A_TERABYTE = (4 << 30,) * 256
 LONGEST = (
+    messages.FileOffer(LARGEST, "GPU-" + "f" * 36, "ü" * (messages.NAME_LIMIT_BYTES // 2), 63),
     messages.Goodbye("ü" * 500),
     messages.SegmentGrant(LARGEST, LARGEST, LARGEST),
     duties.PlanUploadRequest(LARGEST, LARGEST, LARGEST, True, "ü" * 1000),

@@ -126,7 +126,7 @@ class Connection:
 
         Raises RequestRefused, DaemonError, WireError.
         """
-        granted = self._open(descriptor, messages.FileOffer(0, tier, handover.clipped(name)), name)
+        granted = self._open(descriptor, name, tier)
         if granted is None:
             raise WireError(f"the offer of {name} was not taken")
         return granted
@@ -137,25 +137,23 @@ class Connection:
         Returns None where there is none yet: the daemon may load it for later requests. Blocks only
         while it is already being loaded. Raises as :meth:`open_image`.
         """
-        offer = messages.FileOffer(0, HOST_TIER, handover.clipped(name), lead_bytes)
-        return self._open(descriptor, offer, name)
+        return self._open(descriptor, name, HOST_TIER, lead_bytes)
 
-    def _open(self, descriptor: int, offer: messages.FileOffer, name: str) -> Granted | None:
+    def _open(self, descriptor: int, name: str, tier: str, lead_bytes: int = 0) -> Granted | None:
         self._flush_releases()
         self._ticket += 1
         parts = self._parts = _Parts(self._ticket)
+        shown = handover.clipped(name, limit_bytes=messages.NAME_LIMIT_BYTES)
         try:
-            self._send_handover(replace(offer, ticket=parts.ticket), descriptor)
+            offer = messages.FileOffer(parts.ticket, tier, shown, lead_bytes)
+            self._send_handover(offer, descriptor)
             answer = self._answer_to_offer(parts)
             reply = answer.opened
             if reply is None:
-                if offer.lead_bytes and not answer.is_loading:
+                if lead_bytes and not answer.is_loading:
                     return None
-                request = messages.OpenImageRequest(
-                    parts.ticket, name, offer.tier, offer.lead_bytes
-                )
-                reply = self.request(request)
-            descriptors = self._receive_parts(parts, _part_count(reply, offer.tier), name)
+                reply = self.request(messages.OpenImageRequest(parts.ticket))
+            descriptors = self._receive_parts(parts, _part_count(reply, tier), name)
             if os.fstat(descriptors[0]).st_size < reply.size_bytes:
                 raise WireError(f"segment of {name} is shorter than its image")
         except BaseException:

@@ -22,6 +22,7 @@ from trims_shim.daemon.workers import Workers
 from trims_shim.errors import AccessDenied, ReadFailed
 from trims_shim.specs import Identity
 from trims_shim.wire.handover import close_all
+from trims_shim.wire.messages import FileOffer
 
 __all__ = ["Closer", "FileStatus", "Offer", "check_readable_file", "status_of"]
 
@@ -47,12 +48,17 @@ class FileStatus(NamedTuple):
     is_local: bool
 
 
+_NOTHING = FileOffer(0)
+
+
 class Offer:
     """A file that a client has offered; closed at the end of the block unless somebody took it."""
 
-    def __init__(self, ticket: int = 0, descriptor: int = -1, closer: Closer | None = None) -> None:
-        """Owns the descriptor; by default there is none."""
-        self.ticket = ticket
+    def __init__(
+        self, message: FileOffer = _NOTHING, descriptor: int = -1, closer: Closer | None = None
+    ) -> None:
+        """Owns the descriptor; by default there is none. ``message`` is what it came with."""
+        self.message = message
         self.descriptor = descriptor
         self._closer = closer
         self._status: FileStatus | None = None

@@ -60,7 +60,6 @@ __all__ = ["Openings"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
-_NAME_LIMIT = 4096
 _ASKED_LIMIT = 256
 _ALLOCATIONS_IN_A_PACKET = 32
 """At 80 bytes each: below messages.HANDOVER_PACKET_LIMIT_BYTES."""
@@ -95,12 +94,12 @@ class Openings:
         offer = self._front.take_offer(request, message.ticket)
         try:
             self._check_limits(request)
-            opening = _opening(request, message, offer)
+            opening = _opening(request, offer)
         except BaseException:
             offer.close()
             raise
         self._waiting.put(request, offer)
-        self._tiers.when_ready(message.tier, lambda tier: self._begin(opening, tier))
+        self._tiers.when_ready(offer.message.tier, lambda tier: self._begin(opening, tier))
 
     def offer(self, session: Session, offer: messages.FileOffer) -> None:
         """Open the image of an offered file if that takes no waiting; else the offer stands."""
@@ -133,7 +132,7 @@ class Openings:
         """None if the request has to wait, or will be refused and should be told why."""
         try:
             self._check_limits(request)
-            opening = _opening(request, offer, request.session.offers[offer.ticket])
+            opening = _opening(request, request.session.offers[offer.ticket])
         except TrimsError:
             return None
         digest = tier.store.trusted_digest(
@@ -152,7 +151,7 @@ class Openings:
         """
         host = self._tiers.host
         try:
-            opening = _opening(request, offer, request.session.offers[offer.ticket])
+            opening = _opening(request, request.session.offers[offer.ticket])
         except TrimsError:
             return True  # It is refused when it is requested, and told why.
         if host.store.is_hit(opening):
@@ -399,7 +398,7 @@ class Openings:
         segment = tier.loader.segment(grant.digest)
         try:
             for part, descriptor in enumerate(_parts(segment)):
-                packet = messages.SegmentGrant(waiting.offer.ticket, grant.lease, part)
+                packet = messages.SegmentGrant(waiting.offer.message.ticket, grant.lease, part)
                 self._front.hand_over(session, packet, descriptor)
         except OSError as error:
             self._front.end_session(session, f"the client does not take its segments: {error}")
@@ -425,16 +424,12 @@ class Openings:
         # First: a lock that the program took on its open file lasts as long as we have it open.
         waiting.offer.close()
         if waiting.request.routing is None:
-            message = messages.OfferReply(waiting.offer.ticket, message)
+            message = messages.OfferReply(waiting.offer.message.ticket, message)
         self._front.answer(waiting.request, message)
 
 
-def _opening(
-    request: Request,
-    asked: messages.OpenImageRequest | messages.FileOffer,
-    offer: Offer,
-) -> Opening:
-    identity = offer.identity()
+def _opening(request: Request, offer: Offer) -> Opening:
+    identity, asked = offer.identity(), offer.message
     name, lead_bytes = asked.name, asked.lead_bytes
     if identity.size_bytes == 0:
         raise ReadFailed(f"{name[:200]} is empty")
@@ -443,7 +438,7 @@ def _opening(
             f"no image at {asked.tier[:80]!r} has {lead_bytes} bytes before the file"
         )
     session, user = request.session.number, request.session.peer.uid
-    return Opening(session, request.number, user, identity, name[:_NAME_LIMIT], lead_bytes)
+    return Opening(session, request.number, user, identity, name, lead_bytes)
 
 
 def _after(tier: Tier, finished: Finished[Any]) -> list[Action]:

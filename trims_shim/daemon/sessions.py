@@ -166,7 +166,7 @@ class Sessions:
         except BaseException:
             self.closer.close(packet.descriptor)
             raise
-        session.offers[ticket] = Offer(ticket, packet.descriptor, self.closer)
+        session.offers[ticket] = Offer(packet.message, packet.descriptor, self.closer)
 
 
 def descriptors_are_scarce(newest: int, *, reserved: int = 0) -> bool:

@@ -25,6 +25,7 @@ __all__ = [
     "CONTROL_MESSAGE_LIMIT_BYTES",
     "COUNTER_NAME_LIMIT",
     "HANDOVER_PACKET_LIMIT_BYTES",
+    "NAME_LIMIT_BYTES",
     "PROTOCOL_VERSION",
     "DeviceGrant",
     "DrainRequest",
@@ -55,8 +56,10 @@ ALIGNMENT_BYTES = 64
 """The zeros before a file's bytes in an image (``lead_bytes``) are fewer than this."""
 
 HANDOVER_PACKET_LIMIT_BYTES = 4096
-"""Longest handover packet. Names in offers are clipped to fit; a longer OpenPreparedRequest takes
-the control channel."""
+"""Longest handover packet. A longer OpenPreparedRequest takes the control channel."""
+
+NAME_LIMIT_BYTES = 3800
+"""Longest name in an offer, which is clipped: with the other fields it fits a handover packet."""
 
 COUNTER_NAME_LIMIT = 100
 """The daemon refuses a StatsReport with a longer name."""
@@ -79,8 +82,10 @@ class Hello:
 class FileOffer:
     """Carries an open, readable descriptor of a model file; the request quotes ``ticket``.
 
-    With a ``tier``, an image resident there is leased at once; answered by OfferReply. ``name`` and
-    ``lead_bytes`` are those of OpenImageRequest; ``name`` may be cut short.
+    With a ``tier``, which is ``host`` or the id of a device, it asks for the image of the file: one
+    that is resident there is leased at once; answered by OfferReply. On the host tier the image may
+    begin with ``lead_bytes`` zeros (fewer than 64), so that tensors unaligned in the file are
+    aligned in it. ``name`` is for people, and may be cut short to fit the packet.
     """
 
     ticket: int
@@ -166,16 +171,9 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class OpenImageRequest:
-    """Lease the image of the file offered under ``ticket``; loads it when it is not resident.
-
-    ``tier`` is ``host`` or the id of a device. On the host tier the image may begin with
-    ``lead_bytes`` zeros (fewer than 64), so that tensors unaligned in the file are aligned in it.
-    """
+    """Lease the image that was asked for under ``ticket``; loads it when it is not resident."""
 
     ticket: int
-    name: str
-    tier: str = "host"
-    lead_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
