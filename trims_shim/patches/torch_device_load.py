@@ -119,18 +119,16 @@ def _locator(map_location: Any) -> Callable[[str], Any]:
 
 def _device(locations: set[Any]) -> torch.device | None:
     """Return the device that all locations name, or None."""
-    if not locations or not all(type(each) is str and _names_cuda(each) for each in locations):
-        if any(type(each) is str and _names_cuda(each) for each in locations):
-            torch_device.skip("several_devices", what="torch.load")
-        return None
+    on_cuda = {each for each in locations if type(each) is str and _names_cuda(each)}
     try:
-        devices = {torch.device(each) for each in locations}
+        devices = {torch.device(each) for each in on_cuda}
     except RuntimeError:  # torch has its own words for it
         return None
-    if len(devices) > 1:
+    if len(devices) == 1 and on_cuda == locations:
+        return devices.pop()
+    if devices:
         torch_device.skip("several_devices", what="torch.load")
-        return None
-    return devices.pop()
+    return None
 
 
 @contextlib.contextmanager
