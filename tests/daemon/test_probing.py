@@ -95,6 +95,15 @@ class TestCollect:
         assert found.probes == ()
         assert "terminate" in found.note.lower()
 
+    def test_a_slow_model_is_run_no_more_than_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Once the time is over, nothing further is tried."""
+        monkeypatch.setattr(probing, "_COLLECT_LIMIT_S", -1.0)
+        session = Session(lambda feeds: {"y": feeds["x"]})
+        assert len(probing.collect(session, X, ["y"]).probes) == 1
+        refusing = Session(lambda feeds: {})
+        assert probing.collect(refusing, X, ["y"]).probes == ()
+        assert len(refusing.seen) == 1
+
     def test_a_run_that_waits_and_does_nothing(self) -> None:
         """It may take longer by the clock than one that computes, but not forever."""
         given_up = threading.Event()

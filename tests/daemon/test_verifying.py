@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx_models import Graph, perceptron, save
 from prepare_requests import prepare, recipe, request
 
@@ -79,6 +79,16 @@ class TestVerification:
         path.write_bytes(model.SerializeToString())
 
     @staticmethod
+    def no_such_row(directory: Path) -> None:
+        """A session can be created, and never run."""
+        path = directory / "model.onnx"
+        model = onnx.load(str(path), load_external_data=False)
+        model.graph.initializer.append(numpy_helper.from_array(np.array([1 << 20]), "beyond"))
+        model.graph.node.append(helper.make_node("Gather", ["x", "beyond"], ["nothing"]))
+        path.chmod(0o600)
+        path.write_bytes(model.SerializeToString())
+
+    @staticmethod
     def no_model(directory: Path) -> None:
         path = directory / "model.onnx"
         path.chmod(0o600)
@@ -91,6 +101,7 @@ class TestVerification:
             ("other_name", "metadata_differs", [True]),
             ("other_producer", "metadata_differs", [True]),
             ("other_shape", "metadata_differs", [True]),
+            ("no_such_row", "does_not_run", [True, False]),
             ("no_model", "does_not_reload", [True, False]),
         ],
     )

@@ -168,6 +168,17 @@ def test_slices(devices: Devices, path: str, index: Any, is_view: bool) -> None:
     assert shared(part) == is_view
 
 
+def test_a_block_that_no_allocator_would_place_there(devices: Devices, path: str) -> None:
+    """It is copied, and the copy is waited for: its image may be unmapped next."""
+    with safetensors.safe_open(path, "pt", device="cuda") as file:
+        whole = file.get_slice("i.long")
+        settled = devices.runtime.settled
+        part = whole[1:]
+    assert_same(part, expected_of(path)["i.long"][1:].clone())
+    assert not shared(part)
+    assert devices.runtime.settled > settled
+
+
 def test_slices_of_small_tensors(devices: Devices, path: str) -> None:
     with safetensors.safe_open(path, "pt", device="cuda") as file:
         part = file.get_slice("f.small")[:, 1:3]
@@ -290,6 +301,7 @@ CALLS: dict[str, Callable[[Any, str], Any]] = {
     "unknown framework": lambda open, path: open(path, "xx", "cuda"),
     "numpy on a device": lambda open, path: open(path, "np", "cuda"),
     "unknown backend": lambda open, path: open(path, "pt", "cuda", backend="xx"),
+    "negative device": lambda open, path: open(path, "pt", -1),
     "odd device": lambda open, path: open(path, "pt", "cuda:x"),
     "device object": lambda open, path: open(path, "pt", torch.device("cuda")),
     "bytes": lambda open, path: open(path.encode(), "pt", device="cuda"),
