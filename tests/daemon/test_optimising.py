@@ -7,13 +7,14 @@ import os
 import platform
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
 from onnx_models import Graph, perceptron, save
-from prepare_requests import prepare
+from prepare_requests import prepare, recipe
 
 from trims_shim.daemon.preparer import main as preparer
 from trims_shim.daemon.preparer import optimising
@@ -48,6 +49,24 @@ class TestRecipe:
         path = tmp_path / "model.onnx"
         save(sample)(path)
         assert self.outcome(path, directory, **fields) != self.outcome(path, directory)
+
+    def test_what_no_file_shows(self) -> None:
+        """Options of providers, which may change the graph; determinism; what a hit packs."""
+        options = {"prefer_nhwc": "1", "use_tf32": "0"}
+        flat = tuple(text for pair in options.items() for text in pair)
+        providers = (("CUDAExecutionProvider", *flat), ("CPUExecutionProvider",))
+        session = Mock()
+        sessions = Sessions(recipe(providers=providers, is_deterministic=True, prepack="off"))
+        sessions._binding = Mock(wraps=sessions._binding, InferenceSession=lambda *_: session)
+        assert sessions.original("model.onnx") is session
+        names, settings, _ = session.initialize_session.call_args.args
+        assert dict(zip(names, settings, strict=True)) == {
+            "CUDAExecutionProvider": options,
+            "CPUExecutionProvider": {},
+        }
+        made = sessions._options("ORT_ENABLE_ALL")
+        assert made.use_deterministic_compute
+        assert made.get_session_config_entry("session.disable_prepacking") == "1"
 
     def test_threads_are_nobodys_business(self, model: Path, directory: Path) -> None:
         """Affinities have to agree with a number of threads that is not in the recipe."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -276,6 +278,21 @@ def test_one_that_hangs_is_killed(make: Callable[..., Harness], source: int) -> 
     wait_until(lambda: process_state(pid) == "", "it is gone and reaped")
 
 
+def test_one_that_reads_nothing_is_killed(
+    make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for room in its socket for long."""
+    monkeypatch.setattr(uploading, "_SEND_TIMEOUT_S", 1)
+    harness = make()
+    with harness.uploader.job() as job:
+        pid = harness.pid
+        os.kill(pid, signal.SIGSTOP)
+        parts = itertools.repeat(duties.UploadPart(job.number, 0))
+        with pytest.raises(DriverFailure, match="does not take jobs"):
+            collections.deque(map(job._send, parts), maxlen=0)
+    wait_until(lambda: process_state(pid) == "", "it is gone and reaped")
+
+
 def test_one_that_has_worked_makes_room_for_one_without_a_context(
     make: Callable[..., Harness], source: int
 ) -> None:
@@ -436,6 +453,26 @@ class TestLegacy:
         with pytest.raises(FormatError), harness.uploader.job() as job:
             job.plan(source, size_bytes=100, limit_bytes=1 << 30, is_hashed=True, name="m")
         assert self._linear(harness) == 0
+
+    def test_an_upload_that_fails_keeps_nothing(
+        self, make: Callable[..., Harness], make_file: MakeFile
+    ) -> None:
+        """Nor the process, which ends when it is idle."""
+        harness = make(backend="ipc", idle_s=0.0)
+        path = make_file(CONTENT, "shrinking")
+        source, outline = os.open(path, os.O_RDONLY), sparse_outline(len(CONTENT))
+        with harness.uploader.job() as job:
+            job.plan(source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m")
+            os.truncate(path, MIB)
+            with pytest.raises(FileChanged):
+                job.upload(None, outline, lambda done: None)
+        os.close(source)
+        os.close(outline)
+        assert not harness.uploader.keeps(job.number)
+        assert self._linear(harness) == 0
+        pid = harness.pid
+        harness.uploader.retire_if_idle()
+        wait_until(lambda: process_state(pid) == "", "it is gone")
 
     def test_one_that_is_given_up_makes_no_more_images(
         self, make: Callable[..., Harness], source: int

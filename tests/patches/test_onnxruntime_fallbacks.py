@@ -215,7 +215,8 @@ class TestNotServed:
             ("session_option", lambda o: o.add_provider("CPUExecutionProvider", {})),
             ("config_entry", lambda o: o.add_session_config_entry("ep.context_enable", "0")),
             ("config_entry", lambda o: o.add_session_config_entry("session.new_in_2099", "0")),
-            ("session_option", lambda o: o.add_session_config_entry(b"custom", b"1")),
+            ("session_option", lambda o: o.add_session_config_entry(b"custom", "1")),
+            ("session_option", lambda o: o.add_session_config_entry("custom", b"1")),
         ],
     )
     @pytest.mark.filterwarnings("ignore:Specified 'providers'")
