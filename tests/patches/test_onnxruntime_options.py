@@ -14,7 +14,9 @@ import pytest
 from onnxruntime.capi import _pybind_state
 from preparations import apply_points
 
+from trims_shim.errors import NotServed
 from trims_shim.patches import onnxruntime_options as options_patch
+from trims_shim.patches import onnxruntime_recipe as recipes
 from trims_shim.patches import onnxruntime_records as records
 from trims_shim.patches.points import AppliedPatch, Found, PatchState, apply, undo
 
@@ -265,12 +267,19 @@ class TestClones:
 
 
 class TestNewerVersions:
+    @staticmethod
+    def why_not_served(options: Any) -> str:
+        with pytest.raises(NotServed) as caught:
+            recipes.read_settings(options, None, None, None)
+        return caught.value.reason
+
     def test_a_method_nobody_wrapped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def set_something_new(self: Any) -> None:
             """What a newer version might have."""
 
         monkeypatch.setattr(Options, "set_something_new", set_something_new, raising=False)
         assert not records.is_watched()
+        assert self.why_not_served(Options()) == "options_unknown"
         name = "onnxruntime.SessionOptions.set_something_new"
         done = [apply(point) for point in options_patch._others() if point.name == name]
         assert records.is_watched()
@@ -296,5 +305,6 @@ class TestNewerVersions:
             assert records.unknown_settings(options) == []
             options.new_property = 3
             assert records.unknown_settings(options) == ["new_property"]
+            assert self.why_not_served(options) == "options_unknown"
         finally:
             records._properties.cache_clear()
