@@ -193,14 +193,38 @@ def test_a_failed_job_leaves_the_process_and_nothing_else(
         with pytest.raises(TruncatedFile):
             harness.upload(broken, CONTENT[:-1])
     os.close(broken)
-    # Planned, and then given up.
+    # Planned, and then given up; a part comes late.
     for _ in range(3):
         with harness.uploader.job() as job:
             job.plan(source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m")
+        job._send(duties.UploadPart(job.number, 0), source)
     wait_until(lambda: _state(pid) == idle, "no thread and no descriptor is left")
     assert harness.pid == pid
     os.close(outline)
     memory.close()
+
+
+def test_a_file_that_is_laid_out_anew_after_it_was_planned(
+    make: Callable[..., Harness], make_file: MakeFile
+) -> None:
+    """Clients find tensors by the header that they are given, wherever they were put."""
+    harness = make()
+    other = safetensors((MIB, 5, 3 * MIB))
+    assert len(other) == len(CONTENT)
+    path = make_file(CONTENT, "rewritten")
+    source, outline = os.open(path, os.O_RDONLY), sparse_outline(len(CONTENT))
+    with harness.uploader.job() as job:
+        planned = job.plan(
+            source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m"
+        )
+        memory = harness.memory.create(planned.device_bytes)
+        with open(path, "r+b") as file:
+            file.write(other)
+        with pytest.raises(FileChanged):
+            job.upload(memory, outline, lambda done: None)
+    memory.close()
+    os.close(outline)
+    os.close(source)
 
 
 def _state(pid: int) -> tuple[int, int]:
