@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from onnx import TensorProto
 
 from trims_shim.daemon.preparer.fingerprints import fingerprint
 
@@ -62,14 +63,34 @@ class TestFingerprints:
         with pytest.raises(TypeError, match="object"):
             fingerprint(object())
 
-    def test_sparse_outputs(self) -> None:
-        def tensor(value: float, index: int) -> Any:
-            return onnxruntime.SparseTensor.sparse_coo_from_numpy(
-                np.array([4, 4], np.int64),
-                np.array([value], np.float32),
-                np.array([index], np.int64),
-                onnxruntime.OrtDevice.make("cpu", 0),
-            )._get_c_tensor()
+    def test_types_that_numpy_lacks(self) -> None:
+        def of(bits: Any, number: int = TensorProto.BFLOAT16) -> str:
+            array = np.array(bits, np.uint16)
+            value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, number)
+            return fingerprint(value._ortvalue)
 
-        assert fingerprint(tensor(1, 2)) == fingerprint(tensor(1, 2))
-        assert len({fingerprint(tensor(*each)) for each in ((1, 2), (1, 3), (2, 2))}) == 3
+        assert of([1, 2]) == of([1, 2])
+        others = of([1, 3]), of([[1, 2]]), of([1, 2], TensorProto.FLOAT16)
+        assert len({of([1, 2]), *others}) == 4
+
+    def test_sparse_outputs(self) -> None:
+        device = onnxruntime.OrtDevice.make("cpu", 0)
+        kind = onnxruntime.SparseTensor
+
+        def coo(value: float, index: int, side: int = 4) -> Any:
+            shape, values = np.array([side, 4], np.int64), np.array([value], np.float32)
+            made = kind.sparse_coo_from_numpy(shape, values, np.array([index], np.int64), device)
+            return made._get_c_tensor()
+
+        def csr(inner: int, outer: list[int]) -> Any:
+            shape, values = np.array([4, 4], np.int64), np.array([1], np.float32)
+            indices = np.array([inner], np.int64), np.array(outer, np.int64)
+            return kind.sparse_csr_from_numpy(shape, values, *indices, device)._get_c_tensor()
+
+        assert fingerprint(coo(1, 2)) == fingerprint(coo(1, 2))
+        different = [
+            *(coo(*each) for each in ((1, 2), (1, 3), (2, 2), (1, 2, 8))),
+            *(csr(*each) for each in ((2, [0, 1, 1, 1, 1]), (3, [0, 1, 1, 1, 1]))),
+            csr(2, [0, 0, 1, 1, 1]),
+        ]
+        assert len(set(map(fingerprint, different))) == len(different)
