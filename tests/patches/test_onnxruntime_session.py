@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from harness import PATIENCE_S
+from harness import PATIENCE_S, World
 from onnx_models import Graph, Sample, sample, save, save_external
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 from ort_sessions import (
@@ -425,6 +425,18 @@ class TestLeases:
         new(path)
         assert outcomes() == {"preparing": 1, "prepared_changed": 1}
         assert not lenient.leases
+
+
+def test_no_descriptor_is_left(preparations: Preparations, path: str, tmp_path: Path) -> None:
+    """Neither here nor, as far as it runs in this process, by the preparer."""
+    hit(path)
+    before = World.descriptors(os.getpid()).items()
+    external = tmp_path / "external.onnx"
+    save_external(sample("perceptron", 3))(external)
+    for model in (str(external), sample("perceptron", 4).content):
+        hit(model)
+    gc.collect()
+    assert World.descriptors(os.getpid()).items() <= before
 
 
 # --- in place -------------------------------------------------------------------------------------
