@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import safetensors
 import safetensors.torch
 import torch
 from devices import DEVICES, LARGE, Devices, reasons, shared
+from harness import World
 from torch import nn
 
 from trims_shim import patches
@@ -253,6 +255,14 @@ def test_torch_load_of_safetensors(devices: Devices, path: str) -> None:
         pytest.skip("this torch does not read safetensors")
     actual = torch.load(path, map_location="cuda")
     assert shared(actual["a.weight"])
+
+
+def test_no_descriptor_is_left(devices: Devices, path: str) -> None:
+    first = safetensors.torch.load_file(path, device="cuda")
+    before = World.descriptors(os.getpid()).items()
+    second = safetensors.torch.load_file(path, device="cuda")
+    assert World.descriptors(os.getpid()).items() <= before
+    assert first.keys() == second.keys()
 
 
 def test_private_access(devices: Devices, path: str) -> None:
