@@ -40,6 +40,34 @@ class TestModelFiles:
             with pytest.raises((FileChanged, Refusal)):
                 files.look_inside()
 
+    def test_a_model_in_memory_that_changes(self) -> None:
+        source = os.memfd_create("model")
+        os.write(source, perceptron().content)
+        files = model_files.ModelFiles(source, "")
+        files.check_unchanged()
+        os.write(source, b"x")
+        with pytest.raises(FileChanged):
+            files.check_unchanged()
+        os.close(source)
+
+    def test_a_path_that_goes(self, model: Path, tmp_path: Path) -> None:
+        link = tmp_path / "link.onnx"
+        link.symlink_to(model)
+        with opened(link) as source:
+            files = model_files.ModelFiles(source, str(link))
+            link.unlink()
+            with pytest.raises(FileChanged):
+                files.check_unchanged()
+
+    def test_the_size_is_that_of_all_files(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.onnx"
+        save_external(perceptron())(path)
+        with opened(path) as source:
+            files = model_files.ModelFiles(source, str(path))
+            files.look_inside()
+            sizes = [each.stat().st_size for each in (path, tmp_path / "weights.bin")]
+            assert files.size_bytes == sum(sizes)
+
     def test_a_symbolic_link(self, model: Path, tmp_path: Path) -> None:
         link = tmp_path / "link.onnx"
         link.symlink_to(model)
@@ -105,10 +133,11 @@ class TestStructure:
         assert (reply.reason, reply.is_lasting) == ("external_path", False)
         assert daemon.hashed == []
 
-    @pytest.mark.parametrize("location", ["missing.bin", ".", "x" * 300])
+    @pytest.mark.parametrize("location", ["missing.bin", ".", "x" * 300, "pipe"])
     def test_external_data_that_is_not_there(
         self, location: str, tmp_path: Path, directory: Path
     ) -> None:
+        os.mkfifo(tmp_path / "pipe")
         daemon = Daemon()
         reply = prepare(self.external(tmp_path, location), directory, daemon)
         assert (reply.reason, reply.is_lasting) == ("external_missing", False)

@@ -133,16 +133,28 @@ class TestLimits:
         reply = prepare(model, directory)
         assert (reply.reason, reply.is_lasting) == ("disk_full", False)
 
-    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-    def test_a_disk_that_fills_up(
-        self, number: int, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("number", "reason"),
+        [
+            (errno.ENOSPC, "disk_full"),
+            (errno.EDQUOT, "disk_full"),
+            (errno.EIO, "preparer_failed"),
+        ],
+    )
+    def test_a_disk_that_fills_up_or_fails(
+        self,
+        number: int,
+        reason: str,
+        model: Path,
+        directory: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         def full(*_: Any) -> None:
             raise OSError(number, os.strerror(number))
 
         monkeypatch.setattr(os, "posix_fallocate", full)
         reply = prepare(model, directory)
-        assert (reply.reason, reply.is_lasting) == ("disk_full", False)
+        assert (reply.reason, reply.is_lasting) == (reason, False)
         assert "saved.bin" not in os.listdir(directory)
 
     def test_a_disk_that_fills_up_while_onnxruntime_writes(
@@ -154,6 +166,21 @@ class TestLimits:
         assert (reply.reason, reply.is_lasting) == ("disk_full", False)
         assert f"{directory.parent} has no room" in reply.message
         assert "ONNXRuntimeError" not in reply.message
+
+    def test_a_disk_that_was_full_while_onnxruntime_wrote(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It may not have noticed: then what it saved is too short."""
+        save_model = Sessions.save
+
+        def save_part(self: Sessions, path: str, directory: str, *, is_packed: bool) -> None:
+            save_model(self, path, directory, is_packed=is_packed)
+            os.truncate(os.path.join(directory, "saved.bin"), 100)
+
+        monkeypatch.setattr(Sessions, "save", save_part)
+        monkeypatch.setattr(optimising, "_WRITE_BYTES", 1 << 60)
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == ("disk_full", False)
 
     def test_a_file_that_is_as_long_as_it_may_be(
         self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
