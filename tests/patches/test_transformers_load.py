@@ -80,6 +80,7 @@ def test_from_pretrained(devices: Devices, folder: Path) -> None:
     assert not any(shared(each) for each in ours.buffers())
     assert len(devices.mappings) == 1
     assert devices.opened_on_host == [], "no host image was needed"
+    assert safetensors_device.destination.get() is None, "other files are opened where they were"
     assert events("skipped:caching_allocator_warmup") == 1
     tokens = torch.tensor([[1, 5, 9]])
     with torch.no_grad():

@@ -112,8 +112,8 @@ def _wrap_set_param(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(model, target_name, *args, **kwargs)
         if torch_device.is_any_shared():
             path, _, name = target_name.rpartition(".")
-            module = model.get_submodule(path) if path else model
-            torch_unshare.unshare((module._buffers.get(name),), "buffer")
+            buffer = model.get_submodule(path)._buffers.get(name)
+            torch_unshare.unshare((buffer,), "buffer")
         return result
 
     return set_param_for_module
