@@ -40,6 +40,8 @@ DIFFERENT = [
     OTHER_NAN,
     np.array(["a", "b"], object),
     np.array(["ab", ""], object),
+    np.array(["astr", "b"], object),
+    np.array(["a", "strb"], object),
     np.array(["a", "b"]),
 ]
 
