@@ -110,16 +110,18 @@ def test_adopt_and_drop(harness: Harness) -> None:
     assert segment.size_bytes == len(CONTENT)
     assert harness.loader.allocated_bytes() == harness.image_bytes() == RESIDENT
     assert 0 < harness.loader.outline_bytes() < 64 << 10
+    assert harness.loader.descriptor_count() == 2, "the outline and an allocation"
     with pytest.raises(OSError, match=r"not permitted|Bad file"):
         os.pwrite(segment.outline, b"x", 0)
     harness.loader.drop(DIGEST)
     assert harness.loader.allocated_bytes() == harness.image_bytes() == 0
-    assert harness.loader.outline_bytes() == 0
+    assert harness.loader.outline_bytes() == harness.loader.descriptor_count() == 0
 
 
 def test_discard(harness: Harness) -> None:
     harness.loader.discard(harness.load().ingest)
     assert harness.loader.allocated_bytes() == harness.image_bytes() == 0
+    assert harness.loader._account._begun_before == {}, "nothing grows with each load"
 
 
 def test_a_known_digest_is_not_worked_out_again(harness: Harness) -> None:

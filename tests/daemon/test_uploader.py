@@ -15,7 +15,7 @@ import pytest
 from blake3 import blake3
 from device_images import MIB, safetensors
 from emulated_cuda import Emulated
-from harness import PATIENCE_S, process_state, wait_until
+from harness import PATIENCE_S, World, process_state, wait_until
 
 from trims_shim.daemon.device import uploader as process_module
 from trims_shim.daemon.device import uploading
@@ -377,12 +377,17 @@ def test_one_that_talks_nonsense_is_replaced(
     nonsense = codec.encode(messages.Goodbye("whoever has taken it over"))
     boot = (
         "import socket, sys; connection = socket.socket(fileno=int(sys.argv[2])); "
-        f"connection.recv(4096); connection.send({nonsense!r}); connection.recv(4096)"
+        f"connection.recv(4096); socket.send_fds(connection, [{nonsense!r}], [0]); "
+        "connection.recv(4096)"
     )
+    before = World.descriptors(os.getpid()).items()
     with monkeypatch.context() as patch:
         patch.setattr(uploading, "_BOOT", boot)
         with pytest.raises(DriverFailure, match="died"):
             harness.upload(source)
+    wait_until(
+        lambda: World.descriptors(os.getpid()).items() <= before, "nothing that it sent is kept"
+    )
     memory, outline, digest = harness.upload(source)
     assert digest == blake3(CONTENT).hexdigest()
     os.close(outline)
