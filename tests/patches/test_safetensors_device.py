@@ -24,7 +24,7 @@ from torch import nn
 
 from trims_shim import patches
 from trims_shim.errors import UnknownDevice
-from trims_shim.patches import safetensors_device, safetensors_model, torch_module
+from trims_shim.patches import safetensors_device, safetensors_model, torch_device, torch_module
 
 SIDE = 256
 
@@ -181,6 +181,19 @@ def test_a_block_that_no_allocator_would_place_there(devices: Devices, path: str
     assert devices.runtime.settled > settled
 
 
+def test_copies_are_waited_for(devices: Devices, path: str) -> None:
+    """Of small tensors, and of those that become private: their image may be unmapped next."""
+    with safetensors.safe_open(path, "pt", device="cuda") as file:
+        settled = devices.runtime.settled
+        assert not shared(file.get_tensor("f.small"))
+        assert devices.runtime.settled > settled
+        weight = file.get_tensor("a.weight")
+    settled = devices.runtime.settled
+    torch_device.take_back([weight])
+    assert not shared(weight)
+    assert devices.runtime.settled > settled
+
+
 def test_slices_of_small_tensors(devices: Devices, path: str) -> None:
     with safetensors.safe_open(path, "pt", device="cuda") as file:
         part = file.get_slice("f.small")[:, 1:3]
@@ -274,8 +287,6 @@ def test_private_access(devices: Devices, path: str) -> None:
 
 
 def torch_device_access(value: str) -> Callable[[], None]:
-    from trims_shim.patches import torch_device
-
     token = torch_device.access.set(value)
     return lambda: torch_device.access.reset(token)
 
