@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,24 @@ class TestDifferences:
         assert expected.differences(self.session((1, 2.0), (1.0, 2.0))) == (("a",), EQUAL)
         assert expected.differences(self.session((1.0, 2.0), (1.0, 3.0))) == (("b",), EQUAL)
         assert expected.differences(self.session((1.0, 2.0), (1.0, 2.0))) == ((), EQUAL)
+
+    def test_a_slow_model_has_longer_than_the_first_time(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What ran within the limit once may take a little more: that is no difference."""
+
+        class Slow(Session):
+            def run(self, names: list[str], feeds: dict[str, Any], options: Any) -> list[Any]:
+                end_s = time.process_time() + 0.3
+                while time.process_time() < end_s:
+                    if options.terminate:
+                        raise RuntimeError("terminated")
+                return super().run(names, feeds, options)
+
+        monkeypatch.setattr(probing, "_RUN_LIMIT_S", 0.15)
+        one, two = fingerprint(1.0), fingerprint(2.0)
+        expected = self.probes((one, two), (one, two))
+        assert expected.differences(Slow(lambda feeds: {"a": 1.0, "b": 2.0})) == ((), EQUAL)
 
     def test_an_output_that_is_never_the_same(self) -> None:
         one, two, three = map(fingerprint, (1.0, 2.0, 3.0))
