@@ -43,6 +43,7 @@ import trims_shim
 from trims_shim import diagnostics, patches
 from trims_shim.client import cache as caches
 from trims_shim.errors import DaemonUnavailable
+from trims_shim.patches import onnxruntime_session
 
 # --- hits -----------------------------------------------------------------------------------------
 
@@ -454,6 +455,21 @@ def test_the_class_stays_and_everything_is_undone() -> None:
     undo_points()
     assert dict(vars(collection.InferenceSession)) == before
     assert dict(vars(onnxruntime.SessionOptions)) == options_before
+
+
+def test_a_class_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_other_arguments(self: Any, providers: Any, options: Any, disabled: Any) -> None:
+        """What a newer version might have."""
+
+    def of_other_attributes(
+        self: Any, providers: Any, provider_options: Any, disabled_optimizers: Any
+    ) -> None:
+        """The model is elsewhere."""
+
+    assert onnxruntime_session._probe() is None
+    for method in (None, of_other_arguments, of_other_attributes):
+        monkeypatch.setattr(collection.InferenceSession, "_create_inference_session", method)
+        assert onnxruntime_session._probe() is not None
 
 
 def test_options_changed_while_patches_are_off(preparations: Preparations, path: str) -> None:
