@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import blake3
 import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state as binding
 import pytest
@@ -351,12 +352,10 @@ def test_bytes_are_not_copied_where_memory_is_short(monkeypatch: pytest.MonkeyPa
 
 
 def test_digests_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from blake3 import blake3
-
     data = os.urandom(1 << 20)
-    assert models.digest_of(data) == blake3(data).hexdigest()
+    assert models.digest_of(data) == blake3.blake3(data).hexdigest()
     monkeypatch.setattr(models, "_THREADS_WORTH_BYTES", 1)
-    assert models.digest_of(data) == blake3(data).hexdigest()
+    assert models.digest_of(data) == blake3.blake3(data).hexdigest()
 
 
 def test_no_thread_is_left_by_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,3 +365,20 @@ def test_no_thread_is_left_by_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         models.digest_of(os.urandom(1 << 20))
     wait_until(lambda: len(os.listdir("/proc/self/task")) <= before, "the end of its threads")
+
+
+def test_where_no_thread_can_start_the_caller_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """blake3 would panic, which is no Exception."""
+    real, used = blake3.blake3, []
+
+    def spy(data: bytes, *, max_threads: int) -> Any:
+        used.append(max_threads)
+        return real(data, max_threads=max_threads)
+
+    monkeypatch.setattr(blake3, "blake3", spy)
+    monkeypatch.setattr(models, "_THREADS_WORTH_BYTES", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    for can_start, threads in ((True, 4), (False, 1)):
+        monkeypatch.setattr(models, "can_start", lambda count, answer=can_start: answer)
+        assert models.digest_of(b"a model") == real(b"a model").hexdigest()
+        assert used.pop() == threads
