@@ -1,0 +1,39 @@
+"""Whether threads can start is found out without a limit that the machine would have to have."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import pytest
+from harness import wait_until
+
+from trims_shim.client import threads
+from trims_shim.client.threads import can_start
+
+
+class Limited:
+    """A libc that starts so many threads and no more."""
+
+    def __init__(self, libc: Any, limit: int) -> None:
+        self._libc = libc
+        self._left = limit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._libc, name)
+
+    def pthread_create(self, *arguments: Any) -> int:
+        self._left -= 1
+        return int(self._libc.pthread_create(*arguments)) if self._left >= 0 else errno.EAGAIN
+
+
+@pytest.mark.parametrize(("limit", "is_enough"), [(3, True), (2, False), (0, False)])
+def test_as_many_as_are_asked_for(
+    limit: int, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that have started are gone afterwards."""
+    before = len(os.listdir("/proc/self/task"))
+    monkeypatch.setattr(threads, "_libc", Limited(threads._libc, limit))
+    assert can_start(3) == is_enough
+    wait_until(lambda: len(os.listdir("/proc/self/task")) <= before, "they are gone")
