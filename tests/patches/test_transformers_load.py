@@ -12,6 +12,7 @@ import torch
 from devices import Devices, ToCuda, events, shared
 from torch import nn
 
+from trims_shim import patches
 from trims_shim.errors import UnknownDevice
 from trims_shim.patches import (
     safetensors_device,
@@ -191,6 +192,17 @@ def test_private_access(devices: Devices, entry: Any) -> None:
     token = torch_device.access.set("private")
     assert not shared(materialize(entry.get_slice("w"), "cuda", None))
     torch_device.access.reset(token)
+
+
+def test_while_inactive(devices: Devices, entry: Any) -> None:
+    """All is transformers' own."""
+    reserved: list[Any] = []
+    token = patches.overridden.set(False)
+    assert not shared(materialize(entry.get_slice("w"), "cuda", None))
+    transformers_load.POINTS[2].wrap(lambda *args: reserved.append(args))("", {"": 0}, None)
+    patches.overridden.reset(token)
+    assert devices.opened == []
+    assert len(reserved) == 1
 
 
 @pytest.mark.parametrize(
