@@ -69,6 +69,7 @@ def test_what_no_device_has_room_for_waits_in_the_order_of_deadlines() -> None:
     assert router.next_deadline_ns() == 7 * SECOND + 1
     router.answered(0, first[0], "answered")
     assert sent(router.settle(0)) == [early]
+    assert router.settle(8 * SECOND) == [], "its deadline has not passed"
     assert isinstance(refusal(router.settle(8 * SECOND + 1)), RequestDropped)
     assert router.next_deadline_ns() is None
     assert router.counters["cats"]["dropped"] == 1
@@ -200,8 +201,11 @@ def test_late_answers_are_counted() -> None:
     ):
         router.arrived(0, ticket)
         router.answered(2 * SECOND, ticket, outcome)
+    in_time = Ticket(3, "cats", SECOND)
+    router.arrived(0, in_time)
+    router.answered(SECOND, in_time, "answered")
     assert router.counters["cats"] == {
-        "requests": 3, "answered": 1, "late": 1, "failed": 1, "dropped": 1
+        "requests": 4, "answered": 2, "late": 1, "failed": 1, "dropped": 1
     }  # fmt: skip
 
 

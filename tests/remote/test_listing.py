@@ -63,6 +63,15 @@ def test_every_part_of_what_is_known_counts() -> None:
     assert Listing((FILE, two)).version == Listing((two, FILE)).version != version
 
 
+def test_names_that_begin_alike_do_not_collide() -> None:
+    assert len(listing("bert/model", "bert/model.bin").files) == 2
+
+
+def test_the_size_is_that_of_all_files_as_far_as_it_is_known() -> None:
+    two, three = replace(FILE, name="bert/two"), replace(FILE, name="bert/three", size_bytes=None)
+    assert Listing((FILE, two, three)).size_bytes == 20
+
+
 @pytest.mark.parametrize(
     ("url", "name"),
     [
@@ -100,7 +109,12 @@ def test_a_long_name_takes_no_more_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["https://me:secret@host/x", "http://internal.example:x@evil.example:80/x"]
+    "url",
+    [
+        "https://me:secret@host/x",
+        "HTTPS://me:secret@host/x",
+        "http://internal.example:x@evil.example:80/x",
+    ],
 )
 def test_a_url_has_no_password(url: str) -> None:
     with pytest.raises(ConfigError, match=r"netrc") as raised:
@@ -115,6 +129,7 @@ def test_a_host_that_is_none() -> None:
 
 def test_messages_have_no_secrets() -> None:
     assert shown("https://me:pw@host:8/x/y.pt?X-Amz-Signature=s#z") == "https://host:8/x/y.pt"
+    assert shown("HTTPS://host/x?X-Amz-Signature=s") == "HTTPS://host/x"
     assert shown("https://me:pw@[::1/x?s") == "https://[::1/x"
     assert shown("s3://bucket/x?y") == "s3://bucket/x?y"
     assert shown("sftp://me:pw@host/a:b@c") == "sftp://me@host/a:b@c"
