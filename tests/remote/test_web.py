@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import os
+import signal
 import socket
 import threading
 import urllib.request
@@ -15,6 +17,7 @@ from urllib.parse import quote
 import pytest
 
 from trims_shim.errors import RemoteError, RemoteUnreachable
+from trims_shim.remote import web as module
 from trims_shim.remote.listing import RemoteFile
 from trims_shim.remote.web import WebFiles, _password, _Redirects
 
@@ -66,6 +69,56 @@ def test_lengths(web: WebServer) -> None:
         looked(web.put("endless", CONTENT, has_ranges=False, length=-1))
 
 
+def test_a_date_tells_of_a_change_where_no_tag_does(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT, tag="", date="Mon, 01 Jun 2026 00:00:00 GMT")
+    files = WebFiles(url)
+    listing = files.list()
+    (file,) = listing.files
+    assert b"".join(files.read(file, 0, 100)) == CONTENT[:100]
+    web.put("vit.pt", CONTENT, tag="", date="Tue, 02 Jun 2026 00:00:00 GMT")
+    assert files.list().version != listing.version
+    with pytest.raises(RemoteUnreachable, match="other bytes than were asked for"):
+        list(files.read(file, 0, 100))
+
+
+def test_other_bytes_than_were_asked_for_are_not_taken(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT, shift=1)
+    with pytest.raises(RemoteUnreachable, match="other bytes than were asked for"):
+        read(url, 100, 200)
+
+
+def test_a_server_that_says_nothing_more_is_given_up(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
+    gate = threading.Event()
+    url = web.put("vit.pt", CONTENT, gate=gate)
+    try:
+        with pytest.raises(RemoteUnreachable, match="timed out"):
+            read(url)
+    finally:
+        gate.set()
+
+
+@pytest.mark.parametrize("where", ["socket.create_connection", "http.client.HTTPResponse.read"])
+def test_what_a_signal_handler_raises_is_no_answer(
+    where: str, web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a time limit of the program's, which the copy from before would hide."""
+
+    def handler(*_: object) -> None:
+        raise TimeoutError("the program's own")
+
+    url = web.put("vit.pt", CONTENT)
+    monkeypatch.setattr(where, lambda *_, **__: signal.raise_signal(signal.SIGALRM))
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(TimeoutError, match="the program's own"):
+            read(url)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_chunks_that_end_early_are_noticed(web: WebServer) -> None:
     url = web.put("chunked", CONTENT, has_ranges=False, is_chunked=True, cut_bytes=9000)
     with pytest.raises(RemoteUnreachable, match=r"IncompleteRead|not reachable"):
@@ -79,6 +132,8 @@ def test_a_file_of_unknown_size_may_not_just_end(web: WebServer, length: int) ->
     file = RemoteFile("vit.pt", url, None, "", False)
     with pytest.raises(RemoteUnreachable, match="may not be the whole file"):
         list(WebFiles(url).read(file, 0, None))
+    web.put("vit.pt", CONTENT, has_ranges=False)
+    assert b"".join(WebFiles(url).read(file, 0, None)) == CONTENT
 
 
 def test_the_text_of_an_error_is_not_the_file(web: WebServer) -> None:
@@ -90,9 +145,11 @@ def test_the_text_of_an_error_is_not_the_file(web: WebServer) -> None:
 def test_what_servers_refuse(web: WebServer) -> None:
     with pytest.raises(FileNotFoundError, match="404 Not Found") as missing:
         looked(web.url("missing.pt?signature=secret"))
+    assert missing.value.errno == errno.ENOENT
     assert missing.value.filename == web.url("missing.pt")
-    with pytest.raises(PermissionError, match="403 Forbidden"):
+    with pytest.raises(PermissionError, match="403 Forbidden") as refused:
         looked(web.put("private", status=403))
+    assert refused.value.errno == errno.EACCES
     with pytest.raises(RemoteUnreachable, match="500 Internal Server Error"):
         looked(web.put("broken", status=500))
 

@@ -22,13 +22,16 @@ class Served:
 
     ``cut_bytes``: the connection ends after so many bytes of a body, ``cuts`` times. ``length``:
     what Content-Length says instead of the truth. ``rate``: bytes a second for each connection.
-    ``gate``: bodies wait for it. ``tag``: None for the content's hash. ``password``: of the header.
+    ``gate``: bodies wait for it. ``tag``: None for the content's hash. ``date``: Last-Modified.
+    ``shift``: bodies begin so much later than they should. ``password``: of the header.
     """
 
     content: bytes = b""
     status: int = 200
     has_ranges: bool = True
     tag: str | None = None
+    date: str = ""
+    shift: int = 0
     location: str = ""
     cut_bytes: int = -1
     cuts: int = 1 << 30
@@ -89,7 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, served: Served) -> None:
         content, etag = served.content, served.etag
         first, last, status = 0, len(content), 200
-        headers = {"ETag": etag} if etag else {}
+        known = {"ETag": etag, "Last-Modified": served.date}
+        headers = {name: value for name, value in known.items() if value}
         asked = self.headers.get("Range", "").removeprefix("bytes=")
         is_look = asked == "0-0"
         with self.world.lock:
@@ -103,6 +107,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             start, _, end = asked.partition("-")
             first, last = int(start), min(int(end) + 1, len(content))
+            if not is_look:
+                first, last = first + served.shift, last + served.shift
             status = 206
             headers["Content-Range"] = f"bytes {first}-{last - 1}/{len(content)}"
         if served.is_chunked:

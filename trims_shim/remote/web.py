@@ -189,8 +189,9 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[_Response]:
     except urllib.error.HTTPError as error:
         raise _meaning(error, url) from error
     except (OSError, HTTPException, ValueError) as error:
-        diagnostics.pass_on(error)
         reason = getattr(error, "reason", error)
+        # urllib wraps what is raised while it connects, without `from`.
+        diagnostics.pass_on(reason if isinstance(reason, BaseException) else error)
         raise RemoteUnreachable(f"{shown(url)}: not reachable: {reason}") from error
 
 
