@@ -217,3 +217,21 @@ def unloadable_with_a_thread(mark: str, device: str) -> Function:
 
     threading.Thread(target=wait).start()
     raise OSError("there are no weights")
+
+
+class Foreign:
+    """Can be read in the process that made it, and in no other."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own, (os.getpid(),)
+
+
+def _own(pid: int) -> Foreign:
+    if pid != os.getpid():
+        raise ValueError("it is of another process")
+    return Foreign()
+
+
+def foreign(device: str) -> Function:
+    """Returns its batch, with something for "foreign" that the program cannot read."""
+    return lambda batch: [Foreign() if each == "foreign" else each for each in batch]

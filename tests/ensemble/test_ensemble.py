@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.ensemble import members
 from tests.ensemble.members import by, ensemble_of
 from trims_shim.batching import Batcher
 from trims_shim.ensemble import Allocation, Ensemble, Member
+from trims_shim.ensemble.buffers import Buffers
 from trims_shim.ensemble.system import WorkerTraceback
 from trims_shim.errors import EnsembleError, MemberFailed
 
@@ -82,7 +85,7 @@ def test_a_member_that_writes_into_its_batch_spoils_nobody_elses() -> None:
 
 
 def test_batches_have_the_size_of_the_allocation() -> None:
-    allocation = Allocation(((8, 32),))
+    allocation = Allocation(((8, 160),))  # more than a segment has by default
     load = members.sizes
     with Ensemble(
         [Member("a", load), Member("b", load)],
@@ -90,9 +93,9 @@ def test_batches_have_the_size_of_the_allocation() -> None:
         allocation=allocation,
         combine="none",
     ) as ensemble:
-        found = ensemble.predict(ROWS[:40])
-        assert found["a"].tolist() == [8] * 40
-        assert found["b"].tolist() == [32] * 32 + [8] * 8
+        found = ensemble.predict(ROWS[:168])
+        assert found["a"].tolist() == [8] * 168
+        assert found["b"].tolist() == [160] * 160 + [8] * 8
 
 
 def test_weights_and_votes() -> None:
@@ -188,6 +191,69 @@ def test_results_that_are_none(load: Any, message: str) -> None:
         ensemble.predict(ROWS[:4])
 
 
+def test_what_the_other_side_cannot_read_fails_the_call() -> None:
+    with ensemble_of(members.foreign, combine="none") as ensemble:
+        with pytest.raises(ValueError, match="it is of another process"):
+            ensemble.submit(["foreign"]).result(PATIENCE_S)
+        with pytest.raises(MemberFailed, match=r"failed on 1 samples .* it is of another process"):
+            ensemble.submit([members.Foreign()]).result(PATIENCE_S)
+        assert ensemble.submit(["fine"]).result(PATIENCE_S) == {"a": ["fine"]}
+
+
+@pytest.mark.usefixtures("no_leak")
+def test_failed_calls_leave_no_memory_and_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = by(members.raising_at, 7.0)
+    with ensemble_of(load, segment_size=8, max_segments=2) as ensemble:
+        for _ in range(3):
+            with pytest.raises(MemberFailed):
+                answered(ensemble, ROWS[:8])
+        (worker,) = ensemble.stats().workers
+        wait_until(lambda: buffers_of(worker.pid) == 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Buffers, "filled", refused)
+            for _ in range(3):
+                with pytest.raises(OSError, match="no memory"):
+                    answered(ensemble, ROWS)
+        for _ in range(3):
+            with pytest.raises(MemberFailed):
+                answered(ensemble, ROWS)
+        assert np.array_equal(answered(ensemble, ROWS[8:]), ROWS[8:])
+
+
+def refused(*_: Any) -> None:
+    raise OSError(errno.ENOMEM, "no memory")
+
+
+def answered(ensemble: Ensemble, samples: Any) -> Any:
+    """As ``predict``, but does not wait for ever."""
+    found: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            found.set_result(ensemble.predict(samples))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return found.result(PATIENCE_S)
+
+
+def buffers_of(pid: int | None) -> int:
+    """How much shared memory of ensembles a process has."""
+    links = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    return sum("trims-ensemble" in link for link in links)
+
+
+@pytest.mark.usefixtures("no_leak")
+def test_memory_that_is_too_small_for_later_calls_is_given_up() -> None:
+    with ensemble_of(by(members.times, 2.0), max_segments=2) as ensemble:
+        for columns in range(1000, 7000, 1000):
+            rows = np.ones((8, columns))
+            assert np.array_equal(ensemble.predict(rows), rows * 2)
+        (worker,) = ensemble.stats().workers
+        wait_until(lambda: buffers_of(worker.pid) == 2)
+
+
 def test_outputs_that_cannot_be_combined_fail_the_call() -> None:
     with ensemble_of(by(members.times, 1.0), members.row_sums) as ensemble:
         with pytest.raises(ValueError, match=r"return \(4,\) and \(4, 2\)"):
@@ -249,6 +315,7 @@ def test_a_member_that_cannot_be_loaded_again(tmp_path: Path) -> None:
             ensemble.predict(ROWS)
         with pytest.raises(MemberFailed):
             ensemble.predict(ROWS[100:])
+        assert ensemble.stats().restarts == 1, "it would fail again"
 
 
 @pytest.mark.usefixtures("no_leak", "no_thread_left")
