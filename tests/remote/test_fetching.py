@@ -554,6 +554,14 @@ def test_a_digest_that_was_checked_needs_no_server(web: WebServer) -> None:
     assert web.asked == {}
 
 
+def test_each_digest_has_a_copy_of_its_own(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT)
+    assert read(trims_shim.fetch(url, digest=digest_of(CONTENT))) == CONTENT
+    web.put("vit.pt", OTHER)
+    assert read(trims_shim.fetch(url, digest=digest_of(OTHER))) == OTHER
+    assert read(trims_shim.fetch(url, digest=digest_of(CONTENT))) == CONTENT
+
+
 def test_a_copy_of_another_digest_is_not_given(web: WebServer) -> None:
     url = web.put("vit.pt", CONTENT)
     trims_shim.fetch(url)

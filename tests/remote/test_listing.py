@@ -67,6 +67,10 @@ def test_names_that_begin_alike_do_not_collide() -> None:
     assert len(listing("bert/model", "bert/model.bin").files) == 2
 
 
+def test_names_may_be_as_long_as_the_file_system_lets_them() -> None:
+    assert listing("a" * 255, "b/" * 1023 + "b1").files
+
+
 def test_the_size_is_that_of_all_files_as_far_as_it_is_known() -> None:
     two, three = replace(FILE, name="bert/two"), replace(FILE, name="bert/three", size_bytes=None)
     assert Listing((FILE, two, three)).size_bytes == 20
@@ -97,6 +101,7 @@ def test_urls_and_paths() -> None:
     assert not is_url("/models/x.pt")
     assert not is_url("s3://")
     assert key_of("s3://a/b") != key_of("s3://a/c")
+    assert key_of("abfs://container@account.example/x"), "that is no user"
     with pytest.raises(ConfigError, match="is no URL"):
         key_of("models/x.pt")
 

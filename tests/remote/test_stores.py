@@ -146,6 +146,19 @@ def test_errors(raised: Exception, expected: type[Exception]) -> None:
     assert error.value.__cause__ is raised
 
 
+@pytest.mark.parametrize(("is_concurrent", "has_size"), [(False, True), (True, False)])
+def test_what_does_not_come_in_parts_comes_in_pieces(
+    memory: MemoryFileSystem, is_concurrent: bool, has_size: bool
+) -> None:
+    """A whole file may be larger than the memory."""
+    memory.pipe("/models/vit.pt", bytes((2 << 20) + 1))
+    files = StoreFiles("memory://models/vit.pt")
+    (file,) = files.list().files
+    files.is_concurrent = is_concurrent
+    pieces = list(files.read(file, 1, file.size_bytes if has_size else None))
+    assert [len(piece) for piece in pieces] == [1 << 20, 1 << 20]
+
+
 def test_parts_of_what_can_take_several_requests() -> None:
     asked: list[tuple[int, int]] = []
 
