@@ -82,3 +82,33 @@ def test_of_two_loads_at_once_the_last_one_stays() -> None:
         assert await device.answer(1, 7, 1e6) == ()
 
     run(test())
+
+
+def test_what_was_asked_before_is_answered_before_another_variant_loads() -> None:
+    proceed, loaded = threading.Event(), threading.Event()
+
+    def load_small(device: str) -> BatchFunction:
+        def answer(items: list[int]) -> list[str]:
+            assert proceed.wait(PATIENCE_S)
+            assert not loaded.is_set()
+            return ["small" for _ in items]
+
+        return answer
+
+    def load_large(device: str) -> BatchFunction:
+        loaded.set()
+        return lambda items: ["large" for _ in items]
+
+    async def test() -> None:
+        device = DeviceActor({"small": load_small, "large": load_large}, None)
+        await device.load(1, SMALL)
+        asked = [asyncio.create_task(device.answer(1, 7, 1e6)) for _ in range(3)]
+        await asyncio.sleep(0)
+        loading = asyncio.create_task(device.load(2, LARGE))
+        await asyncio.sleep(0)
+        assert await device.answer(1, 7, 1e6) == (), "it goes to another device"
+        proceed.set()
+        assert await asyncio.gather(*asked) == [("small",)] * 3
+        await loading
+
+    run(test())

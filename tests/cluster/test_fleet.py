@@ -19,6 +19,7 @@ def test_devices_load_what_is_placed_and_then_are_ready() -> None:
     loading = start(fleet)
     assert [device.option for device in loading] == [SMALL, OTHER]
     assert start(fleet) == []
+    assert not fleet.is_settled
     for device in loading:
         fleet.loaded(device, device.load)
     assert fleet.is_settled
@@ -53,6 +54,7 @@ def test_a_device_that_is_not_needed_keeps_its_variant() -> None:
 def test_the_last_ready_device_waits_until_another_has_loaded() -> None:
     fleet = ready((SMALL, 3, 9.0))
     fleet.place(placed((LARGE, 3, 9.0)))
+    assert not fleet.is_settled
     first, second = start(fleet)
     (last,) = fleet.ready("cats")
     fleet.loaded(second, second.load)

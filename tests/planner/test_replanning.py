@@ -40,6 +40,16 @@ def test_what_was_planned_for_stays_for_a_period() -> None:
     assert replanner.next_plan_ns() == 65 * SECOND
 
 
+def test_requests_do_not_put_a_plan_off() -> None:
+    replanner = Replanner(placement(10), period_s=5, burst=1.1, since_ns=60 * SECOND)
+    for second in (61, 62, 65, 66):
+        replanner.came(second * SECOND, "cats")
+    assert replanner.is_due(66 * SECOND)
+    replanner.planned(66 * SECOND, placement(10))
+    replanner.came(67 * SECOND, "cats")
+    assert replanner.next_plan_ns() == 71 * SECOND
+
+
 def test_a_plan_after_a_pause_is_for_the_requests_that_come_now() -> None:
     replanner = Replanner(placement(100), period_s=5, burst=1.1)
     for pause_s in (100, 200):
@@ -53,17 +63,20 @@ def test_a_plan_after_a_pause_is_for_the_requests_that_come_now() -> None:
 
 
 @pytest.mark.parametrize(
-    ("qps", "after_s", "is_due"),
+    ("planned_qps", "qps", "after_s", "is_due"),
     [
-        (500, 3, True),
-        (115, 3, False),  # within three standard deviations of 100
-        (500, 1, False),  # too soon after the last plan
+        (100, 500, 3, True),
+        (100, 115, 3, False),  # within three standard deviations of 100
+        (10_000, 10_500, 3, False),  # more than three, but less than the factor
+        (100, 500, 1, False),  # too soon after the last plan
     ],
 )
-def test_a_burst_is_planned_for_at_once(qps: int, after_s: int, is_due: bool) -> None:
-    replanner = Replanner(placement(100), period_s=60, burst=1.1)
+def test_a_burst_is_planned_for_at_once(
+    planned_qps: float, qps: int, after_s: int, is_due: bool
+) -> None:
+    replanner = Replanner(placement(10), period_s=60, burst=1.1)
     ask(replanner, 10, 100)
-    replanner.planned(11 * SECOND, placement(100))
+    replanner.planned(11 * SECOND, placement(planned_qps))
     ask(replanner, 10 + after_s, qps)
     assert replanner.is_due((11 + after_s) * SECOND) is is_due
 
