@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeAlias
@@ -16,7 +18,7 @@ from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.cluster import driving
 from trims_shim.cluster.actor import Loaded
 from trims_shim.cluster.driving import Driver
-from trims_shim.cluster.fleet import Fleet
+from trims_shim.cluster.fleet import Fleet, Phase
 from trims_shim.cluster.routing import Router, Ticket
 from trims_shim.cluster.service import Service
 from trims_shim.errors import BatcherClosed, ClusterError, PlanningError, RequestDropped
@@ -31,7 +33,11 @@ HELD = {0: frozenset({"other"}), 1: frozenset[str](), 2: frozenset({"of large"})
 
 
 class _Actor:
-    """Answers at once, with its number; loads have an image of the variant's name."""
+    """Answers at once, with its number; loads have an image of the variant's name.
+
+    An item that is a function says what the answer is: of the time left, None for one that never
+    comes, an error, or a tuple as of a real actor.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -50,6 +56,8 @@ class _Method:
     def remote(self, *arguments: Any) -> _Reference:
         if self._name == "answer" and isinstance(arguments[1], Exception):
             raise arguments[1]
+        if self._name == "answer" and callable(arguments[1]):
+            return _Reference(arguments[1](arguments[2]))
         if self._name == "load" and self.load_error is not None:
             return _Reference(self.load_error)
         if self._name == "load":
@@ -65,7 +73,7 @@ class _Reference:
         future: Future[Any] = Future()
         if isinstance(self._value, Exception):
             future.set_exception(self._value)
-        else:
+        elif self._value is not None:
             future.set_result(self._value)
         return future
 
@@ -73,7 +81,9 @@ class _Reference:
 class _World:
     """A driver, and what it asks of the planner."""
 
-    def __init__(self, plans: list[Placement | Exception], first: Placement = ONE) -> None:
+    def __init__(
+        self, plans: list[Placement | Exception], first: Placement = ONE, period_s: float = 0.05
+    ) -> None:
         self.plans = plans
         self.is_up = True
         self.problems: list[Problem] = []
@@ -90,7 +100,7 @@ class _World:
             placement=first,
             problem=PROBLEM,
             plan=self.plan,
-            replanner=Replanner(first, period_s=0.05, burst=1.1),
+            replanner=Replanner(first, period_s=period_s, burst=1.1, since_ns=time.monotonic_ns()),
             is_up=lambda: self.is_up,
         )
 
@@ -102,10 +112,10 @@ class _World:
             raise planned
         return planned
 
-    def ask(self, item: object = "item") -> Future[Any]:
+    def ask(self, item: object = "item", deadline_ns: int = NEVER_NS) -> Future[Any]:
         future: Future[Any] = Future()
         self.numbers += 1
-        self.driver.take(Ticket(self.numbers, "cats", payload=(item, future)))
+        self.driver.take(Ticket(self.numbers, "cats", deadline_ns, (item, future)))
         return future
 
     def service(self, ended: list[str]) -> Service:
@@ -131,6 +141,10 @@ def _answers(monkeypatch: pytest.MonkeyPatch) -> None:
         return HELD
 
     monkeypatch.setattr(driving, "_answers", answers)
+
+
+def never(limit_ms: float) -> None:
+    """An item that is not answered."""
 
 
 Maker: TypeAlias = Callable[..., _World]
@@ -208,6 +222,49 @@ def test_what_only_looks_like_a_lost_device_is_none() -> None:
     assert driving._is_loss(errors.RayActorError())
 
 
+def test_devices_are_told_how_much_time_is_left(make: Maker) -> None:
+    world = make([])
+    assert world.ask(lambda limit_ms: (limit_ms,)).result(PATIENCE_S) == math.inf
+    deadline_ns = time.monotonic_ns() + 10**12
+    assert 900_000 < world.ask(lambda limit_ms: (limit_ms,), deadline_ns).result(PATIENCE_S) < 1e6
+
+
+def test_what_became_of_requests_is_counted(make: Maker) -> None:
+    pytest.importorskip("ray.exceptions", reason="Ray is not installed")
+    world = make([])
+    for error in (ValueError("a fault"), RequestDropped("hopeless", "too late")):
+        with pytest.raises(type(error), match=str(error)):
+            world.ask(lambda limit_ms, error=error: error).result(PATIENCE_S)
+    assert world.router.counters["cats"] == {"requests": 2, "failed": 1, "dropped": 1}
+    assert world.ask().result(PATIENCE_S) == 0, "the device is there"
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_a_device_does_not_answer_goes_to_another(make: Maker, is_lost: bool) -> None:
+    """Its process is a new one, or gone."""
+    first: Any = ()
+    if is_lost:
+        first = pytest.importorskip("ray.exceptions", reason="no Ray").RayActorError()
+    answers = iter([first, ("from the other",)])
+    world = make([], placed((SMALL, 2, 10.0)))
+    assert world.ask(lambda limit_ms: next(answers)).result(PATIENCE_S) == "from the other"
+    resent = {"resent": 1} if is_lost else {}
+    assert world.router.counters["cats"] == {"requests": 1, "answered": 1} | resent
+    wait_until(lambda: world.fleet.loads == 3, "the first device loads again")
+
+
+def test_a_device_that_is_lost_while_it_loads_loads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
+    monkeypatch.setattr(_Method, "load_error", errors.RayActorError())
+    world = _World([])
+    try:
+        wait_until(lambda: world.fleet.devices[0].phase is Phase.LOST, "the loss")
+        monkeypatch.setattr(_Method, "load_error", None)
+        world.driver.started.result(PATIENCE_S)
+    finally:
+        world.driver.stop(0)
+
+
 def test_a_load_whose_error_cannot_be_unpickled_has_failed(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +287,45 @@ def test_requests_fail_when_ray_is_shut_down(make: Maker, caplog: pytest.LogCapt
     with pytest.raises(ClusterError, match=r"^Ray was shut down before the service"):
         world.ask().result(PATIENCE_S)
     assert not caplog.text  # it may be the end of a program
+
+
+def test_requests_on_their_way_fail_too_when_ray_is_shut_down(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray may leave them open, and nothing else happens."""
+    monkeypatch.setattr(driving, "_LOOK_NS", 10_000_000)
+    world = make([], ONE, 600.0)
+    request = world.ask(never)
+    wait_until(lambda: world.fleet.devices[0].open, "it is on its way")
+    world.is_up = False
+    with pytest.raises(ClusterError, match=r"^Ray was shut down before the service"):
+        request.result(PATIENCE_S)
+
+
+def test_the_end_does_not_wait_for_answers_longer_than_it_may(make: Maker) -> None:
+    world = make([], ONE, 600.0)
+    request = world.ask(never)
+    world.driver.stop(0.05)
+    with pytest.raises(BatcherClosed, match="shut down before it could answer"):
+        request.result(0)
+
+
+def test_what_waits_is_dropped_at_its_deadline_though_nothing_else_happens(make: Maker) -> None:
+    world = make([], ONE, 600.0)
+    world.fleet.devices[0].open = 4  # it has no room
+    with pytest.raises(RequestDropped, match="its deadline passed while it waited"):
+        world.ask(deadline_ns=time.monotonic_ns() + 20_000_000).result(PATIENCE_S)
+
+
+def test_a_plan_comes_when_it_is_due_though_nobody_asks_any_more(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replanning, "_LEAST_PERIOD_S", 0.05)
+    world = make([TWO])
+    world.ask().result(PATIENCE_S)
+    wait_until(lambda: world.driver.placement is TWO, "the plan")
+    time.sleep(0.1)
+    assert len(world.problems) == 1, "nor is it planned again"
 
 
 def test_a_forked_child_is_told_that_the_service_is_not_its_own(

@@ -218,6 +218,8 @@ def test_failed_calls_leave_no_memory_and_room_for_others(monkeypatch: pytest.Mo
             with pytest.raises(MemberFailed):
                 answered(ensemble, ROWS)
         assert np.array_equal(answered(ensemble, ROWS[8:]), ROWS[8:])
+    with pytest.raises(EnsembleError, match="closed"):
+        ensemble.predict(ROWS)
 
 
 def refused(*_: Any) -> None:

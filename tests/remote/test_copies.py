@@ -134,6 +134,16 @@ def test_a_descriptor_that_another_thread_closes_is_opened_again(
     assert copies.use("k-1")
 
 
+def test_a_copy_that_took_the_place_of_another_is_held_too(copies: Copies) -> None:
+    """By hand, or by another process after that."""
+    path = keep(copies, "k-1")
+    assert copies.use("k-1")
+    shutil.rmtree(path)
+    path.mkdir(0o700)
+    assert copies.use("k-1")
+    assert not copies.evict("k-1")
+
+
 def test_a_directory_that_is_deleted_is_no_copy(
     copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +466,20 @@ def test_a_copy_that_goes_while_it_is_taken_is_none(
 ) -> None:
     keep(copies, "k-1")
     before_lock(lambda: copies.evict("k-1"))
+    assert copies.use("k-1") == ""
+
+
+def test_a_copy_that_is_replaced_while_it_is_taken_is_none(
+    copies: Copies, before_lock: Callable[..., None], no_leak: None
+) -> None:
+    """What is locked is the old one; anybody may evict the new one."""
+    path = keep(copies, "k-1")
+
+    def replace() -> None:
+        copies.evict("k-1")
+        path.mkdir(0o700)
+
+    before_lock(replace)
     assert copies.use("k-1") == ""
 
 
