@@ -32,7 +32,21 @@ def test_the_first_batch_size_is_used_and_counts_in_memory() -> None:
     allocation = first(problem)
     assert allocation.batch_sizes == ((15,),)
     assert problem.room_bytes(allocation) == {"gpu:0": 0}
+    assert problem.fits(allocation)
     assert not problem.fits(allocation.with_batch_size(0, 0, 16))
+
+
+def test_what_fits_on_one_device_may_not_fit_on_another() -> None:
+    devices = [*gpus(1, 10), Device("gpu:1", 1 * GB)]
+    problem = Problem(devices, {"a": member(2)})
+    assert problem.fits(Allocation(((8,), (0,))))
+    assert not problem.fits(Allocation(((8,), (8,))))
+
+
+def test_what_workers_need_makes_a_member_large() -> None:
+    members = {"small": member(2), "large": member(1, worker_gb=5)}
+    devices = [Device("gpu:0", 8 * GB), Device("gpu:1", 7 * GB)]
+    assert first(Problem(devices, members)).batch_sizes == ((0, 8), (8, 0))
 
 
 def test_a_reserve_is_used_only_for_what_fits_nowhere_else() -> None:
@@ -104,7 +118,9 @@ def test_contradictions_are_refused(problem: Callable[[], Problem], message: str
 def test_kind_and_pool_follow_from_the_name() -> None:
     assert Device("cuda:1", 1).kind == "cuda"
     assert Device("cuda:1", 1).pool == "cuda:1"
-    assert Device("a100-1", 1, kind="a100", pool="mig").pool == "mig"
+    given = Device("a100-1", 1, kind="a100", pool="mig")
+    assert (given.kind, given.pool) == ("a100", "mig")
+    assert Device("part-0", 1, kind="cpu").pool == "cpu"
 
 
 def test_footprints_grow_with_the_batch() -> None:

@@ -21,8 +21,9 @@ import torch
 from tests.ensemble import members
 from tests.ensemble.members import by, ensemble_of
 from trims_shim.batching import Batcher
-from trims_shim.ensemble import Allocation, Ensemble, Member
+from trims_shim.ensemble import Allocation, Device, Ensemble, Member, hosting
 from trims_shim.ensemble.buffers import Buffers
+from trims_shim.ensemble.ensemble import _found
 from trims_shim.ensemble.system import WorkerTraceback
 from trims_shim.errors import EnsembleError, MemberFailed
 
@@ -113,6 +114,24 @@ def test_workers_run_where_they_should() -> None:
     with ensemble_of(members.with_environment, devices=[f"cpu:{core}"], combine="none") as ensemble:
         threads = os.environ["OMP_NUM_THREADS"]  # the user's own setting is kept
         assert ensemble.predict(ROWS[:1])["a"] == [f"cpu:{core} [{core}] {threads}"]
+
+
+def test_workers_have_as_many_threads_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in hosting._THREADS:
+        monkeypatch.delenv(name, raising=False)
+    core = min(os.sched_getaffinity(0))
+    with ensemble_of(members.with_environment, devices=[f"cpu:{core}"], combine="none") as ensemble:
+        assert ensemble.predict(ROWS[:1])["a"] == [f"cpu:{core} [{core}] 1"]
+
+
+def test_a_reserve_has_workers_only_if_an_allocation_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = [Device("cuda:0", 1 << 40), Device("cpu", 1 << 40, is_reserve=True)]
+    monkeypatch.setattr("trims_shim.ensemble.ensemble.find_devices", lambda: there)
+    assert _found(None, None) == tuple(there[:1])
+    assert _found(None, Allocation(((8,),))) == tuple(there[:1])
+    assert _found(None, Allocation(((8,), (4,)))) == tuple(there)
 
 
 def test_calls_from_many_threads_and_awaited() -> None:
