@@ -38,9 +38,9 @@ def test_the_first_batch_size_is_used_and_counts_in_memory() -> None:
 
 def test_what_fits_on_one_device_may_not_fit_on_another() -> None:
     devices = [*gpus(1, 10), Device("gpu:1", 1 * GB)]
-    problem = Problem(devices, {"a": member(2)})
-    assert problem.fits(Allocation(((8,), (0,))))
-    assert not problem.fits(Allocation(((8,), (8,))))
+    problem = Problem(devices, {"a": member(2)}, (1,))
+    assert problem.fits(Allocation(((1,), (0,))))
+    assert not problem.fits(Allocation(((1,), (1,))))
 
 
 def test_what_workers_need_makes_a_member_large() -> None:
@@ -61,6 +61,9 @@ def test_members_stay_on_devices_that_they_can_run_on() -> None:
     allocation = first(Problem(devices, members))
     assert allocation.batch_sizes == ((0, 0), (8, 8))
     assert not Problem(devices, members).fits(Allocation(((8, 0), (8, 8))))
+    problem = Problem(devices, {"a": member(kinds=("gpu",)), "b": member(kinds=("cpu", "gpu"))})
+    assert problem.fits(Allocation(((0, 8), (8, 0))))
+    assert not problem.fits(Allocation(((8, 8), (0, 0))))
 
 
 def test_weights_count_once_in_a_pool_and_workers_each() -> None:

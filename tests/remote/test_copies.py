@@ -337,6 +337,30 @@ def test_an_interrupt_does_not_leave_a_claim(
     partial.discard()
 
 
+def test_a_copy_is_on_the_disk_before_it_has_its_name(
+    copies: Copies, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it could be empty after a power failure, and look whole."""
+    done: list[str] = []
+    rename, partial = os.rename, copies.claim("k-1")
+    assert partial is not None
+    (home / "k-1.partial" / "deep").mkdir()
+    (home / "k-1.partial" / "deep" / "x.pt").write_bytes(b"x")
+
+    def renamed(*names: str) -> None:
+        done.append("rename")
+        rename(*names)
+
+    def synced(number: int) -> None:
+        done.append(os.path.relpath(os.readlink(f"/proc/self/fd/{number}"), home))
+
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "fsync", synced)
+    copies.publish(partial, "k-1")
+    before = {"k-1.partial", "k-1.partial/deep", "k-1.partial/deep/x.pt"}
+    assert (set(done[:-2]), done[-2:]) == (before, ["rename", "."])
+
+
 def test_what_was_nearly_published_can_be_resumed(
     copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
