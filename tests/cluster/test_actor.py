@@ -30,6 +30,25 @@ def exits(*_: Any) -> Any:
     raise SystemExit(3)
 
 
+def test_loaders_are_told_what_ray_gives_to_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[str] = []
+
+    def load(device: str) -> BatchFunction:
+        devices.append(device)
+        return lambda items: items
+
+    async def test() -> None:
+        given: dict[str, list[str]] = {}
+        context = SimpleNamespace(get_accelerator_ids=lambda: given, get_node_id=lambda: "here")
+        monkeypatch.setattr(actor, "_context", lambda: context)
+        for number, found in enumerate((["0"], []), start=1):
+            given["GPU"] = found
+            await DeviceActor({"small": load}, None).load(number, SMALL)
+
+    run(test())
+    assert devices == ["cuda", "cpu"]
+
+
 def test_what_exits_fails_and_the_actor_goes_on() -> None:
     async def test() -> None:
         device = DeviceActor({"small": exits, "large": lambda device: exits}, None)

@@ -118,9 +118,9 @@ class _World:
         self.driver.take(Ticket(self.numbers, "cats", deadline_ns, (item, future)))
         return future
 
-    def service(self, ended: list[str]) -> Service:
+    def service(self, ended: list[str], slo_ns: int = NEVER_NS) -> Service:
         """A service that notes when it ends its actors."""
-        families = {"cats": NEVER_NS}
+        families = {"cats": slo_ns}
         return Service(
             self.driver, self.fleet, self.router, families, on_shutdown=lambda: ended.append("all")
         )
@@ -227,6 +227,20 @@ def test_devices_are_told_how_much_time_is_left(make: Maker) -> None:
     assert world.ask(lambda limit_ms: (limit_ms,)).result(PATIENCE_S) == math.inf
     deadline_ns = time.monotonic_ns() + 10**12
     assert 900_000 < world.ask(lambda limit_ms: (limit_ms,), deadline_ns).result(PATIENCE_S) < 1e6
+
+
+def test_requests_have_the_objective_of_their_family_or_a_deadline_of_their_own(
+    make: Maker,
+) -> None:
+    service = make([]).service([], slo_ns=10**12)
+
+    def limit_ms(limit_ms: float) -> tuple[float]:
+        return (limit_ms,)
+
+    assert 900_000 < service.call("cats", limit_ms) <= 1e6
+    assert 400_000 < service.call("cats", limit_ms, deadline_ms=500_000) <= 500_000
+    assert service.call("cats", limit_ms, deadline_ms=math.inf) == math.inf
+    assert service.stats().families["cats"].answered == 3
 
 
 def test_what_became_of_requests_is_counted(make: Maker) -> None:

@@ -11,7 +11,16 @@ from harness import World, close_worlds
 
 from tests.ensemble import members
 from tests.ensemble.members import by
-from trims_shim.ensemble import Allocation, Device, Ensemble, Member, measure, optimise
+from trims_shim.ensemble import (
+    Allocation,
+    Device,
+    Ensemble,
+    Footprint,
+    Member,
+    measure,
+    optimise,
+)
+from trims_shim.ensemble.measuring import _footprint
 from trims_shim.errors import MemberFailed
 
 MB = 1 << 20
@@ -45,6 +54,22 @@ def test_members_are_measured_once_for_each_kind_of_device() -> None:
     assert 3 * MB < footprints[1].sample_bytes < 8 * MB
     assert footprints[0].sample_bytes < MB
     assert optimise(problem, tries=200).is_complete
+
+
+@pytest.mark.parametrize(
+    ("sizes", "peaks", "worker_bytes", "sample_bytes"),
+    [
+        ((4, 16), (100, 148), 84, 4),
+        ((4, 16), (100, 149), 80, 5),  # rather too much than too little
+        ((4, 16), (8, 128), 0, 10),
+        ((4, 16), (100, 90), 100, 0),
+        ((4,), (100, 100), 100, 0),
+    ],
+)
+def test_footprints_are_lines(
+    sizes: tuple[int, ...], peaks: tuple[int, int], worker_bytes: int, sample_bytes: int
+) -> None:
+    assert _footprint(7, sizes, peaks) == Footprint(7, worker_bytes, sample_bytes)
 
 
 def test_what_the_first_batch_allocates_is_the_workers() -> None:
