@@ -170,7 +170,6 @@ class _Table:
         return f"{self.where}.{key}" if self.where else key
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        self._known.update(self.content)
         return iter(self.content.items())
 
     def table(self, key: str) -> _Table:

@@ -193,6 +193,7 @@ def test_a_body_without_end_is_given_up(is_concurrent: bool, tmp_path: Path) -> 
     remote.read = read  # type: ignore[method-assign]
     with pytest.raises(RemoteUnreachable, match=r"bytes came|has not its length"):
         download(remote, remote.list(), str(tmp_path), progress=lambda _: None)
+    assert (tmp_path / "x.bin").read_bytes() == b"", "nothing to go on with"
 
 
 def test_messages_have_no_signatures(tmp_path: Path) -> None:
