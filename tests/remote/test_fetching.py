@@ -80,6 +80,14 @@ def test_large_files_come_in_parts(web: WebServer, small_parts: None) -> None:
     assert web.asked["body"] == 10
 
 
+def test_a_file_whose_size_nobody_says(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT, has_ranges=False, is_chunked=True)
+    path = trims_shim.fetch(url)
+    assert read(path) == CONTENT
+    assert trims_shim.fetch(url) == path
+    assert web.asked["body"] == 1
+
+
 def test_a_folder_is_a_directory(web: WebServer) -> None:
     url = web.put("bert/", b'<a href="config.json">x</a><a href="deep/">x</a>')
     web.put("bert/deep/", b'<a href="model.bin">x</a>')
