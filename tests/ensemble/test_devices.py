@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
-from trims_shim.ensemble import Device, find_devices
+from trims_shim.ensemble import Device, devices, find_devices
 from trims_shim.ensemble.devices import cores_of
 
 
@@ -53,6 +54,17 @@ def test_without_gpus_the_processor_is_no_reserve() -> None:
 def test_unknown_names(name: str) -> None:
     with pytest.raises(ValueError, match="is no device; there are cpu, cpu:0-3"):
         find_devices([name])
+
+
+def test_the_memory_of_gpus_is_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [SimpleNamespace(id="a", total_bytes=100), SimpleNamespace(id="b", total_bytes=200)]
+    monkeypatch.setattr(devices, "driver", lambda: SimpleNamespace(devices=lambda: there))
+    monkeypatch.setattr(devices.nvml, "free_bytes", {"a": 30}.get)
+    first, second = Device("cuda:0", 30), Device("cuda:1", 200)
+    assert find_devices(["cuda", "cuda:1"]) == [first, second]
+    *found, processor = find_devices()
+    assert found == [first, second]
+    assert processor.is_reserve
 
 
 def test_gpus_that_are_not_there() -> None:

@@ -119,6 +119,7 @@ def test_rows_joined_are_the_whole(value: Any, is_copied: bool) -> None:
     parts = [rows_of(value, *bounds, is_copied=is_copied) for bounds in ((0, 3), (3, 4), (4, 10))]
     assert [count_of(part) for part in parts] == [3, 1, 6]
     whole = joined(parts)
+    assert joined([whole]) is whole
     assert type(whole) is type(value)
     assert str(whole) == str(value)
 

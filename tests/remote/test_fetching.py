@@ -225,7 +225,7 @@ def test_threads_wait_for_one(web: WebServer) -> None:
 
 
 def test_a_copy_that_comes_before_the_claim_is_taken(
-    web: WebServer, monkeypatch: pytest.MonkeyPatch
+    web: WebServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process has downloaded it after this one looked."""
     url = web.put("vit.pt", CONTENT)
@@ -239,6 +239,7 @@ def test_a_copy_that_comes_before_the_claim_is_taken(
     monkeypatch.setattr(copies.Copies, "claim", late)
     assert read(trims_shim.fetch(url)) == CONTENT
     assert web.asked["body"] == 1
+    assert not any(name.endswith(".partial") for name in names_in(home))
 
 
 # --- current --------------------------------------------------------------------------------------
@@ -413,8 +414,16 @@ def test_a_copy_that_goes_after_it_was_found(
     assert trims_shim.fetch(url) == str(directory / "vit.pt")
 
 
+def test_a_file_of_the_working_directory_is_no_copy(
+    web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vit.pt").write_bytes(OTHER)
+    monkeypatch.chdir(tmp_path)
+    assert read(trims_shim.fetch(web.put("vit.pt", CONTENT))) == CONTENT
+
+
 def test_an_error_after_the_claim_gives_it_up(
-    web: WebServer, monkeypatch: pytest.MonkeyPatch
+    web: WebServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else this process would wait for itself when it tries again."""
     url = web.put("vit.pt", CONTENT)
@@ -431,6 +440,7 @@ def test_an_error_after_the_claim_gives_it_up(
     with pytest.raises(OSError, match="Too many open files"):
         trims_shim.fetch(url)
     assert not copies._filling
+    assert [name.endswith(".partial") for name in names_in(home)] == [True], "what came stays"
     assert read(trims_shim.fetch(url)) == CONTENT
 
 
