@@ -81,7 +81,8 @@ class StagedLearner(Learner):
         return actions
 
     def _job_of(self, event: Finished, now_ns: int) -> Job:
-        assert isinstance(event, StageEnded)
+        if not isinstance(event, StageEnded):
+            return super()._job_of(event, now_ns)
         job = StageJob(self._running.pop(event.device), 0, is_end=True, result=list)
         job.size = len(event.batch)
         job.durations_ns.append(now_ns - event.started_ns)

@@ -120,7 +120,7 @@ def _run(model: str, load: float, way: str, count: int, seed: int) -> tuple[floa
     )
     latencies = sorted((end - each.arrival_ns) / _NS_PER_MS for each, end in outcome.answered)
     firsts = [each for each in outcome.stage_executions if each.stage == 0]
-    lasts = [each for each in outcome.stage_executions if each.stage == device.stages - 1]
+    lasts = [each for each in outcome.stage_executions if each.through == device.stages - 1]
     stretches = max(0, len(firsts) - len(lasts)) / len(lasts) if way.startswith("dva") else 0.0
     return statistics.fmean(latencies), percentile(latencies, 0.99), stretches
 

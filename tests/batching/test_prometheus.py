@@ -198,9 +198,9 @@ def test_stages_are_reported_where_there_are_any(registry: object) -> None:
         assert value(registry, "requests_total", outcome="in_time") == 3
         operations = [
             value(registry, "stage_operations_total", operation=each)
-            for each in ("new", "stretch", "split", "failure")
+            for each in ("new", "whole", "stretch", "split", "failure")
         ]
-        assert operations == [3, 0, 0, 0]
+        assert operations == [3, 0, 0, 0, 0]
         for name, found in (("runs", [3, 1]), ("requests", [3, 1]), ("exits", [2, 0])):
             of_stages = [value(registry, f"stage_{name}_total", stage=each) for each in "01"]
             assert of_stages == found

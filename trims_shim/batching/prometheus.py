@@ -200,11 +200,13 @@ def _stage_families(stats: Mapping[str, StagedStats]) -> list[Any]:
         _family_by(
             "Counter",
             "stage_operations",
-            "What was done to batches: begun, stretched, split, answered by the whole function.",
+            "What was done to batches: begun (of these, run whole), stretched, split, answered by "
+            "the whole function after a failure.",
             "operation",
             {
                 label: {
                     "new": each.batches,
+                    "whole": each.whole,
                     "stretch": each.stretches,
                     "split": each.splits,
                     "failure": each.failures,

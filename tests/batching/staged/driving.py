@@ -15,7 +15,16 @@ from typing import Any
 
 from tests.batching.staged.models import Subject
 from trims_shim.batching.collating.collate import collate_of
-from trims_shim.batching.protocol import FLUSH, TIMER, Cancelled, Drop, Event, Request, Run
+from trims_shim.batching.protocol import (
+    FLUSH,
+    TIMER,
+    Cancelled,
+    Drop,
+    Event,
+    Finished,
+    Request,
+    Run,
+)
 from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.flow import NotJoinable, join, take
@@ -42,7 +51,7 @@ class StagedDriver:
         self._policy = policy
         self._collate = collate_of(subject.collate)
         self._randoms = randoms
-        self._running: list[tuple[RunStage, int]] = []
+        self._running: list[tuple[Run, int]] = []
         """With the time at which each began."""
         self._pieces: dict[int, list[Any]] = {}
         """Of requests in the loop, what its steps have added."""
@@ -102,14 +111,19 @@ class StagedDriver:
                 self.counts["stretched"] += action.part.batch.size > len(action.batch)
                 self.counts["split"] += action.part.batch.is_split
                 self.counts["joined"] += len(action.part.pieces) > 1
+            elif isinstance(action, Run):
+                self._running.append((action, self._now_ns))
+                self.counts["whole"] += 1
             else:
                 assert isinstance(action, Drop), action
-                assert not isinstance(action, Run)
                 self.dropped.update(request.number for request in action.requests)
 
     # --- stages -----------------------------------------------------------------------------------
 
-    def _end(self, action: RunStage, started_ns: int) -> None:
+    def _end(self, action: Run, started_ns: int) -> None:
+        if not isinstance(action, RunStage):
+            self._end_whole(action, started_ns)
+            return
         part = action.part
         assert part.requests == list(action.batch)
         left: list[Request] = []
@@ -121,6 +135,18 @@ class StagedDriver:
         live = [each for each in left if each.number not in self.cancelled]
         assert all(each.number in self.answers for each in live)
         self._tell(StageEnded(action.device, action.batch, started_ns, part=part, left=left))
+
+    def _end_whole(self, action: Run, started_ns: int) -> None:
+        requests = list(action.batch)
+        value = self._collate.join([request.payload for request in requests])
+        left: list[Request] = []
+        for stage in range(len(self._subject.model)):
+            pieces = self._run(stage, requests, value, left)
+            if not pieces:
+                break
+            requests, value = pieces[0].requests, take(pieces[0].value, pieces[0].rows)
+        assert set(left) == set(action.batch)
+        self._tell(Finished(action.device, action.batch, started_ns))
 
     def _inputs(self, part: Part) -> list[tuple[list[Request], Any]]:
         """What the stage is to be called with; more than one where values cannot be joined."""
@@ -184,7 +210,7 @@ class StagedDriver:
 
 
 class Wild(StagedRule):
-    """Starts, stretches and splits at random: whatever a policy might do."""
+    """Starts, stretches, splits or does none of it at random: whatever a policy might do."""
 
     randoms = Random(0)
 
@@ -192,6 +218,10 @@ class Wild(StagedRule):
         """See :class:`~trims_shim.batching.rules.Rule`."""
         self.wake_ns = now_ns + _STEP_NS
         return self.randoms.randint(0, self.room())
+
+    def runs_whole(self, now_ns: int, size: int) -> bool:
+        """See :class:`StagedRule`."""
+        return self.randoms.random() < 0.3
 
     def stretch(self, now_ns: int, batch: Any, room: int) -> int:
         """See :class:`StagedRule`."""

@@ -4,7 +4,8 @@ As :mod:`state_search`, one level up: here :class:`StagedBatching` says what run
 each key decides anything that it may, each time it is asked. Events come in every order: requests
 arrive, stages end, some requests leave, others are cancelled, queued or on their way, and at the
 end FLUSH comes. What must hold: each stage gets those that are there, on a device that is free; no
-device stays free while a part is ready; no stage is ready for ever; whoever arrives is answered.
+device stays free while a part is ready; no stage is ready for ever; whoever arrives is answered. A
+batch on a single device may run whole.
 
     python -m tests.batching.staged.policy_search --stages 3 --devices 2 --requests 4
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.batching.protocol import FLUSH, Action, Cancelled, Event, Request
+from trims_shim.batching.protocol import FLUSH, Action, Cancelled, Event, Finished, Request, Run
 from trims_shim.batching.staged.mechanism.batches import Batch, Part
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import RunStage, StagedBatching, StageEnded
@@ -88,6 +89,10 @@ class Anything(StagedRule):
     def choose(self, now_ns: int) -> int:
         return ANSWERS.pick(self.room() + 1)
 
+    def runs_whole(self, now_ns: int, size: int) -> bool:
+        assert 1 <= size <= self.max_batch_size
+        return ANSWERS.pick(2) == 1
+
     def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
         assert 1 <= room <= self.max_batch_size - batch.live
         return ANSWERS.pick(room + 1)
@@ -138,9 +143,10 @@ class PolicyWorld:
         )
         self.left = limits.requests
         self.cancels = limits.cancels
-        self.running: list[RunStage] = []
+        self.running: list[Run] = []
         self.live: dict[Request, int] = {}
-        """Who is not answered yet, and how many stages he has behind him; -1 in the queue."""
+        """Who is not answered yet, and how many stages he has behind him; -1 in the queue. Whole
+        batches have none behind them."""
         self.is_flushed = False
 
     # --- what can happen --------------------------------------------------------------------------
@@ -153,6 +159,9 @@ class PolicyWorld:
         elif not self.is_flushed:
             yield PolicyWorld.flush
         for index, run in enumerate(self.running):
+            if not isinstance(run, RunStage):
+                yield partial(PolicyWorld.end_whole, index=index)
+                continue
             is_last = run.stage == self.limits.stages - 1
             fewest = len(run.batch) if is_last and not self.limits.has_loop else 0
             most = len(run.batch) if is_last or self.limits.exits else 0
@@ -176,8 +185,15 @@ class PolicyWorld:
         self.is_flushed = True
         return FLUSH
 
+    def end_whole(self, index: int) -> Event:
+        run = self.running.pop(index)
+        for request in run.batch:
+            self.live.pop(request, None)
+        return Finished(run.device, run.batch, 0)
+
     def end(self, index: int, leaving: int, through: int) -> Event:
         run = self.running.pop(index)
+        assert isinstance(run, RunStage)
         is_loop = self.limits.has_loop and through == self.limits.stages - 1
         left = list(run.batch[:leaving])
         for request in left:
@@ -197,14 +213,21 @@ class PolicyWorld:
 
     def take(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            assert isinstance(action, RunStage)
+            assert isinstance(action, Run)
             assert action.device not in {each.device for each in self.running}, "a busy device"
-            assert action.stage not in {each.stage for each in self.running}, "a stage runs twice"
+            assert not any(type(each) is Run for each in self.running), "beside a whole batch"
+            stage = action.stage if isinstance(action, RunStage) else 0
+            if isinstance(action, RunStage):
+                assert stage not in _stages(self.running), "a stage runs twice"
+            else:
+                assert not self.running, "a whole batch beside another"
+                assert not len(self.policy.pipeline.table), "a whole batch overtakes another"
             assert 1 <= len(action.batch) <= self.limits.largest, "an empty or oversized batch"
             assert len({each.key for each in action.batch}) == 1, "keys are mixed"
             for request in action.batch:
-                assert max(0, self.live[request]) == action.stage, "a request is not there"
-                self.live[request] = action.stage
+                assert max(0, self.live[request]) == stage, "a request is not there"
+                assert stage or isinstance(action, RunStage) or self.live[request] == -1
+                self.live[request] = stage
             self.running.append(action)
 
     def check(self) -> None:
@@ -216,6 +239,7 @@ class PolicyWorld:
         inside = {
             each for batch in pipeline.table for part in batch.parts for each in part.requests
         }
+        inside |= {each for run in self.running if type(run) is Run for each in run.batch}
         assert not queued & inside, "a request is doubled"
         assert self.live.keys() <= queued | inside, "a request is lost"
         if not self.running:
@@ -241,8 +265,27 @@ class PolicyWorld:
             for key in range(self.limits.keys)
             if key in self.policy.rules
         )
-        running = tuple(sorted((each.stage, each.until) for each in self.running))
-        return tuple(rows), queues, waiting, running, self.left, self.cancels, self.is_flushed
+        running = tuple(
+            sorted((each.stage, each.until) for each in self.running if isinstance(each, RunStage))
+        )
+        whole = tuple(
+            request in self.live
+            for run in self.running
+            if type(run) is Run
+            for request in run.batch
+        )
+        has_exits = self.policy._has_exits
+        return (
+            tuple(rows),
+            queues,
+            waiting,
+            running,
+            whole,
+            has_exits,
+            self.left,
+            self.cancels,
+            self.is_flushed,
+        )
 
     def _who(self, part: Part) -> tuple[bool, ...]:
         return tuple(request in self.live for request in part.requests)
@@ -284,8 +327,14 @@ def _outcomes(saved: bytes, event: Callable[[PolicyWorld], Event]) -> Iterator[P
         yield world
 
 
+def _stages(running: Sequence[Run]) -> set[int]:
+    return {each.stage for each in running if isinstance(each, RunStage)}
+
+
 def _facts(world: PolicyWorld) -> Iterator[str]:
-    stages = {each.stage for each in world.running}
+    stages = _stages(world.running)
+    if len(stages) < len(world.running):
+        yield "whole"
     if any(stage + 1 in stages for stage in stages):
         yield "neighbours at once"
     for batch in world.policy.pipeline.table:

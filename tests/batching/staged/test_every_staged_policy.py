@@ -21,8 +21,10 @@ from trims_shim.batching.protocol import (
     Cancelled,
     Drop,
     Event,
+    Finished,
     Request,
 )
+from trims_shim.batching.protocol import Run as Plain
 from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.policies.registry import STAGED_POLICIES, staged_rule_maker
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
@@ -96,7 +98,7 @@ class Run:
     shrink_ns: int = NEVER_NS
     """From when on batches are to be of one."""
     now_ns: int = 0
-    running: dict[int, RunStage] = field(default_factory=dict)
+    running: dict[int, Plain] = field(default_factory=dict)
     """By device."""
     place: dict[Request, int] = field(default_factory=dict)
     """Of those who have come and are not settled: their next stage; -1 in the queue."""
@@ -151,17 +153,19 @@ class Run:
         elif isinstance(event, Cancelled) and event.request in self.place:
             self.cancelled.add(event.request)
             del self.place[event.request]
-        elif isinstance(event, StageEnded):
+        elif isinstance(event, Finished):
             run = self.running.pop(event.device)
-            for request in event.left:
+            for request in event.left if isinstance(event, StageEnded) else event.batch:
                 if self.place.pop(request, None) is not None:
                     self.ended_ns[request] = self.now_ns
+            if not isinstance(run, RunStage):
+                return
             after = min(run.stage + 1, self.instance.stages - 1)
             self.place |= {each: after for each in run.batch if each in self.place}
 
     def _tell(self, event: Event) -> None:
         for action in self.policy.on_event(self.now_ns, event):
-            if isinstance(action, RunStage):
+            if isinstance(action, Plain):
                 self._start(action)
             else:
                 self._drop(action)
@@ -178,31 +182,43 @@ class Run:
             assert self.place.pop(request) == -1
             self.dropped.add(request)
 
-    def _start(self, run: RunStage) -> None:
+    def _start(self, run: Plain) -> None:
         assert 0 <= run.device < self.instance.devices
         assert run.device not in self.running
-        assert run.stage not in {each.stage for each in self.running.values()}
+        stage = run.stage if isinstance(run, RunStage) else 0
+        if isinstance(run, RunStage):
+            others = self.running.values()
+            assert stage not in {each.stage for each in others if isinstance(each, RunStage)}
+        else:
+            assert not self.running, "a whole batch is not alone"
         assert 1 <= len(run.batch) <= self.instance.profile.max_batch_size
         assert len(set(run.batch)) == len(run.batch)
         assert len({request.key for request in run.batch}) == 1
         most = self.instance.max_weight
         assert most is None or len(run.batch) == 1 or sum(r.weight for r in run.batch) <= most
         for request in run.batch:
-            assert max(0, self.place[request]) == run.stage
-            self.place[request] = run.stage
+            assert max(0, self.place[request]) == stage
+            self.place[request] = stage
             self.began_ns.setdefault(request, self.now_ns)
         self.running[run.device] = run
         self._schedule_end(run)
 
-    def _schedule_end(self, run: RunStage) -> None:
-        took_ns = self.instance.profile.stage_ns(run.stage, len(run.batch))
+    def _schedule_end(self, run: Plain) -> None:
+        if isinstance(run, RunStage):
+            took_ns = self.instance.profile.stage_ns(run.stage, len(run.batch))
+            ended = self._stage_ended(run)
+        else:
+            took_ns = self.instance.profile.latency_ns(len(run.batch))
+            ended = Finished(run.device, run.batch, self.now_ns)
         took_ns = int(took_ns * self._randoms.uniform(0.5, 2))
+        self._count += 1
+        heapq.heappush(self._events, (self.now_ns + took_ns, 2, self._count, ended))
+
+    def _stage_ended(self, run: RunStage) -> StageEnded:
         is_last = run.stage == self.instance.stages - 1
         chance = 1.0 if is_last and not self.instance.has_loop else 0.4 if is_last else 0.1
         left = [each for each in run.batch if self._randoms.random() < chance]
-        ended = StageEnded(run.device, run.batch, self.now_ns, part=run.part, left=left)
-        self._count += 1
-        heapq.heappush(self._events, (self.now_ns + took_ns, 2, self._count, ended))
+        return StageEnded(run.device, run.batch, self.now_ns, part=run.part, left=left)
 
 
 def served(name: str, instance: Instance, *, shrink_ns: int = NEVER_NS) -> Run:

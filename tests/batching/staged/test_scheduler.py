@@ -19,6 +19,7 @@ from trims_shim.batching.protocol import (
     DropReason,
     Finished,
     Request,
+    Run,
 )
 from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.mechanism.batches import Batch, Part
@@ -39,6 +40,7 @@ class Scripted(StagedRule):
         self.sizes: Sequence[int] = ()
         self.drops_first = False
         self.is_alone = False
+        self.is_whole = False
         self.border: Any = ...
         self.asked: list[tuple[Any, ...]] = []
         self.met: list[bool] = []
@@ -50,6 +52,9 @@ class Scripted(StagedRule):
             return self.room()
         self.wake_ns = now_ns + self.wait_ns
         return 0
+
+    def runs_whole(self, now_ns: int, size: int) -> bool:
+        return self.is_whole
 
     def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
         self.asked.append(("stretch", batch.number, room, self.others))
@@ -81,6 +86,8 @@ class Serving:
         self.rules: dict[Hashable, Scripted] = {}
         self.policy = StagedBatching(make_rule or self._make, **{"stages": 3, **options})
         self.running: list[RunStage] = []
+        self.whole: list[Run] = []
+        """All so far; only the last one may run."""
         self.dropped: list[int] = []
         self.now_ns = 0
         self._number = 0
@@ -102,6 +109,8 @@ class Serving:
         for action in actions:
             if isinstance(action, RunStage):
                 self.running.append(action)
+            elif isinstance(action, Run):
+                self.whole.append(action)
             elif isinstance(action, Drop):
                 self.dropped.extend(request.number for request in action.requests)
         return actions
@@ -114,6 +123,12 @@ class Serving:
         self.running.remove(run)
         self.now_ns += 10
         self.tell(StageEnded(run.device, run.batch, 0, part=run.part, left=left, **options))
+
+    def end_whole(self) -> None:
+        """Of the last batch that ran whole."""
+        run = self.whole[-1]
+        self.now_ns += 10
+        self.tell(Finished(run.device, run.batch, 0))
 
     def shown(self) -> list[tuple[int, list[int]]]:
         """What runs: stages and requests."""
@@ -138,6 +153,51 @@ def test_a_batch_runs_all_stages_before_the_next_is_formed() -> None:
         if len(seen) == 1:
             serving.ask()
     assert seen == [(stage, numbers) for numbers in ([1], [2, 3]) for stage in range(3)]
+
+
+def test_a_batch_runs_whole_where_its_rule_says_so() -> None:
+    serving = Serving()
+    serving.rule().is_whole = True
+    serving.ask()
+    assert serving.whole[-1].batch[0].number == 1
+    serving.ask()
+    serving.ask()
+    assert serving.shown() == [], "nobody enters it"
+    serving.end_whole()
+    assert [request.number for request in serving.whole[-1].batch] == [2, 3]
+    assert [len(each.batch) for each in serving.rule().finished] == [1]
+    serving.rule().is_whole = False
+    serving.ask()
+    serving.end_whole()
+    assert serving.shown() == [(0, [4])]
+
+
+def test_no_batch_runs_whole_beside_another() -> None:
+    serving = Serving(devices=2)
+    serving.rule().is_whole = True
+    serving.ask()
+    assert serving.shown() == [(0, [1])]
+    serving = Serving()
+    serving.ask("a")
+    serving.rule("b").is_whole = True
+    serving.ask("b")
+    while serving.running:
+        serving.end()
+    assert [request.number for request in serving.whole[-1].batch] == [2], "when it is alone"
+
+
+def test_none_does_where_stages_answer_some_early() -> None:
+    """In a whole batch they would wait for the others."""
+    serving = Serving()
+    first = serving.ask()
+    serving.end(left=[first])
+    serving.rule().is_whole = True
+    serving.ask()
+    assert [stage for stage, _ in serving.shown()] == [0]
+    serving = Serving(has_loop=True)
+    serving.rule().is_whole = True
+    serving.ask()
+    assert [stage for stage, _ in serving.shown()] == [0], "nor where nobody knows when they end"
 
 
 def test_with_two_devices_two_batches_are_on_their_way() -> None:

@@ -20,7 +20,6 @@ from trims_shim.batching.protocol import (
     Event,
     Preempt,
     Request,
-    Run,
 )
 from trims_shim.batching.simulator import Report, poisson, requests, simulate
 from trims_shim.batching.single import Batching
@@ -262,7 +261,6 @@ TWICE = [Request(0, 0), Request(1, 0)]
         (on_arrival(lambda r: run_stage(0, [r], 1)), TWICE, "request 0, which is not there"),
         (on_end(lambda e: run_stage(0, e.batch, 0)), [Request(0, 0)], "which is not there"),
         (on_end(lambda e: Drop(e.batch, DropReason.SHED)), [Request(0, 0)], "not queued"),
-        (on_arrival(lambda r: Run(0, [r])), TWICE, "Run is no action of a staged"),
         (on_arrival(lambda r: Preempt(0)), TWICE, "Preempt is no action of a staged"),
         (on_arrival(lambda r: Drop([r], DropReason.SHED)), at(5, 1), "before what has happened"),
     ],

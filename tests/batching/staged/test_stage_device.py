@@ -60,6 +60,15 @@ def test_no_demand_is_more_than_all_of_it(latencies_ns: list[int]) -> None:
 # --- costs ----------------------------------------------------------------------------------------
 
 
+def test_all_stages_in_one_call_have_the_overhead_once() -> None:
+    device = StageDevice(StagedProfile([LINE, FLAT]), demand=full_demand, overhead_ns=500)
+    whole = device.cost(None, of(3))
+    assert whole == device.unstaged().cost(0, of(3))
+    stages = [device.cost(stage, of(3)) for stage in range(2)]
+    alone_ns = [sum(own_ns for own_ns, _ in phases) for phases in (whole, *stages)]
+    assert alone_ns[0] == alone_ns[1] + alone_ns[2] - 500
+
+
 def test_a_stage_costs_what_its_profile_says_and_the_overhead_keeps_nothing_busy() -> None:
     device = StageDevice(StagedProfile([LINE, FLAT]), overhead_ns=8_000)
     assert device.stages == 2

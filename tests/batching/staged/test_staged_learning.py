@@ -13,8 +13,8 @@ from benchmarks import staged_learning
 @pytest.mark.parametrize("model", ["U-Net-like", "BERT-like", "VGG-like"])
 def test_learning_costs_next_to_nothing_at_medium_load(model: str) -> None:
     """Sizes that had not run were joined for nothing, it seemed; and all on board waited."""
-    known = staged_learning.cell(model, 0.6, "dvabatch", count=1500, seeds=2)
-    learned = staged_learning.cell(model, 0.6, "dvabatch, learned", count=1500, seeds=2)
+    known = staged_learning.cell(model, 0.6, "dvabatch", count=3000, seeds=4)
+    learned = staged_learning.cell(model, 0.6, "dvabatch, learned", count=3000, seeds=4)
     assert learned.mean_ms < 1.01 * known.mean_ms
     assert learned.p99_ms < 1.04 * known.p99_ms
 

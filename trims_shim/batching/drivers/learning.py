@@ -186,13 +186,18 @@ class Learning:
         if len(self._learned) >= _MOST_KEYS:  # keys in use are forgotten last
             self._learned[key] = self._learned.pop(key)
         kin = self._kin_of(key)
+        durations_ns = self._durations_ns(job, learned, size)
         is_typical = True
-        for stage, duration_ns in enumerate(job.durations_ns, job.stage):
+        for stage, duration_ns in enumerate(durations_ns, job.stage):
             is_typical &= kin.observe(learned, size, duration_ns, stage)
         self._refresh(policy, key, learned)
         if kin.curves:
             self._refresh_another(policy, kin)
         return is_typical
+
+    def _durations_ns(self, job: Job, learned: LearnedProfile, size: int) -> Sequence[int]:
+        """How long the job took, by stage."""
+        return job.durations_ns
 
     def delivered(self, taken_ns: int) -> None:
         """Record how long answers took to reach an event loop and the callers that await them."""

@@ -8,6 +8,8 @@ never waits for queued requests. Only a loop, whose end nobody knows, gives way 
 keys that have no batch under way.
 
 Drivers get a :class:`RunStage` for each stage of each part, and answer with :class:`StageEnded`.
+A batch for which stages do not pay is a plain :class:`~trims_shim.batching.protocol.Run` of the
+whole model.
 """
 
 from __future__ import annotations
@@ -86,6 +88,8 @@ class StagedBatching(Batching):
             raise ValueError(f"max_active is {max_active}; it has to be 1 or more")
         self.pipeline = Pipeline(stages, pairs=pairs, has_loop=has_loop)
         self._max_active = max_active
+        self._has_exits = False
+        """A stage before the last has answered requests."""
 
     def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
         """See :class:`~trims_shim.batching.protocol.Policy`; never gets Preempted."""
@@ -106,6 +110,8 @@ class StagedBatching(Batching):
         batch = event.part.batch
         batch.is_typical &= event.is_typical
         rule = self._rules.get(batch.key)
+        through = event.part.stage if event.through is None else event.through
+        self._has_exits |= bool(event.left) and through < self.pipeline.last
         if event.is_joined is not None and not batch.is_apart:
             batch.is_apart = not event.is_joined
             if isinstance(rule, StagedRule):
@@ -123,7 +129,9 @@ class StagedBatching(Batching):
         return part.batch.is_split or len(part.batch.parts) > 1 or self.pipeline.has_loop
 
     def _finished(self, now_ns: int, finished: Finished) -> None:
-        assert isinstance(finished, StageEnded)
+        if not isinstance(finished, StageEnded):
+            super()._finished(now_ns, finished)
+            return
         self._free.append(finished.device)
         batch = finished.part.batch
         rule = self._rules.get(batch.key)
@@ -257,13 +265,21 @@ class StagedBatching(Batching):
             self._drop_if_empty(key, rule)
             if not requests:
                 continue
-            if self._devices > 1 or self._waiting or len(self.pipeline.table):
+            is_alone = self._devices == 1 and not len(self.pipeline.table)
+            if is_alone and self._runs_whole(rule, now_ns, len(requests)):
+                actions.append(Run(self._free.pop(), requests))
+            elif not is_alone or self._waiting:
                 self.pipeline.new(now_ns, requests)
             else:
                 part = self.pipeline.new_alone(now_ns, requests)
                 actions.append(self._run(now_ns, part))
             return True
         return False
+
+    def _runs_whole(self, rule: Rule, now_ns: int, size: int) -> bool:
+        if not isinstance(rule, StagedRule) or self.pipeline.has_loop or self._has_exits:
+            return False
+        return rule.runs_whole(now_ns, size)
 
     def _tell(self, rule: Rule, waiting: int) -> None:
         """Tell a rule how many other requests wait; ``waiting``: in all queues."""

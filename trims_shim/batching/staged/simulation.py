@@ -33,7 +33,7 @@ __all__ = ["StageExecution", "StagedOutcome", "simulate_staged"]
 
 @dataclass(slots=True, eq=False)
 class StageExecution:
-    """One run of a stage with a part; or of the whole model with a plain batch."""
+    """One run of a stage with a part, or of all stages with a plain batch (no ``part``)."""
 
     device: int
     """The policy's device: a lane of the simulated one."""
@@ -41,6 +41,8 @@ class StageExecution:
     part: Part | None
     batch: Sequence[Request]
     started_ns: int
+    through: int
+    """The last stage that was run: that of ``stage``, or of the model."""
     ended_ns: int = -1
 
 
@@ -68,8 +70,7 @@ def simulate_staged(
 ) -> StagedOutcome:
     """Drive ``policy`` with ``requests``, sorted by arrival, until all are settled.
 
-    For comparison, a device of a single stage also takes a policy of plain batches, of which
-    several may run at once.
+    A policy of plain batches runs the whole model with each; several may run at once.
 
     ``exits(request, stage)``: whether the request is finished after that stage, before the last.
     ``steps``: if given, the last stage is a loop, and a request needs ``steps(request)`` steps, 1
@@ -159,7 +160,7 @@ class _Simulation:
             if isinstance(action, RunStage):
                 self._check_stage(action)
                 self._start(action, action.stage, action.part, now_ns)
-            elif isinstance(action, Run) and self._device.stages == 1:
+            elif isinstance(action, Run) and self._steps is None:
                 self._start(action, 0, None, now_ns)
             elif isinstance(action, Drop):
                 leave(self._queued, action.requests)
@@ -172,7 +173,7 @@ class _Simulation:
         execution.ended_ns = now_ns
         self._lanes.discard(execution.device)
         self.outcome.stage_executions.append(execution)
-        left = [each for each in execution.batch if self._is_finished(each, execution.stage)]
+        left = [each for each in execution.batch if self._is_finished(each, execution.through)]
         self._inside.update(dict.fromkeys(execution.batch, self._next_stage(execution.stage)))
         for request in left:
             del self._inside[request]
@@ -212,8 +213,10 @@ class _Simulation:
             self._enter([request for request in batch if request not in self._inside])
         self._leave_border(batch, stage)
         self._lanes.add(lane)
-        execution = StageExecution(lane, stage, part, batch, now_ns)
-        self.shared.start(now_ns, execution, self._device.cost(stage, batch))
+        through = self._device.stages - 1 if part is None else stage
+        execution = StageExecution(lane, stage, part, batch, now_ns, through)
+        cost = self._device.cost(None if part is None else stage, batch)
+        self.shared.start(now_ns, execution, cost)
 
     def _enter(self, batch: Sequence[Request]) -> None:
         leave(self._queued, batch)

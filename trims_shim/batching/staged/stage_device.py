@@ -62,7 +62,15 @@ class StageDevice:
     profiles that differ in their number of stages.
     """
 
-    __slots__ = ("_costs", "_demand", "_overhead_ns", "_profile_of", "_profiles", "stages")
+    __slots__ = (
+        "_costs",
+        "_demand",
+        "_overhead_ns",
+        "_profile_of",
+        "_profiles",
+        "_whole",
+        "stages",
+    )
 
     def __init__(
         self,
@@ -87,6 +95,11 @@ class StageDevice:
             for name, each in profiles.items()
         }
 
+        self._whole = {
+            name: _with_overhead(_in_one(_costs(each, demand)), overhead_ns)
+            for name, each in profiles.items()
+        }
+
     def unstaged(self) -> StageDevice:
         """Return this device for the model in one stage, which has its stages' demands in turn."""
         device = StageDevice(
@@ -96,10 +109,7 @@ class StageDevice:
             profile_of=self._profile_of,
         )
         device.stages = 1
-        device._costs = {
-            name: _with_overhead(_in_one(_costs(each, self._demand)), self._overhead_ns)
-            for name, each in self._profiles.items()
-        }
+        device._costs = device._whole
         return device
 
     def profile(self, name: Hashable = None) -> StagedProfile:
@@ -108,9 +118,13 @@ class StageDevice:
             [LatencyProfile(map(_alone_ns, stage[1:])) for stage in self._costs[name]]
         )
 
-    def cost(self, stage: int, batch: Sequence[Request]) -> Sequence[Phase]:
-        """Return the phases that a batch goes through in a stage, one after the other."""
-        costs = self._costs[self._profile_of(batch)][stage]
+    def cost(self, stage: int | None, batch: Sequence[Request]) -> Sequence[Phase]:
+        """Return the phases that a batch goes through in a stage, one after the other.
+
+        ``stage``: None for all stages in one call.
+        """
+        name = self._profile_of(batch)
+        costs = self._whole[name][0] if stage is None else self._costs[name][stage]
         if len(batch) >= len(costs):
             raise ValueError(f"a batch of {len(batch)} is larger than any in the profile")
         return costs[len(batch)]

@@ -51,6 +51,9 @@ class StagedStats:
     failures: int
     """Parts that the whole function answered because a stage had failed with them."""
     stages: tuple[StageStats, ...]
+    """Without the batches that ran whole."""
+    whole: int = 0
+    """The number of batches, of all, that ran all stages in one call."""
 
     @property
     def exits(self) -> int:
@@ -66,6 +69,7 @@ class StageRecord:
         self.stretches = 0
         self.splits = 0
         self.failures = 0
+        self.whole = 0
         self._sizes: list[Counter[int]] = [Counter() for _ in range(stages)]
         self._busy_ns = [0] * stages
         self._exits = [0] * stages
@@ -89,6 +93,7 @@ class StageRecord:
             stretches=self.stretches,
             splits=self.splits,
             failures=self.failures,
+            whole=self.whole,
             stages=tuple(
                 StageStats(dict(sorted(sizes.copy().items())), busy_ns / 1e9, exits)
                 for sizes, busy_ns, exits in zip(

@@ -33,6 +33,13 @@ class StagedRule(Rule):
         assert isinstance(profile, StagedProfile)
         return profile
 
+    def runs_whole(self, now_ns: int, size: int) -> bool:
+        """Whether a new batch of ``size`` runs all stages in one call, which nobody can enter.
+
+        Called if the device is the only one and nothing else is under way.
+        """
+        return False
+
     def stretch(self, now_ns: int, batch: Batch, room: int) -> int:
         """Return how many of the queue's first requests join ``batch`` now; at most ``room``.
 

@@ -207,6 +207,61 @@ def test_newcomers_catch_up_with_a_batch_on_its_way() -> None:
     assert stats.stages[2].mean_batch_size == 3
 
 
+class Whole(StagedRule):
+    """Runs every batch whole."""
+
+    def choose(self, now_ns: int) -> int:
+        return self.room()
+
+    def runs_whole(self, now_ns: int, size: int) -> bool:
+        return True
+
+
+def test_a_batch_that_runs_whole_is_one_call() -> None:
+    held = Held()
+    with plain(StagedModel([adding(1), held, adding(100)]), policy=Whole) as batcher:
+        first = batcher.submit(0)
+        held.gate.wait_entered()
+        others = [batcher.submit(item) for item in (10, 20, 30)]
+        assert others[1].cancel()
+        stats = batcher.stats()
+        assert (stats.running, stats.queued) == (1, 2)
+        held.gate.open(2)
+        assert [each.result(LONG_S) for each in (first, others[0], others[2])] == [101, 111, 131]
+        batcher.drain(LONG_S)
+        stages = batcher.stage_stats()
+    assert held.batches == [[1], [11, 31]]
+    assert (stages.batches, stages.whole, stages.stretches) == (2, 2, 0)
+    assert [each.runs for each in stages.stages] == [0, 0, 0]
+
+
+def test_what_fails_in_a_whole_batch_fails_alone() -> None:
+    def picky(items: list[int]) -> list[int]:
+        if 13 in items:
+            raise ValueError("13")
+        return items
+
+    with plain(StagedModel([adding(0), picky]), policy=Whole) as batcher:
+        futures = [batcher.submit(item) for item in (1, 13, 2)]
+        with pytest.raises(ValueError, match="13"):
+            futures[1].result(LONG_S)
+        assert [futures[0].result(LONG_S), futures[2].result(LONG_S)] == [1, 2]
+
+
+def test_closing_waits_for_a_whole_batch_or_gives_up_those_behind_it() -> None:
+    held = Held()
+    batcher = plain(StagedModel([held, adding(1)]), policy=Whole)
+    first = batcher.submit(0)
+    held.gate.wait_entered()
+    second = batcher.submit(1)
+    closer = start(lambda: batcher.close(cancel=True))
+    with pytest.raises(BatcherClosed):
+        second.result(LONG_S)
+    held.gate.open()
+    assert first.result(LONG_S) == 1
+    join(closer)
+
+
 def test_a_batch_of_which_one_gives_up_before_it_starts_is_a_new_one() -> None:
     class Alone(StagedRule):
         def choose(self, now_ns: int) -> int:

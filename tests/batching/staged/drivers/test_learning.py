@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.batching.staged.rules import joining
+from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.learning import LateKey
 from trims_shim.batching.drivers.replies import BatchFuture, Entry
 from trims_shim.batching.policies.immediate import Immediate
@@ -89,6 +90,21 @@ def test_all_stages_of_a_job_that_ran_on_are_learned() -> None:
         assert learning.ran(policy, job) == (latency_ms == 2)
     assert rule.profile.stage_ns(0, 1) == 2 * MS
     assert rule.profile.stage_ns(1, 1) == 10 * MS
+
+
+def test_a_batch_that_ran_whole_is_divided_among_the_stages() -> None:
+    learning = make()
+    policy, rule = with_rule(learning)
+    for latency_ms in (500, 2, 2):
+        learning.ran(policy, ran_stage(0, 1, latency_ms, 3 * latency_ms))
+    assert rule.profile.latency_ns(1) == 8 * MS
+    job = Job(0, [Request(1, 0, payload=Entry((1,), BatchFuture(), 0, None))], 0)
+    for _ in range(60):
+        job.live, job.results = job.requests, [1]
+        job.started_ns, job.ended_ns = 0, 16 * MS
+        learning.ran(policy, job)
+    assert rule.profile.stage_ns(0, 1) == pytest.approx(4 * MS, rel=0.02)
+    assert rule.profile.stage_ns(1, 1) == pytest.approx(12 * MS, rel=0.02)
 
 
 def test_a_key_that_comes_again_is_not_forgotten_for_those_that_come_once(

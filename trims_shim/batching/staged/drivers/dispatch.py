@@ -19,7 +19,7 @@ from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.replies import FAILURES
 from trims_shim.batching.drivers.threads import ThreadDispatch
-from trims_shim.batching.protocol import Action, Cancelled, Request
+from trims_shim.batching.protocol import Action, Cancelled, Request, Run
 from trims_shim.batching.staged.drivers.functions import StagedFunction
 from trims_shim.batching.staged.drivers.jobs import StageJob
 from trims_shim.batching.staged.drivers.running import StageOutput
@@ -54,7 +54,9 @@ class StagedDispatch(ThreadDispatch):
     # --- a thread that runs a stage ---------------------------------------------------------------
 
     def _run(self, job: Job) -> None:
-        assert isinstance(job, StageJob)
+        if not isinstance(job, StageJob):
+            super()._run(job)
+            return
         job.begin(self.options.clock_ns())
         output = self._output_of(job)
         job.end_stage(self.options.clock_ns(), output)
@@ -80,14 +82,17 @@ class StagedDispatch(ThreadDispatch):
     def _carry_out(self, action: Action) -> None:
         if not isinstance(action, RunStage):
             super()._carry_out(action)
+            is_whole = type(action) is Run
+            self.stages.batches += is_whole
+            self.stages.whole += is_whole
             return
         if not action.stage and not self._has_loop:
             self._check_queued(action.batch)
         job = self._job_of(action)
         job.news = self._news
         for other in self._jobs:
-            assert isinstance(other, StageJob)
-            other.is_beside = job.is_beside = True
+            if isinstance(other, StageJob):
+                other.is_beside = job.is_beside = True
         self._begin(job)
         self._set_out(job)
 
@@ -100,9 +105,8 @@ class StagedDispatch(ThreadDispatch):
             result=list if loop is None else loop.result,
         )
 
-    def _set_out(self, job: Job) -> None:
+    def _set_out(self, job: StageJob) -> None:
         """Remove the job's requests from the queue if this is their first stage."""
-        assert isinstance(job, StageJob)
         if job.stage:
             return
         new = [each for each in job.requests if each.number in self._waiting]
@@ -125,7 +129,9 @@ class StagedDispatch(ThreadDispatch):
         super()._take(event)
 
     def _end(self, now_ns: int, job: Job) -> None:
-        assert isinstance(job, StageJob)
+        if not isinstance(job, StageJob):
+            super()._end(now_ns, job)
+            return
         if job not in self._jobs:
             return  # started before a fork or an interrupt
         self._jobs.discard(job)
@@ -207,7 +213,7 @@ class StagedDispatch(ThreadDispatch):
 
     def _tidy_up(self) -> None:
         for job in self._jobs:
-            if self._is_begun(job):
+            if isinstance(job, StageJob) and self._is_begun(job):
                 self._set_out(job)
         super()._tidy_up()
 
@@ -238,8 +244,17 @@ class StagedDispatch(ThreadDispatch):
 
     @property
     def running(self) -> int:
-        """See :class:`Dispatch`: the number of active requests."""
-        return len(self._active)
+        """See :class:`Dispatch`: active requests, and those that run through the whole model."""
+        return len(self._active) + len(self._in_whole())
 
     def _open_requests(self) -> list[Request]:
-        return [*self._waiting.values(), *self._overflow, *self._active.values()]
+        return [
+            *self._waiting.values(),
+            *self._overflow,
+            *self._active.values(),
+            *self._in_whole(),
+        ]
+
+    def _in_whole(self) -> list[Request]:
+        whole = [job for job in self._jobs.copy() if not isinstance(job, StageJob)]
+        return [request for job in whole for request in job.requests]

@@ -48,7 +48,9 @@ class StagedEngine(Engine):
             return StageRecord(len(self._staged.model)).snapshot()
         stats = dispatch.stats()
         stage = StageStats(stats.batch_sizes, stats.busy_total_s)
-        return StagedStats(stats.batches, stretches=0, splits=0, failures=0, stages=(stage,))
+        return StagedStats(
+            stats.batches, stretches=0, splits=0, failures=0, stages=(stage,), whole=stats.batches
+        )
 
     def _measured(self, request: Request, *, repeats: int, limit_ns: int) -> LatencyProfile:
         staged, clock, entry = self._staged, self.options.clock_ns, request.payload

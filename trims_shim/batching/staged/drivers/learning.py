@@ -82,6 +82,19 @@ class StagedLearning(Learning):
                 return True
         return super()._learn(policy, job)
 
+    def _durations_ns(self, job: Job, learned: LearnedProfile, size: int) -> Sequence[int]:
+        """See :class:`Learning`; a batch that ran whole is divided among stages as they are known.
+
+        Those that go through the stages keep that up to date.
+        """
+        if isinstance(job, StageJob) or self._parts == 1:
+            return job.durations_ns
+        profile = learned.profile(self.max_batch_size)
+        assert isinstance(profile, StagedProfile)
+        taken_ns, known_ns = job.ended_ns - job.started_ns, profile.latency_ns(size)
+        stages = range(self._parts)
+        return [taken_ns * profile.stage_ns(stage, size) // known_ns for stage in stages]
+
     def measured_stages(
         self,
         key: Hashable,

@@ -14,6 +14,7 @@ always fails, it is still tried now and then, to notice when that changes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from trims_shim.batching.profiles.profile import LatencyProfile
@@ -48,7 +49,7 @@ class LoadDiversity(StagedAuto):
         wait_ms: float | None = None,
     ) -> None:
         super().__init__(profile, max_batch_size=max_batch_size, margin_ms=margin_ms)
-        self._wait_ns = None if wait_ms is None else duration_ns("wait_ms", wait_ms)
+        self.wait_ns = None if wait_ms is None else duration_ns("wait_ms", wait_ms)
         self._joinable = 1.0
         """The probability that the rows of newcomers can be joined with those of the batch."""
 
@@ -66,13 +67,38 @@ class LoadDiversity(StagedAuto):
         self._joinable += (1 - self._joinable) * _HOPE
         return 0
 
+    def joining_saves_ns(self, now_ns: int, size: int) -> float:
+        """Return what the next arrivals are expected to save by joining a new batch of ``size``.
+
+        They join at the border where that saves most; each border is weighed with the probability
+        that somebody has arrived by then. In requests x ns, like :meth:`cost_ns`.
+        """
+        staged, rate = self.staged, self.rate(now_ns)
+        one_by_one = together = 0.0
+        for stage in range(1, len(staged.stages)):
+            arrivals = rate * staged.passed_ns(stage, size)
+            each = max(0.0, self._join_saves_ns(now_ns, stage, size, 1))
+            one_by_one += rate * staged.stage_ns(stage - 1, size) * each
+            saved = self._join_saves_ns(now_ns, stage, size, max(1, round(arrivals)))
+            together = max(together, -math.expm1(-arrivals) * saved)
+        return max(one_by_one, together)
+
+    def _join_saves_ns(self, now_ns: int, stage: int, size: int, joining: int) -> float:
+        joining = min(joining, self.max_batch_size - size)
+        if joining < 1:
+            return 0.0
+        rest_ns = self.staged.remaining_ns(stage, size)
+        all_ns = self._joined_ns([(stage, size)], joining) + RUN_NS * stage
+        apart = self.cost_ns(now_ns, [(rest_ns, size)], next_ns=rest_ns, queued=joining)
+        return apart - self.cost_ns(now_ns, [(all_ns, size + joining)], next_ns=all_ns, queued=0)
+
     def _sure_room(self, batch: Batch) -> int:
         """Return how many can join before the batch exceeds the sizes with known latencies.
 
         Latencies of larger sizes are optimistic guesses. If a new batch is slower than guessed,
         only its own requests pay; here the whole batch would wait for newcomers.
         """
-        if self._wait_ns is not None:
+        if self.wait_ns is not None:
             return len(self.queue)
         later = range(levels_of(batch)[0][0], len(self.staged.stages))
         return max(0, min([self.staged.sure[stage] for stage in later]) - batch.live)
@@ -118,8 +144,8 @@ class LoadDiversity(StagedAuto):
         return now_ns + self.margin_ns + int(self.stretches[-1] * duration_ns)
 
     def _is_worth_it(self, now_ns: int, batch: Batch, size: int) -> bool:
-        if self._wait_ns is not None:
-            return now_ns - batch.created_ns < self._wait_ns
+        if self.wait_ns is not None:
+            return now_ns - batch.created_ns < self.wait_ns
         if self.devices == 1:
             return self._saves_alone(now_ns, batch, size)
         return self._saves_in_pipeline(now_ns, batch, size)

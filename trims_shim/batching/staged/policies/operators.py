@@ -39,20 +39,36 @@ class OperatorDiversity(StagedAuto):
 
     def split(self, now_ns: int, part: Part) -> Sequence[int]:
         """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`."""
-        size = part.size
-        if not 2 <= size <= self.profile.max_batch_size:
+        if not 2 <= part.size <= self.profile.max_batch_size:
             return ()
-        remaining_ns = self.staged.remaining_ns
-        rest_ns = remaining_ns(part.stage, size)
         best: Sequence[int] = ()
-        best_ns = self.parts_cost_ns(now_ns, part, (size,)) - _SAVES * rest_ns * size
-        for sizes in ways_to_split(self.staged, part.stage, size):
-            if sum(remaining_ns(part.stage, each) for each in sizes) > (1 + _LONGER) * rest_ns:
-                continue
-            cost_ns = self.parts_cost_ns(now_ns, part, sizes)
-            if cost_ns < best_ns and not self._makes_late(now_ns, part, sizes):
-                best, best_ns = sizes, cost_ns
+        best_ns = 0.0
+        for sizes, saved_ns in self._worthwhile(now_ns, part.stage, part.size):
+            if saved_ns > best_ns and not self._makes_late(now_ns, part, sizes):
+                best, best_ns = sizes, saved_ns
         return best if best and self._has_diversity() else ()
+
+    def splitting_saves_ns(self, now_ns: int, size: int) -> float:
+        """Return what a split of a new batch saves at the border where it saves most.
+
+        In requests x ns, like :meth:`cost_ns`.
+        """
+        if not self._has_diversity():
+            return 0.0
+        borders = range(1, len(self.staged.stages))
+        ways = (way for stage in borders for way in self._worthwhile(now_ns, stage, size))
+        return max((saved_ns for _, saved_ns in ways), default=0.0)
+
+    def _worthwhile(
+        self, now_ns: int, stage: int, size: int
+    ) -> Iterator[tuple[Sequence[int], float]]:
+        """Yield ways to split before ``stage``, and what each saves beyond the least it has to."""
+        remaining_ns = self.staged.remaining_ns
+        rest_ns = remaining_ns(stage, size)
+        whole_ns = self.parts_cost_ns(now_ns, stage, (size,)) - _SAVES * rest_ns * size
+        for sizes in ways_to_split(self.staged, stage, size):
+            if sum(remaining_ns(stage, each) for each in sizes) <= (1 + _LONGER) * rest_ns:
+                yield sizes, whole_ns - self.parts_cost_ns(now_ns, stage, sizes)
 
     def next_split(self, now_ns: int, part: Part) -> int | None:
         """See :class:`~trims_shim.batching.staged.staged_rules.StagedRule`.
@@ -71,11 +87,11 @@ class OperatorDiversity(StagedAuto):
             self._is_diverse = has_operator_diversity(self.staged)
         return self._is_diverse
 
-    def parts_cost_ns(self, now_ns: int, part: Part, sizes: Sequence[int]) -> float:
+    def parts_cost_ns(self, now_ns: int, stage: int, sizes: Sequence[int]) -> float:
         """Return the cost of going on in parts of these sizes, one after the other."""
         remaining_ns = self.staged.remaining_ns
-        run_ns = RUN_NS * (len(self.staged.stages) - part.stage)
-        ends_ns = list(accumulate(remaining_ns(part.stage, size) + run_ns for size in sizes))
+        run_ns = RUN_NS * (len(self.staged.stages) - stage)
+        ends_ns = list(accumulate(remaining_ns(stage, size) + run_ns for size in sizes))
         answers = list(zip(ends_ns, sizes, strict=True))
         return self.cost_ns(now_ns, answers, next_ns=ends_ns[-1], queued=len(self.queue))
 

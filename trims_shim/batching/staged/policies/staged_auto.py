@@ -169,11 +169,12 @@ class StagedAuto(Auto, StagedRule):
         self, now_ns: int, answers: Iterable[Answer], *, next_ns: float, queued: int
     ) -> float:
         """Return the cost of a plan that leaves ``queued`` requests of this key in the queue."""
-        prospect = self._looked_at(now_ns)
+        prospect = self.looked_at(now_ns)
         return prospect.cost_ns(answers, next_ns=next_ns, queued=queued + self.others)
 
-    def _looked_at(self, now_ns: int) -> Prospect:
-        rate = self._rate(now_ns)
+    def looked_at(self, now_ns: int) -> Prospect:
+        """Return the prospect at the present rate; the same one while nothing changes much."""
+        rate = self.rate(now_ns)
         prospect = self._prospect
         if (
             prospect is None
@@ -185,7 +186,7 @@ class StagedAuto(Auto, StagedRule):
             self._prospect, self._prospect_of, self._prospect_rate = prospect, self.profile, rate
         return prospect
 
-    def _rate(self, now_ns: int) -> float:
+    def rate(self, now_ns: int) -> float:
         """Return the arrivals per nanosecond."""
         arrivals_ns = self._arrivals_ns
         if len(arrivals_ns) < 2:
