@@ -71,6 +71,7 @@ class StagedLearner(Learner):
             has_loop=False,
             pairs=2,
             max_active=None,
+            may_run_whole=True,
             **options,
         )
 

@@ -274,7 +274,7 @@ class PolicyWorld:
             if type(run) is Run
             for request in run.batch
         )
-        has_exits = self.policy._has_exits
+        has_exits = not self.policy._may_run_whole
         return (
             tuple(rows),
             queues,

@@ -198,6 +198,10 @@ def test_none_does_where_stages_answer_some_early() -> None:
     serving.rule().is_whole = True
     serving.ask()
     assert [stage for stage, _ in serving.shown()] == [0], "nor where nobody knows when they end"
+    serving = Serving(may_run_whole=False)
+    serving.rule().is_whole = True
+    serving.ask()
+    assert [stage for stage, _ in serving.shown()] == [0], "nor on a device that takes only stages"
 
 
 def test_with_two_devices_two_batches_are_on_their_way() -> None:

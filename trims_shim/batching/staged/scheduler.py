@@ -69,7 +69,8 @@ class StagedBatching(Batching):
 
     ``devices``: how many stages run at once. ``pairs``: buffer pairs of each stage. ``has_loop``:
     the last stage runs again until its requests are finished. ``max_active``: how many requests may
-    be under way; None for no limit except the buffers.
+    be under way; None for no limit except the buffers. ``may_run_whole``: the device also takes
+    batches for the whole model.
     """
 
     def __init__(
@@ -82,14 +83,14 @@ class StagedBatching(Batching):
         has_loop: bool = False,
         max_active: int | None = None,
         max_weight: int | None = None,
+        may_run_whole: bool = True,
     ) -> None:
         super().__init__(make_rule, devices=devices, max_weight=max_weight)
         if max_active is not None and max_active < 1:
             raise ValueError(f"max_active is {max_active}; it has to be 1 or more")
         self.pipeline = Pipeline(stages, pairs=pairs, has_loop=has_loop)
         self._max_active = max_active
-        self._has_exits = False
-        """A stage before the last has answered requests."""
+        self._may_run_whole = may_run_whole and devices == 1 and not has_loop
 
     def on_event(self, now_ns: int, event: Event) -> Sequence[Action]:
         """See :class:`~trims_shim.batching.protocol.Policy`; never gets Preempted."""
@@ -111,7 +112,8 @@ class StagedBatching(Batching):
         batch.is_typical &= event.is_typical
         rule = self._rules.get(batch.key)
         through = event.part.stage if event.through is None else event.through
-        self._has_exits |= bool(event.left) and through < self.pipeline.last
+        if event.left and through < self.pipeline.last:
+            self._may_run_whole = False  # those that are finished early would wait for the others
         if event.is_joined is not None and not batch.is_apart:
             batch.is_apart = not event.is_joined
             if isinstance(rule, StagedRule):
@@ -277,7 +279,7 @@ class StagedBatching(Batching):
         return False
 
     def _runs_whole(self, rule: Rule, now_ns: int, size: int) -> bool:
-        if not isinstance(rule, StagedRule) or self.pipeline.has_loop or self._has_exits:
+        if not (self._may_run_whole and isinstance(rule, StagedRule)):
             return False
         return rule.runs_whole(now_ns, size)
 

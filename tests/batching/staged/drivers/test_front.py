@@ -13,9 +13,11 @@ import pytest
 from tests.batching.staged.rules import joining
 from tests.batching.waiting import LONG_S, join, start
 from trims_shim.batching import Batcher, Pad, batched
+from trims_shim.batching.drivers.lanes import CpuLane
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged import Loop, StagedModel, StagedProfile, Stepped
+from trims_shim.batching.staged.drivers import front
 from trims_shim.batching.staged.policies import STAGED_POLICIES
 from trims_shim.batching.staged.profiles.profile_files import SavedStages, save_staged_profile
 from trims_shim.batching.staged.scheduler import StagedBatching
@@ -411,3 +413,15 @@ def test_many_threads_with_tensors() -> None:
         stats = batcher.stage_stats()
     assert wrong == []
     assert stats.failures == 0
+
+
+def test_only_lanes_of_a_processor_run_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain call returns before a GPU is done."""
+    for lane, expected in ((CpuLane(), True), (object(), False)):
+        monkeypatch.setattr(front, "_lanes", lambda *_, lane=lane: [lane])
+        kind = front.staged_kind(
+            model(), has_function=False, policy=None, profile=None, devices=None, pairs=2,
+            max_active=None,
+        )  # fmt: skip
+        made: Any = kind.learning
+        assert made.keywords["may_run_whole"] is expected

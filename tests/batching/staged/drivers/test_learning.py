@@ -31,6 +31,7 @@ MS = 1_000_000
 def make(**options: Any) -> StagedLearning:
     defaults: dict[str, Any] = {
         "stages": 2, "is_whole": False, "has_loop": False, "pairs": 2, "max_active": None,
+        "may_run_whole": True,
         "name": None, "max_batch_size": 8, "max_batch_weight": None, "devices": 1,
         "batch_sizes": None, "prior": None, "store": lambda: None,
     }  # fmt: skip

@@ -52,7 +52,9 @@ def staged_kind(
     lanes = _lanes(model, devices)
     # A model of one stage has no borders to act at, and its batches may run side by side.
     is_whole = len(model) == 1 and model.loop is None and max_active is None
-    is_whole = is_whole and all(isinstance(lane, CpuLane) for lane in lanes)
+    # On a GPU, only lanes wait until what they have called is done.
+    may_run_whole = all(isinstance(lane, CpuLane) for lane in lanes)
+    is_whole = is_whole and may_run_whole
     return EngineKind(
         function=functools.partial(
             StagedFunction, model=model, has_function=has_function, lanes=lanes
@@ -64,6 +66,7 @@ def staged_kind(
             has_loop=model.loop is not None,
             pairs=pairs,
             max_active=max_active,
+            may_run_whole=may_run_whole,
             # A second stream that the user did not ask for is used only if it is known to gain.
             width=0.0 if devices is None and len(lanes) > 1 else None,
         ),

@@ -31,9 +31,9 @@ _UNREACHED: Mapping[int, float] = {1: 1.0}
 class StagedLearning(Learning):
     """Makes policies for a model of ``stages`` stages, and keeps their profiles fresh.
 
-    ``pairs``, ``has_loop`` and ``max_active`` are those of :class:`StagedBatching`. ``width`` is
-    assumed for the device where it was not measured. With ``is_whole`` the only stage runs like any
-    function, under a plain :class:`Batching`.
+    ``pairs``, ``has_loop``, ``max_active`` and ``may_run_whole`` are those of
+    :class:`StagedBatching`. ``width`` is assumed for the device where it was not measured. With
+    ``is_whole`` the only stage runs like any function, under a plain :class:`Batching`.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class StagedLearning(Learning):
         has_loop: bool,
         pairs: int,
         max_active: int | None,
+        may_run_whole: bool,
         width: float | None = None,
         **others: Any,
     ) -> None:
@@ -55,6 +56,7 @@ class StagedLearning(Learning):
         self._has_loop = has_loop
         self._pairs = pairs
         self._max_active = max_active
+        self._may_run_whole = may_run_whole
         self._width = width
         super().__init__(maker, **others)
         self.mixes_lengths = self.mixes_lengths and not has_loop
@@ -71,6 +73,7 @@ class StagedLearning(Learning):
             has_loop=self._has_loop,
             max_active=self._max_active,
             max_weight=self._max_batch_weight,
+            may_run_whole=self._may_run_whole,
         )
 
     def _learn(self, policy: Policy, job: Job) -> bool:
