@@ -44,6 +44,9 @@ _HASHING_THREADS = len(os.sched_getaffinity(0))
 _STREAM_THREADS = 2 if copying.engine() == "native" else 0
 """The emulated driver's, for the streams that go with the buffers that are kept."""
 
+_IDLE_DESCRIPTORS = 4
+"""Standard streams and the socket."""
+
 MakeFile = Callable[..., str]
 
 
@@ -186,7 +189,7 @@ def test_a_failed_job_leaves_the_process_and_nothing_else(
     harness = make()
     memory, outline, _ = harness.upload(source)
     pid = harness.pid
-    idle = (1 + _HASHING_THREADS + _STREAM_THREADS, 4)  # Standard streams and the socket.
+    idle = (1 + _HASHING_THREADS + _STREAM_THREADS, _IDLE_DESCRIPTORS)
     wait_until(lambda: _state(pid) == idle, "the first job is over")
     broken = os.open(make_file(CONTENT[:-1], "broken"), os.O_RDONLY)
     for _ in range(3):
@@ -202,6 +205,21 @@ def test_a_failed_job_leaves_the_process_and_nothing_else(
     assert harness.pid == pid
     os.close(outline)
     memory.close()
+
+
+def test_parts_that_reach_a_job_as_it_ends_are_closed(
+    make: Callable[..., Harness], source: int
+) -> None:
+    """Found: those that came between its last look and its end stayed open."""
+    harness = make()
+    for _ in range(10):
+        with harness.uploader.job() as job:
+            job.plan(source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m")
+            os.kill(harness.pid, signal.SIGSTOP)  # It finds all of them at once.
+        for _ in range(10):
+            job._send(duties.UploadPart(job.number, 0), source)
+        os.kill(harness.pid, signal.SIGCONT)
+    wait_until(lambda: _state(harness.pid)[1] == _IDLE_DESCRIPTORS, "all are closed")
 
 
 def test_a_file_that_is_laid_out_anew_after_it_was_planned(

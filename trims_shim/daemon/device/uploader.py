@@ -125,6 +125,8 @@ class _Jobs:
         self._backend = backend
         self._connection = connection
         self._inboxes: dict[int, Inbox] = {}
+        self._delivering = threading.Lock()
+        """Held so that no descriptor reaches a job that has ended."""
         self._memory: dict[int, DeviceAllocation] = {}
 
     def run(self) -> None:
@@ -145,21 +147,20 @@ class _Jobs:
             inbox: Inbox = queue.SimpleQueue()
             self._inboxes[message.job] = inbox
             threading.Thread(target=self._serve, args=(packet, inbox), daemon=True).start()
-            return
-        known = self._inboxes.get(message.job)
-        if isinstance(message, duties.JobRelease):
-            self._release(message.job, known)
-        elif known is not None:
-            known.put(packet)
-        elif packet.descriptor is not None:
+        elif isinstance(message, duties.JobRelease):
+            self._deliver(message.job, None)
+            memory = self._memory.pop(message.job, None)
+            if memory is not None:
+                memory.close()
+        elif not self._deliver(message.job, packet) and packet.descriptor is not None:
             os.close(packet.descriptor)  # A part of a job that has failed.
 
-    def _release(self, job: int, inbox: Inbox | None) -> None:
-        if inbox is not None:
-            inbox.put(None)
-        memory = self._memory.pop(job, None)
-        if memory is not None:
-            memory.close()
+    def _deliver(self, job: int, packet: Packet | None) -> bool:
+        with self._delivering:
+            inbox = self._inboxes.get(job)
+            if inbox is not None:
+                inbox.put(packet)
+            return inbox is not None
 
     def _serve(self, packet: Packet, inbox: Inbox) -> None:
         request = packet.message
@@ -178,8 +179,9 @@ class _Jobs:
         except Exception as error:
             _logger.exception("job %d failed", request.job)
             reply = _failed(request.job, ReadFailed(f"{type(error).__name__}: {error}"))
-        del self._inboxes[request.job]
-        handover.close_all(held)
+        with self._delivering:
+            del self._inboxes[request.job]
+        handover.close_all([*held, *_unread(inbox)])
         if reply is not None:
             self._send(reply)
 
@@ -342,6 +344,17 @@ def _collect(count: int, held: list[int], inbox: Inbox) -> list[int]:
             raise WireError(f"part {number} of {count} did not come")
         found.append(packet.descriptor)
         held.append(packet.descriptor)
+    return found
+
+
+def _unread(inbox: Inbox) -> list[int]:
+    """The descriptors that a job has not taken out of its inbox."""
+    found = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            packet = inbox.get_nowait()
+            if packet is not None and packet.descriptor is not None:
+                found.append(packet.descriptor)
     return found
 
 
