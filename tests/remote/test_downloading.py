@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -46,9 +47,19 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloading, "_FIRST_PAUSE_S", 0.0)
 
 
+def completed(
+    remote: Fake,
+    listing: Listing,
+    directory: Path,
+    progress: Callable[[int], None] = lambda done_bytes: None,
+    make_room: Callable[[int], None] = lambda needed_bytes: None,
+) -> None:
+    download(remote, listing, str(directory), progress=progress, make_room=make_room)
+
+
 def downloaded(remote: Fake, directory: Path) -> bytes:
     seen: list[int] = []
-    download(remote, remote.list(), str(directory), progress=seen.append)
+    completed(remote, remote.list(), directory, seen.append)
     assert seen[-1:] == [len(CONTENT)]
     return (directory / "x.bin").read_bytes()
 
@@ -102,7 +113,7 @@ def test_what_is_longer_than_the_file_is_not_of_it(tmp_path: Path) -> None:
 def test_nothing_is_asked_for_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(CONTENT)
     remote = Fake()
-    download(remote, remote.list(), str(tmp_path), progress=lambda done: None)
+    completed(remote, remote.list(), tmp_path)
     assert remote.starts == []
 
 
@@ -129,7 +140,7 @@ def test_it_is_given_up_when_nothing_comes(is_seekable: bool, tmp_path: Path) ->
     remote = Fake(is_concurrent=False, is_seekable=is_seekable)
     remote.fails = lambda start, end: 5000
     with pytest.raises(RemoteUnreachable, match="it stopped"):
-        download(remote, remote.list(), str(tmp_path), progress=lambda done: None)
+        completed(remote, remote.list(), tmp_path)
     assert (tmp_path / "x.bin").read_bytes() == CONTENT[:5000], "what came can be resumed"
     assert len(remote.starts) == downloading._TRIES
 
@@ -144,7 +155,7 @@ def test_another_length_than_was_said_is_an_error(size_bytes: int, tmp_path: Pat
     remote = Liar(is_concurrent=False, is_seekable=False)
     remote.file = RemoteFile("x.bin", "fake://x.bin", size_bytes, "1", False)
     with pytest.raises(RemoteUnreachable, match=f"100000 bytes came, of {size_bytes}"):
-        download(remote, remote.list(), str(tmp_path), progress=lambda done: None)
+        completed(remote, remote.list(), tmp_path)
 
 
 def test_a_short_part_is_an_error(tmp_path: Path) -> None:
@@ -154,8 +165,36 @@ def test_a_short_part_is_an_error(tmp_path: Path) -> None:
 
     remote = Short()
     with pytest.raises(RemoteUnreachable, match="has not its length"):
-        download(remote, remote.list(), str(tmp_path), progress=lambda done: None)
+        completed(remote, remote.list(), tmp_path)
     assert (tmp_path / "x.bin").read_bytes() == CONTENT[:5000]
+
+
+def test_room_is_made_for_what_was_not_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: a server that says no size, and never ends, filled the disk."""
+    monkeypatch.setattr(downloading, "_ROOM_BYTES", 10_000)
+    remote = Fake(is_concurrent=False, is_seekable=False)
+    announced: list[int] = []
+    completed(remote, remote.list(), tmp_path, make_room=announced.append)
+    assert announced == []
+    remote.file = replace(remote.file, size_bytes=None)
+    room: list[int] = []
+
+    def make_room(needed_bytes: int) -> None:
+        if sum(room) > len(CONTENT) // 2:
+            raise OSError(errno.ENOSPC, "full")
+        room.append(needed_bytes)
+
+    completed(remote, remote.list(), tmp_path, make_room=room.append)
+    assert (tmp_path / "x.bin").read_bytes() == CONTENT
+    assert room[0] == 400, "little is not refused for want of much"
+    assert max(room) == 10_000
+    assert len(CONTENT) <= sum(room) < len(CONTENT) + 10_000
+    room.clear()
+    with pytest.raises(OSError, match="full"):
+        completed(remote, remote.list(), tmp_path, make_room=make_room)
+    assert (tmp_path / "x.bin").stat().st_size <= sum(room)
 
 
 def test_files_are_counted_together(tmp_path: Path) -> None:
@@ -163,7 +202,7 @@ def test_files_are_counted_together(tmp_path: Path) -> None:
     names = ("bert/a", "bert/deep/b")
     files = tuple(RemoteFile(name, name, len(CONTENT), "1", True) for name in names)
     seen: list[int] = []
-    download(remote, Listing(files), str(tmp_path), progress=seen.append)
+    completed(remote, Listing(files), tmp_path, seen.append)
     assert seen == sorted(seen)
     assert seen[-1] == 2 * len(CONTENT)
     assert {(tmp_path / name).read_bytes() for name in names} == {CONTENT}
@@ -173,7 +212,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"mine")
     (tmp_path / "x.bin").symlink_to(tmp_path / "other")
     with pytest.raises(OSError, match=r"symbolic links"):
-        download(Fake(), Fake().list(), str(tmp_path), progress=lambda done: None)
+        completed(Fake(), Fake().list(), tmp_path)
     assert (tmp_path / "other").read_bytes() == b"mine"
 
 
@@ -192,7 +231,7 @@ def test_a_body_without_end_is_given_up(is_concurrent: bool, tmp_path: Path) -> 
 
     remote.read = read  # type: ignore[method-assign]
     with pytest.raises(RemoteUnreachable, match=r"bytes came|has not its length"):
-        download(remote, remote.list(), str(tmp_path), progress=lambda _: None)
+        completed(remote, remote.list(), tmp_path)
     assert (tmp_path / "x.bin").read_bytes() == b"", "nothing to go on with"
 
 
@@ -201,7 +240,7 @@ def test_messages_have_no_signatures(tmp_path: Path) -> None:
     remote.file = replace(remote.file, place="https://b.example/x.bin?signature=secret")
     remote.read = lambda *_: iter(())  # type: ignore[method-assign]
     with pytest.raises(RemoteUnreachable, match=r"x.bin: \d+ bytes came"):
-        download(remote, remote.list(), str(tmp_path), progress=lambda _: None)
+        completed(remote, remote.list(), tmp_path)
 
 
 def test_without_threads_parts_come_one_after_the_other(

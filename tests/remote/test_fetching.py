@@ -21,8 +21,10 @@ import fsspec
 import pytest
 
 import trims_shim
+from trims_shim.daemon.prepared.directory import Space
 from trims_shim.errors import ConfigError, RemoteError, RemoteUnreachable, WrongDigest
 from trims_shim.remote import copies, downloading, fetching
+from trims_shim.remote import web as web_module
 from trims_shim.remote.listing import Listing, RemoteFile
 from trims_shim.remote.web import WebFiles
 
@@ -542,6 +544,26 @@ def test_a_full_disk_is_an_error_and_nothing_is_left(
     assert raised.value.errno == errno.ENOSPC
     assert raised.value.filename == str(home)
     assert names_in(home) == []
+
+
+def test_a_file_without_a_size_may_fill_only_what_is_to_spare(
+    web: WebServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(downloading, "_ROOM_BYTES", len(CONTENT) // 8)
+    monkeypatch.setattr(web_module, "_CHUNK_BYTES", len(CONTENT) // 20)
+    spare_bytes = len(CONTENT) // 2
+
+    def space(directory: str) -> Space:
+        used_bytes = sum(each.stat().st_size for each in home.rglob("*") if each.is_file())
+        return Space(1 << 40, spare_bytes - used_bytes)
+
+    monkeypatch.setattr(copies, "space_of", space)
+    url = web.put("vit.pt", CONTENT, has_ranges=False, is_chunked=True)
+    with pytest.raises(OSError, match=r"bytes are needed, .* are to spare"):
+        trims_shim.fetch(url)
+    assert names_in(home) == []
+    spare_bytes = 2 * len(CONTENT)
+    assert read(trims_shim.fetch(url)) == CONTENT
 
 
 def test_a_server_with_hostile_names(web: WebServer, home: Path) -> None:

@@ -23,6 +23,8 @@ __all__ = ["PART_BYTES", "STREAMS", "Remote", "download"]
 STREAMS = 8
 PART_BYTES = 8 << 20
 """What one stream reads at once; so much memory is taken for each."""
+_ROOM_BYTES = 64 << 20
+"""A file whose size nobody knows is given at most this much room at a time."""
 _TRIES = 4
 _FIRST_PAUSE_S = 0.25
 
@@ -37,9 +39,17 @@ class Remote(Protocol):
 
 
 def download(
-    remote: Remote, listing: Listing, directory: str, *, progress: Callable[[int], None]
+    remote: Remote,
+    listing: Listing,
+    directory: str,
+    *,
+    progress: Callable[[int], None],
+    make_room: Callable[[int], None],
 ) -> None:
     """Complete the files below a directory; ``progress`` gets the number of bytes that are there.
+
+    ``make_room`` is called with a number of bytes before so many are written that the listing did
+    not announce; it may raise OSError.
 
     Raises RemoteUnreachable if that fails again and again, OSError. What came is left there.
     """
@@ -49,7 +59,7 @@ def download(
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(path, flags, 0o600), "r+b") as out:
-            _complete(remote, file, out, _shifted(progress, before_bytes))
+            _complete(remote, file, out, _shifted(progress, before_bytes), make_room)
             before_bytes += out.tell()
 
 
@@ -58,7 +68,11 @@ def _shifted(progress: Callable[[int], None], before_bytes: int) -> Callable[[in
 
 
 def _complete(
-    remote: Remote, file: RemoteFile, out: BinaryIO, progress: Callable[[int], None]
+    remote: Remote,
+    file: RemoteFile,
+    out: BinaryIO,
+    progress: Callable[[int], None],
+    make_room: Callable[[int], None],
 ) -> None:
     failures = 0
     while True:
@@ -66,7 +80,7 @@ def _complete(
         if file.size_bytes is None or not file.is_seekable or start > file.size_bytes:
             start = out.seek(out.truncate(0))
         try:
-            _append(remote, file, out, progress)
+            _append(remote, file, out, progress, make_room)
             return
         except RemoteUnreachable:
             # As long as it goes on after where it ended, there may be any number of ends.
@@ -77,15 +91,24 @@ def _complete(
 
 
 def _append(
-    remote: Remote, file: RemoteFile, out: BinaryIO, progress: Callable[[int], None]
+    remote: Remote,
+    file: RemoteFile,
+    out: BinaryIO,
+    progress: Callable[[int], None],
+    make_room: Callable[[int], None],
 ) -> None:
     came_bytes, size_bytes = out.tell(), file.size_bytes
+    room_bytes = 0
     if came_bytes != size_bytes:
         for piece in _pieces(remote, file, came_bytes):
             came_bytes += len(piece)
             if size_bytes is not None and came_bytes > size_bytes:
                 out.truncate(out.seek(0))
                 break  # Perhaps it never ends.
+            if size_bytes is None and came_bytes > room_bytes:
+                more_bytes = min(came_bytes, _ROOM_BYTES)
+                make_room(more_bytes)
+                room_bytes += more_bytes
             out.write(piece)
             progress(came_bytes)
     if size_bytes not in (None, came_bytes):

@@ -183,6 +183,7 @@ class _Fetching:
                 listing,
                 partial.path,
                 progress=lambda done_bytes: self.progress(done_bytes, size_bytes),
+                make_room=self.copies.make_room,
             )
         except (RemoteUnreachable, FileNotFoundError):
             now = self.remote.list()
