@@ -428,10 +428,12 @@ class TestOpening:
         client = front.client(OWN)
         file.request(front, client)
         front.work()
-        front.openings.expire(0.0)
+        front.openings.keep_unused_s = 0.0
+        front.openings.expire()
         front.tiers.close_session(client.number, time.time_ns())
         for unused_s, left in ((math.inf, 1), (3600.0, 1), (0.0, 0)):
-            front.openings.expire(unused_s)
+            front.openings.keep_unused_s = unused_s
+            front.openings.expire()
             assert len(front.host.store.images()) == left
         assert front.counters["expired"] == front.counters["images_evicted"] == 1
 
@@ -454,6 +456,26 @@ class TestLeads:
         assert opened is not None
         assert (opened.outcome, opened.size_bytes) == ("hit", 8 + len(file.content))
         client.offers.popitem()[1].close()
+
+    def test_it_is_not_made_if_it_would_be_gone_before_the_next(
+        self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: with TRIMS_KEEP_UNUSED=0 every second load had it made, and no load got it."""
+        client = front.client(OWN)
+        now_s = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: now_s)
+        front.openings.keep_unused_s = 0.0
+        for _ in range(3):
+            file.offer(front, client, lead_bytes=8)
+        front.openings.keep_unused_s = 60.0
+        for _ in range(2):
+            now_s += 61.0
+            file.offer(front, client, lead_bytes=8)
+        assert front.host.store.ingest_count() == 0
+        now_s += 59.0
+        file.offer(front, client, lead_bytes=8)
+        assert front.host.store.ingest_count() == 1
+        front.work()
 
     def test_other_zeros_are_another_image(self, front: HostFront, file: File) -> None:
         client = front.client(OWN)

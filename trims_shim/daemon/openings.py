@@ -10,8 +10,9 @@ from the host tier, else from the file. Images evicted from a device are copied 
 there is room.
 
 An image with a lead (the bytes of another one, aligned) takes as much memory again, and serves only
-later requests. So it is loaded when it is offered for the second time, and no client waits for it:
-a client that offers it makes a private copy unless the image is there, or about to be.
+later requests. So it is loaded when it is offered for the second time, if it would still be there
+should the third come as late; and no client waits for it: a client that offers it makes a private
+copy unless the image is there, or about to be.
 """
 
 from __future__ import annotations
@@ -80,14 +81,16 @@ class _Copy:
 class Openings:
     """See the module docstring."""
 
-    def __init__(self, front: Front, tiers: Tiers) -> None:
+    def __init__(self, front: Front, tiers: Tiers, *, keep_unused_s: float = math.inf) -> None:
+        """``keep_unused_s``: how long an image stays that nobody uses."""
+        self.keep_unused_s = keep_unused_s
         self._front = front
         self._tiers = tiers
         self._waiting = WaitingRequests()
         self._copies: dict[int, _Copy] = {}
         """By the number of the load."""
-        self._asked_once: Recent[IdentityKey, None] = Recent(_ASKED_LIMIT)
-        """Images with a lead that were offered once, and not loaded then."""
+        self._asked: Recent[IdentityKey, float] = Recent(_ASKED_LIMIT)
+        """Images with a lead that were offered and not loaded, and when that was."""
 
     def open(self, request: Request, message: messages.OpenImageRequest) -> None:
         """Take a request; it is answered now or later. Raises TrimsError instead of answering."""
@@ -157,14 +160,15 @@ class Openings:
         if host.store.is_hit(opening):
             return True
         with self._front.take_offer(request, offer.ticket) as taken:
-            if opening.key not in self._asked_once:
-                self._asked_once.put(opening.key, None)
-            elif self._has_descriptors(host):
+            now_s = time.monotonic()
+            before_s = self._asked.pop(opening.key, -math.inf)
+            actions: list[Action] = []
+            if now_s - before_s < self.keep_unused_s and self._has_descriptors(host):
                 withheld = host.withheld_bytes()
                 actions = host.store.load(opening, time.time_ns(), withheld_bytes=withheld)
-                if actions:
-                    del self._asked_once[opening.key]
                 self.execute(host, actions, offer=taken)
+            if not actions:
+                self._asked.put(opening.key, now_s)
         return False
 
     def execute(
@@ -226,11 +230,11 @@ class Openings:
                 self._front.counters["evicted_under_pressure"] += len(actions) // 2
                 self.execute(tier, actions)
 
-    def expire(self, unused_s: float) -> None:
-        """Give up images that nobody has used for so many seconds."""
-        if unused_s == math.inf:
+    def expire(self) -> None:
+        """Give up images that nobody has used for long."""
+        if self.keep_unused_s == math.inf:
             return
-        before_ns = time.time_ns() - int(unused_s * 1e9)
+        before_ns = time.time_ns() - int(self.keep_unused_s * 1e9)
         for tier in self._tiers:
             actions = tier.store.expire(before_ns)
             if actions:

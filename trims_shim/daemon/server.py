@@ -89,7 +89,6 @@ class Server(Front):
         self.tiers = tiers
         self.sessions = sessions
         self.idle_exit_s = idle_exit_s
-        self.keep_unused_s = keep_unused_s
         self.config_hash = config_hash
         self.memory_reason = memory_reason
         self.started_ns = time.time_ns()
@@ -103,7 +102,7 @@ class Server(Front):
         self._context = zmq.Context(io_threads=1)
         self._control = ControlSocket(self._context, endpoint.control(instance), self._selector)
         self._events = EventSocket(self._context, endpoint.events(instance))
-        self.openings = Openings(self, tiers)
+        self.openings = Openings(self, tiers, keep_unused_s=keep_unused_s)
         self.prepared = prepared(self)
         self.on_stop: Callable[[], None] = lambda: None
         self.is_reachable: Callable[[], bool] = lambda: True
@@ -170,7 +169,7 @@ class Server(Front):
             self.sessions.closer.tend()
             self.tiers.tend()
             self.openings.relieve_pressure()
-            self.openings.expire(self.keep_unused_s)
+            self.openings.expire()
 
     def _timeout(self) -> float:
         if self._watchers or self._control.has_messages():
