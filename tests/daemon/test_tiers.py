@@ -147,6 +147,57 @@ class TestMaking:
         assert threads
         assert threading.current_thread() not in threads
 
+    def test_a_driver_that_hangs_is_not_waited_for(
+        self,
+        make: Callable[..., Harness],
+        emulated_cuda: Emulated,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """Found: the daemon could not end, and checks of images waited behind the driver."""
+        hangs, driver = threading.Event(), tiers_module.driver
+
+        def slow_driver() -> Any:
+            hangs.wait(PATIENCE_S)
+            return driver()
+
+        monkeypatch.setattr(tiers_module, "driver", slow_driver)
+        harness = make()
+        answers = harness.ask(GPU)
+        try:
+            done: list[int] = []
+            harness.tiers.host.loader.run(lambda: 1, done.append)
+            harness.turn()
+            assert done == [1], "other work goes on"
+            harness.tiers.tend()
+            assert (answers, harness.tiers.is_making()) == ([], True)
+            now = time.monotonic()
+            with monkeypatch.context() as later:
+                later.setattr(time, "monotonic", lambda: now + 21)
+                for _ in range(2):
+                    harness.tiers.tend()
+            answers += harness.ask(GPU)
+            assert [type(each) for each in answers] == [UnknownDevice] * 2
+            assert all("has not answered" in str(each) for each in answers)
+            assert len(caplog.records) == 1
+            assert not harness.tiers.is_needed()
+        finally:
+            hangs.set()
+        harness.turn()
+        assert harness.ask(GPU) == harness.tiers.devices != []
+
+    def test_it_ends_while_the_driver_hangs(
+        self, emulated_cuda: Emulated, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hangs = threading.Event()
+        monkeypatch.setattr(tiers_module, "driver", lambda: hangs.wait(PATIENCE_S))
+        harness = Harness()
+        harness.ask(GPU)
+        begin_s = time.monotonic()
+        harness.tiers.close()
+        assert time.monotonic() - begin_s < PATIENCE_S / 2
+        hangs.set()
+
     def test_off(self, make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiers_module, "driver", no_driver)
         (error,) = make(device_backend="off").ask(GPU)

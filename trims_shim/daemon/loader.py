@@ -163,8 +163,17 @@ class Loads(abc.ABC, Generic[_Segment]):
         self._finished.put(finished)
         self._wake()
 
-    def run(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Do ``work`` in a worker thread; a :meth:`take_jobs` call gives its result to ``done``."""
+    def run(
+        self,
+        work: Callable[[], Any],
+        done: Callable[[Any], None],
+        *,
+        pool: Executor | None = None,
+    ) -> None:
+        """Do ``work`` in a worker thread; a :meth:`take_jobs` call gives its result to ``done``.
+
+        ``pool``: whose thread, for work that may take for ever.
+        """
 
         def job() -> None:
             try:
@@ -175,7 +184,7 @@ class Loads(abc.ABC, Generic[_Segment]):
             self._jobs.put(lambda: done(result))
             self._wake()
 
-        self._aside.submit(job)
+        (pool or self._aside).submit(job)
 
     def take_jobs(self) -> list[Callable[[], None]]:
         """Calls that finish jobs, to be made by the server's thread."""

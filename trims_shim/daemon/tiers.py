@@ -1,8 +1,9 @@
 """The tiers of a daemon: host memory, and one for each device that a client has asked for.
 
 A tier is a store that decides and a loader that executes. Device tiers are made on first use, in a
-worker thread, because nothing here touches the driver before a client wants a device, and the event
-loop never does. Used by the server's thread only, unless a method says otherwise.
+thread of their own, because nothing here touches the driver before a client wants a device, and the
+event loop never does. A driver that hangs costs those who ask for that device some patience, once.
+Used by the server's thread only, unless a method says otherwise.
 
 This module also decides how much of a tier's budget cannot be had: the rest of the machine and of a
 device belongs to others, who come and go.
@@ -44,6 +45,8 @@ _MARGIN_FRACTION = 32
 """One part in this many of the memory is left to others; free images are evicted to keep it so."""
 _TRY_AGAIN_S = 30.0
 """A device that could not be shared is looked at again: drivers come up after daemons."""
+_DRIVER_PATIENCE_S = 20.0
+"""The driver may take some ten seconds to start on a machine of many GPUs."""
 _DEVICE_ID = re.compile(r"(GPU|MIG)-[0-9a-f-]{36}")
 _UNAVAILABLE_LIMIT = 64
 
@@ -224,6 +227,15 @@ Ready = Callable[[Tier | TrimsError], None]
 """Called with the tier that was asked for, or why there is none."""
 
 
+@dataclass(slots=True)
+class _Making:
+    """A tier that is being made, and who waits for it: nobody if the driver hangs."""
+
+    since_s: float
+    waiting: list[Ready]
+    is_stuck: bool = False
+
+
 class Tiers:
     """All tiers, the host's first."""
 
@@ -245,7 +257,7 @@ class Tiers:
         self._pool = pool
         self._trusts_young_files = trusts_young_files
         self._devices: dict[DeviceId, DeviceTier] = {}
-        self._making: dict[DeviceId, list[Ready]] = {}
+        self._making: dict[DeviceId, _Making] = {}
         self._unavailable: Recent[DeviceId, tuple[float, str]] = Recent(_UNAVAILABLE_LIMIT)
         host.outline_bytes = lambda: sum(each.loader.outline_bytes() for each in self.devices)
 
@@ -270,15 +282,12 @@ class Tiers:
             ready(self.host)
         elif name in self._devices:
             ready(self._devices[name])
-        elif name in self._making:
-            self._making[name].append(ready)
+        elif name in self._making and not self._making[name].is_stuck:
+            self._making[name].waiting.append(ready)
+        elif (refusal := self._refusal(name)) is not None:
+            ready(refusal)
         else:
-            refusal = self._refusal(name)
-            if refusal is not None:
-                ready(refusal)
-                return
-            self._making[name] = [ready]
-            self.host.loader.run(lambda: self._make(name), lambda made: self._made(name, made))
+            self._begin(name, ready)
 
     def ready(self, name: str) -> Tier | None:
         """The tier of this name, if it is there already."""
@@ -286,7 +295,7 @@ class Tiers:
 
     def is_making(self) -> bool:
         """Whether requests wait for a tier that is being made."""
-        return bool(self._making)
+        return any(not each.is_stuck for each in self._making.values())
 
     def find(self, text: str, *, user: int, may_see_all: bool, tier: str = "") -> Digest:
         """The image that a digest prefix or a name means, in one tier or in all of them.
@@ -362,6 +371,13 @@ class Tiers:
             each.loader.tend()
         for device in self.devices:
             device.measure_soon()
+        stuck_since_s = time.monotonic() - _DRIVER_PATIENCE_S
+        for name, making in self._making.items():
+            if not making.is_stuck and making.since_s <= stuck_since_s:
+                making.is_stuck = True
+                refusal = UnknownDevice(self._driver_hangs(name))
+                _logger.warning("%s", refusal)
+                self._answer(making, refusal)
 
     def close(self) -> None:
         """Wait for loads under way, then give everything up."""
@@ -377,12 +393,31 @@ class Tiers:
             return UnknownDevice("device memory is not shared here: TRIMS_DEVICE_BACKEND=off")
         if not _DEVICE_ID.fullmatch(name):
             return UnknownDevice(f"{name[:80]!r} is not the id of a device (GPU-... or MIG-...)")
+        if name in self._making:
+            return UnknownDevice(self._driver_hangs(name))
         moment, reason = self._unavailable.get(name, (0.0, ""))
         is_fresh = reason and time.monotonic() < moment + _TRY_AGAIN_S
         return UnknownDevice(reason) if is_fresh else None
 
+    @staticmethod
+    def _driver_hangs(device: DeviceId) -> str:
+        return f"{device}: its driver has not answered for {_DRIVER_PATIENCE_S:g} s"
+
+    def _begin(self, device: DeviceId, ready: Ready) -> None:
+        self._making[device] = _Making(time.monotonic(), [ready])
+        try:
+            thread = self._pool or Workers(1)
+        except RuntimeError as error:
+            self._made(device, error)
+            return
+        self.host.loader.run(
+            lambda: self._make(device), lambda made: self._made(device, made), pool=thread
+        )
+        if thread is not self._pool:
+            thread.shutdown(wait=False)  # It ends with this job.
+
     def _make(self, device: DeviceId) -> DeviceTier:
-        """In a worker thread. Raises UnknownDevice."""
+        """In a thread. Raises UnknownDevice."""
         settings = self.settings
         if not nvml.is_installed():
             raise UnknownDevice(
@@ -452,7 +487,12 @@ class Tiers:
         else:
             answer = made if isinstance(made, UnknownDevice) else UnknownDevice(f"{device}: {made}")
             self._note_refusal(device, str(answer))
-        for ready in self._making.pop(device):
+        self._answer(self._making.pop(device), answer)
+
+    @staticmethod
+    def _answer(making: _Making, answer: Tier | TrimsError) -> None:
+        waiting, making.waiting = making.waiting, []
+        for ready in waiting:
             ready(answer)
 
     def _note_refusal(self, device: DeviceId, reason: str) -> None:
