@@ -20,7 +20,7 @@ from trims_shim import config as configuration
 from trims_shim import testing
 from trims_shim.client import cache as caches
 from trims_shim.daemon import tiers as tiers_module
-from trims_shim.daemon.device.uploading import Job
+from trims_shim.daemon.device.uploading import Job, Uploader
 from trims_shim.daemon.eviction import LeastRecentlyUsed
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.sessions import Limits
@@ -34,7 +34,13 @@ from trims_shim.daemon.store import (
     Store,
 )
 from trims_shim.daemon.tiers import DeviceSettings, DeviceTier, HostTier, Tier, Tiers
-from trims_shim.errors import TooManyRequests, TrimsError, UnknownDevice, UnknownImage
+from trims_shim.errors import (
+    DriverFailure,
+    TooManyRequests,
+    TrimsError,
+    UnknownDevice,
+    UnknownImage,
+)
 from trims_shim.memory import nvml
 from trims_shim.memory.device import DeviceMemory
 from trims_shim.memory.host import MemfdMemory
@@ -85,7 +91,8 @@ class Harness:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Harness]]:
+def make(make_emulated_environment: object) -> Iterator[Callable[..., Harness]]:
+    """After the emulated machine, so that uploaders end before it does."""
     made: list[Harness] = []
 
     def make(**settings: str) -> Harness:
@@ -190,13 +197,32 @@ class TestMaking:
         self, emulated_cuda: Emulated, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hangs = threading.Event()
-        monkeypatch.setattr(tiers_module, "driver", lambda: hangs.wait(PATIENCE_S))
+
+        def no_driver() -> Any:
+            hangs.wait(PATIENCE_S)
+            raise DriverFailure("it has come back")
+
+        monkeypatch.setattr(tiers_module, "driver", no_driver)
         harness = Harness()
         harness.ask(GPU)
         begin_s = time.monotonic()
         harness.tiers.close()
         assert time.monotonic() - begin_s < PATIENCE_S / 2
         hangs.set()
+
+    def test_the_uploader_starts_meanwhile(
+        self, make: Callable[..., Harness], emulated_cuda: Emulated, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first load would wait for the driver twice; made-up devices start one process."""
+        started: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Uploader, "start", lambda self: started.append(self.device))
+            harness = make()
+            for number in range(3):
+                harness.ask(f"GPU-00000000-0000-4000-8000-{number:012x}")
+                harness.turn()
+        assert len(started) == 1
+        assert make().device().loader.uploader.pid is not None
 
     def test_off(self, make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiers_module, "driver", no_driver)

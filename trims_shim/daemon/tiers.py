@@ -258,6 +258,9 @@ class Tiers:
         self._trusts_young_files = trusts_young_files
         self._devices: dict[DeviceId, DeviceTier] = {}
         self._making: dict[DeviceId, _Making] = {}
+        self._has_made = False
+        self._maker = pool
+        """Its thread makes the tiers of devices, and is started for the first of them."""
         self._unavailable: Recent[DeviceId, tuple[float, str]] = Recent(_UNAVAILABLE_LIMIT)
         host.outline_bytes = lambda: sum(each.loader.outline_bytes() for each in self.devices)
 
@@ -384,6 +387,8 @@ class Tiers:
         # The host's last: images that leave a device go there.
         for each in reversed(list(self)):
             each.close()
+        if self._maker is not self._pool and self._maker is not None:
+            self._maker.shutdown(wait=False)
 
     # --- making a device's tier -------------------------------------------------------------------
 
@@ -406,15 +411,13 @@ class Tiers:
     def _begin(self, device: DeviceId, ready: Ready) -> None:
         self._making[device] = _Making(time.monotonic(), [ready])
         try:
-            thread = self._pool or Workers(1)
+            self._maker = self._maker or Workers(1)
         except RuntimeError as error:
             self._made(device, error)
             return
         self.host.loader.run(
-            lambda: self._make(device), lambda made: self._made(device, made), pool=thread
+            lambda: self._make(device), lambda made: self._made(device, made), pool=self._maker
         )
-        if thread is not self._pool:
-            thread.shutdown(wait=False)  # It ends with this job.
 
     def _make(self, device: DeviceId) -> DeviceTier:
         """In a thread. Raises UnknownDevice."""
@@ -424,11 +427,29 @@ class Tiers:
                 f"{device} is not shared: without the package nvidia-ml-py nothing tells when "
                 f"other programs need its memory; {nvml.INSTALL}"
             )
+        uploader = Uploader(
+            device,
+            backend=settings.backend,
+            idle_s=settings.uploader_idle_s,
+            on_death=self._wake,
+        )
+        # The first load waits for it, and for the driver here: they start at the same time. Only
+        # once, as anybody may ask for devices that do not exist.
+        if not self._has_made:
+            self._has_made = True
+            uploader.start()
         try:
-            info = driver().devices()[driver().index_of(device)]
-            memory = DeviceMemory(device, settings.backend)
-        except DriverFailure as error:
-            raise UnknownDevice(f"{device} cannot be shared: {error}") from error
+            return self._tier_of(device, uploader)
+        except BaseException as error:
+            uploader.close()
+            if isinstance(error, DriverFailure):
+                raise UnknownDevice(f"{device} cannot be shared: {error}") from error
+            raise
+
+    def _tier_of(self, device: DeviceId, uploader: Uploader) -> DeviceTier:
+        settings = self.settings
+        info = driver().devices()[driver().index_of(device)]
+        memory = DeviceMemory(device, settings.backend)
         free = nvml.free_bytes(device)
         budget_bytes = settings.budget.of(info.total_bytes if free is None else free)
         store = Store(
@@ -438,12 +459,6 @@ class Tiers:
             numbers=self._numbers,
             tier=f"tier of {device}",
             setting="TRIMS_DEVICE_BYTES or lower TRIMS_DEVICE_HEADROOM_BYTES",
-        )
-        uploader = Uploader(
-            device,
-            backend=settings.backend,
-            idle_s=settings.uploader_idle_s,
-            on_death=self._wake,
         )
         loader = DeviceLoader(
             memory,

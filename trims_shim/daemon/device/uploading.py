@@ -1,8 +1,9 @@
 """The daemon's side of an uploader: starts the process, gives it jobs, survives its death.
 
 Owns the process, its socket and the table of jobs under way; knows nothing of images. A process is
-started on first need. One that has been idle after work is replaced at once, a dead one on the next
-need. A death fails the jobs, each with a clear error, and loses memory that was kept (``ipc``).
+started on first need, or ahead of it. One that has been idle after work is replaced at once, a dead
+one on the next need. A death fails the jobs, each with a clear error, and loses memory that was
+kept (``ipc``).
 
 Jobs are methods that block, for worker threads. Anybody's file may kill the process while it is
 parsed, so only one job at a time parses. It is to blame if the process dies then, and the others
@@ -80,6 +81,11 @@ class Uploader:
         self._process: _Process | None = None
         self._next_job = 1
         self._is_closed = False
+
+    def start(self) -> None:
+        """Start a process ahead of the first job, if that is possible."""
+        with self._lock, contextlib.suppress(DriverFailure):  # that job is told why
+            self._usable()
 
     @contextlib.contextmanager
     def job(self) -> Iterator[Job]:
@@ -374,7 +380,8 @@ class _Process:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
-        """End it now."""
+        """End it now. It gets no more jobs, even before the listener has noticed."""
+        self.is_dead = True
         with contextlib.suppress(OSError):
             self._child.kill()
 
