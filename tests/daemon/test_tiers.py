@@ -14,7 +14,7 @@ import emulated_cuda as emulation
 import pytest
 from device_images import MIB, safetensors
 from emulated_cuda import Emulated
-from harness import PATIENCE_S
+from harness import PATIENCE_S, wait_until
 
 from trims_shim import config as configuration
 from trims_shim import testing
@@ -153,6 +153,34 @@ class TestMaking:
         assert not harness.tiers.is_making()
         assert threads
         assert threading.current_thread() not in threads
+
+    @pytest.mark.parametrize("threads", range(7))
+    def test_no_thread_is_left_if_there_are_too_few(
+        self,
+        make: Callable[..., Harness],
+        emulated_cuda: Emulated,
+        monkeypatch: pytest.MonkeyPatch,
+        threads: int,
+    ) -> None:
+        """Found: every try took some of the last ones, for good."""
+        harness = make()
+        started: list[threading.Thread] = []
+        start = threading.Thread.start
+
+        def start_some(thread: threading.Thread) -> None:
+            if len(started) == threads:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+            start(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_some)
+            answers = harness.ask(GPU)
+            while not answers:
+                harness.turn()
+        assert [type(each) for each in answers] == [UnknownDevice]
+        assert len(started) == threads
+        wait_until(lambda: not any(each.is_alive() for each in started))
 
     def test_a_driver_that_hangs_is_not_waited_for(
         self,

@@ -106,6 +106,32 @@ def test_no_more_threads_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     workers.shutdown()
 
 
+def test_those_that_started_end_if_others_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: they waited for work for ever, and every further try took some more."""
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        started.append(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_two)
+        with pytest.raises(RuntimeError):
+            Workers(4)
+    assert len(started) == 2
+    wait_until(lambda: not any(each.is_alive() for each in started))
+
+
+def test_one_that_is_stuck_is_waited_for_with_patience(stuck: threading.Event) -> None:
+    workers = Workers(1)
+    wait_until(workers.submit(stuck.wait).running)
+    workers.shutdown(patience_s=0.01)
+    assert not stuck.is_set()
+
+
 def test_shutdown(stuck: threading.Event) -> None:
     workers = Workers(1)
     running = workers.submit(stuck.wait)

@@ -146,8 +146,12 @@ class Loads(abc.ABC, Generic[_Segment]):
         self._wake = wake
         self._trusts_young_files = trusts_young_files
         self._pool = pool or Workers(CONCURRENT_LOADS)
-        # Other work neither waits for slow files nor keeps loads waiting.
-        self._aside = pool or Workers(1)
+        try:
+            # Other work neither waits for slow files nor keeps loads waiting.
+            self._aside = pool or Workers(1)
+        except RuntimeError:
+            self._pool.shutdown(wait=False)
+            raise
         self._finished: queue.SimpleQueue[Finished[_Segment]] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loads: dict[int, Load] = {}

@@ -468,14 +468,18 @@ class Tiers:
             pool=self._pool,
             trusts_young_files=self._trusts_young_files,
         )
-        tier = DeviceTier(
-            device,
-            store,
-            loader,
-            label=info.name,
-            total_bytes=info.total_bytes,
-            headroom_bytes=settings.headroom.of(info.total_bytes),
-        )
+        try:
+            tier = DeviceTier(
+                device,
+                store,
+                loader,
+                label=info.name,
+                total_bytes=info.total_bytes,
+                headroom_bytes=settings.headroom.of(info.total_bytes),
+            )
+        except RuntimeError:  # no more threads
+            loader.close()
+            raise
         tier.measure()
         return tier
 

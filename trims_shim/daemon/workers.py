@@ -33,7 +33,11 @@ class Workers(Executor):
         self._threads: set[threading.Thread] = set()
         self._least = self._wanted = threads
         self._is_shut = False
-        self._start_missing()
+        try:
+            self._start_missing()
+        except RuntimeError:
+            self.shutdown(wait=False)  # Those that started would wait for work for ever.
+            raise
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """See :class:`concurrent.futures.Executor`."""
@@ -51,8 +55,14 @@ class Workers(Executor):
             with contextlib.suppress(RuntimeError):  # no more threads to be had; perhaps later
                 self._start_missing()
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See :class:`concurrent.futures.Executor`."""
+    def shutdown(
+        self,
+        wait: bool = True,
+        *,
+        cancel_futures: bool = False,
+        patience_s: float | None = None,
+    ) -> None:
+        """See :class:`concurrent.futures.Executor`. A thread is waited for no longer than this."""
         with self._lock:
             self._is_shut = True
             tasks = self._remaining() if cancel_futures else []
@@ -63,7 +73,7 @@ class Workers(Executor):
             future.cancel()
         if wait:
             for thread in threads:
-                thread.join()
+                thread.join(patience_s)
 
     def _remaining(self) -> list[_Task]:
         tasks = []
