@@ -14,7 +14,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -252,6 +253,58 @@ class TestExhaustion:
         with pytest.raises(MemoryFailure, match="sealed"):
             segment.seal()
         assert descriptors() == before
+
+
+class TestNames:
+    """Those that files have on the way, here in an ordinary directory."""
+
+    @pytest.fixture
+    def memory(self, no_leak: None, tmp_path: Path) -> Iterator[TmpfsMemory]:
+        mount = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+        memory = TmpfsMemory(mount, os.dup(mount), SegmentKind.TMPFS_HUGE)
+        yield memory
+        memory.close()
+
+    def test_segments_begun_at_the_same_moment_have_different_ones(
+        self, memory: TmpfsMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: one of them could not be made."""
+        names: list[str] = []
+        others: list[None] = []
+        really_open = os.open
+
+        def noted(path: str, flags: int, *arguments: int, dir_fd: int) -> int:
+            if flags & os.O_CREAT:
+                names.append(path)
+            return really_open(path, flags, *arguments, dir_fd=dir_fd)
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            if frame.f_code is not TmpfsMemory.create.__code__:
+                return None
+            # Between any two lines, until it has its name, as another thread would.
+            if len(names) == len(others):
+                others.append(None)
+                memory.create(1).discard()
+            return trace
+
+        monkeypatch.setattr(os, "open", noted)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            segment = memory.create(1)
+        finally:
+            sys.settrace(before)
+        segment.discard()
+        assert len(names) == len(others) + 1 > 3
+        assert len(set(names)) == len(names)
+
+    def test_none_is_left(self, memory: TmpfsMemory, tmp_path: Path) -> None:
+        """Found: if the second descriptor could not be had, the name stayed, and was an inode."""
+        sealed, memory._sealed = memory._sealed, -1
+        with pytest.raises(MemoryFailure, match="tmpfs segment"):
+            memory.create(1)
+        memory._sealed = sealed
+        assert os.listdir(tmp_path) == []
 
 
 class TestChoice:

@@ -18,6 +18,7 @@ import abc
 import contextlib
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import signal
@@ -220,19 +221,20 @@ class TmpfsMemory(HostMemory):
         super().__init__(kind)
         self._mount = mount
         self._sealed = sealed
-        self._count = 0
+        self._numbers = itertools.count(1)
 
     def create(self, size_bytes: int) -> WritableSegment:
         """See :class:`HostMemory`."""
-        self._count += 1
-        name = f"segment-{os.getpid()}-{self._count}"
+        name = f"segment-{next(self._numbers)}"
         writable = readable = -1
         try:
             # A name only until both descriptors exist; no other process can reach the mount.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             writable = os.open(name, flags, 0o400, dir_fd=self._mount)
-            readable = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sealed)
-            os.unlink(name, dir_fd=self._mount)
+            try:
+                readable = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sealed)
+            finally:
+                os.unlink(name, dir_fd=self._mount)
             self._held.begin(readable)
             # The size first: huge=within_size gives huge pages only within it, with no waste after.
             os.ftruncate(writable, size_bytes)
