@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from trims_shim.errors import (
 from trims_shim.formats.device_layout import layout_of
 from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceAllocation, DeviceMemory, sparse_outline
-from trims_shim.wire import codec, duties, messages
+from trims_shim.wire import codec, duties, handover, messages
 
 CONTENT = safetensors((3 * MIB, 5, MIB))
 SLOW_HEADER = safetensors([1] * 400_000)
@@ -248,6 +249,31 @@ def test_a_process_that_takes_no_job_gets_no_other_one(
     memory.close()
 
 
+def test_a_job_without_a_thread_fails_alone(source: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: the process ended, and with the backend ``ipc`` the memory of all images with it."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    request = duties.PlanUploadRequest(1, len(CONTENT), 1 << 30, True, "model")
+    given = [os.dup(source) for _ in range(2)]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        jobs = process_module._Jobs(theirs, "GPU-1", "vmm")
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            jobs._route(handover.Packet(request, given[0]))
+        jobs._route(handover.Packet(duties.UploadPart(1, 0), given[1]))
+        answer = handover.receive(ours)
+    assert answer is not None
+    assert isinstance(answer.message, duties.UploadFailed)
+    assert (answer.message.job, answer.message.error) == (1, "ReadFailed")
+    assert "can't start new thread" in answer.message.message
+    for descriptor in given:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
 def test_a_file_that_is_laid_out_anew_after_it_was_planned(
     make: Callable[..., Harness], make_file: MakeFile
 ) -> None:
@@ -359,6 +385,55 @@ def test_one_that_reads_nothing_is_killed(
         with pytest.raises(DriverFailure, match="does not take jobs"):
             collections.deque(map(job._send, parts), maxlen=0)
     wait_until(lambda: process_state(pid) == "", "it is gone and reaped")
+
+
+def test_one_that_is_dead_gets_no_other_job(
+    make: Callable[..., Harness], source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: until the thread that listens to it had noticed, a job that was repeated failed."""
+    harness = make()
+    is_noticed, bury = threading.Event(), uploading._Process._bury
+
+    def bury_late(process: uploading._Process) -> None:
+        is_noticed.wait(PATIENCE_S)
+        bury(process)
+
+    monkeypatch.setattr(uploading._Process, "_bury", bury_late)
+    plan = {"size_bytes": len(CONTENT), "limit_bytes": 1 << 30, "is_hashed": True, "name": "m"}
+    try:
+        with harness.uploader.job() as job:
+            first = harness.pid
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda: process_state(first) == "Z", "it is dead")
+            with pytest.raises(DriverFailure, match="does not take jobs"):
+                job.plan(source, **plan)  # type: ignore[arg-type]
+            assert job.is_innocent
+        with harness.uploader.job() as job:
+            job.plan(source, **plan)  # type: ignore[arg-type]
+    finally:
+        is_noticed.set()
+
+
+def test_one_that_dies_before_it_is_seen(
+    make: Callable[..., Harness],
+    source: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Found: the thread that listens to it ended with an error, and left it to nobody."""
+    harness = make()
+    start = threading.Thread.start
+
+    def start_and_wait(thread: threading.Thread) -> None:
+        start(thread)
+        thread.join(PATIENCE_S)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(uploading, "_BOOT", "raise SystemExit(3)")
+        patch.setattr(threading.Thread, "start", start_and_wait)
+        with pytest.raises(DriverFailure, match="does not take jobs"):
+            harness.upload(source)
+    assert "died: status 3" in caplog.text
 
 
 def test_one_that_has_worked_makes_room_for_one_without_a_context(
@@ -512,6 +587,24 @@ class TestLegacy:
         harness.uploader.retire_if_idle()
         wait_until(lambda: process_state(pid) == "", "it is gone")
         assert harness.deaths == 0
+
+    @pytest.mark.parametrize(
+        "emulated_environment", [{"fail": "cuMemFree:1"}], indirect=True, ids=["cuMemFree"]
+    )
+    def test_memory_that_cannot_be_freed_costs_no_other(
+        self, make: Callable[..., Harness], source: int
+    ) -> None:
+        """Found: the process ended, while clients used the other images."""
+        harness = make(backend="ipc")
+        first, _ = self.upload(harness, source)
+        second, _ = self.upload(harness, source)
+        harness.uploader.free(first)
+        third, _ = self.upload(harness, source)
+        assert harness.deaths == 0
+        for each in (second, third):
+            assert harness.uploader.keeps(each)
+            harness.uploader.free(each)
+        wait_until(lambda: self._linear(harness) == 6 * MIB, "they are freed")
 
     def test_its_death_is_told(self, make: Callable[..., Harness], source: int) -> None:
         harness = make(backend="ipc")

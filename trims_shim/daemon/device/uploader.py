@@ -144,16 +144,31 @@ class _Jobs:
     def _route(self, packet: Packet) -> None:
         message = packet.message
         if isinstance(message, _JOBS):
-            inbox: Inbox = queue.SimpleQueue()
-            self._inboxes[message.job] = inbox
-            threading.Thread(target=self._serve, args=(packet, inbox), daemon=True).start()
+            self._begin(packet)
         elif isinstance(message, duties.JobRelease):
             self._deliver(message.job, None)
-            memory = self._memory.pop(message.job, None)
-            if memory is not None:
-                memory.close()
+            self._free(message.job)
         elif not self._deliver(message.job, packet) and packet.descriptor is not None:
             os.close(packet.descriptor)  # A part of a job that has failed.
+
+    def _begin(self, packet: Packet) -> None:
+        job = packet.message.job
+        inbox: Inbox = queue.SimpleQueue()
+        self._inboxes[job] = inbox
+        try:
+            threading.Thread(target=self._serve, args=(packet, inbox), daemon=True).start()
+        except RuntimeError as error:  # no more threads: other jobs go on
+            held = [] if packet.descriptor is None else [packet.descriptor]
+            self._end(job, held, inbox, _failed(job, ReadFailed(f"uploader: {error}")))
+
+    def _free(self, job: int) -> None:
+        memory = self._memory.pop(job, None)
+        if memory is None:
+            return
+        try:
+            memory.close()
+        except DriverFailure as error:  # the memory of all others would end with this process
+            _logger.error("memory of job %d cannot be freed: %s", job, error)
 
     def _deliver(self, job: int, packet: Packet | None) -> bool:
         with self._delivering:
@@ -179,8 +194,12 @@ class _Jobs:
         except Exception as error:
             _logger.exception("job %d failed", request.job)
             reply = _failed(request.job, ReadFailed(f"{type(error).__name__}: {error}"))
+        self._end(request.job, held, inbox, reply)
+
+    def _end(self, job: int, held: list[int], inbox: Inbox, reply: Any) -> None:
+        """Close what a job was given, and answer, unless there is no reply."""
         with self._delivering:
-            del self._inboxes[request.job]
+            del self._inboxes[job]
         handover.close_all([*held, *_unread(inbox)])
         if reply is not None:
             self._send(reply)

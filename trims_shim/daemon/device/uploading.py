@@ -341,10 +341,10 @@ class _Process:
             undo.callback(self._child.kill)
             timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+            self.pid = self._child.pid
             self._listener = threading.Thread(target=self._listen, daemon=True)
             self._listener.start()
             undo.pop_all()
-        self.pid = self._child.pid
 
     def will_keep(self, job: int) -> bool:
         """Let it keep memory that a job is about to make. False: it is to end with its jobs."""
