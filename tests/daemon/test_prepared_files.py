@@ -410,6 +410,23 @@ class TestScan:
         open_files()
         assert names(ours) == []
 
+    def test_another_one_was_just_cleaning_up(
+        self, open_files: Callable[[], PreparedFiles], tmp_path: Path
+    ) -> None:
+        """Found: a daemon that started in this moment was taken for dead all its life."""
+        directory = tmp_path / "trims" / "prepared"
+        directory.mkdir(parents=True, mode=0o700)
+        other = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            files = open_files()
+            fcntl.flock(other, fcntl.LOCK_UN)
+            files.make()
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(other)
+
     def test_a_live_daemon_is_not_taken_for_dead(
         self, open_files: Callable[[], PreparedFiles]
     ) -> None:

@@ -143,6 +143,7 @@ class PreparedFiles:
 
     def close(self) -> None:
         """Give the lock up."""
+        self._locked = None
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -264,15 +265,16 @@ class PreparedFiles:
         self.close()
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self._lock = os.open(self.directory, flags)
-        self._locked = (status.st_dev, status.st_ino)
         # File systems without locks: leftovers stay, nothing else depends on it.
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for name in os.listdir(self.directory):
                 if name.startswith((_MAKING, _REMOVED)):
                     self.delete(os.path.join(self.directory, name))
+        # Another daemon, which is alone yet, may be deleting: then the next model tries again.
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._locked = (status.st_dev, status.st_ino)
 
     def _scan(self) -> Scan:
         published: list[Published] = []
