@@ -29,6 +29,7 @@ from trims_shim.daemon.prepared import clients as prepared_clients
 from trims_shim.daemon.prepared import making as prepared_making
 from trims_shim.daemon.prepared import models as prepared_module
 from trims_shim.daemon.prepared.directory import PreparedSettings, Space
+from trims_shim.daemon.prepared.files import Scan
 from trims_shim.daemon.prepared.models import Prepared
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.store import Announce
@@ -337,6 +338,46 @@ class TestLife:
         took_s = time.monotonic() - began
         answers.set()
         assert took_s < PATIENCE_S / 2
+
+    def test_the_end_does_not_wait_for_a_directory_whose_disk_is_gone(
+        self, make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: the daemon stayed for ever, with the memory of all images."""
+        is_asked, answers = threading.Event(), threading.Event()
+
+        def hang() -> Scan:
+            is_asked.set()
+            answers.wait(PATIENCE_S)
+            return Scan()
+
+        world = make_world(is_started=False)
+        monkeypatch.setattr(prepared_module, "_END_PATIENCE_S", 0.05)
+        monkeypatch.setattr(world.prepared._files, "open", hang)
+        world.prepared.start()
+        assert is_asked.wait(PATIENCE_S)
+        began = time.monotonic()
+        world.prepared.close()
+        took_s = time.monotonic() - began
+        answers.set()
+        assert took_s < PATIENCE_S / 2
+
+    def test_a_bug_costs_one_preparation(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: its thread waited for an answer for ever, and all other models for the thread."""
+
+        def fail(*_: object, **__: object) -> None:
+            raise ValueError("a bug")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(world.prepared._store, "hashed", fail)
+            assert world.outcome(model) == "preparing"
+            world.turn()
+        world.settle()
+        assert world.counters["internal_errors"] == 1
+        assert world.preparer.verdicts == [False]
+        world.make(model)
+        world.hit(model)
 
     def test_the_end_while_the_server_is_asked(
         self, make_world: Callable[..., World], model: Path

@@ -347,6 +347,35 @@ class TestClose:
         preparer._end(Stuck())  # type: ignore[arg-type]
         assert killed == [77]
 
+    def test_an_interpreter_whose_server_is_gone_is_not_waited_for(
+        self, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: while a process was being started, the daemon could not end."""
+        is_asked, answers, launch = threading.Event(), threading.Event(), preparing._launch
+
+        def launch_late(*arguments: Any) -> subprocess.Popen[bytes]:
+            is_asked.set()
+            answers.wait(PATIENCE_S)
+            return launch(*arguments)
+
+        monkeypatch.setattr(preparing, "_launch", launch_late)
+        preparer = fakes.preparer()
+        preparation = fakes.preparation("time.sleep(600)")
+        replies: list[PrepareReply | None] = []
+        running = threading.Thread(target=lambda: replies.append(preparer.run(preparation, yes)))
+        running.start()
+        assert is_asked.wait(PATIENCE_S)
+        closing = threading.Thread(target=preparer.close)
+        closing.start()
+        closing.join(PATIENCE_S / 2)
+        is_closed = not closing.is_alive()
+        answers.set()
+        running.join(PATIENCE_S)
+        closing.join(PATIENCE_S)
+        os.close(preparation.request.source)
+        assert is_closed
+        assert [each.reason for each in replies if each is not None] == ["stopping"]
+
     def test_nothing_starts_any_more(self, fakes: Fakes) -> None:
         preparer = fakes.preparer()
         preparer.close()

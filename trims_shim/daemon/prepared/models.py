@@ -82,6 +82,8 @@ _RUNTIME_LIMIT = 64
 _TOUCH_INTERVAL_NS = 60 * 10**9
 _HELD_FRACTION = 4
 """Models that wait in memory may take one part in this many of the free memory."""
+_END_PATIENCE_S = 10.0
+"""Longer than the directory is waited for: its disk may be gone, and memory is to be given back."""
 
 _Reply = TypeVar("_Reply")
 
@@ -183,11 +185,14 @@ class Prepared:
         except Exception:
             _logger.exception("a preparation cannot be gone on with")
             self._front.counters["internal_errors"] += 1
+            if isinstance(event, Hashed):
+                event.answer.put(False)  # The thread waits for it, and others for the thread.
 
     def close(self) -> None:
-        """Give preparations up and end the threads. What is on the disk stays."""
+        """Give preparations up and end the threads, unless stuck. What is on the disk stays."""
         self._preparations.close()
-        self._aside.shutdown(wait=True)
+        if isinstance(self._aside, Workers):
+            self._aside.shutdown(patience_s=_END_PATIENCE_S)
         self._files.close()
 
     # --- questions --------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class Preparer:
         self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._is_closed = False
+        self._closing = threading.Event()
 
     def run(
         self, preparation: Preparation, decide: Callable[[SourceHashed], bool]
@@ -109,7 +109,7 @@ class Preparer:
     def close(self) -> None:
         """End the process that runs, and start no other. The interrupted run's reply says so."""
         with self._lock:
-            self._is_closed = True
+            self._closing.set()
             if self._child is not None:
                 _kill(self._child)
 
@@ -122,15 +122,19 @@ class Preparer:
     def _start(
         self, preparation: Preparation, descriptor: int
     ) -> subprocess.Popen[bytes] | PrepareReply:
+        if self._closing.is_set():
+            return _failed("stopping", "the daemon is stopping")
+        try:
+            # Not under the lock: it may hang, as the interpreter may be on a server that is gone.
+            child = _launch(preparation, descriptor, self._arguments)
+            _limit_files(child.pid, preparation.request.directory)
+        except (OSError, RuntimeError, ValueError) as error:
+            return _failed("preparer_not_started", f"{preparation.interpreter}: {error}")
         with self._lock:
-            if self._is_closed:
-                return _failed("stopping", "the daemon is stopping")
-            try:
-                self._child = _launch(preparation, descriptor, self._arguments)
-                _limit_files(self._child.pid, preparation.request.directory)
-            except (OSError, RuntimeError, ValueError) as error:
-                return _failed("preparer_not_started", f"{preparation.interpreter}: {error}")
-            return self._child
+            self._child = child
+            if self._closing.is_set():
+                _kill(child)
+        return child
 
     def _end(self, child: subprocess.Popen[bytes]) -> None:
         with self._lock:
@@ -174,7 +178,7 @@ class Preparer:
             status = child.wait(_END_PATIENCE_S)
         except subprocess.TimeoutExpired:
             return _failed("preparer_confused", "it closed its socket and went on")
-        if self._is_closed:
+        if self._closing.is_set():
             return _failed("stopping", "the daemon is stopping")
         if status == -signal.SIGKILL:
             # Not the model's doing by itself; most likely there was not enough memory.
