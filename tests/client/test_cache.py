@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -88,6 +89,30 @@ def test_a_line_is_used_again() -> None:
     dialled = Dialled(lambda message: message)
     assert [dialled.cache.request(number) for number in range(3)] == [0, 1, 2]
     assert len(dialled.lines) == 1
+
+
+def test_an_interrupt_while_an_image_is_noted(
+    no_leak: None, make_file: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: its descriptor was lost, and with it the memory."""
+
+    def grant(name: str) -> Granted:
+        segment = os.memfd_create("segment")
+        os.truncate(segment, 4096)
+        return Granted(messages.OpenImageReply(1, "a" * 64, 4096, "hit", True), segment)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    dialled = Dialled(grant)
+    with (
+        open(make_file(b"x" * 4096), "rb") as file,
+        monkeypatch.context() as patch,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        patch.setattr(caches, "_note", interrupted)
+        dialled.cache.open(file.fileno(), name="x", min_bytes=1)
+    assert [each.is_open for each in dialled.lines] == [False]
 
 
 def test_a_line_that_ended_meanwhile_is_replaced() -> None:

@@ -5,6 +5,7 @@ On the emulated driver, whose addresses this process can read.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -28,6 +29,7 @@ from granting import Grantor, bytes_on_device
 from harness import PATIENCE_S, wait_until
 
 from trims_shim import stats
+from trims_shim.client import cache as caches
 from trims_shim.client import device_arenas
 from trims_shim.client.cache import Cache
 from trims_shim.client.device_arenas import DeviceArena
@@ -313,6 +315,26 @@ class TestTrouble:
     )
     def test_calls_of_the_driver(self, client: Client, call: str) -> None:
         self.fails(client, DriverFailure, call)
+
+    def test_an_interrupt_while_it_is_noted(
+        self, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: the descriptors and the lease were lost."""
+        path = client.file()
+        client.grantor.load(path)
+        before, held = descriptors(), emulation.held()
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(caches, "_note", interrupted)
+            client.open(path)
+        gc.collect()
+        assert device_arenas.reap()
+        assert descriptors() == before
+        assert emulation.held() == held
+        assert client.grantor.leases == {}
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _zeros(size_bytes: int) -> int:

@@ -37,3 +37,22 @@ def test_as_many_as_are_asked_for(
     monkeypatch.setattr(threads, "_libc", Limited(threads._libc, limit))
     assert can_start(3) == is_enough
     wait_until(lambda: len(os.listdir("/proc/self/task")) <= before, "they are gone")
+
+
+class Interrupted(Limited):
+    """The last thread that it starts is the last call: an interrupt follows."""
+
+    def pthread_create(self, *arguments: Any) -> int:
+        result = super().pthread_create(*arguments)
+        if self._left == 0:
+            raise KeyboardInterrupt
+        return result
+
+
+def test_an_interrupt_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: they waited for ever, at an address that was no longer theirs."""
+    before = len(os.listdir("/proc/self/task"))
+    monkeypatch.setattr(threads, "_libc", Interrupted(threads._libc, 2))
+    with pytest.raises(KeyboardInterrupt):
+        can_start(3)
+    wait_until(lambda: len(os.listdir("/proc/self/task")) <= before, "they are gone")

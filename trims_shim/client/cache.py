@@ -207,8 +207,8 @@ class Cache:
             if device_arenas.dropped() == dropped_before:
                 raise
             granted, release = self._pool.ask(ask, may_start=self.config.autostart)
-        _note(name, granted.reply.outcome)
         arena = device_arenas.adopt(granted, device=device, name=name, release=release)
+        _note(name, granted.reply.outcome)
         if granted.reply.is_settled:
             self._settle(identity, arena.digest)
         return arena
@@ -239,14 +239,15 @@ class Cache:
 
 def _image_of(granted: Granted, name: str, connection: Line) -> Image:
     reply = granted.reply
-    _note(name, reply.outcome)
-    return Image(
+    image = Image(
         granted.descriptor,
         reply.size_bytes,
         digest=reply.digest,
         name=name,
         release=lambda: connection.release(reply.lease),
     )
+    _note(name, reply.outcome)
+    return image
 
 
 def _note(name: str, outcome: str) -> None:

@@ -24,14 +24,17 @@ def can_start(count: int) -> bool:
     semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
     _libc.sem_init(semaphore, 0, 0)
     wait = ctypes.cast(_libc.sem_wait, ctypes.c_void_p)
-    started = []
-    for _ in range(count):
-        thread = ctypes.c_ulong()
-        if _libc.pthread_create(ctypes.byref(thread), None, wait, semaphore) != 0:
-            break
-        started.append(thread)
-    for _ in started:
-        _libc.sem_post(semaphore)
-    for thread in started:
-        _libc.pthread_join(thread, None)
-    return len(started) == count
+    threads = [ctypes.c_ulong() for _ in range(count)]
+    try:
+        for thread in threads:
+            if _libc.pthread_create(ctypes.byref(thread), None, wait, semaphore) != 0:
+                thread.value = 0
+                return False
+        return True
+    finally:
+        # After an interrupt, too: they wait at an address that is soon used for something else.
+        for _ in threads:
+            _libc.sem_post(semaphore)
+        for thread in threads:
+            if thread.value:
+                _libc.pthread_join(thread, None)
