@@ -50,9 +50,10 @@ class Interrupted(Limited):
 
 
 def test_an_interrupt_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found: they waited for ever, at an address that was no longer theirs."""
+    """Found: they waited for ever, at an address that was soon another's: later calls hung."""
     before = len(os.listdir("/proc/self/task"))
     monkeypatch.setattr(threads, "_libc", Interrupted(threads._libc, 2))
     with pytest.raises(KeyboardInterrupt):
         can_start(3)
     wait_until(lambda: len(os.listdir("/proc/self/task")) <= before, "they are gone")
+    assert threads._locks == []
