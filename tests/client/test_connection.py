@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from harness import PATIENCE_S
+from harness import PATIENCE_S, wait_until
 
 from trims_shim.client import connection as connections
 from trims_shim.client.connection import Connection, check_protocol
@@ -510,7 +510,8 @@ def test_a_daemon_that_reads_nothing(
     connection.close()
 
 
-def test_a_release_that_finds_no_room_goes_before_the_next_request(daemon: Daemon) -> None:
+def filled(daemon: Daemon) -> Connection:
+    """A connection without room for another packet."""
     accepting = daemon.talk()
     connection = connect(daemon)
     accepting.join(PATIENCE_S)
@@ -521,6 +522,11 @@ def test_a_release_that_finds_no_room_goes_before_the_next_request(daemon: Daemo
 
     with pytest.raises(BlockingIOError):
         fill()
+    return connection
+
+
+def test_a_release_that_finds_no_room_goes_before_the_next_request(daemon: Daemon) -> None:
+    connection = filled(daemon)
     connection.release(7)
     heard: list[object] = []
 
@@ -538,6 +544,56 @@ def test_a_release_that_finds_no_room_goes_before_the_next_request(daemon: Daemo
     connection.close()
     assert heard[-1] == messages.LeaseRelease(7)
     assert heard.count(heard[-1]) == 1
+
+
+def test_releases_that_find_no_room_need_no_further_request(
+    daemon: Daemon, no_thread_left: None
+) -> None:
+    """Found: a program that let go of many models, and loaded no other, kept their memory."""
+    connection = filled(daemon)
+    for lease in range(1000):
+        connection.release(lease)
+    released: list[int] = []
+    while len(released) < 1000:
+        message = daemon.hear().message
+        if isinstance(message, messages.LeaseRelease):
+            released.append(message.lease)
+    assert released == list(range(1000))
+    wait_until(lambda: not connection._is_waiting.locked(), "nothing waits any more")
+    connection.close()
+
+
+@pytest.mark.parametrize("end", ["ours", "the daemon's"])
+def test_what_waits_for_room_ends_with_the_connection(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    if end == "ours":
+        monkeypatch.setattr(connections, "_RELEASE_PATIENCE_S", 0.01)  # nobody tells it
+    connection = filled(daemon)
+    connection.release(1)
+    if end == "ours":
+        connection.close()
+    else:
+        daemon.peer.close()
+    wait_until(lambda: not connection._is_waiting.locked(), "nothing waits any more")
+    connection.close()
+
+
+def test_releases_without_a_thread_go_with_the_next_one(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    connection = filled(daemon)
+    with monkeypatch.context() as patch:
+        patch.setattr(connections._thread, "start_new_thread", refuse)
+        connection.release(1)
+    while select.select([daemon.peer], [], [], 0)[0]:
+        daemon.hear()
+    connection.release(2)
+    assert [daemon.hear().message.lease for _ in range(2)] == [1, 2]
+    connection.close()
 
 
 def test_an_aligned_image_is_leased_where_it_is(daemon: Daemon) -> None:

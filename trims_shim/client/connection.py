@@ -13,10 +13,12 @@ closed its descriptors.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import itertools
 import os
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -41,6 +43,9 @@ __all__ = ["Connection", "DaemonDied", "Granted", "check_protocol"]
 _CONNECT_TIMEOUT_S = 3.0
 _ANSWER_TIMEOUT_S = 3.0
 _LAST_WORDS_MS = 100
+_RELEASE_PATIENCE_S = 60.0
+"""How long a thread waits for a daemon that does not read. The next lease to be given up, or the
+next request, tries again."""
 _DESCRIPTORS_NEEDED = 16
 """A ZeroMQ context with one connected socket takes 8 (libzmq 4.3); a segment and some to spare."""
 _THREADS_NEEDED = 4
@@ -99,6 +104,7 @@ class Connection:
         self._numbers = itertools.count(1)
         self._stall_timeout_s = stall_timeout_s
         self._unsent: deque[int] = deque()
+        self._is_sending, self._is_waiting = threading.Lock(), threading.Lock()
         self._ticket = 0
         self._parts: _Parts | None = None
         self._replies: list[messages.OpenPreparedReply | messages.ErrorReply] = []
@@ -257,15 +263,12 @@ class Connection:
                 handover.send(self._handover, messages.StatsReport(counters))
 
     def release(self, lease: int) -> None:
-        """Give up a lease. Never blocks, raises or locks; safe in a finalizer."""
+        """Give up a lease. Never blocks or raises; safe in a finalizer."""
         if not self._is_ours():
             return
-        try:
-            handover.send(self._handover, messages.LeaseRelease(lease))
-        except BlockingIOError:
-            self._unsent.append(lease)
-        except OSError:
-            pass  # The connection is gone, and all of its leases with it.
+        self._unsent.append(lease)
+        if not self._send_unsent():
+            self._send_later()
 
     def _is_ours(self) -> bool:
         """Whether this process has made the connection, and the program has not closed it."""
@@ -397,9 +400,58 @@ class Connection:
             raise DaemonDied("the daemon has closed the connection")
         return packet
 
+    # --- leases that are given up -----------------------------------------------------------------
+
     def _flush_releases(self) -> None:
-        while self._unsent:
-            self._send_handover(messages.LeaseRelease(self._unsent.popleft()), None)
+        while not self._send_unsent():
+            if not self._has_room(_ANSWER_TIMEOUT_S):
+                raise self._timeout("does not read")
+
+    def _send_unsent(self) -> bool:
+        """Give up leases while there is room; say whether none is left. Never blocks."""
+        if not self._is_sending.acquire(blocking=False):
+            return False  # Another thread does it, or the code that a finalizer interrupts.
+        try:
+            while self._unsent:
+                handover.send(self._handover, messages.LeaseRelease(self._unsent[0]))
+                self._unsent.popleft()
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._unsent.clear()  # The connection is gone, and all of its leases with it.
+        finally:
+            self._is_sending.release()
+        return True
+
+    def _send_later(self) -> None:
+        """Let a thread wait for room: there may be no further request, and no end of the program.
+
+        The daemon would keep the memory until then.
+        """
+        if not self._is_waiting.acquire(blocking=False):
+            return
+        try:
+            # Not threading.Thread: its start takes locks that the interrupted code may hold.
+            _thread.start_new_thread(self._wait_and_send, ())
+        except RuntimeError:
+            self._is_waiting.release()  # No thread can start; the next one to give up tries again.
+
+    def _wait_and_send(self) -> None:
+        try:
+            while self._is_ours() and not self._send_unsent():
+                if not self._has_room(_RELEASE_PATIENCE_S):
+                    return
+        finally:
+            self._is_waiting.release()
+        # One that found no room between the last look and the release started no thread.
+        if self._unsent and self._is_ours():
+            self._send_later()
+
+    def _has_room(self, timeout_s: float) -> bool:
+        try:
+            return handover.wait_until_ready(self._handover, timeout_s, is_for_room=True)
+        except (OSError, ValueError):  # It is closed.
+            return True
 
 
 def _receive(connection: socket.socket) -> handover.Packet | None:
