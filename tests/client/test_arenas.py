@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -114,6 +115,21 @@ def test_an_image_that_cannot_be_mapped(held: Held) -> None:
     held.image.size_bytes = 0
     with pytest.raises(MemoryFailure):
         held.image.map()
+
+
+def test_an_interrupt_while_it_is_indexed(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: the index kept the image, and the mapping, for ever."""
+    before, add = set(arenas._index._entries), arenas._index.add
+
+    def add_and_interrupt(*arguments: Any) -> None:
+        add(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(arenas._index, "add", add_and_interrupt)
+        held.map()
+    gc.collect()
+    assert set(arenas._index._entries) <= before
 
 
 def test_a_reference_cycle_does_not_matter(held: Held) -> None:

@@ -105,10 +105,11 @@ class Arena:
         self.size_bytes = image.size_bytes
         self.address = map_private(image.descriptor, image.size_bytes)
         self.buffer = (ctypes.c_char * self.size_bytes).from_address(self.address)
-        is_alive = weakref.ref(self.buffer)
-        _index.add(self.address, self.size_bytes, lambda: None if is_alive() is None else image)
+        # Before the index, which an interrupt would leave with an entry that nothing removes.
         finalizer = weakref.finalize(self.buffer, _release_mapping, self.address, image)
         finalizer.atexit = False
+        is_alive = weakref.ref(self.buffer)
+        _index.add(self.address, self.size_bytes, lambda: None if is_alive() is None else image)
 
 
 _index: AddressIndex[Image] = AddressIndex()
