@@ -57,6 +57,18 @@ def spoiling(device: str) -> Function:
     return spoil
 
 
+def spoiling_things(mark: str, device: str) -> Function:
+    """Writes into the arrays in its batch, then leaves a mark."""
+
+    def spoil(batch: Any) -> Any:
+        for each in batch:
+            each *= 0
+        Path(mark).touch()
+        return batch
+
+    return spoil
+
+
 def raising_at(value: float, device: str) -> Function:
     def raise_at(batch: Any) -> Any:
         if (batch == value).any():
@@ -235,3 +247,14 @@ def _own(pid: int) -> Foreign:
 def foreign(device: str) -> Function:
     """Returns its batch, with something for "foreign" that the program cannot read."""
     return lambda batch: [Foreign() if each == "foreign" else each for each in batch]
+
+
+def silent_of_memory(device: str) -> Function:
+    """Cannot say how much memory it uses, as where the kernel tells too little."""
+    from trims_shim.ensemble import worker
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise FileNotFoundError("/proc/self/clear_refs")
+
+    worker.memory_used = refuse
+    return lambda batch: batch

@@ -85,6 +85,24 @@ def test_a_member_that_writes_into_its_batch_spoils_nobody_elses() -> None:
             assert np.array_equal(found["b"], ROWS)
 
 
+@pytest.mark.parametrize("kind", ["arrays", "tensors", "objects"])
+def test_a_member_that_writes_into_things_of_a_list_spoils_nobody_elses(
+    tmp_path: Path, kind: str
+) -> None:
+    samples: Any = [np.full(3, float(number)) for number in range(1, 5)]
+    if kind == "tensors":
+        samples = list(map(torch.from_numpy, samples))
+    elif kind == "objects":
+        (objects := np.empty(4, object))[:] = samples
+        samples = objects
+    mark = str(tmp_path / "spoiled")
+    loads = by(members.spoiling_things, mark), by(members.waiting_for, mark)
+    with ensemble_of(*loads, combine="none") as ensemble:
+        found = ensemble.submit(samples).result(PATIENCE_S)
+        assert [float(each.sum()) for each in found["a"]] == [0] * 4
+        assert [float(each.sum()) for each in found["b"]] == [3, 6, 9, 12]
+
+
 def test_batches_have_the_size_of_the_allocation() -> None:
     allocation = Allocation(((8, 160),))  # more than a segment has by default
     load = members.sizes

@@ -53,18 +53,21 @@ def _counts(value: Any) -> Iterable[int]:
 
 
 def rows_of(value: Any, start: int, stop: int, *, is_copied: bool = False) -> Any:
-    """Some rows of a value; with ``is_copied`` their arrays have memory of their own."""
+    """Some rows of a value; with ``is_copied`` all that is in them has memory of its own."""
     library = library_of(value)
-    if library is not None:
-        rows = value[start:stop]
-        return library.concatenate([rows]) if is_copied else rows
-    if isinstance(value, list):
-        return value[start:stop]
-    parts = parts_of(value) or {}
-    return with_parts(
-        value,
-        {name: rows_of(part, start, stop, is_copied=is_copied) for name, part in parts.items()},
-    )
+    if library is None and not isinstance(value, list):
+        parts = parts_of(value) or {}
+        return with_parts(
+            value,
+            {name: rows_of(part, start, stop, is_copied=is_copied) for name, part in parts.items()},
+        )
+    rows = value[start:stop]
+    if not is_copied:
+        return rows
+    if library is None or getattr(rows.dtype, "hasobject", False):
+        # Things in a list may be arrays, or have some.
+        return loaded([bytearray(part) for part in dumped(rows)])
+    return library.concatenate([rows])
 
 
 def joined(values: Sequence[Any]) -> Any:

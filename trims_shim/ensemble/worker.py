@@ -162,7 +162,9 @@ class _Worker:
         job = message.job
         try:
             samples = self._samples(job.segment, message.layout)
-            return _Batch(job, rows_of(samples, job.start, job.stop, is_copied=True))
+            # One part is the pickle alone: what was made of it does not lie in the buffer.
+            is_in_buffer = len(message.layout.spans) > 1
+            return _Batch(job, rows_of(samples, job.start, job.stop, is_copied=is_in_buffer))
         except BaseException as error:  # of a class that cannot be imported here, for example
             return _Batch(job, None, error)
 
