@@ -23,7 +23,7 @@ from tests.ensemble.members import by, ensemble_of
 from trims_shim.batching import Batcher
 from trims_shim.ensemble import Allocation, Device, Ensemble, Member, hosting
 from trims_shim.ensemble.buffers import Buffers
-from trims_shim.ensemble.ensemble import _found
+from trims_shim.ensemble.ensemble import _dealt, _found
 from trims_shim.ensemble.system import WorkerTraceback
 from trims_shim.errors import EnsembleError, MemberFailed
 
@@ -150,6 +150,13 @@ def test_a_reserve_has_workers_only_if_an_allocation_says_so(
     assert _found(None, None) == tuple(there[:1])
     assert _found(None, Allocation(((8,),))) == tuple(there[:1])
     assert _found(None, Allocation(((8,), (4,)))) == tuple(there)
+
+
+def test_members_are_dealt_to_the_devices_in_turn_whatever_is_free_there() -> None:
+    there = [Device("cuda:0", 10 << 30), Device("cuda:1", 80 << 30), Device("cpu:0", 0)]
+    given = [Member(name, members.row_sums) for name in "abcde"]
+    rows = _dealt(there, given).batch_sizes
+    assert [sum(map(bool, row)) for row in rows] == [2, 2, 1]
 
 
 def test_calls_from_many_threads_and_awaited() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trims_shim.ensemble.allocation import (
@@ -222,10 +222,11 @@ def _found(
 
 
 def _dealt(devices: Sequence[Device], members: Sequence[Member]) -> Allocation:
-    """One worker each; nothing is known of memory, so all members count as equal."""
+    """One worker each; nothing is known of memory, so members count as equal, and so do devices."""
     footprints = {device.kind: Footprint(1) for device in devices}
     profiles = {member.name: MemberProfile(footprints) for member in members}
-    return worst_fit_decreasing(Problem(devices, profiles, (_DEFAULT_BATCH_SIZE,)))
+    equal = [replace(device, memory_bytes=len(members)) for device in devices]
+    return worst_fit_decreasing(Problem(equal, profiles, (_DEFAULT_BATCH_SIZE,)))
 
 
 def _enough_segments(allocation: Allocation, segment_size: int) -> int:
