@@ -321,6 +321,20 @@ def test_rules_have_to_return_a_row_for_each_sample(combine: Any, message: str) 
         ensemble.predict(ROWS)
 
 
+def test_a_rule_that_raises_stop_iteration_ends_the_wait_of_event_loops() -> None:
+    """Their futures refuse it."""
+
+    def combine(outputs: Any) -> Any:
+        raise StopIteration
+
+    async def ask() -> Any:
+        return await asyncio.wait_for(ensemble.aio(ROWS[:4]), PATIENCE_S)
+
+    ensemble = ensemble_of(by(members.times, 1.0), combine=combine)
+    with ensemble, pytest.raises(RuntimeError, match=r"`combine` raised StopIteration\(\)"):
+        asyncio.run(ask())
+
+
 def test_the_batch_of_a_worker_that_died_is_answered_by_the_next_one(tmp_path: Path) -> None:
     load = by(members.dying_at, 7.0, str(tmp_path), 1)
     with ensemble_of(load, by(members.times, 3.0)) as ensemble:

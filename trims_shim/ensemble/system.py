@@ -302,7 +302,7 @@ class System:
                 name: joined([result for _, result in sorted(parts, key=lambda part: part[0])])
                 for name, parts in zip(self.names, segment.parts, strict=True)
             }
-            result = self._combine(outputs)
+            result = self._combined(outputs)
             if (found := count_of(result)) != segment.rows:
                 raise ValueError(
                     f"`combine` returned {found} rows for the outputs of {segment.rows} samples"
@@ -313,6 +313,13 @@ class System:
                 call.future.set_exception(error)
             return
         self._finish(call)
+
+    def _combined(self, outputs: Mapping[str, Any]) -> Any:
+        try:
+            return self._combine(outputs)
+        except StopIteration as error:
+            # The future of an event loop refuses it: who awaits that would wait for ever.
+            raise RuntimeError(f"`combine` raised {error!r}") from error
 
     def _finish(self, call: _Call) -> None:
         with self._lock:
