@@ -105,6 +105,19 @@ def test_a_member_that_fails_is_named() -> None:
         measure([Member("a", members.row_sums)], np.ones((0, 1)), devices=DEVICES)
 
 
+def test_a_worker_that_cannot_say_what_it_uses_is_not_waited_for(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(MemberFailed, match="of member 'a' has ended before it said how much mem"):
+        measure(
+            [Member("a", members.silent_of_memory)],
+            np.ones((1, 1)),
+            devices=DEVICES[:1],
+            batch_sizes=(2,),
+        )
+    assert "FileNotFoundError: /proc/self/clear_refs" in capfd.readouterr().err
+
+
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """Workers of this process's ensembles use this world's daemon."""

@@ -175,6 +175,7 @@ class System:
     def memory_of(self, place: int, *, timeout_s: float = 60.0) -> messages.Memory:
         """What a worker says of its memory, after the jobs that it has. Raises MemberFailed."""
         deadline_s = time.monotonic() + timeout_s
+        name = self._places[place].name
         with self._changed:
             self._memory.pop(place, None)
             process = self._places[place].process
@@ -182,8 +183,12 @@ class System:
                 process.ask_memory()
             while place not in self._memory:
                 self._check()
+                if process is None or process is not self._places[place].process:
+                    raise MemberFailed(
+                        f"the worker of member {name!r} has ended before it said how much memory "
+                        "it uses; it may have printed why"
+                    )
                 if not self._changed.wait(deadline_s - time.monotonic()):
-                    name = self._places[place].name
                     raise MemberFailed(f"member {name!r} does not say how much memory it uses")
             return self._memory[place]
 

@@ -99,13 +99,22 @@ class _Worker:
 
     def run(self) -> None:
         threading.Thread(target=self._receive, daemon=True).start()
-        while True:
-            task = self._batches.get()
-            if isinstance(task, _Batch):
-                self._answer(task)
-            else:
-                buffers_bytes = sum(map(len, self._buffers.values()))
-                self._connection.send(memory_used(self._device, buffers_bytes=buffers_bytes))
+        try:
+            while True:
+                self._do(self._batches.get())
+        except ConnectionError:
+            raise
+        except BaseException:
+            # Here: the other thread ends the process as soon as the channel is closed.
+            traceback.print_exc()
+            os._exit(1)
+
+    def _do(self, task: _Batch | messages.AskMemory) -> None:
+        if isinstance(task, _Batch):
+            self._answer(task)
+        else:
+            buffers_bytes = sum(map(len, self._buffers.values()))
+            self._connection.send(memory_used(self._device, buffers_bytes=buffers_bytes))
 
     # --- the main thread --------------------------------------------------------------------------
 
