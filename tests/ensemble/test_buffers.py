@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -57,3 +59,9 @@ def test_where_no_memory_is_left_nothing_is(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "ftruncate", full)
     with pytest.raises(OSError, match="No space left"):
         filled(Buffers(most_free=1), PAGE)
+
+
+def test_a_copy_that_is_broken_off_leaves_nothing() -> None:
+    parts: Any = [memoryview(b"pickle"), SimpleNamespace(nbytes=PAGE)]
+    with pytest.raises(TypeError, match="bytes-like"):
+        Buffers(most_free=1).filled(parts)

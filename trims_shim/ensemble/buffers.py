@@ -54,8 +54,12 @@ class Buffers:
             spans.append((start, part.nbytes))
             end = start + part.nbytes
         buffer = self._taken(end)
-        for part, (start, size) in zip(parts, spans, strict=True):
-            buffer.memory[start : start + size] = part
+        try:
+            for part, (start, size) in zip(parts, spans, strict=True):
+                buffer.memory[start : start + size] = part
+        except BaseException:  # Ctrl-C, for one: copies take time
+            buffer.close()
+            raise
         return buffer, Layout(buffer.number, tuple(spans))
 
     def give_back(self, buffer: Buffer) -> Buffer | None:
