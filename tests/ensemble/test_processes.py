@@ -104,6 +104,25 @@ def test_a_member_that_cannot_be_loaded_is_not_waited_for(tmp_path: Path) -> Non
     assert not mark.exists()
 
 
+def test_ctrl_c_while_a_worker_starts_is_for_the_program_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = hosting._started
+
+    def interrupted(*arguments: Any) -> subprocess.Popen[bytes]:
+        process = start(*arguments)
+        process.send_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(hosting, "_started", interrupted)
+    with ensemble_of(by(members.times, 2.0), restarts=0) as ensemble:
+        assert np.array_equal(ensemble.predict(ROWS), ROWS * 2)
+        (worker,) = ensemble.stats().workers
+        status = Path(f"/proc/{worker.pid}/status").read_text()
+        (blocked,) = [line.split()[1] for line in status.splitlines() if "SigBlk" in line]
+        assert not int(blocked, 16), "what it starts gets Ctrl-C as always"
+
+
 # --- forks ----------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing.process
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -193,21 +194,32 @@ def end_all(processes: Sequence[WorkerProcess]) -> None:
 def _started(descriptor: int, threads: int) -> subprocess.Popen[bytes]:
     environment = {name: str(threads) for name in _THREADS} if threads else {}
     paths = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
-    return subprocess.Popen(
-        [
-            sys.executable,
-            *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-            "-u",  # it may end at any time, and what it has printed should be there
-            "-c",
-            _BOOT,
-            str(descriptor),
-            os.path.dirname(PACKAGE_DIRECTORY),
-            *paths,
-        ],
-        stdin=subprocess.DEVNULL,
-        env=environment | os.environ,
-        pass_fds=(descriptor,),
-    )
+    with _without_interrupts():
+        return subprocess.Popen(
+            [
+                sys.executable,
+                *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+                "-u",  # it may end at any time, and what it has printed should be there
+                "-c",
+                _BOOT,
+                str(descriptor),
+                os.path.dirname(PACKAGE_DIRECTORY),
+                *paths,
+            ],
+            stdin=subprocess.DEVNULL,
+            env=environment | os.environ,
+            pass_fds=(descriptor,),
+        )
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """What is started here gets no Ctrl-C, which is for the program, until it says what to do."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _threads_on(device: str) -> int:

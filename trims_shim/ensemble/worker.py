@@ -40,6 +40,7 @@ def main(descriptor: int) -> None:
     """Serve the program at the other end of the socket ``descriptor``, until it closes that."""
     # Ctrl-C is for the program, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     channel = Channel(socket.socket(fileno=descriptor))
     # A child that a model forks would keep the program from seeing this process's end.
     os.register_at_fork(after_in_child=channel.close)
