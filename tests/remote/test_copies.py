@@ -223,6 +223,15 @@ def test_a_process_that_takes_each_new_version_does_not_keep_all(copies: Copies)
     assert len(module._held) == 3
 
 
+def test_a_version_that_is_asked_for_again_is_one_of_the_newest(copies: Copies) -> None:
+    """By digests, or as the remote went back to it."""
+    for name in ("k-1", "k-2", "k-3"):
+        keep(copies, name)
+    for name in ("k-1", "k-2", "k-1", "k-3"):
+        assert copies.use(name)
+    assert [name for name in ("k-1", "k-2", "k-3") if copies.evict(name)] == ["k-2"]
+
+
 def test_another_process_keeps_it_until_it_is_killed(
     copies: Copies, hold: Callable[..., Holder]
 ) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import shutil
@@ -43,6 +44,9 @@ _VERSIONS_HELD = 2
 one before the newest may still be in use, until what is loaded from the newest replaces it."""
 _held: dict[str, OwnDescriptor] = {}
 """By path, the descriptors that keep the shared locks of this process."""
+_asked: dict[str, int] = {}
+"""By path, the number of the last call that asked for it: ascending."""
+_numbers = itertools.count()
 _filling: set[OwnDescriptor] = set()
 """Descriptors with exclusive locks. A forked child closes them: it would hold the locks, too."""
 
@@ -121,6 +125,8 @@ class Copies:
                 held.close()
                 return ""
             _hold(path, held)
+        else:
+            _asked[path] = next(_numbers)
         with contextlib.suppress(FileNotFoundError):
             if not problem_of(path, os.lstat(path), may_be_roots=False):
                 os.utime(path, follow_symlinks=False)
@@ -277,8 +283,12 @@ def _is_at(descriptor: OwnDescriptor, path: str) -> bool:
 def _hold(path: str, descriptor: OwnDescriptor) -> None:
     before = _held.pop(path, None)
     _held[path] = descriptor
+    _asked[path] = next(_numbers)
     key = path.rpartition("-")[0]
-    older = [each for each in list(_held) if each.rpartition("-")[0] == key][:-_VERSIONS_HELD]
+    own = [each for each in list(_held) if each.rpartition("-")[0] == key]
+    older = sorted(own, key=lambda each: _asked.get(each, 0))[:-_VERSIONS_HELD]
+    for path in older:
+        _asked.pop(path, None)
     for each in (before, *(_held.pop(path, None) for path in older)):
         if each is not None:
             each.close()
