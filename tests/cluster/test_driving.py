@@ -381,3 +381,20 @@ def test_a_fault_fails_the_requests_instead_of_leaving_them(
     with pytest.raises(BatcherClosed):
         world.ask()
     assert "the service has failed" in caplog.text
+
+
+def test_where_no_thread_can_start_the_old_plan_stays(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make([TWO])
+    refused: list[threading.Thread] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        refused.append(thread)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(threading.Thread, "start", refuse)
+        wait_until(lambda: world.asked() and len(refused) > 1, "it was tried again")
+    assert caplog.text.count("the old one stays: can't start new thread") == 1
+    wait_until(lambda: world.asked() and world.driver.placement is TWO, "a plan")

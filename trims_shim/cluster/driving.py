@@ -277,7 +277,14 @@ class Driver:
         )
         asked = {device.number: self._actors[device.number].resident.remote() for device in present}
         # In a thread, as the solver may take seconds.
-        threading.Thread(target=self._solve, args=(replanner, problem, asked), daemon=True).start()
+        solving = threading.Thread(
+            target=self._solve, args=(replanner, problem, asked), daemon=True
+        )
+        try:
+            solving.start()
+        except RuntimeError as error:  # there may be no more threads
+            self._tell(error)
+            self._planned(replanner, self.placement, {}, now_ns)
 
     def _solve(self, replanner: Replanner, problem: Problem, asked: Mapping[int, Any]) -> None:
         placement, resident = self.placement, dict[int, frozenset[str]]()
@@ -286,10 +293,13 @@ class Driver:
             placement = self._make_plan(problem, before=placement)
         # Border: the placement that there is stays.
         except Exception as error:
-            if self._no_plan != str(error):
-                _logger.warning("no new plan, the old one stays: %s", error)
-            self._no_plan = str(error)
+            self._tell(error)
         self._events.put(partial(self._planned, replanner, placement, resident))
+
+    def _tell(self, error: Exception) -> None:
+        if self._no_plan != str(error):
+            _logger.warning("no new plan, the old one stays: %s", error)
+        self._no_plan = str(error)
 
     def _planned(
         self,
