@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -126,3 +127,10 @@ def test_command_that_cannot_be_started(trims: Trims, tmp_path: Path) -> None:
     for words in (("run",), ("run", "--")):
         done = trims(*words)
         assert (done.returncode, done.stderr[:16]) == (Exit.USAGE, "usage: trims run")
+
+
+def test_a_program_gets_the_signals_that_python_ignores(trims: Trims) -> None:
+    """Else `yes | head -1` in a script complains instead of ending."""
+    shown = ("grep", "SigIgn", "/proc/self/status")
+    plain = subprocess.run(shown, capture_output=True, text=True, check=True)
+    assert trims("run", *shown).stdout == plain.stdout

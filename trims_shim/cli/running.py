@@ -9,12 +9,16 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
 from trims_shim.cli.exits import Exit
 
 __all__ = ["bootstrap_directory", "environment", "resolve", "run"]
+
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
+"""By Python, for itself; what it becomes would inherit that, and shells cannot undo it."""
 
 
 def run(words: Sequence[str]) -> Exit:
@@ -23,6 +27,8 @@ def run(words: Sequence[str]) -> Exit:
     sys.stderr.flush()
     try:
         command = resolve(words)
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_DFL)
         os.execvpe(command[0], command, environment(os.environ))
     except FileNotFoundError:
         print(f"trims run: {words[0]}: no such command or file", file=sys.stderr)
